@@ -8,6 +8,9 @@ ARGS ?=
 # fixtures of a module are built once. `make test WORKERS=0` runs in one process.
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of processes, which would compile every module again where the environment keeps Python from
+# writing bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 # Servers of other projects, each in an environment of its own. Name others' paths to use those instead.
 PEER_LLAMA_SERVER ?= .peers/llama-server
 PEER_VLLM_PYTHON ?= .peers/vllm/bin/python

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Microseconds of CUDA kernels beside what they replace: sampling against a sort, int8 products against bfloat16
-ones, and attention over prompts against FlashInfer, where that is installed.
+products, and attention over prompts on Hopper against the kernel for every GPU, and against FlashInfer where that is
+installed.
 
     python -m bench.gpu_kernels
 """
@@ -11,6 +12,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,9 +24,11 @@ from penstock.kernels.triton.ops import TritonOps
 DEVICE = torch.device("cuda")
 VOCABULARY = 151_936
 REPETITIONS = 20
+AT_ONCE = 5
 PROMPTS = (
     *([(context - count, count)] for count in (256, 512, 1024) for context in (1024, 4096, 16_384)),
-    *([(0, count)] for count in (2048, 4096, 8192)),
+    *([(0, count)] for count in (2048, 4096, 8192, 16_384)),
+    *([(16_384 - count, count)] for count in (2048, 8192)),
     *([(0, tokens // count)] * count for tokens, count in ((8192, 4), (8192, 16), (4000, 40))),
     [(1000, 1)] * 64 + [(16_384 - 1024, 1024)],
 )
@@ -47,11 +51,6 @@ def microseconds(work: Callable[..., object], *arguments: object) -> float:
 
 def unpack_and_multiply(x: torch.Tensor, packed: int8.Int8Linear) -> torch.Tensor:
     return x @ int8.unpack(packed, torch.bfloat16).t()
-
-
-def attend_anew(ops: TritonOps, qkv: Any, layer: Any, cache: Any, batch: AttentionBatch) -> torch.Tensor:
-    """A step that no plan was made for."""
-    return ops.attend(qkv, layer, cache, replace(batch))
 
 
 def row(*cells: object) -> None:
@@ -121,32 +120,41 @@ def products() -> None:
 
 
 def attention() -> None:
-    if importlib.util.find_spec("flashinfer") is None:
-        print("\nFlashInfer is not installed")
-        return
-    from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
+    """Attention over prompts: the kernel that is chosen, the kernel for every GPU, and FlashInfer."""
+    from penstock.kernels.triton import prefill_attention
     from tests.triton.cases import Bench, Heads
 
     bench = Bench(DEVICE, torch.bfloat16)
     heads = Heads(32, 8, 128)
-    print("\nattention over prompts, 32 heads of 128, 8 of keys, µs")
-    row("requests", "Triton", "FlashInfer, planned", "FlashInfer with its plan")
-    row(*["---"] * 4)
+    others = {"Triton": TritonOps(DEVICE, torch.bfloat16)}
+    if importlib.util.find_spec("flashinfer") is not None:
+        from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
+
+        others["FlashInfer, planned"] = TritonOps(
+            DEVICE, torch.bfloat16, flashinfer=FlashInferAttention(DEVICE)
+        )
+    print("\nattention over prompts, 32 heads of 128, 8 of keys, µs (TFLOP/s)")
+    row("requests", "chosen", *others)
+    row(*["---"] * (2 + len(others)))
     for lengths in PROMPTS:
         num_blocks = sum(-(-sum(pair) // 16) for pair in lengths) + 1
         batch, layer = bench.batch(lengths, num_blocks), heads.layer(bench, 20_000)
         qkv = bench.normal(len(batch.positions), 48 * 128)
         ours = TritonOps(DEVICE, torch.bfloat16)
-        other = TritonOps(
-            DEVICE, torch.bfloat16, flashinfer=FlashInferAttention(DEVICE, wherever_possible=True)
-        )
         cache = ours.allocate_kv(1, num_blocks, 16, 8, 128).layer(0)
-        row(
-            f"{len(lengths)}, {lengths[-1]}",
-            microseconds(ours.attend, qkv, layer, cache, batch),
-            microseconds(other.attend, qkv, layer, cache, batch),
-            microseconds(attend_anew, other, qkv, layer, cache, batch),
-        )
+        taken = [microseconds(_attend_often, ours, qkv, layer, cache, batch) / AT_ONCE]
+        with patch.object(prefill_attention, "_has_hopper_kernel", lambda: False):
+            for other in others.values():
+                taken.append(microseconds(_attend_often, other, qkv, layer, cache, batch) / AT_ONCE)
+        flops = sum(4 * 32 * 128 * count * (before + count / 2) for before, count in lengths)
+        cells = [f"{each:,.0f} ({flops / each / 1e6:.0f})" for each in taken]
+        row(f"{len(lengths)}, {lengths[-1]}", *cells)
+
+
+def _attend_often(ops: TritonOps, qkv: Any, layer: Any, cache: Any, batch: AttentionBatch) -> None:
+    """Several times in a row, so that the host's launches do not count."""
+    for _ in range(AT_ONCE):
+        ops.attend(qkv, layer, cache, batch)
 
 
 if __name__ == "__main__":

@@ -2,37 +2,55 @@
 """What verified drafts bring on a GPU, with random weights and a drafter of a set acceptance.
 
     python -m bench.gpu_speculation FOLDER [--acceptance 0.7] [--batch 1 --batch 8 ...] [--max-draft-tokens 8]
+    python -m bench.gpu_speculation FOLDER --drafter head     # an EAGLE head, which drafts on the GPU
+    python -m bench.gpu_speculation FOLDER --drafter model    # a draft model: --draft-layers layers of this shape
+    python -m bench.gpu_speculation FOLDER --drafter head --acceptance 0.55 --load --plot FILE.png
 
 FOLDER needs only a config.json. Random weights make text that nothing could guess, so the script replaces one thing:
-whether a draft is accepted is drawn by lot, with the set chance for each position. Drafts, verification, sampling, KV
-and scheduling are those that serve. Each batch decodes without drafts in one engine, then with drafts in another. The
-second table has the GPU's time for a step of one request that verifies so many tokens.
+whether a draft is accepted is drawn by lot on the GPU, with the set chance for each position. Drafts, verification,
+sampling, KV and scheduling are those that serve. Without --drafter, drafts are any tokens and take no time. Each
+batch decodes without drafts in one engine, then with drafts in another. The last table has the GPU's time for a step
+of one request that verifies so many tokens. With --load the number of streams rises to 64 and falls again; the
+picture shows the mean draft length, which the scheduler chooses.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
-from collections import deque
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import msgspec
+import numpy as np
+import torch
+from torch import Tensor
 
+from bench.speculation import LOAD, plot_load
 from penstock.bench.gpu import begin_decoding
+from penstock.bench.summary import require_matplotlib
 from penstock.bench.workload import IntRange
 from penstock.cli.bench_gpu import read_vocabulary
 from penstock.core.clock import SystemClock
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from penstock.core.plan import Chunk, Draft, StepPlan, StepResult
-from penstock.core.request import Request
+from penstock.core.plan import ON_DEVICE, Draft
+from penstock.core.request import Request, SamplingParams
+from penstock.engine.batch import DEVICE_DRAFTS, Samples
 from penstock.engine.build import Engine, build_engine
-from penstock.engine.grammar_masks import CompiledGrammar
-from penstock.engine.loop import EngineLoop, Executor
+from penstock.engine.executor import ModelExecutor
+from penstock.engine.grammar_masks import StepMasks
+from penstock.engine.loop import EngineLoop
+from penstock.models.drafters.files import write_heads
 
 MAX_MODEL_LEN = 4096
+NO_DRAFT = -2
+SAMPLE_S = 0.25
+LOAD_PROMPT_TOKENS = 64
+LOAD_ANSWER_TOKENS = (100, 400)
 NEW_TOKENS = 128  # of every answer on average, timed
 
 
@@ -59,43 +77,54 @@ class RandomDrafter:
 
 
 class SetAcceptance:
-    """An executor whose drafts are accepted by lot."""
+    """Samples for which drafts are accepted by lot: each sample becomes the draft behind it with a set chance. The
+    sample of a rejected draft differs from the draft."""
 
-    def __init__(self, executor: Executor, acceptance: float) -> None:
-        self._executor = executor
+    def __init__(self, executor: ModelExecutor, acceptance: float) -> None:
+        self._sample, self._rows = executor._sampler.sample, executor._rows
         self.acceptance = acceptance
-        self._rng = random.Random(1)
-        self._plans: deque[StepPlan] = deque()
+        executor._sampler.sample = self.sample  # type: ignore[method-assign]
+        executor._sampler.needs_only_argmax = lambda samples: False  # type: ignore[method-assign]
 
-    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
-        self._executor.add(request, grammar)
+    def sample(
+        self, logits: Tensor, samples: Samples, masks: StepMasks | None = None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        sampled, logprobs = self._sample(logits, samples, masks)
+        if samples.offsets is not None:
+            drafts = [
+                token_id
+                for index in range(len(samples.request_ids))
+                for token_id in (*samples.drafts.get(index, ()), NO_DRAFT)
+            ]
+            places = samples.rows * DEVICE_DRAFTS + np.minimum(samples.offsets, DEVICE_DRAFTS - 1)
+            known = torch.tensor([drafts, places.tolist()], pin_memory=True)
+            wanted, at = known.to(sampled.device, non_blocking=True)
+            wanted = torch.where(wanted == ON_DEVICE, self._rows.draft_tokens[at].to(torch.int64), wanted)
+            others = torch.where(sampled == wanted, (sampled + 1) % logits.shape[1], sampled)
+            accepts = (torch.rand(len(drafts), device=sampled.device) < self.acceptance) & (wanted >= 0)
+            sampled = torch.where(accepts, wanted, others)
+        return sampled, logprobs
 
-    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
-        self._executor.append(request_id, token_ids)
 
-    def remove(self, request_id: str) -> None:
-        self._executor.remove(request_id)
-
-    def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
-        self._plans.append(plan)
-        return self._executor.submit(plan)
-
-    def collect(self) -> StepResult:
-        drafts = {chunk.request_id: chunk.drafts for chunk in self._plans.popleft().chunks if chunk.drafts}
-        result = self._executor.collect()
-        if not drafts:
-            return result
-        sampled = tuple(
-            msgspec.structs.replace(token, accepted=self._accepted(drafts.get(token.request_id, ())))
-            for token in result.sampled
-        )
-        return msgspec.structs.replace(result, sampled=sampled)
-
-    def _accepted(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
-        count = 0
-        while count < len(drafts) and self._rng.random() < self.acceptance:
-            count += 1
-        return drafts[:count]
+def write_head(folder: Path, settings: dict[str, Any], draft_vocab: int) -> Path:
+    """Write an EAGLE head with random weights for a model's config.json, which drafts the first `draft_vocab`
+    tokens."""
+    size, inner = settings["hidden_size"], settings["intermediate_size"]
+    dim = settings.get("head_dim") or size // settings["num_attention_heads"]
+    queries, keys = settings["num_attention_heads"] * dim, settings["num_key_value_heads"] * dim
+    shapes = {"fc": (size, 2 * size), "layers.0.mlp.down_proj": (size, inner)}
+    shapes |= {f"layers.0.mlp.{part}_proj": (inner, size) for part in ("gate", "up")}
+    parts = {"q": (queries, size), "k": (keys, size), "v": (keys, size), "o": (size, queries)}
+    shapes |= {f"layers.0.self_attn.{part}_proj": shape for part, shape in parts.items()}
+    tensors = {
+        f"{name}.weight": torch.randn(shape, dtype=torch.bfloat16, device="cuda") * shape[1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(size, dtype=torch.bfloat16)
+    if draft_vocab < settings["vocab_size"]:
+        tensors["d2t"] = torch.zeros(draft_vocab, dtype=torch.int64)
+    write_heads(folder, {**settings, "num_hidden_layers": 1}, tensors)
+    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +135,35 @@ class Measured:
     gpu_ms: float  # of that on the GPU
 
 
-def build(folder: Path, max_draft_tokens: int, acceptance: float) -> Engine:
+def named_drafter(arguments: argparse.Namespace, place: Path) -> str:
+    """Write what the drafter needs. Returns the engine's setting."""
+    settings = json.loads((arguments.folder / "config.json").read_text())
+    if arguments.drafter == "head":
+        return f"heads={write_head(place, settings, arguments.draft_vocab)}"
+    if arguments.drafter == "model":
+        place.mkdir(parents=True, exist_ok=True)
+        settings["num_hidden_layers"] = arguments.draft_layers
+        (place / "config.json").write_text(json.dumps(settings))
+        return f"draft={place}"
+    return "lookup"
+
+
+def build(
+    folder: Path, max_draft_tokens: int, acceptance: float, speculate: str = "lookup"
+) -> tuple[Engine, SetAcceptance]:
     config = EngineConfig(
         model=ModelConfig(model=str(folder), load_format="random", max_model_len=MAX_MODEL_LEN),
         cache=CacheConfig(kv_cache_memory="24GiB"),  # two engines share the GPU
         scheduler=SchedulerConfig(
             max_num_batched_tokens=8192, itl_target_ms=None, max_draft_tokens=max_draft_tokens
         ),
-        speculate="lookup" if max_draft_tokens else "off",
+        speculate=speculate if max_draft_tokens else "off",
     )
     engine = build_engine(config, folder)
-    if max_draft_tokens:
+    if max_draft_tokens and speculate == "lookup":
         engine.loop.drafter = RandomDrafter(read_vocabulary(folder))
-        engine.loop.executor = SetAcceptance(engine.loop.executor, acceptance)
-    return engine
+    assert isinstance(engine.loop.executor, ModelExecutor)
+    return engine, SetAcceptance(engine.loop.executor, acceptance)
 
 
 def measure(loop: EngineLoop, batch: int, vocabulary: IntRange, seed: int) -> Measured:
@@ -147,22 +191,94 @@ def measure(loop: EngineLoop, batch: int, vocabulary: IntRange, seed: int) -> Me
     )
 
 
+def follow_load(
+    loop: EngineLoop, vocabulary: IntRange, seconds: float
+) -> list[tuple[float, int, float, float]]:
+    """Raise and lower the number of streams. Returns the time, the streams, the mean draft length and the tokens per
+    second of each sample."""
+    clock, rng, samples = SystemClock(), random.Random(0), []
+    live: list[str] = []
+    began_s, number = clock.now(), 0
+
+    def drafted() -> tuple[int, int]:
+        stats = loop.stats().drafters
+        return sum(sum(each.drafted) for each in stats), sum(sum(each.accepted) for each in stats)
+
+    for wanted in LOAD:
+        for request_id in live[wanted:]:
+            loop.abort(request_id)
+        del live[wanted:]
+        ends_s = clock.now() + seconds
+        while clock.now() < ends_s:
+            before, before_s, num_tokens = drafted(), clock.now(), 0
+            while clock.now() < before_s + SAMPLE_S:
+                while len(live) < wanted:
+                    number += 1
+                    prompt = tuple(vocabulary.draw(rng) for _ in range(LOAD_PROMPT_TOKENS))
+                    sampling = SamplingParams(
+                        max_tokens=rng.randint(*LOAD_ANSWER_TOKENS), temperature=0.6, ignore_eos=True
+                    )
+                    loop.add(Request(id=f"load-{number}", prompt_token_ids=prompt, sampling=sampling))
+                    live.append(f"load-{number}")
+                for event in loop.step():
+                    num_tokens += len(event.token_ids)
+                    if event.finish_reason is not None and event.request_id in live:
+                        live.remove(event.request_id)
+            now_s = clock.now()
+            num_drafted, num_accepted = (now - then for now, then in zip(drafted(), before, strict=True))
+            length = num_drafted / max(num_tokens - num_accepted, 1)
+            samples.append((now_s - began_s, wanted, length, num_tokens / (now_s - before_s)))
+    return samples
+
+
+def draw_load(loop: EngineLoop, vocabulary: IntRange, arguments: argparse.Namespace) -> None:
+    follow_load(loop, vocabulary, SAMPLE_S)  # captures graphs
+    samples = follow_load(loop, vocabulary, arguments.seconds)
+    for second, streams, length, rate in samples:
+        print(
+            f"{second:6.1f} s  {streams:3} streams  draft length {length:5.2f}  {rate:7.1f} tokens/s",
+            flush=True,
+        )
+    if arguments.plot:
+        title = f"{arguments.folder.name}, {torch.cuda.get_device_name()}, drafts accepted with a chance of"
+        plot_load(samples, f"{title} {arguments.acceptance:g} at each position", arguments.plot)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--acceptance", type=float, default=0.7)
     parser.add_argument("--batch", type=int, action="append")
     parser.add_argument("--max-draft-tokens", type=int, default=8)
+    parser.add_argument("--drafter", choices=("random", "head", "model"), default="random")
+    parser.add_argument("--draft-vocab", type=int, default=32_768, help="tokens that a head can draft")
+    parser.add_argument("--draft-layers", type=int, default=2, help="layers of the draft model")
+    parser.add_argument("--load", action="store_true", help="raise and lower the number of streams")
+    parser.add_argument("--seconds", type=float, default=1.5, help="for each number of streams of --load")
+    parser.add_argument("--plot", type=Path, help="write the picture of --load here")
     arguments = parser.parse_args()
+    if arguments.plot:
+        require_matplotlib()
     folder, batches = arguments.folder, arguments.batch or [1, 8, 32, 64, 128, 256]
     vocabulary = read_vocabulary(folder)
-    plain_engine = build(folder, 0, 0.0)
+    if arguments.load:
+        with tempfile.TemporaryDirectory() as place:
+            speculate = named_drafter(arguments, Path(place) / "drafter")
+            engine, _ = build(folder, arguments.max_draft_tokens, arguments.acceptance, speculate)
+        draw_load(engine.loop, vocabulary, arguments)
+        engine.close()
+        return
+    plain_engine, _ = build(folder, 0, 0.0)
     plain = {}
     for batch in batches:
         measure(plain_engine.loop, batch, vocabulary, 2 * batch)
         plain[batch] = measure(plain_engine.loop, batch, vocabulary, 2 * batch + 1)
-    engine = build(folder, arguments.max_draft_tokens, arguments.acceptance)
-    print(f"{folder.name}, acceptance {arguments.acceptance:g} for each position")
+    with tempfile.TemporaryDirectory() as place:
+        speculate = named_drafter(arguments, Path(place) / "drafter")
+        engine, lottery = build(folder, arguments.max_draft_tokens, arguments.acceptance, speculate)
+    print(
+        f"{folder.name}, drafter: {arguments.drafter}, acceptance {arguments.acceptance:g} for each position"
+    )
     print("| batch | tokens/s without | with drafts | ratio | tokens per step | step, ms, without | with |")
     print("|---|---|---|---|---|---|---|")
     for batch in batches:
@@ -175,16 +291,16 @@ def main() -> None:
             f"| {without.step_ms:.2f} | {ours.step_ms:.2f} |",
             flush=True,
         )
-    print_verifications(engine, vocabulary, measure(plain_engine.loop, 1, vocabulary, 0))
+    if arguments.drafter == "random":
+        lottery.acceptance = 1.0  # the scheduler then takes every draft
+        print_verifications(engine, vocabulary, measure(plain_engine.loop, 1, vocabulary, 0))
     for each in (plain_engine, engine):
         each.close()
 
 
 def print_verifications(engine: Engine, vocabulary: IntRange, plain: Measured) -> None:
-    executor, drafter = engine.loop.executor, engine.loop.drafter
-    assert isinstance(executor, SetAcceptance)
+    drafter = engine.loop.drafter
     assert isinstance(drafter, RandomDrafter)
-    executor.acceptance = 1.0  # the scheduler then takes every draft
     print("\n| tokens verified | GPU ms | to a plain step |\n|---|---|---|")
     print(f"| none | {plain.gpu_ms:.2f} | 1.00 |")
     for num_tokens in (2, 4, 8):

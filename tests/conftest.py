@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.terminal import TerminalReporter
@@ -17,6 +18,8 @@ if not Path("/dev/nvidiactl").exists():
 E2E_TIMEOUT_S = 1200
 # These files take minutes, in one process each.
 LONG_FILES = ("tests/triton/", "tests/engine/test_prompt_scores_transformers.py")
+# Tests in these files share a server with the default model. One worker takes them all, and starts the server once.
+SHARING_A_SERVER = tuple(f"tests/e2e/test_{name}.py" for name in ("readme", "serve", "structured_output"))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,6 +47,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("e2e") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return SHARING_A_SERVER[0] if file in SHARING_A_SERVER else file
+
+    return Scheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:

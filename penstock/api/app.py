@@ -40,6 +40,7 @@ from penstock.api.openai.responses_endpoints import ResponsesEndpoints
 from penstock.api.openai.responses_history import StoredBodies
 from penstock.api.openai.stored_chats import StoredChatEndpoints, StoredChats
 from penstock.api.openapi import OPERATIONS, OpenAPIEndpoint
+from penstock.api.scoring.embed import EmbedEndpoints
 from penstock.api.scoring.endpoints import ScoringEndpoints
 from penstock.api.scoring.rerank import RerankEndpoints
 from penstock.api.websocket.endpoint import WebSocketEndpoint
@@ -107,6 +108,7 @@ def create_app(
         *responses_api.routes(),
         *ModerationEndpoints(gateway, embeddings).routes(),
         *EmbeddingEndpoints(embeddings).routes(),
+        *EmbedEndpoints(embeddings).routes(),
         *RerankEndpoints(scores).routes(),
         *ScoringEndpoints(embeddings, scores).routes(),
     ]

@@ -99,6 +99,7 @@ from penstock.api.openai.responses_endpoints import (
 from penstock.api.openai.responses_items import InputItem
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.openai.stored_chats import CompletionChanges, CompletionDeleted, StoredList
+from penstock.api.scoring.embed import CohereEmbedRequest, CohereEmbedResponse
 from penstock.api.scoring.endpoints import (
     ClassificationList,
     CreateClassification,
@@ -302,6 +303,7 @@ INFERENCE: dict[str, Operation] = {
     "GET /v1/conversations/{conversation_id}/items/{item_id}": Operation(response=InputItem),
     "DELETE /v1/conversations/{conversation_id}/items/{item_id}": Operation(response=ConversationObject),
     "POST /v1/embeddings": Operation(request=CreateEmbeddings, response=EmbeddingList),
+    "POST /v2/embed": Operation(request=CohereEmbedRequest, response=CohereEmbedResponse),
     **{
         f"POST {path}": Operation(request=RerankRequest, response=RerankResponse)
         for path in ("/v1/rerank", "/rerank", "/v2/rerank")

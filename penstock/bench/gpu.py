@@ -20,7 +20,7 @@ from penstock.bench.summary import Summary, summarize
 from penstock.bench.workload import ClosedLoop, IntRange, Workload
 from penstock.core.clock import Clock
 from penstock.core.plan import TokenEvent
-from penstock.core.request import Request, SamplingParams
+from penstock.core.request import Adapter, Request, SamplingParams
 
 PROMPT_TOKENS = 512
 DECODE_STEPS = 64
@@ -72,9 +72,15 @@ class StepLoop(Protocol):
 
 
 def begin_decoding(
-    loop: StepLoop, batch: int, vocabulary: IntRange, seed: int, max_tokens: int = DECODE_STEPS + 32
+    loop: StepLoop,
+    batch: int,
+    vocabulary: IntRange,
+    seed: int,
+    max_tokens: int = DECODE_STEPS + 32,
+    adapters: Sequence[Adapter] = (),
 ) -> list[Request]:
-    """Add `batch` requests and step until each has its first tokens. All of them may get `max_tokens` more."""
+    """Add `batch` requests, with `adapters` in turn, and step until each has its first tokens. All of them may get
+    `max_tokens` more."""
     rng = random.Random(seed)
     sampling = SamplingParams(max_tokens=SETTLING_TOKENS + max_tokens, temperature=0.6, ignore_eos=True)
     requests = [
@@ -82,6 +88,7 @@ def begin_decoding(
             id=f"decode-{seed}-{index}",
             prompt_token_ids=tuple(vocabulary.draw(rng) for _ in range(PROMPT_TOKENS)),
             sampling=sampling,
+            adapter=adapters[index % len(adapters)] if adapters else None,
         )
         for index in range(batch)
     ]
@@ -94,8 +101,15 @@ def begin_decoding(
     return requests
 
 
-def decode_step_ms(loop: StepLoop, batch: int, vocabulary: IntRange, seed: int, clock: Clock) -> float:
-    requests = begin_decoding(loop, batch, vocabulary, seed)
+def decode_step_ms(
+    loop: StepLoop,
+    batch: int,
+    vocabulary: IntRange,
+    seed: int,
+    clock: Clock,
+    adapters: Sequence[Adapter] = (),
+) -> float:
+    requests = begin_decoding(loop, batch, vocabulary, seed, adapters=adapters)
     start = clock.now()
     for _ in range(DECODE_STEPS):
         loop.step()

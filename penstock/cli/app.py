@@ -12,6 +12,8 @@ from penstock.cli.commands import PenstockCommand, PenstockGroup
 # Each subcommand and the module of this room that defines it, in the order that a newcomer needs them in.
 MODULES = {
     "serve": "serve",
+    "engine": "shared_fleet",
+    "gateway": "shared_fleet",
     "top": "top",
     "release": "release",
     "pull": "models",

@@ -25,6 +25,7 @@ from penstock.core.engine_config import (
     Device,
     EngineConfig,
     ModelConfig,
+    ModelImplementation,
     Quantization,
     SchedulerConfig,
 )
@@ -64,6 +65,9 @@ _WARM_UPS, _SHORT_ROUNDS = 2, 5  # rounds of prefills, before and in a measureme
 )
 @click.option("--kv-cache-dtype", type=click.Choice(("auto", "fp8", "int8")), default="auto", show_default=True,
               help="Type of cached keys and values.")  # fmt: skip
+@click.option("--model-implementation", "implementation", type=click.Choice(("auto", "native", "transformers")),
+              default="auto", show_default=True,
+              help="Whose code runs the model: Penstock's own, or that of transformers.")  # fmt: skip
 @click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True,
               help="Where to run.")  # fmt: skip
 @click.option(
@@ -78,6 +82,7 @@ def bench_gpu(
     max_num_batched_tokens: int,
     quantization: Quantization | None,
     kv_cache_dtype: KVType,
+    implementation: ModelImplementation,
     device: Device,
     json_file: Path | None,
 ) -> None:
@@ -97,6 +102,7 @@ def bench_gpu(
             device=device,
             quantization=quantization,
             max_model_len=_OFFLINE_CONTEXT,
+            model_implementation=implementation,
         ),
         cache=CacheConfig(kv_cache_dtype=kv_cache_dtype),
         scheduler=SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens, itl_target_ms=None),
@@ -279,6 +285,7 @@ def _server(config: EngineConfig, folder: Path) -> Iterator[tuple[subprocess.Pop
     command += ["--max-num-batched-tokens", str(config.scheduler.max_num_batched_tokens)]
     command += ["--itl-target-ms", str(_ITL_TARGET_MS)]
     command += ["--kv-cache-dtype", config.cache.kv_cache_dtype]
+    command += ["--model-implementation", model.model_implementation]
     if model.quantization is not None:
         command += ["--quantization", model.quantization]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 import msgspec
 
-from penstock.core.engine_config import EngineConfig, parse_speculate
+from penstock.core.engine_config import OWN_HEADS, EngineConfig, parse_speculate
 from penstock.core.log_format import TextFormatter
 from penstock.serve.environment import model_hub
 
@@ -162,7 +162,7 @@ def fetch_drafter(engine: EngineConfig) -> EngineConfig:
     speculate = parse_speculate(engine.speculate)
     if speculate.kind == "draft":
         path = fetch_model(speculate.argument)
-    elif speculate.kind == "heads":
+    elif speculate.kind == "heads" and speculate.argument != OWN_HEADS:
         path = Path(speculate.argument).absolute()
     else:
         return engine

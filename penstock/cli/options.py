@@ -30,9 +30,11 @@ from penstock.serve.environment import (
     CONFIG_VARIABLE,
     DATA_DIR_VARIABLE,
     DATABASE_URL_VARIABLE,
+    JOIN_TOKEN_VARIABLE,
     OTLP_ENDPOINT_VARIABLE,
     RAY_ADDRESS_VARIABLE,
     REDIS_URL_VARIABLE,
+    REGISTRY_VARIABLE,
     URL_VARIABLE,
 )
 
@@ -46,6 +48,8 @@ _ENVIRONMENT = {
     "database_url": DATABASE_URL_VARIABLE,
     "redis_url": REDIS_URL_VARIABLE,
     "ray_address": RAY_ADDRESS_VARIABLE,
+    "registry": REGISTRY_VARIABLE,
+    "join_token": JOIN_TOKEN_VARIABLE,
 }
 # Names of the same settings in other servers.
 _ALIASES = {"replicas": "--data-parallel-size"}

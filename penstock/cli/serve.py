@@ -57,6 +57,8 @@ def serve(config: ServeConfig) -> None:
 
 def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
     is_open = check_exposure(config.server, config.tenants, has_keys=keys_were_made(config))
+    if config.cluster.registry is not None:
+        logger.warning("penstock serve joins no shared fleet; penstock engine and penstock gateway do")
     if config.runs_engines:
         more = [msgspec.structs.replace(each, engine=fetch_drafter(each.engine)) for each in config.models]
         config = msgspec.structs.replace(config, engine=fetch_drafter(config.engine), models=tuple(more))
@@ -68,7 +70,7 @@ def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
 
     specs = planned_replicas(config, paths[0], paths[1:]) if paths else []
 
-    with _load_progress(config.engine.model.model) as (on_progress, stop_progress), announced() as announce:
+    with load_progress(config.engine.model.model) as (on_progress, stop_progress), announced() as announce:
 
         def on_ready(ready: EngineReady | None, url: str) -> None:
             stop_progress()
@@ -172,9 +174,16 @@ def print_banner(
         *([("Vectors", describe_vectors(card))] if card.embedding_size else []),
         *([("GPU", card.device)] if card.device else []),
         ("Context", f"{card.max_model_len:,} tokens"),
-        ("KV cache", f"{ready.num_kv_blocks * ready.block_size:,} tokens{each}"),
+        ("KV cache", f"{describe_kv_cache(ready)}{each}"),
     ]
     _print_banner(f"serves [bold]{card.name}[/bold] at {url}", url, rows, is_open=is_open)
+
+
+def describe_kv_cache(ready: EngineReady) -> str:
+    """Return how many tokens the KV cache holds, and how many requests of the longest context."""
+    longest = ready.model.max_model_len
+    contexts = ready.num_contexts or ready.num_kv_blocks * ready.block_size / longest
+    return f"{int(contexts * longest):,} tokens ({contexts:,.1f} contexts of {longest:,})"
 
 
 def describe_weights(card: ModelCard) -> str:
@@ -223,7 +232,7 @@ def _print_banner(title: str, url: str, rows: Sequence[tuple[str, str]], *, is_o
 
 
 @contextmanager
-def _load_progress(model_name: str) -> Iterator[tuple[Callable[[LoadProgress], None], Callable[[], None]]]:
+def load_progress(model_name: str) -> Iterator[tuple[Callable[[LoadProgress], None], Callable[[], None]]]:
     """Show a progress bar while the engine loads. Yields the functions that report progress and remove the bar."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

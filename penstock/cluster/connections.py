@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import zmq
 
 from penstock.cluster.replica import Connector, Member, ReplicaClient
-from penstock.cluster.transport import ZmqEngineClient
+from penstock.cluster.transport import KeyPair, ZmqEngineClient
 from penstock.core.messages import DrafterStats, EngineReady, EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.dispatch import FleetStatus, ReplicaStatus
@@ -34,6 +34,8 @@ _GAUGES = frozenset(
         "num_pinned_blocks",
         "num_host_blocks",
         "num_host_blocks_used",
+        "num_disk_blocks",
+        "num_disk_bytes",
         "image_cache_tokens",
         "step_tokens",
         "kv_fragmentation",
@@ -73,14 +75,22 @@ class Listener(Protocol):
 
     def on_kv_events(self, replica_id: str, events: tuple[KVEvent, ...]) -> None: ...
 
+    def on_lost(self, replica_id: str) -> None:
+        """Note that a connection over the network was cut."""
+        ...
+
 
 class Connections:
-    def __init__(self, listener: Listener, connect: Connector | None = None) -> None:
+    def __init__(
+        self, listener: Listener, connect: Connector | None = None, client_keys: KeyPair | None = None
+    ) -> None:
+        """`client_keys` are for engines that ask who connects."""
         self.members: tuple[Member, ...] = ()
         self.by_id: dict[str, Connection] = {}
         self.models: dict[str, EngineReady] = {}  # every model that was ever served, by name
         self._listener = listener
         self._connect_to = connect or self._connect_by_zmq
+        self._client_keys = client_keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stats: EngineStats | None = None  # added up when asked for
         self._departed: dict[str, EngineStats] = {}  # counters of replicas that have gone, by model
@@ -180,7 +190,11 @@ class Connections:
         client.start()
 
     def _connect_by_zmq(self, member: Member, **callbacks: Any) -> ReplicaClient:
-        return ZmqEngineClient(member.endpoint, context=self._context, **callbacks)
+        if member.endpoint.startswith("tcp://"):
+            callbacks["on_lost"] = partial(self._listener.on_lost, member.id)
+        return ZmqEngineClient(
+            member.endpoint, context=self._context, client_keys=self._client_keys, **callbacks
+        )
 
     def _learn_models(self) -> None:
         """Objects built from a model's description must not be rebuilt needlessly: the known description stays for as

@@ -114,7 +114,8 @@ class ControlLink:
             try:
                 while True:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._is_urgent.wait(), self._interval_s)
+                        async with asyncio.timeout(self._interval_s):
+                            await self._is_urgent.wait()
                     self._is_urgent.clear()
                     await self._exchange(reader, writer)
             except OSError as error:

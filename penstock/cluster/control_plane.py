@@ -41,6 +41,7 @@ from penstock.cluster.supervisor import Supervisor
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.cluster_view import ClusterView, PoolView, ReplicaView, RoutingView
 from penstock.core.errors import PenstockError
+from penstock.core.messages import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,33 @@ class _Gateway:
 
 
 @dataclass(slots=True)
-class _ReplicaTimes:
+class ReplicaTimes:
     ttfts_s: RecentTimes = field(default_factory=lambda: RecentTimes(_TIMES_WINDOW_S))
     itls_s: RecentTimes = field(default_factory=lambda: RecentTimes(_TIMES_WINDOW_S))
+
+
+def replica_view(member: Member, stats: EngineStats, times: ReplicaTimes, now: float) -> ReplicaView:
+    """Describe a replica to operators."""
+    queries = stats.prefix_cache_queries
+    return ReplicaView(
+        id=member.id,
+        model=member.spec.model,
+        revision=member.replica.revision,
+        state=member.replica.state,
+        role=member.role,
+        region=member.replica.region,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_waiting_tokens=stats.num_waiting_tokens,
+        kv_usage=stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0,
+        cached_share=stats.prefix_cache_hits / queries if queries else None,
+        accepted_share=stats.num_accepted_tokens / stats.num_draft_tokens if stats.num_drafts else None,
+        tokens_per_draft=1 + stats.num_accepted_tokens / stats.num_drafts if stats.num_drafts else None,
+        ttft_p50_s=times.ttfts_s.percentile(50, now),
+        ttft_p95_s=times.ttfts_s.percentile(95, now),
+        itl_p50_s=times.itls_s.percentile(50, now),
+        itl_p95_s=times.itls_s.percentile(95, now),
+    )
 
 
 class ControlPlane:
@@ -91,7 +116,7 @@ class ControlPlane:
         self._reasons: Counter[str] = Counter()
         self._num_prompt_tokens = 0
         self._num_matched_tokens = 0
-        self._times: dict[str, _ReplicaTimes] = {}
+        self._times: dict[str, ReplicaTimes] = {}
         self._pool_views: tuple[PoolView, ...] = ()
         self._next_views_s = 0.0
 
@@ -150,7 +175,12 @@ class ControlPlane:
         present = {member.id for member in members}
         self._times = {name: times for name, times in self._times.items() if name in present}
         return ClusterView(
-            replicas=tuple(self._replica_view(member, now) for member in members),
+            replicas=tuple(
+                replica_view(
+                    member, self._manager.stats(member.id), self._times.get(member.id, ReplicaTimes()), now
+                )
+                for member in members
+            ),
             pools=tuple(pool.view(now) for pool in self.pools),
             releases=self.releases.views(),
             routing=RoutingView(
@@ -162,37 +192,13 @@ class ControlPlane:
             at=time.time(),
         )
 
-    def _replica_view(self, member: Member, now: float) -> ReplicaView:
-        stats = self._manager.stats(member.id)
-        times = self._times.get(member.id, _ReplicaTimes())
-        queries = stats.prefix_cache_queries
-        return ReplicaView(
-            id=member.id,
-            model=member.spec.model,
-            revision=member.replica.revision,
-            state=member.replica.state,
-            role=member.role,
-            region=member.replica.region,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_waiting_tokens=stats.num_waiting_tokens,
-            kv_usage=stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0,
-            cached_share=stats.prefix_cache_hits / queries if queries else None,
-            accepted_share=stats.num_accepted_tokens / stats.num_draft_tokens if stats.num_drafts else None,
-            tokens_per_draft=1 + stats.num_accepted_tokens / stats.num_drafts if stats.num_drafts else None,
-            ttft_p50_s=times.ttfts_s.percentile(50, now),
-            ttft_p95_s=times.ttfts_s.percentile(95, now),
-            itl_p50_s=times.itls_s.percentile(50, now),
-            itl_p95_s=times.itls_s.percentile(95, now),
-        )
-
     def _note(self, report: Report, now: float) -> None:
         """Note the cluster for operators."""
         self._reasons.update(report.reasons)
         self._num_prompt_tokens += report.num_prompt_tokens
         self._num_matched_tokens += report.num_matched_tokens
         for sample in report.samples:
-            times = self._times.setdefault(sample.replica_id, _ReplicaTimes())
+            times = self._times.setdefault(sample.replica_id, ReplicaTimes())
             if sample.ttft_s is not None:
                 times.ttfts_s.add(sample.ttft_s, now)
             if sample.itl_s is not None:
@@ -202,7 +208,8 @@ class ControlPlane:
         loop = asyncio.get_running_loop()
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._should_look.wait(), self._look_interval_s)
+                async with asyncio.timeout(self._look_interval_s):
+                    await self._should_look.wait()
             self._should_look.clear()
             for pool in self.pools:
                 try:

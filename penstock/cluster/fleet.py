@@ -17,7 +17,9 @@ from random import Random, SystemRandom
 from typing import Any, BinaryIO, Protocol
 
 from penstock.cluster.connections import Connections
+from penstock.cluster.reachability import Reachability
 from penstock.cluster.replica import Connector, Member, OnError, OnEvent
+from penstock.cluster.transport import KeyPair
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.messages import EngineReady, EngineStats, KVEvent
@@ -61,6 +63,14 @@ class FleetObserver(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SharedFleet:
+    """What a gateway needs besides endpoints if its replicas run on other machines."""
+
+    client_keys: KeyPair
+    heartbeat_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Caller:
     on_event: OnEvent
     on_error: OnError
@@ -78,9 +88,10 @@ class Fleet:
         connect: Connector | None = None,
         starts_on_demand: bool = False,
         record_to: Path | None = None,
+        shared: SharedFleet | None = None,
     ) -> None:
         """`starts_on_demand`: requests may wait for replicas that are not starting yet, because waiting requests
-        start them. `record_to` is a file for the dispatch log."""
+        start them. `record_to` is a file for the dispatch log. `shared` is for replicas on other machines."""
         self._clock = clock or SystemClock()
         seed = SystemRandom().getrandbits(53) if seed is None else seed
         config, rng, now = config or DispatchConfig(), Random(seed), self._clock.now()
@@ -89,7 +100,9 @@ class Fleet:
             self.dispatcher = Dispatcher(config, rng, now)
         else:
             self.dispatcher = RecordingDispatcher(config, seed, rng, now, self._log_file.write)
-        self.connections = Connections(self, connect)
+        self.connections = Connections(self, connect, None if shared is None else shared.client_keys)
+        self._told: tuple[Member, ...] = ()  # the members as their hosts describe them
+        self._reach = None if shared is None else Reachability(shared.heartbeat_timeout_s, self._refresh)
         self.observers: list[FleetObserver] = []
         self.on_wait: Callable[[], None] = lambda: None  # called when a request begins to wait for a replica
         self._starts_on_demand = starts_on_demand
@@ -179,16 +192,33 @@ class Fleet:
 
     def update(self, members: Sequence[Member]) -> None:
         """Take over replicas that came, went, or changed state."""
-        self.connections.update(members)
+        self._told = tuple(members)
+        if self._reach is not None:
+            self._reach.forget_all_but(self._told)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        told = self._told
+        self.connections.update(told if self._reach is None else self._reach.seen_from_here(told))
         self.on_ready()
+
+    def on_lost(self, replica_id: str) -> None:
+        if self._reach is not None:
+            self._reach.lost(replica_id, "cut the connection")
 
     def on_ready(self) -> None:
         """Update the dispatcher, after a connection came up or replicas changed."""
+        if self._reach is not None:
+            for connection in self.connections.by_id.values():
+                if connection.client.ready is not None:
+                    self._reach.connected(connection.member)
         status = self.connections.status(starts_on_demand=self._starts_on_demand)
         self._carry_out(self.dispatcher.update(status, self._clock.now()))
 
     def on_stats(self, replica_id: str, stats: EngineStats) -> None:
         self.connections.note_stats()
+        if self._reach is not None:
+            self._reach.heard(replica_id, stats)
         self._carry_out(self.dispatcher.heartbeat(replica_id, stats, self._clock.now()))
 
     def on_events(self, replica_id: str, events: Sequence[TokenEvent]) -> None:
@@ -208,6 +238,8 @@ class Fleet:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._reach is not None:
+            self._reach.close()
         self.connections.close()
         if self._log_file is not None:
             self._log_file.close()

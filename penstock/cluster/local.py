@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +22,7 @@ import msgspec
 
 from penstock.cluster.early import WORKER, EarlyProcess
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
+from penstock.cluster.transport import EngineKeys, KeyPair, free_port, with_key
 from penstock.core.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -28,10 +30,28 @@ logger = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class NetworkAddress:
+    """Where engines of this machine listen for the gateways of a shared fleet."""
+
+    host: str  # an address of this machine that gateways reach
+    accepted: tuple[str, ...]  # public keys of clients
+    client: KeyPair  # for connections to other engines
+
+    def open(self, key_file: Path) -> tuple[str, str]:
+        """Write the keys of a new engine. Returns its address, and the endpoint for gateways."""
+        keys = KeyPair.make()
+        EngineKeys(keys.secret, self.accepted, self.client).write(key_file)
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        address = f"tcp://{host}:{free_port(self.host)}"
+        return address, with_key(address, keys.public)
+
+
 class LocalLauncher:
     """Launches engine processes. Each process listens on a socket in a private folder: no other user of the machine
     can reach it.
 
+    With `network`, processes listen on an address of this machine instead, for gateways of a shared fleet elsewhere.
     `gpus` are the devices of this machine, as CUDA_VISIBLE_DEVICES names them. A process gets one for each of its
     ranks, the devices with the fewest processes so far; without `gpus` it sees the devices of its parent."""
 
@@ -43,10 +63,12 @@ class LocalLauncher:
         log_format: str = "text",
         early: EarlyProcess | None = None,
         bytecode: Path | None = None,
+        network: NetworkAddress | None = None,
     ) -> None:
         """`early` becomes the first engine that is launched. All others keep the bytecode of packages that
         were installed without any in the folder `bytecode`."""
         self._early = early
+        self._network = network
         self._bytecode = ["--bytecode", str(bytecode)] if bytecode is not None else []
         self._gpu_uses = dict.fromkeys(gpus, 0)
         self._log_level = log_level
@@ -54,10 +76,16 @@ class LocalLauncher:
 
     async def launch(self, spec: ReplicaSpec, replica_id: str) -> RunningReplica:
         folder = Path(tempfile.mkdtemp(prefix="penstock-"))
-        endpoint = f"ipc://{folder / 'engine.sock'}"
+        key_file = folder / "key"
+        if self._network is None:
+            address = endpoint = f"ipc://{folder / 'engine.sock'}"
+        else:
+            address, endpoint = self._network.open(key_file)
         gpus = self._take_gpus(spec.engine.parallel.num_ranks)
-        arguments = ["--endpoint", endpoint, "--model-path", spec.model_path, "--log-level", self._log_level]
+        arguments = ["--endpoint", address, "--model-path", spec.model_path, "--log-level", self._log_level]
         arguments += ["--log-format", self._log_format, "--parent-pid", str(os.getpid())]
+        if self._network is not None:
+            arguments += ["--key-file", str(key_file)]
         if gpus:
             arguments += ["--gpus", ",".join(gpus)]
         process = await self._start(arguments, spec.engine)

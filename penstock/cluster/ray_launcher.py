@@ -13,7 +13,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from typing import Any
 import msgspec
 
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
-from penstock.cluster.transport import KeyPair, with_key
+from penstock.cluster.transport import EngineKeys, KeyPair, free_port, with_key
 from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.installation import install_command
 
@@ -41,9 +40,8 @@ class EngineHost:
         """Start the engine process. Returns its endpoint, with the key. `engine` is the engine's config as JSON."""
         keys = KeyPair.make()
         key_file = self._folder / "key"
-        key_file.touch(mode=0o600)
-        key_file.write_text(keys.secret)
-        address = f"tcp://{self._node_address}:{_free_port(self._node_address)}"
+        EngineKeys(keys.secret).write(key_file)
+        address = f"tcp://{self._node_address}:{free_port(self._node_address)}"
         command = [sys.executable, "-m", "penstock.cluster.worker", "--endpoint", address]
         command += ["--key-file", str(key_file), "--model-path", model_path, "--parent-pid", str(os.getpid())]
         command += ["--log-level", log_level, "--log-format", log_format]
@@ -64,13 +62,6 @@ class EngineHost:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-
-
-def _free_port(node_address: str) -> int:
-    """Return a free port. If another process takes the port first, the engine fails and is started again."""
-    with socket.socket() as probe:
-        probe.bind((node_address, 0))
-        return int(probe.getsockname()[1])
 
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.cluster.replica import EngineClient, Launcher, Member, ReplicaSpec, RunningReplica
-from penstock.cluster.transport import ZmqEngineClient
+from penstock.cluster.transport import KeyPair, ZmqEngineClient
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineReady, EngineStats, LoadProgress
 from penstock.core.plan import TokenEvent
@@ -98,8 +98,10 @@ class ReplicaProcess:
         heartbeat_timeout_s: float,
         on_change: Callable[[], None],
         on_progress: Callable[[LoadProgress], None] | None = None,
+        client_keys: KeyPair | None = None,
     ) -> None:
         self.id = replica_id
+        self._client_keys = client_keys
         self.spec = spec
         self._on_change = on_change
         self._on_progress = on_progress
@@ -147,7 +149,10 @@ class ReplicaProcess:
         """Wait until the replica is ready. Raises the error of a failed start."""
         self._running = await launcher.launch(self.spec, self.id)
         self._client = ZmqEngineClient(
-            self._running.endpoint, on_progress=self._on_progress, on_stats=self._on_stats
+            self._running.endpoint,
+            on_progress=self._on_progress,
+            on_stats=self._on_stats,
+            client_keys=self._client_keys,
         )
         self._client.start()
         self._watching = asyncio.create_task(self._watch(self._running, self._client))

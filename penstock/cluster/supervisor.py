@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from penstock.cluster.replica import Launcher, Member, ReplicaSpec
 from penstock.cluster.replica_process import ReplicaProcess
+from penstock.cluster.transport import KeyPair
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineReady, EngineStats, LoadProgress
 from penstock.router import ReplicaState
@@ -44,7 +45,13 @@ class Supervisor:
         *,
         heartbeat_timeout_s: float = 5.0,
         on_progress: Callable[[LoadProgress], None] | None = None,
+        name: str = "replica",
+        client_keys: KeyPair | None = None,
     ) -> None:
+        """Replicas are called `name` and a number; in a shared fleet, names of hosts differ. `client_keys` are for
+        engines that ask who connects."""
+        self._name = name
+        self._client_keys = client_keys
         self._launchers = launchers
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._on_progress = on_progress
@@ -133,11 +140,12 @@ class Supervisor:
     ) -> ReplicaProcess:
         self._num_processes += 1
         return ReplicaProcess(
-            f"replica-{self._num_processes}",
+            f"{self._name}-{self._num_processes}",
             spec,
             heartbeat_timeout_s=self._heartbeat_timeout_s,
             on_change=self._tell,
             on_progress=on_progress,
+            client_keys=self._client_keys,
         )
 
     def _tell(self) -> None:

@@ -5,18 +5,23 @@ the socket is empty. Knows no engine, no HTTP and no policy. The engine's end is
 
 An endpoint is a socket file of this machine, or `tcp://host:port#key` on the network. All traffic on the network is
 encrypted (CURVE), and only clients with the key get an answer, because a CURVE server never sends its public key. The
-key is made for one engine process, travels with the endpoint alone, and is never logged.
+key is made for one engine process, travels with the endpoint alone, and is never logged. In a shared fleet, clients
+prove by keys of their own that they have the fleet's join token (`registry`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import socket as socket_module
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from penstock.core.errors import EngineUnavailable, PenstockError, error_from_code
 from penstock.core.kv_transfer import KVSource
@@ -41,9 +46,8 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class KeyPair:
-    """The keys of one engine. The public key is only for clients that may reach the engine."""
+class KeyPair(msgspec.Struct, frozen=True):
+    """The CURVE keys of one engine or client. The public key of an engine is only for clients that may reach it."""
 
     public: str
     secret: str
@@ -57,8 +61,36 @@ class KeyPair:
         return KeyPair(public.decode(), secret.decode())
 
 
+class EngineKeys(msgspec.Struct, frozen=True):
+    """The keys of an engine on the network: its file `--key-file`."""
+
+    secret: str  # of the engine's own endpoints
+    accepted: tuple[
+        str, ...
+    ] = ()  # public keys of clients; empty: every client that knows the engine's public key
+    client: KeyPair | None = None  # for connections to other engines
+
+    def write(self, path: Path) -> None:
+        path.touch(mode=0o600)
+        path.write_bytes(msgspec.json.encode(self))
+
+    @staticmethod
+    def read(path: Path) -> EngineKeys:
+        return _decode_keys(path.read_bytes())
+
+
+_decode_keys = msgspec.json.Decoder(EngineKeys).decode
+
+
 def with_key(address: str, public_key: str) -> str:
     return f"{address}#{public_key}"
+
+
+def free_port(host: str) -> int:
+    """Return a free port. If another process takes the port first, the engine fails and is started again."""
+    with socket_module.socket(socket_module.AF_INET6 if ":" in host else socket_module.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def bind(socket: zmq.Socket[Any], address: str, secret_key: str | None) -> None:
@@ -69,14 +101,32 @@ def bind(socket: zmq.Socket[Any], address: str, secret_key: str | None) -> None:
     socket.bind(address)
 
 
-def connect(socket: zmq.Socket[Any], endpoint: str) -> None:
+def connect(socket: zmq.Socket[Any], endpoint: str, client_keys: KeyPair | None = None) -> None:
+    """Connect to an endpoint, with `client_keys` if the endpoint asks who connects."""
     address, _, server_key = endpoint.partition("#")
     if server_key:
-        public, secret = zmq.curve_keypair()
-        socket.curve_publickey = public
-        socket.curve_secretkey = secret
+        keys = client_keys or KeyPair.make()
+        socket.curve_publickey = keys.public.encode()
+        socket.curve_secretkey = keys.secret.encode()
         socket.curve_serverkey = server_key.encode()
     socket.connect(address)
+
+
+class AcceptedClients:
+    """Lets only clients with certain public keys reach the CURVE sockets of a context."""
+
+    def __init__(self, context: zmq.Context[Any], public_keys: Iterable[str]) -> None:
+        self._accepted = frozenset(key.encode() for key in public_keys)
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Say whether a client with this public key may connect. Called by the authenticator."""
+        return key in self._accepted
+
+    def close(self) -> None:
+        self._authenticator.stop()
 
 
 logger = logging.getLogger(__name__)
@@ -96,7 +146,8 @@ class ZmqEngineClient:
 
     `on_ready` is called when `ready` changes, `on_stats` with every heartbeat. After `subscribe_kv_events` the
     engine also sends its KV events, in the order in which they happened, for `on_kv_events`; a caller that
-    finds a gap in them calls `restart_kv_events`. Clients may share one `context`, which the caller then ends."""
+    finds a gap in them calls `restart_kv_events`. `on_lost` is called when the connection is cut, which a socket file
+    never is. Clients may share one `context`, which the caller then ends."""
 
     def __init__(
         self,
@@ -107,9 +158,14 @@ class ZmqEngineClient:
         on_stats: Callable[[EngineStats], None] | None = None,
         on_events: Callable[[Sequence[TokenEvent]], None] | None = None,
         on_kv_events: Callable[[tuple[KVEvent, ...]], None] | None = None,
+        on_lost: Callable[[], None] | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        client_keys: KeyPair | None = None,
     ) -> None:
         self._endpoint = endpoint
+        self._client_keys = client_keys
+        self._on_lost = on_lost
+        self._monitor: zmq.Socket[bytes] | None = None
         self._on_progress = on_progress
         self._on_ready = on_ready
         self._on_stats = on_stats
@@ -162,7 +218,11 @@ class ZmqEngineClient:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
-        connect(socket, self._endpoint)
+        if self._on_lost is not None:
+            self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._loop.add_reader(int(self._monitor.getsockopt(zmq.FD)), self._read_monitor)
+            self._read_monitor()  # the descriptor signals news only to a reader that found nothing
+        connect(socket, self._endpoint, self._client_keys)
         self._socket = socket
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._read)
@@ -232,6 +292,11 @@ class ZmqEngineClient:
     def _disconnect(self) -> None:
         if self._socket is not None and self._loop is not None:
             self._loop.remove_reader(self._fd)
+            if self._monitor is not None:
+                self._loop.remove_reader(int(self._monitor.getsockopt(zmq.FD)))
+                self._socket.disable_monitor()
+                self._monitor.close()
+                self._monitor = None
             self._socket.close()
             self._socket = None
             self._outbox.clear()
@@ -260,6 +325,18 @@ class ZmqEngineClient:
             except zmq.Again:
                 return
             self._handle(self._codec.decode_from_engine(data))
+
+    def _read_monitor(self) -> None:
+        """Tell of a connection that was cut: the engine's process or machine has ended."""
+        is_cut = False
+        while self._monitor is not None:
+            try:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+                is_cut = True
+            except zmq.Again:
+                break
+        if is_cut and self._on_lost is not None:
+            self._on_lost()
 
     def _handle(self, message: FromEngine) -> None:
         match message:

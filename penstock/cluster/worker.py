@@ -19,13 +19,14 @@ import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
-from penstock.cluster.transport import KeyPair, bind, connect, with_key
+from penstock.cluster.transport import AcceptedClients, EngineKeys, KeyPair, bind, connect, with_key
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError, EngineUnavailable, PenstockError
 from penstock.core.log_format import set_up_logs
@@ -88,7 +89,7 @@ class _Every:
 class Worker:
     """Serves any number of gateways; a request belongs to the gateway that sent it."""
 
-    def __init__(self, endpoint: str, parent_pid: int | None = None, secret_key: str | None = None) -> None:
+    def __init__(self, endpoint: str, parent_pid: int | None = None, keys: EngineKeys | None = None) -> None:
         self._codec = Codec()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -96,7 +97,9 @@ class Worker:
             self._socket.setsockopt(option, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # so that a gateway that has gone is noticed
-        bind(self._socket, endpoint, secret_key)
+        self._keys = keys
+        self._clients = AcceptedClients(self._context, keys.accepted) if keys and keys.accepted else None
+        bind(self._socket, endpoint, None if keys is None else keys.secret)
         self._endpoint = endpoint
         self._inbox = zmq.Poller()
         self._inbox.register(self._socket, zmq.POLLIN)
@@ -129,7 +132,9 @@ class Worker:
         """Open an endpoint at which other engines read KV, beside the endpoint for gateways."""
         if engine.shared_kv is None:
             raise ConfigError("--kv-transfer needs a model that has a KV cache.")
-        wire = Wire(self._bind_beside, connect)
+        wire = Wire(
+            self._bind_beside, partial(connect, client_keys=None if self._keys is None else self._keys.client)
+        )
         self._transfers, opened = engine.shared_kv.open(wire, engine.loop, engine.recorder)
         self._inbox.register(self._transfers.news_bell, zmq.POLLIN)
         bytes_per_token = engine.shared_kv.memory.bytes_per_block // engine.ready.block_size
@@ -199,6 +204,8 @@ class Worker:
         if self._transfers is not None:
             self._transfers.close()
         self._socket.close()
+        if self._clients is not None:
+            self._clients.close()
         self._context.term()
 
     def _read_inbox(self, wait_s: float) -> None:
@@ -354,7 +361,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parent-pid", type=int, help="process to leave with, which may be gone already")
     parser.add_argument("--gpus", help="devices to use, as CUDA_VISIBLE_DEVICES names them")
     parser.add_argument("--bytecode", type=Path, help="folder for the bytecode of packages that have none")
-    parser.add_argument("--key-file", type=Path, help="secret key for an endpoint on the network")
+    parser.add_argument("--key-file", type=Path, help="keys for an endpoint on the network")
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text", choices=("text", "json"))
     return parser
@@ -377,8 +384,8 @@ def main() -> int:
         return 0
     arguments = job.arguments
     set_up_logs("engine", arguments.log_format, arguments.log_level)
-    secret_key = arguments.key_file.read_text() if arguments.key_file else None
-    worker = Worker(arguments.endpoint, arguments.parent_pid, secret_key)
+    keys = EngineKeys.read(arguments.key_file) if arguments.key_file else None
+    worker = Worker(arguments.endpoint, arguments.parent_pid, keys)
     is_started = False
     try:
         if job.problem is not None:

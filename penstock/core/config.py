@@ -64,6 +64,30 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Literal["local", "ray"],
         Meta(description="Where replicas run: processes of this machine, or actors of a Ray cluster."),
     ] = "local"
+    registry: (
+        Annotated[
+            str,
+            Meta(
+                description="Registry of a shared fleet, for penstock engine and penstock gateway: "
+                "redis://HOST:6379/0 or postgresql://HOST/DATABASE."
+            ),
+        ]
+        | None
+    ) = None
+    join_token: (
+        Annotated[
+            str,
+            Meta(
+                description="Secret that the machines of a shared fleet have in common. A second one behind a comma "
+                "is accepted too, while tokens are changed."
+            ),
+        ]
+        | None
+    ) = None
+    engine_host: Annotated[
+        str,
+        Meta(description="Address of this machine at which gateways of a shared fleet reach its engines."),
+    ] = "127.0.0.1"
     ray_address: (
         Annotated[
             str,

@@ -55,8 +55,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attention_backend: Annotated[
         Literal["auto", "triton", "flashinfer"],
         Meta(
-            description="Who computes attention over prompts on CUDA. Auto: flashinfer (an extra) where it is "
-            "installed and measured faster, else triton."
+            description="The kernels of attention over prompts on CUDA: triton (also with auto), or flashinfer, an "
+            "extra."
         ),
     ] = "auto"
     max_model_len: (
@@ -117,12 +117,21 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[
             str,
             Meta(
-                description="Host memory for pinned KV that the cache has no room for, such as 4GiB; 0 for none. "
+                description="Host memory for KV that the cache has no room for any more, such as 4GiB; 0 for none. "
                 "Default: as much as the KV cache, at most 4GiB."
             ),
         ]
         | None
     ) = None
+    kv_disk_cache: (
+        Annotated[
+            str, Meta(description="A directory for KV of prefixes that host memory has no room for any more.")
+        ]
+        | None
+    ) = None
+    kv_disk_cache_size: Annotated[str, Meta(description="Most bytes in that directory, such as 50GiB.")] = (
+        "50GiB"
+    )
     image_cache_memory: Annotated[
         str,
         Meta(
@@ -210,7 +219,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         Meta(
             description="Draft tokens and verify several in one step, which never changes an answer: auto (lookup), "
-            "off, lookup, draft=MODEL or heads=FOLDER."
+            "off, lookup, draft=MODEL, heads=FOLDER or heads=mtp."
         ),
     ] = "auto"
     num_threads: (
@@ -244,6 +253,7 @@ SpeculateKind: TypeAlias = Literal["auto", "off", "lookup", "draft", "heads"]
 
 # What must follow the kind and an equals sign.
 _ARGUMENTS = {"draft": "MODEL", "heads": "FOLDER"}
+OWN_HEADS = "mtp"  # in place of a folder: the layer for multi-token prediction that the checkpoint brings
 
 
 class Speculate(msgspec.Struct, frozen=True):

@@ -252,8 +252,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="Gateway processes that share the port, for machines with many cores.", ge=1, le=256
         ),
     ] = 1
+    lame_duck_s: Annotated[
+        float,
+        Meta(
+            description="Seconds after SIGTERM in which /ready fails but requests are still taken, so that load "
+            "balancers can look elsewhere first.",
+            ge=0,
+        ),
+    ] = 0.0
     drain_timeout: Annotated[
-        float, Meta(description="Seconds that running answers get to finish after SIGTERM.", ge=0)
+        float,
+        Meta(description="Seconds that running answers get to finish once new requests are refused.", ge=0),
     ] = 60.0
     max_body_bytes: Annotated[int, Meta(description="Largest request body.", ge=1024)] = 32 << 20
     max_connections: Annotated[

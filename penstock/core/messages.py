@@ -47,6 +47,11 @@ KVEvent: TypeAlias = KVStored | KVRemoved | KVCleared
 HEARTBEAT_INTERVAL_S = 0.25
 
 
+# Raised whenever engines and gateways of two versions would misunderstand each other. New fields with defaults do not
+# raise it.
+WIRE_VERSION = 1
+
+
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     request: Request
     timeout_s: float | None = None  # becomes Request.deadline_s on the engine's clock
@@ -136,6 +141,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     max_lora_rank: int = 0  # of requests' adapters; 0: none are allowed
     kv_endpoint: str = ""  # for other engines that read KV; empty: none can
     kv_bytes_per_token: int = 0  # moved by such a transfer
+    num_contexts: float = 0.0  # requests of the longest context that the KV cache holds at once
 
 
 class RequestRejected(msgspec.Struct, frozen=True, tag="rejected"):
@@ -179,6 +185,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_blocks_to_host: int = 0  # copied out so far
     num_blocks_from_host: int = 0
     num_kept_blocks_lost: int = 0  # dropped before their time: neither tier had room
+    num_disk_blocks: int = 0  # of this model, in files
+    num_disk_bytes: int = 0  # of all files of KV blocks
+    num_blocks_to_disk: int = 0  # written so far
+    num_blocks_from_disk: int = 0
     cache_read_tokens: int = 0  # reused because a breakpoint had asked to keep them
     cache_write_tokens: int = 0  # newly kept at breakpoints
     num_steps: int = 0

@@ -15,6 +15,40 @@ import msgspec
 from penstock.core.request import FinishReason
 
 
+class WindowGroup(msgspec.Struct, frozen=True):
+    """Layers in which each token sees only the newest `window` tokens, itself included; or, with `in_chunks`, the
+    tokens of its own chunk of `window` tokens. The keys and values of one block of tokens take `num_parts` blocks of
+    memory."""
+
+    window: int
+    num_parts: int = 1
+    in_chunks: bool = False
+
+    def first_seen(self, position: int) -> int:
+        """Return the first token that the token at `position` sees."""
+        if self.in_chunks:
+            return position - position % self.window
+        return max(0, position - self.window + 1)
+
+
+class WindowLayout(msgspec.Struct, frozen=True):
+    """The groups of layers with a window, and the memory that they use: `num_blocks` blocks of their own, or the
+    blocks of the layers that see everything. A step computes at most `step_tokens` tokens."""
+
+    groups: tuple[WindowGroup, ...]
+    step_tokens: int
+    num_blocks: int | None = None
+
+
+class WindowBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one group of layers with a window, from the `first`-th block of a request on: the ids of the parts of
+    one block after the other."""
+
+    group: int
+    first: int
+    block_ids: tuple[int, ...]
+
+
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Compute tokens `[start, start + num_tokens)` of one request in this step.
 
@@ -25,12 +59,13 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     those from its own last output. `samples` asks for one sampled token from the chunk's last position.
     `scores_from` asks for the log-probability of each prompt token that follows a position of the chunk, from this
     position on. `state_slot` comes with `begins`, for models with states: the slot of the request's state, which the
-    plan's `copies` have filled.
+    plan's `copies` have filled. `window_blocks` are blocks of layers with a window that the executor does not know
+    yet.
 
     `drafts` are guesses of the tokens that follow the known ones. They are the last tokens of the chunk and count in
     `num_tokens`. The chunk then samples at the last known token and at each draft: every sample up to the first one
     that differs from the draft behind it is part of the answer. No step that knows of more tokens of this request is
-    planned before the chunk is committed.
+    planned before the chunk is committed. Drafts may be ON_DEVICE.
     """
 
     request_id: str
@@ -44,6 +79,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     scores_from: int | None = None
     drafts: tuple[int, ...] = ()
     state_slot: int | None = None
+    window_blocks: tuple[WindowBlocks, ...] = ()
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):
@@ -55,6 +91,9 @@ class Draft(msgspec.Struct, frozen=True, array_like=True):
     grade: int = 0
 
 
+ON_DEVICE = (
+    -1
+)  # in place of a drafted token's id: the executor's device has it, and the host does not know it yet
 PREDICTION = "prediction"  # the drafter of tokens from an answer that the client has predicted
 NO_DRAFTS: Mapping[str, Draft] = MappingProxyType({})
 

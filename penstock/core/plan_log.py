@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import PenstockError, UsageError, error_from_code
-from penstock.core.plan import Chunk, Draft, StateSlots, StepPlan, StepResult
+from penstock.core.plan import Chunk, Draft, StateSlots, StepPlan, StepResult, WindowLayout
 from penstock.core.request import Request
 
 T = TypeVar("T")
@@ -36,7 +36,9 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag_field="call", tag
     tile_tokens: int = 1
     halves_blocks: bool = False
     states: StateSlots | None = None  # of a model whose layers have a fixed state
+    windows: WindowLayout | None = None  # of a model whose layers have windows
     image_cache_tokens: int = 0
+    masks_late: bool = False
 
 
 class AddCall(msgspec.Struct, frozen=True, tag_field="call", tag="add"):

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.engine_config import LoRAConfig
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, PenstockError
 from penstock.core.hashing import adapter_digest
 from penstock.core.plan import Chunk
@@ -28,10 +29,12 @@ from penstock.core.request import Adapter, Request
 from penstock.engine.batch import Staging
 from penstock.engine.collaborator import Arrival, Collaborator
 from penstock.engine.images import PlacedImages
-from penstock.kernels.adapted import AdaptedOps, AdaptedRows, PackedDelta
-from penstock.kernels.interface import AttentionBatch, DenseWeight, KVStore, Ops
-from penstock.models.lora import LoRAWeights, adaptable_products, read_lora
+from penstock.kernels.adapted import NO_ADAPTER, AdaptedProduct, Delta, adapters_on
+from penstock.kernels.interface import AttentionBatch, KVStore, Ops
+from penstock.models.lora import adaptable_products, read_lora
 from penstock.models.model import Model
+
+Slots: TypeAlias = NDArray[np.int32]  # of each token's adapter, or NO_ADAPTER
 
 RETRY_AFTER_S = 5.0  # when requests with other adapters may have ended
 
@@ -39,59 +42,93 @@ RETRY_AFTER_S = 5.0  # when requests with other adapters may have ended
 class LoRAModel:
     """A model and the adapters that are loaded for it, by digest. Costs nothing until a step has adapters in it."""
 
-    def __init__(self, model: Model, ops: Ops, staging: Staging, *, max_loras: int, max_rank: int) -> None:
-        self.max_loras = max_loras
-        self.max_rank = max_rank
-        self._products = adaptable_products(model.products)
-        self._ops = ops
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        staging: Staging,
+        limits: LoRAConfig,
+        around: Callable[[Ops], Ops] = lambda ops: ops,
+    ) -> None:
+        """`ops` compute the products of this rank alone; `around` connects them with those of other ranks."""
+        self.max_rank = limits.max_lora_rank
+        self.on_load: Callable[[Adapter], None] = _ignore  # called when an adapter was loaded ...
+        self.on_drop: Callable[[str], None] = _ignore  # ... or dropped
+        self.products = adaptable_products(model.products)
+        products = [
+            AdaptedProduct(product.packed, tuple(map(len, product.own_rows)), len(product.own_columns))
+            for product in self.products
+        ]
+        self._adapters = adapters_on(ops, products, limits.max_loras)
+        self._model = model
         self._staging = staging
-        self._adapted_ops = AdaptedOps(ops, [product.packed for product in self._products])
-        self._adapted_model = model.with_ops(self._adapted_ops)
-        self._loaded: OrderedDict[str, Mapping[int, PackedDelta]] = OrderedDict()  # least recently used first
+        self._around = around
+        self.adapted = self.on(ops)
+        self._slot_of: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._free = list(range(limits.max_loras))
         self._digest_of: dict[str, str] = {}  # of live requests
 
     def __contains__(self, digest: str) -> bool:
-        return digest in self._loaded
+        return digest in self._slot_of
 
-    def read(self, adapter: Adapter) -> LoRAWeights:
+    def on(self, ops: Ops) -> Model:
+        """Return the model with adapters, run by other operations of the same backend."""
+        return self._model.with_ops(self._around(self._adapters.around(ops)))
+
+    @property
+    def version(self) -> int:
+        """A number that changes when recorded steps are of no use any more."""
+        return self._adapters.version
+
+    @property
+    def records_graphs(self) -> bool:
+        return self._adapters.records_graphs
+
+    def read(self, adapter: Adapter) -> Any:
         """Read an adapter from disk, on any thread. Raises InvalidRequest for an adapter that cannot be used, or
         whose files have changed since it was named: its KV would be mistaken for the KV of the former weights."""
         folder = Path(adapter.path)
-        weights = read_lora(folder, self._products, self.max_rank)
+        weights = read_lora(folder, self.products, self.max_rank)
         if adapter_digest(folder) != adapter.digest:
             raise InvalidRequest(
                 f"The adapter {adapter.name!r} has changed on disk since it was added.", hint="Add it again."
             )
-        return weights
+        return self.pack(weights.deltas)
+
+    def pack(self, deltas: Mapping[int, Delta]) -> Any:
+        """Prepare the changes of an adapter to `products`, by index, for `load`; on any thread."""
+        return self._adapters.pack(deltas)
 
     def make_room(self, in_use: frozenset[str]) -> bool:
         """Say whether one more adapter can be loaded, and drop an unused adapter for it if necessary."""
-        if len(self._loaded) < self.max_loras:
+        if self._free:
             return True
-        unused = next((digest for digest in self._loaded if digest not in in_use), None)
+        unused = next((digest for digest in self._slot_of if digest not in in_use), None)
         if unused is None:
             return False
-        del self._loaded[unused]
+        self.drop(unused)
+        self.on_drop(unused)
         return True
 
-    def load(self, digest: str, weights: LoRAWeights) -> None:
-        """Load an adapter. Raises Overloaded when a GPU has no memory left."""
+    def drop(self, digest: str) -> None:
+        slot = self._slot_of.pop(digest)
+        self._adapters.unload(slot)
+        self._free.append(slot)
+
+    def load(self, adapter: Adapter, packed: Any) -> None:
+        """Load an adapter that `read` returned. Raises Overloaded when a GPU has no memory left."""
         try:
-            self._loaded[digest] = {
-                index: PackedDelta(
-                    left=self._ops.pack_linear([DenseWeight(delta.left)]),
-                    right=self._ops.pack_linear([DenseWeight(delta.right)]),
-                )
-                for index, delta in weights.deltas.items()
-            }
+            self._adapters.load(self._free[-1], packed)
         except torch.OutOfMemoryError as error:
             raise Overloaded(
                 "The device has no memory left for this adapter.", retry_after_s=RETRY_AFTER_S
             ) from error
+        self._slot_of[adapter.digest] = self._free.pop()
+        self.on_load(adapter)
 
     def touch(self, digest: str) -> None:
         """Note that a request begins to use an adapter."""
-        self._loaded.move_to_end(digest)
+        self._slot_of.move_to_end(digest)
 
     def begin(self, request: Request) -> None:
         if request.adapter is not None:
@@ -100,43 +137,43 @@ class LoRAModel:
     def end(self, request_id: str) -> None:
         self._digest_of.pop(request_id, None)
 
-    def adapters_of(self, chunks: Sequence[Chunk]) -> list[str | None] | None:
-        """Return the digest of each chunk's adapter; None when no chunk has one."""
+    def slots_of(self, chunks: Sequence[Chunk], starts: NDArray[np.int32]) -> Slots | None:
+        """Return the slot of each token's adapter; None when no chunk has one. The chunks' tokens begin at
+        `starts`."""
         if not self._digest_of:
             return None
         digests = [self._digest_of.get(chunk.request_id) for chunk in chunks]
-        return digests if any(digests) else None
+        return self.token_slots(digests, starts) if any(digests) else None
+
+    def token_slots(self, digests: Sequence[str | None], starts: NDArray[np.int32]) -> Slots:
+        slots = [NO_ADAPTER if digest is None else self._slot_of[digest] for digest in digests]
+        return np.repeat(np.array(slots, dtype=np.int32), np.diff(starts))
+
+    def use(self, slots: Slots) -> None:
+        """Set the adapter of each row of the next forward pass of an adapted model."""
+        self._adapters.use(slots, self._staging.copy_into)
 
     def forward(
         self,
         token_ids: Tensor,
         batch: AttentionBatch,
         kv: KVStore,
-        adapters: Sequence[str | None],
-        query_starts: NDArray[np.int32],
+        slots: Slots,
         placed: PlacedImages | None = None,
     ) -> Tensor:
-        """Like `Model.forward`. `adapters` has a digest, or None, for each request of the step, whose rows begin at
-        `query_starts`. `placed` replaces the embeddings of image tokens."""
-        rows_of: dict[str, list[NDArray[np.int64]]] = {}
-        for index, digest in enumerate(adapters):
-            if digest is not None:
-                rows = np.arange(query_starts[index], query_starts[index + 1], dtype=np.int64)
-                rows_of.setdefault(digest, []).append(rows)
-        self._adapted_ops.use(
-            [
-                AdaptedRows(self._loaded[digest], self._staging.to_device(np.concatenate(rows)))
-                for digest, rows in rows_of.items()
-            ]
-        )
+        """Like `Model.forward`. `placed` replaces the embeddings of image tokens."""
+        self.use(slots)
         if placed is not None:
-            return placed.forward(self._adapted_model, token_ids, batch, kv)
-        return self._adapted_model.forward(token_ids, batch, kv)
+            return placed.forward(self.adapted, token_ids, batch, kv)
+        return self.adapted.forward(token_ids, batch, kv)
+
+
+def _ignore(_: object) -> None:
+    pass
 
 
 Weights = TypeVar("Weights")
 
-RETRY_AFTER_S = 5.0
 _ALL_IN_USE = "Too many requests wait for LoRA adapters that are not loaded."
 _IDLE_WAIT_S = 0.002  # for an adapter, when the engine has nothing else to do
 MAX_READ_AHEAD = 2  # adapters that are in memory twice, or wait there for a slot
@@ -152,7 +189,7 @@ class LoadedAdapters(Protocol[Weights]):
         ...
 
     def make_room(self, in_use: frozenset[str]) -> bool: ...
-    def load(self, digest: str, weights: Weights) -> None: ...
+    def load(self, adapter: Adapter, weights: Weights) -> None: ...
     def touch(self, digest: str) -> None: ...
 
 
@@ -253,7 +290,7 @@ class AdapterQueue(Collaborator, Generic[Weights]):
             raise failure
         if failure is not None:
             raise PenstockError(f"The adapter {adapter.name!r} could not be read: {failure}.")
-        self._adapters.load(adapter.digest, reading.result())
+        self._adapters.load(adapter, reading.result())
         return True
 
     def _forget_unwanted(self) -> None:

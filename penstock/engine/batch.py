@@ -21,11 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.core.plan import Chunk
+from penstock.core.plan import ON_DEVICE, Chunk
+from penstock.engine.windows import WindowContexts, WindowRows, WindowTokens, with_parts
 from penstock.kernels.interface import AttentionBatch
 from penstock.kernels.states import StateBatch, StateStore
 
 MAX_STEPS_IN_FLIGHT = 4
+DEVICE_DRAFTS = 8  # most drafted tokens of a row that stay on the device
 ALIGNMENT = 16
 
 
@@ -138,12 +140,15 @@ class HostStep:
     context_lens: Int32Array  # [R]
     in_flight_at: Int64Array  # positions in T whose token an earlier step is still sampling ...
     in_flight_rows: Int64Array  # ... for these rows
+    drafts_at: Int64Array  # positions in T of drafts that only the device knows ...
+    drafts_from: Int64Array  # ... and their places in `BatchRows.draft_tokens`
     samples: Samples
     max_query_len: int
     max_context_len: int
     num_decodes: int
     looks_ahead: bool = False  # some contexts end behind their last query
     spare_places: Int64Array | None = None  # [N, 3], what spare rows of the rope table mix, for image tokens
+    windows: WindowTokens | None = None  # of models whose layers have windows
 
 
 class BatchRows:
@@ -155,9 +160,12 @@ class BatchRows:
         device: torch.device,
         staging: Staging,
         states: StateStore | None = None,
+        windows: WindowRows | None = None,
     ) -> None:
-        """`states` is the memory of layers with a fixed state, if the model has such layers."""
+        """`states` is the memory of layers with a fixed state, `windows` has the blocks of layers with windows, for
+        models that have such layers."""
         self.states = states
+        self.windows = windows
         self._state_slots = np.zeros(max_rows if states is not None else 0, dtype=np.int64)
         self.max_rows = max_rows
         self.block_size = block_size
@@ -173,10 +181,17 @@ class BatchRows:
         self._row_of: dict[str, int] = {}
         # The newest sampled token of each row, on the device, for steps whose input is still in flight.
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        # Drafts of each row that were made on the device.
+        self.draft_tokens = torch.zeros(max_rows * DEVICE_DRAFTS, dtype=torch.int32, device=device)
 
-    def keep_last_tokens_in(self, place: Tensor) -> None:
-        """Keep the newest tokens in this tensor from now on: int32 [max_rows] on the device."""
-        self.last_tokens = place
+    @property
+    def num_device_tokens(self) -> int:
+        return len(self.last_tokens) + len(self.draft_tokens)
+
+    def keep_tokens_in(self, place: Tensor) -> None:
+        """Keep the newest tokens, and behind them the drafts, in this tensor from now on: int32 [num_device_tokens]
+        on the device."""
+        self.last_tokens, self.draft_tokens = place[: self.max_rows], place[self.max_rows :]
 
     def row(self, request_id: str) -> int:
         return self._row_of[request_id]
@@ -231,6 +246,10 @@ class BatchRows:
         if chunk.state_slot is not None:
             self._state_slots[row] = chunk.state_slot
 
+    def place_windows(self, chunk: Chunk) -> None:
+        assert self.windows is not None, "a plan of a model without windows has no blocks of them"
+        self.windows.place(self._row_of[chunk.request_id], chunk)
+
     def block_tables(self, rows: Int64Array, width: int) -> Int32Array:
         return self._blocks[rows, :width]
 
@@ -266,42 +285,73 @@ class BatchRows:
             context_lens, sequence_rows = positions[last] + 1, token_rows[last]
             lengths = np.diff(query_starts)
         in_flight = np.fromiter((c.in_flight for c in chunks), dtype=np.bool_, count=count)
+        token_ids = self._tokens[token_rows, positions]
+        drafts_at = self._drafts_on_device(chunks, chunk_starts)
+        places = positions[drafts_at] - self._num_tokens[token_rows[drafts_at]]
         return HostStep(
             chunk_starts=chunk_starts,
             rows=sequence_rows,
-            token_ids=self._tokens[token_rows, positions],
+            token_ids=token_ids,
             positions=positions.astype(np.int32),
             slots=(self._blocks[token_rows, block_at] * self.block_size + offsets).astype(np.int32),
             query_starts=query_starts,
             context_lens=context_lens.astype(np.int32),
             in_flight_at=chunk_starts[1:][in_flight].astype(np.int64) - 1,
             in_flight_rows=rows[in_flight],
+            drafts_at=drafts_at,
+            drafts_from=token_rows[drafts_at] * DEVICE_DRAFTS + np.minimum(places, DEVICE_DRAFTS - 1),
             samples=samples,
             max_query_len=int(lengths.max()),
             max_context_len=int(context_lens.max()),
             num_decodes=len(lengths) if total == len(lengths) else int(np.argmax(lengths > 1)),
+            windows=None if self.windows is None else self.windows.tokens(token_rows, positions),
         )
 
+    def _drafts_on_device(self, chunks: Sequence[Chunk], chunk_starts: Int32Array) -> Int64Array:
+        """Return the positions in T of drafts that only the device knows."""
+        if int(chunk_starts[-1]) == len(chunks):  # one token each
+            return NO_SAMPLES.at
+        found = [
+            int(end) - len(chunk.drafts) + index
+            for chunk, end in zip(chunks, chunk_starts[1:], strict=True)
+            for index, token_id in enumerate(chunk.drafts)
+            if token_id == ON_DEVICE
+        ]
+        return np.array(found, dtype=np.int64)
+
     def token_ids(self, step: HostStep) -> Tensor:
-        """Return int32 [T] on the device, with tokens in flight filled in."""
-        if not step.in_flight_at.size:
-            return self._staging.to_device(step.token_ids)
-        token_ids, at, rows = self._staging.all_to_device(
-            step.token_ids, step.in_flight_at, step.in_flight_rows
-        )
-        token_ids[at] = self.last_tokens[rows]
+        """Return int32 [T] on the device, with tokens in flight and drafts on the device filled in."""
+        token_ids = self._staging.to_device(step.token_ids)
+        self.fill_in(step, token_ids)
         return token_ids
+
+    def fill_in(self, step: HostStep, token_ids: Tensor) -> None:
+        """Write the tokens that only the device knows into int32 [T] on the device."""
+        for at, places, known in (
+            (step.in_flight_at, step.in_flight_rows, self.last_tokens),
+            (step.drafts_at, step.drafts_from, self.draft_tokens),
+        ):
+            if at.size:
+                targets, sources = self._staging.all_to_device(at, places)
+                token_ids[targets] = known[sources]
 
     def attention_batch(self, step: HostStep) -> AttentionBatch:
         width = -(-step.max_context_len // self.block_size)
-        positions, slots, query_starts, context_lens, block_tables = self._staging.all_to_device(
-            step.positions,
-            step.slots,
-            step.query_starts,
-            step.context_lens,
-            self.block_tables(step.rows, width),
+        contexts = self.window_contexts(step)
+        more = [array for each in contexts for array in (each.context_lens, each.block_tables)]
+        if step.windows is not None:
+            more.append(step.windows.slots)
+        positions, slots, query_starts, context_lens, block_tables, *window_tensors = (
+            self._staging.all_to_device(
+                step.positions,
+                step.slots,
+                step.query_starts,
+                step.context_lens,
+                self.block_tables(step.rows, width),
+                *more,
+            )
         )
-        return AttentionBatch(
+        batch = AttentionBatch(
             positions=positions,
             slots=slots,
             query_starts=query_starts,
@@ -315,6 +365,26 @@ class BatchRows:
             lengths=(torch.from_numpy(step.query_starts), torch.from_numpy(step.context_lens)),
             states=self._state_batch(step),
         )
+        if self.windows is None:
+            return batch
+        *pairs, window_slots = window_tensors
+        return with_parts(
+            batch,
+            self.windows.layout,
+            window_slots,
+            list(zip(pairs[::2], pairs[1::2], strict=True)),
+            [each.context_lens for each in contexts],
+        )
+
+    def window_contexts(self, step: HostStep) -> list[WindowContexts]:
+        """Return what the sequences of a step see in each group of layers with windows."""
+        if self.windows is None or step.windows is None:
+            return []
+        first_positions = step.windows.positions[step.query_starts[:-1]]
+        return [
+            self.windows.contexts(group, step.rows, first_positions, step.context_lens)
+            for group in range(len(self.windows.layout.groups))
+        ]
 
     def _state_batch(self, step: HostStep) -> StateBatch | None:
         if self.states is None:

@@ -5,6 +5,7 @@ Torch takes seconds to import, and an echo engine has no use for it: modules tha
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import msgspec
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.engine_config import EngineConfig, parse_speculate
 from penstock.core.errors import ConfigError
+from penstock.core.figures import parse_bytes
 from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader
 from penstock.engine.collaborator import (
@@ -28,13 +30,15 @@ from penstock.engine.drafters.combination import build_drafter
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.loop import EngineLoop
-from penstock.engine.record import PlanRecorder
-from penstock.kvcache.cache import KVCache
+from penstock.engine.record import PlanRecorder, RecordedExchange
+from penstock.kvcache.cache import KVCache, blocks_of_context
 from penstock.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.executor import FirstRank
     from penstock.engine.transfer.sharing import SharedKV
+
+logger = logging.getLogger(__name__)
 
 ECHO_KV_BLOCKS = 1 << 16
 ECHO_MAX_MODEL_LEN = 1 << 16
@@ -86,6 +90,7 @@ def build_engine(
         num_host_blocks=loaded.num_host_blocks,
         halves_blocks=loaded.halves_blocks,
         states=loaded.states,
+        windows=loaded.windows,
     )
     eos_token_ids = frozenset(card.eos_token_ids)
     drafter = None
@@ -97,6 +102,10 @@ def build_engine(
         scheduler_config = msgspec.structs.replace(scheduler_config, max_num_seqs=loaded.max_num_seqs)
     if drafter is None:
         scheduler_config = msgspec.structs.replace(scheduler_config, max_draft_tokens=0)
+    depth = config.steps_in_flight or loaded.default_steps_in_flight
+    masks_late = (
+        loaded.masks_late and depth == 2
+    )  # deeper, a step is submitted before the tokens it needs are known
     scheduler = Scheduler(
         scheduler_config,
         cache,
@@ -105,6 +114,7 @@ def build_engine(
         block_copy_s=loaded.block_copy_s,
         tile_tokens=loaded.tile_tokens,
         image_cache_tokens=loaded.image_cache_tokens,
+        masks_late=masks_late,
     )
     recorder = None
     if config.record_plans is not None:
@@ -121,32 +131,70 @@ def build_engine(
             tile_tokens=loaded.tile_tokens,
             halves_blocks=loaded.halves_blocks,
             states=loaded.states,
+            windows=loaded.windows,
             image_cache_tokens=loaded.image_cache_tokens,
+            masks_late=masks_late,
         )
         recorder = PlanRecorder(Path(config.record_plans), header)
     ready = EngineReady(
         model=card,
-        num_kv_blocks=loaded.num_kv_blocks,
+        num_kv_blocks=cache.num_memory_blocks,
+        num_contexts=cache.num_memory_blocks
+        / blocks_of_context(card.max_model_len, config.cache.block_size, loaded.windows),
         block_size=config.cache.block_size,
         max_num_seqs=scheduler_config.max_num_seqs,
         max_output_tokens=min(config.scheduler.max_output_tokens or card.max_model_len, card.max_model_len),
         max_lora_rank=config.lora.max_lora_rank if loaded.adapters is not None else 0,
     )
-    depth = config.steps_in_flight or loaded.default_steps_in_flight
+    disk = _disk_cache(config, loaded, scheduler, recorder, clock)
     loop = EngineLoop(
         scheduler,
         loaded.executor,
         clock,
         vocab_size=card.vocab_size,
         depth=depth,
-        collaborators=_collaborators(loaded, ranks, recorder),
+        collaborators=_collaborators(loaded, ranks, recorder, disk),
         drafter=drafter,
     )
     return Engine(loop, ready, recorder, ranks, loaded.shared_kv)
 
 
+def _disk_cache(
+    config: EngineConfig,
+    loaded: Loaded,
+    scheduler: Scheduler,
+    recorder: PlanRecorder | None,
+    clock: Clock,
+) -> Collaborator | None:
+    """Open the files of KV blocks. Where that is impossible, the engine goes on without, and says so."""
+    if config.cache.kv_disk_cache is None:
+        return None
+    reason = ""
+    if loaded.kv is None or not loaded.num_host_blocks:
+        reason = "there is no host memory for KV"
+    elif config.parallel.num_ranks > 1:
+        reason = "the KV of a block lies on several ranks"
+    elif loaded.windows is not None or loaded.states is not None:
+        reason = "layers with windows or fixed states need more than blocks"
+    if reason or loaded.kv is None:
+        logger.warning("--kv-disk-cache has no effect: %s", reason)
+        return None
+    from penstock.engine.disk_cache import DiskCache
+    from penstock.engine.disk_files import BlockFiles, model_digest
+
+    size = parse_bytes(config.cache.kv_disk_cache_size)
+    folder, digest = Path(config.cache.kv_disk_cache), model_digest(*loaded.kv_facts)
+    try:
+        files = BlockFiles(folder, size, digest, loaded.kv.block_bytes)
+    except OSError as error:
+        logger.warning("--kv-disk-cache has no effect: %s cannot be used: %s", folder, error.strerror)
+        return None
+    exchange = RecordedExchange(scheduler.exchange, clock, recorder)
+    return DiskCache(files, loaded.kv, scheduler, exchange)
+
+
 def _collaborators(
-    loaded: Loaded, ranks: FirstRank | None, recorder: PlanRecorder | None
+    loaded: Loaded, ranks: FirstRank | None, recorder: PlanRecorder | None, disk: Collaborator | None
 ) -> list[Collaborator]:
     """Return the collaborators, in the order in which requests pass their waiting lists. KV transfers join later, in
     front of the others."""
@@ -154,7 +202,8 @@ def _collaborators(
     adapters = loaded.adapters if loaded.adapters is not None else refuse_adapters()
     grammars = loaded.grammars if loaded.grammars is not None else refuse_grammars()
     images = loaded.images if loaded.images is not None else refuse_images()
-    return [*watch, images, adapters, grammars, *([recorder] if recorder is not None else [])]
+    optional = [each for each in (disk, recorder) if each is not None]
+    return [*watch, images, adapters, grammars, *optional]
 
 
 def _load_echo(config: EngineConfig, clock: Clock) -> Loaded:

@@ -34,6 +34,7 @@ from penstock.engine.device import (
     leave_cores_to,
     num_host_blocks,
     physical_memory_bytes,
+    windowed_sizes,
 )
 from penstock.engine.drafters.combination import GrammarDrafter
 from penstock.engine.drafters.interface import Drafter
@@ -48,8 +49,10 @@ from penstock.engine.pooling import VectorMaker
 from penstock.engine.sampler import Sampler
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
+from penstock.engine.windows import LayerLayout, WindowRows, lay_out
 from penstock.kernels.interface import CutsAtAttention, HalvesBlocks, KVStore, Ops
 from penstock.kernels.states import StateStore, state_bytes
+from penstock.kvcache.cache import longest_context
 from penstock.models.decoder import Decoder as NativeDecoder
 from penstock.models.generation import sampling_defaults
 from penstock.models.load import (
@@ -60,7 +63,7 @@ from penstock.models.load import (
     pooling_settings,
     weights_identity,
 )
-from penstock.models.model import Model, state_layers
+from penstock.models.model import Model, layer_windows, state_layers
 from penstock.models.pooling import PoolingSettings
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.tokenizer import numbered_tokenizer_json
@@ -147,10 +150,13 @@ def load_decoder(
         description = helper.submit(_describe, config, model_path, model, ops)
         if is_cuda and setup.is_alone:  # ranks would have to run every step together
             _warm_up(config, model, ops, clock)
-        sizes = _agreed_sizes(_cache_sizes(config, model, ops, drafter), setup)
+        layout = _layout(config, model, drafter, setup)
+        sizes = _agreed_sizes(_cache_sizes(config, model, ops, drafter, layout, vision), setup)
+        if layout is not None:
+            sizes = windowed_sizes(sizes, layout, config, model)
         num_blocks = sizes.num_blocks
-        max_model_len = _fit_context(config, _longest(model, pooling), num_blocks)
-        memory = _allocate(config, model, ops, num_blocks, setup)
+        max_model_len = _fit_context(config, _longest(model, pooling), sizes)
+        memory = _allocate(config, model, ops, sizes, setup, layout)
         card, compiler = description.result()
     kv = memory.kv
     card = msgspec.structs.replace(
@@ -165,8 +171,12 @@ def load_decoder(
     max_rows = sizes.max_num_seqs
     staging = Staging(ops.device, STAGING_BYTES)
     states = _allocate_states(sizes.states, model, ops)
-    rows = BatchRows(max_rows, max_model_len, config.cache.block_size, ops.device, staging, states)
-    lora = _adaptable(config, model, ops, staging)
+    windows = None
+    if layout is not None:
+        step_tokens = config.scheduler.max_num_batched_tokens
+        windows = WindowRows(layout, max_rows, config.cache.block_size, step_tokens)
+    rows = BatchRows(max_rows, max_model_len, config.cache.block_size, ops.device, staging, states, windows)
+    lora = _adaptable(config, model, whole_ops, staging, setup)
     adapters = None
     if lora is not None:
         limits = config.scheduler
@@ -180,7 +190,7 @@ def load_decoder(
     if (
         records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None and states is None
     ):  # shared KV watches every layer, and layers with states depend on the lengths of prompts
-        prompt_graphs = PromptGraphs(model, ops, kv, rows, staging)
+        prompt_graphs = PromptGraphs(model, ops, kv, rows, staging, lora)
     masks = GrammarMasks(compiler.limits, clock) if compiler else None
     drafters: list[Drafter] = []
     if (
@@ -189,8 +199,12 @@ def load_decoder(
         and parse_speculate(config.speculate).kind in ("auto", "draft", "heads")
     ):
         drafters.append(GrammarDrafter(masks))
+    follower, taps = None, drafter.states.taps if drafter is not None and drafter.states is not None else ()
     if drafter is not None:
-        drafters.append(drafter.build(num_blocks, rows, clock, card.vocab_size))
+        follows = is_cuda and setup.is_alone
+        built = drafter.build(num_blocks, rows, clock, card.vocab_size, follows_steps=follows)
+        drafters.append(built)
+        follower = built if follows else None
     images = (
         ImageEncoder(vision, staging, loaded.config, loaded.max_model_len) if vision is not None else None
     )
@@ -202,11 +216,12 @@ def load_decoder(
         staging=staging,
         sampler=setup.sampler(ops, staging, max_rows, card.vocab_size, card.eos_token_ids, config.model.seed),
         clock=clock,
-        graphs=DecodeGraphs(model, kv, rows, staging, max_model_len) if records_graphs else None,
+        graphs=DecodeGraphs(model, kv, rows, staging, max_model_len, taps, lora) if records_graphs else None,
         prompt_graphs=prompt_graphs,
         masks=masks,
         lora=lora,
         states=drafter.states if drafter else None,
+        follower=follower,
         images=images,
         vectors=VectorMaker(head, normalizes=pooling.card.normalizes),
     )
@@ -218,16 +233,23 @@ def load_decoder(
         num_host_blocks=memory.num_host_blocks,
         block_copy_s=copy_s,
         tile_tokens=GPU_TILE_TOKENS if is_cuda else 1,
-        # Attention that looks ahead reads the end of a context from another token than the last.
-        halves_blocks=isinstance(kv, HalvesBlocks) and not (vision and vision.sees_both_ways),
+        # Attention that looks ahead reads the end of a context from another token than the last. Blocks that only
+        # count tokens have no halves.
+        halves_blocks=isinstance(kv, HalvesBlocks)
+        and not (vision and vision.sees_both_ways)
+        and not (layout is not None and layout.all_have_windows),
         default_steps_in_flight=2 if is_cuda else 1,
         grammars=GrammarQueue(compiler) if compiler else None,
+        masks_late=setup.is_alone,  # other ranks would have to wait with their part of the sampling
         adapters=adapters,
         images=ImageQueue(images, max_waiting=config.scheduler.max_queue_requests) if images else None,
         image_cache_tokens=_image_cache_tokens(config, vision),
         shared_kv=shared_kv,
         drafters=tuple(drafters),
         states=sizes.states,
+        kv=kv,
+        kv_facts=_kv_facts(config, card, loaded, ops, kv),
+        windows=sizes.windows,
         max_num_seqs=max_rows,
     )
 
@@ -239,11 +261,38 @@ def _image_cache_tokens(config: EngineConfig, vision: VisionModel | None) -> int
     return parse_bytes(config.cache.image_cache_memory) // vision.bytes_per_token
 
 
-def _cache_sizes(config: EngineConfig, model: Model, ops: Ops, drafter: LoadedDrafter | None) -> CacheSizes:
-    if drafter is None:
-        return cache_sizes(config, model, ops)
+def _layout(
+    config: EngineConfig, model: Model, drafter: LoadedDrafter | None, setup: OneRank
+) -> LayerLayout | None:
+    """Return how layers with windows share memory with others; None for models without, and where all layers keep
+    everything: transfers move whole blocks of all layers, and stages of a pipeline have different layers."""
+    layout = lay_out(layer_windows(model), model.max_model_len, config.cache.block_size)
+    if layout is None:
+        return None
+    reason = ""
+    if config.kv_transfer:
+        reason = "with --kv-transfer"
+    elif setup.shard.num_stages > 1:
+        reason = "in a pipeline"
+    elif layout.all_have_windows and drafter is not None and drafter.block_bytes(config.cache.block_size):
+        reason = "beside a drafter with keys and values of its own"
+    if reason:
+        logger.info("layers with a window keep the KV of whole contexts %s", reason)
+        return None
+    return layout
+
+
+def _cache_sizes(
+    config: EngineConfig,
+    model: Model,
+    ops: Ops,
+    drafter: LoadedDrafter | None,
+    layout: LayerLayout | None,
+    vision: VisionModel | None,
+) -> CacheSizes:
     size, max_rows = config.cache.block_size, config.scheduler.max_num_seqs
-    return cache_sizes(config, model, ops, drafter.block_bytes(size), drafter.scratch_bytes(size, max_rows))
+    drafts = (0, 0) if drafter is None else (drafter.block_bytes(size), drafter.scratch_bytes(size, max_rows))
+    return cache_sizes(config, model, ops, *drafts, layout, vision)
 
 
 def _agreed_sizes(sizes: CacheSizes, setup: OneRank) -> CacheSizes:
@@ -301,14 +350,21 @@ def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock) -> None
     logger.info("kernels are ready after %.1f s", clock.now() - started_s)
 
 
-def _allocate(config: EngineConfig, model: Model, ops: Ops, num_blocks: int, setup: OneRank) -> _Memory:
+def _allocate(
+    config: EngineConfig,
+    model: Model,
+    ops: Ops,
+    sizes: CacheSizes,
+    setup: OneRank,
+    layout: LayerLayout | None,
+) -> _Memory:
     """Allocate the KV cache, and reserve host memory in a thread, because that takes a while."""
-    block_size = config.cache.block_size
-    num_bytes = num_blocks * kv_block_bytes(config, model, ops)
+    block_size, num_blocks = config.cache.block_size, sizes.num_memory_blocks
+    num_bytes = num_blocks * kv_block_bytes(config, model, ops, layout)
     try:
         if ops.device.type == "cpu" and num_bytes > physical_memory_bytes():
             raise MemoryError  # Linux would promise the memory, and kill the process when it is used
-        kv = allocate_kv(model, ops, num_blocks, block_size)
+        kv = allocate_kv(model, ops, num_blocks, block_size, layout)
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
         raise ConfigError(
             f"There is no memory for a KV cache of {num_blocks:,} blocks of {block_size} tokens "
@@ -316,6 +372,8 @@ def _allocate(config: EngineConfig, model: Model, ops: Ops, num_blocks: int, set
             hint="Lower --kv-cache-memory or --num-kv-blocks.",
         ) from error
     host_blocks = setup.agreed(num_host_blocks(config, kv, has_states=bool(state_layers(model))))
+    if layout is not None and layout.all_have_windows:  # blocks only count tokens
+        host_blocks = 0
     reserved = None
     if host_blocks:
         helper = ThreadPoolExecutor(1)
@@ -339,10 +397,12 @@ def _host_copy_s(memory: _Memory, ops: Ops, clock: Clock) -> float | None:
     return block_copy_s(memory.kv, ops, clock)
 
 
-def _adaptable(config: EngineConfig, model: Model, ops: Ops, staging: Staging) -> LoRAModel | None:
-    if config.parallel.num_ranks > 1:  # adapters are not cut up
+def _adaptable(
+    config: EngineConfig, model: Model, ops: Ops, staging: Staging, setup: OneRank
+) -> LoRAModel | None:
+    if config.parallel.pipeline_parallel_size > 1:  # a stage knows its own layers only
         return None
-    return LoRAModel(model, ops, staging, max_loras=config.lora.max_loras, max_rank=config.lora.max_lora_rank)
+    return LoRAModel(model, ops, staging, config.lora, setup.ops)
 
 
 def _describe(
@@ -383,6 +443,14 @@ def _card(config: EngineConfig, model_path: Path, model: Model, ops: Ops) -> Mod
     )
 
 
+def _kv_facts(
+    config: EngineConfig, card: ModelCard, model: Model, ops: Ops, kv: KVStore
+) -> tuple[object, ...]:
+    """Return what the bytes of a KV block depend on, beside its tokens and its tenant."""
+    formats = card.dtype, card.quantization, str(ops.kv_dtype), ops.name, kv.block_bytes
+    return card.weights_id, card.architecture, card.implementation, model.max_model_len, *formats
+
+
 def _weights_id(config: EngineConfig, model_path: Path) -> str:
     if config.model.load_format == "random":
         return f"random-{config.model.seed}"
@@ -396,9 +464,9 @@ def _longest(model: Model, pooling: PoolingSettings) -> int:
     return min(model.max_model_len, pooling.max_text_len + 1)
 
 
-def _fit_context(config: EngineConfig, model_max_len: int, num_kv_blocks: int) -> int:
+def _fit_context(config: EngineConfig, model_max_len: int, sizes: CacheSizes) -> int:
     """Return the longest context that both the model and the KV cache allow."""
-    capacity = num_kv_blocks * config.cache.block_size
+    capacity = longest_context(sizes.num_blocks, config.cache.block_size, sizes.windows)
     asked = config.model.max_model_len
     if asked is not None and asked > capacity:
         raise ConfigError(

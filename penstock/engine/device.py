@@ -7,6 +7,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from penstock.core.clock import Clock
@@ -14,8 +15,9 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes, parse_bytes
 from penstock.core.installation import install_command
-from penstock.core.plan import StateSlots
+from penstock.core.plan import StateSlots, WindowLayout
 from penstock.engine.startup import load_compiler
+from penstock.engine.windows import LayerLayout, laid_out
 from penstock.kernels.gpus import Gpu
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.kernels.native import NativeOps
@@ -23,6 +25,7 @@ from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import preferred_cpu_dtype, select_ops, set_num_threads
 from penstock.kernels.states import NoKV, StateBatch, StateStore, state_bytes
 from penstock.models.model import HasLatents, Model, num_kv_layers, state_layers
+from penstock.models.vision import VisionModel
 
 logger = logging.getLogger(__name__)
 
@@ -139,18 +142,22 @@ def physical_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def kv_block_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:
+def kv_block_bytes(config: EngineConfig, model: Model, ops: Ops, layout: LayerLayout | None = None) -> int:
     """Return the size of one block in the backend's layout: some backends pad small heads."""
-    return allocate_kv(model, ops, 1, config.cache.block_size).block_bytes
+    return allocate_kv(model, ops, 1, config.cache.block_size, layout).block_bytes
 
 
-def allocate_kv(model: Model, ops: Ops, num_blocks: int, block_size: int) -> KVStore:
-    num_layers = num_kv_layers(model)
+def allocate_kv(
+    model: Model, ops: Ops, num_blocks: int, block_size: int, layout: LayerLayout | None = None
+) -> KVStore:
+    """Allocate keys and values. `layout`: layers with windows share blocks with others."""
+    num_layers = num_kv_layers(model) if layout is None else layout.num_layers
     if not num_layers:
         return NoKV(num_blocks, block_size)
     if isinstance(model, HasLatents):
         return ops.allocate_latents(num_layers, num_blocks, block_size, model.latent_width)
-    return ops.allocate_kv(num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim)
+    store = ops.allocate_kv(num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim)
+    return laid_out(store, layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +167,38 @@ class CacheSizes:
     num_blocks: int
     max_num_seqs: int
     states: StateSlots | None = None
+    windows: WindowLayout | None = None
+
+    @property
+    def num_memory_blocks(self) -> int:
+        """Return the number of blocks with memory. Without layers that see everything, blocks only count tokens."""
+        has_own = self.windows is not None and self.windows.num_blocks is not None
+        return self.windows.num_blocks if has_own else self.num_blocks  # type: ignore[union-attr, return-value]
+
+
+def windowed_sizes(sizes: CacheSizes, layout: LayerLayout, config: EngineConfig, model: Model) -> CacheSizes:
+    """Return the sizes for a model whose layers have windows, given sizes that count blocks of memory."""
+    windows = WindowLayout(layout.groups, config.scheduler.max_num_batched_tokens)
+    if not layout.all_have_windows:
+        return replace(sizes, windows=windows)
+    windows = msgspec.structs.replace(windows, num_blocks=sizes.num_blocks)
+    return replace(sizes, num_blocks=_num_blocks(config, model, 0, 0), windows=windows)
 
 
 def cache_sizes(
-    config: EngineConfig, model: Model, ops: Ops, drafter_block_bytes: int = 0, drafter_bytes: int = 0
+    config: EngineConfig,
+    model: Model,
+    ops: Ops,
+    drafter_block_bytes: int = 0,
+    drafter_bytes: int = 0,
+    layout: LayerLayout | None = None,
+    vision: VisionModel | None = None,
 ) -> CacheSizes:
-    """Return the sizes that there is memory for. A drafter needs bytes beside each block, and bytes of its own."""
+    """Return the sizes that there is memory for, in blocks of memory. A drafter needs bytes beside each block, and
+    bytes of its own. `vision` encodes images on the same device."""
     limit, max_num_seqs = config.cache.num_kv_blocks, config.scheduler.max_num_seqs
     layers = state_layers(model)
-    memory = None if limit is not None else _cache_memory(config, model, ops) - drafter_bytes
+    memory = None if limit is not None else _cache_memory(config, model, ops, vision) - drafter_bytes
     states = None
     if layers:
         states, max_num_seqs = _state_slots(config, state_bytes(layers), memory, num_kv_layers(model) > 0)
@@ -176,18 +206,33 @@ def cache_sizes(
             memory -= (states.num_slots + 1) * state_bytes(layers)
     if limit is not None or memory is None:
         return CacheSizes(limit or 0, max_num_seqs, states)
-    bytes_per_block = kv_block_bytes(config, model, ops) + drafter_block_bytes
+    bytes_per_block = kv_block_bytes(config, model, ops, layout) + drafter_block_bytes
     return CacheSizes(_num_blocks(config, model, memory, bytes_per_block), max_num_seqs, states)
 
 
-def _cache_memory(config: EngineConfig, model: Model, ops: Ops) -> int:
+def _cache_memory(config: EngineConfig, model: Model, ops: Ops, vision: VisionModel | None) -> int:
     if config.cache.kv_cache_memory is not None:
         return parse_bytes(config.cache.kv_cache_memory)
+    if ops.device.type != "cuda":
+        return parse_bytes(DEFAULT_CPU_KV_MEMORY)
+    left = _gpu_memory_left(config, model, ops)
+    if vision is None:
+        return left
+    # A step may encode an image before it computes tokens, and encoded images stay.
     return (
-        _gpu_memory_left(config, model, ops)
-        if ops.device.type == "cuda"
-        else parse_bytes(DEFAULT_CPU_KV_MEMORY)
+        left - _peak_image_bytes(vision, model.max_model_len) - parse_bytes(config.cache.image_cache_memory)
     )
+
+
+def _peak_image_bytes(vision: VisionModel, max_tokens: int) -> int:
+    """Measure the GPU memory that the largest image takes while it is encoded."""
+    pixels = vision.largest(max_tokens)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    vision.encode(pixels, 0, min(vision.tiles_at_once, pixels.num_tiles))
+    peak = torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()
+    return peak
 
 
 def _state_slots(
@@ -262,8 +307,7 @@ def with_spare_states(batch: AttentionBatch, model: Model, ops: Ops) -> Attentio
     if not layers:
         return batch
     slots = torch.zeros(batch.num_requests, dtype=torch.int64, device=ops.device)
-    states = StateBatch(StateStore(layers, 1, ops.device), slots)
-    return replace(batch, states=states, lengths=(batch.query_starts.cpu(), batch.context_lens.cpu()))
+    return replace(batch, states=StateBatch(StateStore(layers, 1, ops.device), slots))
 
 
 def block_copy_s(kv: KVStore, ops: Ops, clock: Clock) -> float:

@@ -1,7 +1,9 @@
 """Runs a plan on a model: rows in, one forward pass, tokens out. Knows nothing of queues, clients or text.
 
 `submit` queues the work on the device and starts copying the sampled tokens back; `collect` waits for that copy.
-On a CPU both are synchronous, which changes nothing for the caller. A step that lacks memory is computed in pieces
+On a CPU both are synchronous, which changes nothing for the caller. A step that was planned before a constrained
+request's newest token was known is sampled later, when the mask behind that token can be had: by the next `submit` or
+by its own `collect`. Its forward pass runs meanwhile. A step that lacks memory is computed in pieces
 (`halves`), and a piece that cannot be halved ends its own request.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -18,11 +20,20 @@ import torch
 from torch import Tensor
 
 from penstock.core.clock import Clock
-from penstock.core.plan import Chunk, HalfCopy, KVCopy, SampledToken, StateCopy, StepPlan, StepResult
+from penstock.core.plan import (
+    ON_DEVICE,
+    Chunk,
+    HalfCopy,
+    KVCopy,
+    SampledToken,
+    StateCopy,
+    StepPlan,
+    StepResult,
+)
 from penstock.core.request import Request
-from penstock.engine.adapters import LoRAModel
+from penstock.engine.adapters import LoRAModel, Slots
 from penstock.engine.batch import NO_SAMPLES, BatchRows, HostStep, Samples, Staging, halves
-from penstock.engine.drafters.model import HiddenStates
+from penstock.engine.drafters.hidden_states import NOTHING, HiddenStates
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, StepMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.images import ImageEncoder, PlacedImages
@@ -42,16 +53,22 @@ class _Live:
     output_token_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Submitted:
     plan: StepPlan
     samples: Samples
-    token_ids: Tensor | None  # int64 [S] on the host once the step is done; None when nothing was sampled
-    logprobs: dict[int, Tensor]
-    masks: StepMasks | None
     hidden: _FromHidden
+    drafts: LateDrafts | None  # of the step, which the host did not know when it was submitted
     timer: StepTimer
     encoder_timer: StepTimer | None
+    host: HostStep | None = None
+    computed: torch.cuda.Event | None = None  # of a step that is sampled later: its logits are there
+    made: Tensor | None = None  # logits, or argmaxes, until they are sampled
+    token_ids: Tensor | None = (
+        None  # int64 [S] on the host once the step is done; None when nothing was sampled
+    )
+    logprobs: dict[int, Tensor] = field(default_factory=dict)
+    masks: StepMasks | None = None
 
 
 @dataclass(slots=True)
@@ -60,6 +77,42 @@ class _FromHidden:
 
     embeddings: dict[str, Tensor] = field(default_factory=dict)  # on the device, by request
     scores: list[Scores] = field(default_factory=list)
+    states: list[_StepStates] = field(default_factory=list)  # of each pass, for heads
+
+
+@dataclass(frozen=True, slots=True)
+class _StepStates:
+    chunks: Sequence[Chunk]
+    step: HostStep
+    values: Tensor  # [T, ...], valid until the next pass
+
+
+class LateDrafts(Protocol):
+    """Drafts that were made on the device. The host can read them once a step that verifies them is done."""
+
+    def of(self, request_id: str) -> tuple[int, ...]: ...
+
+
+class StepFollower(Protocol):
+    """Drafts behind steps, on the device."""
+
+    @property
+    def in_use(self) -> LateDrafts | None:
+        """The drafts that the latest plan may have as ON_DEVICE."""
+        ...
+
+    def follow(
+        self,
+        chunks: Sequence[Chunk],
+        step: HostStep,
+        sampled: Tensor,
+        states: Tensor | None,
+        blind: Collection[str],
+    ) -> Mapping[str, int]:
+        """Draft behind a step. `sampled` are its samples, int64 [S], and `states` its hidden states, if heads need
+        them, [T, ...]. The host needs no drafted tokens of the `blind` requests before they are verified. Returns
+        how many states of a request, the first ones of the step, need not be kept."""
+        ...
 
 
 class ModelExecutor:
@@ -78,10 +131,11 @@ class ModelExecutor:
         masks: GrammarMasks | None = None,
         lora: LoRAModel | None = None,
         states: HiddenStates | None = None,
+        follower: StepFollower | None = None,
         images: ImageEncoder | None = None,
         vectors: VectorMaker | None = None,
     ) -> None:
-        """`states` keeps the hidden states of every step, for heads that draft."""
+        """`states` keeps the hidden states of every step, for heads that draft. `follower` drafts behind steps."""
         self._model = model
         self._ops = ops
         self._kv = kv
@@ -92,13 +146,17 @@ class ModelExecutor:
         self._graphs = graphs
         self._prompt_graphs = prompt_graphs
         self._masks = masks
-        self._lora = lora
+        self.lora = lora
         self._states = states
+        self._follower = follower
         self._images = images
         self._pooler = HiddenPooler(vectors)
         self._scorer = PromptScorer(model, staging, sampler.vocab_size, has_logits=sampler.has_logits)
         self._live: dict[str, _Live] = {}
         self._submitted: deque[_Submitted] = deque()
+        self._unsampled: _Submitted | None = None  # the latest step, while it waits for tokens to mask with
+        self._awaited: set[str] = set()  # constrained requests whose tokens that step waits for
+        self._late: frozenset[str] = frozenset()  # requests whose sample in the latest step means nothing
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         self._live[request.id] = _Live(request, list(request.output_token_ids))
@@ -106,8 +164,8 @@ class ModelExecutor:
         self._scorer.begin(request)
         if self._images is not None:
             self._images.begin(request)
-        if self._lora is not None:
-            self._lora.begin(request)
+        if self.lora is not None:
+            self.lora.begin(request)
         if grammar is not None:
             assert self._masks is not None, "an engine that compiles grammars also masks with them"
             self._masks.begin(request.id, grammar)
@@ -118,6 +176,7 @@ class ModelExecutor:
         self._live[request_id].output_token_ids.extend(token_ids)
         if self._masks is not None:
             self._masks.append(request_id, token_ids)
+            self._no_longer_awaits(request_id)
         if request_id in self._rows:
             self._sampler.commit(self._rows.row(request_id), token_ids)
             self._rows.append_tokens(request_id, token_ids)
@@ -128,12 +187,21 @@ class ModelExecutor:
         self._scorer.end(request_id)
         if self._images is not None:
             self._images.end(request_id)
-        if self._lora is not None:
-            self._lora.end(request_id)
+        if self.lora is not None:
+            self.lora.end(request_id)
         if self._masks is not None:
             self._masks.end(request_id)
+            self._no_longer_awaits(request_id)
+
+    def _no_longer_awaits(self, request_id: str) -> None:
+        """Begin the masks of a step that waits to be sampled, once its last token is known."""
+        if request_id in self._awaited:
+            self._awaited.discard(request_id)
+            if not self._awaited and self._masks is not None:
+                self._masks.start()
 
     def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
+        self._sample_waiting()
         timer = self._start_timer()
         if self._masks is not None:
             self._masks.start(plan.chunks)
@@ -141,40 +209,73 @@ class ModelExecutor:
         self._update_rows(plan)
         encoder_timer = self._encode_images(plan)
         if not plan.chunks:
+            with torch.inference_mode():
+                self._copy_blocks(plan.copies)
             timer.stop()
-            self._submitted.append(
-                _Submitted(plan, NO_SAMPLES, None, {}, None, _FromHidden(), timer, encoder_timer)
-            )
+            self._submitted.append(_Submitted(plan, NO_SAMPLES, _FromHidden(), None, timer, encoder_timer))
             return ()
         step = self._build(plan.chunks)
-        samples = step.samples
-        token_ids: Tensor | None = None
-        logprobs: dict[int, Tensor] = {}
-        masks: StepMasks | None = None
-        hidden = _FromHidden()
+        drafts = self._follower.in_use if self._follower is not None and step.drafts_at.size else None
+        submitted = _Submitted(plan, step.samples, _FromHidden(), drafts, timer, encoder_timer, step)
+        hidden = submitted.hidden
         with torch.inference_mode():
             self._copy_blocks(plan.copies)
-            only_argmax = self._needs_only_argmax(samples)
-            made, failed = self._compute_somehow(plan.chunks, step, hidden, only_argmax)
+            only_argmax = self._needs_only_argmax(step.samples)
+            submitted.made, failed = self._compute_somehow(plan.chunks, step, hidden, only_argmax)
             hidden.scores = [
                 replace(each, values=self._to_host(each.values), ids=self._to_host(each.ids))
                 for each in hidden.scores
             ]
+        self._submitted.append(submitted)
+        self._awaited = self._awaited_tokens(plan)
+        self._unsampled = submitted
+        if not self._awaited:
+            self._sample_waiting()
+        elif self._ops.device.type == "cuda":
+            submitted.computed = torch.cuda.Event()
+            submitted.computed.record()
+        return tuple(failed)
+
+    def _awaited_tokens(self, plan: StepPlan) -> set[str]:
+        """Return the constrained requests of a plan whose newest token is in flight."""
+        if self._masks is None:
+            return set()
+        ahead = [chunk.request_id for chunk in plan.chunks if chunk.in_flight]
+        return set(self._masks.constrained(ahead))
+
+    def _sample_waiting(self) -> None:
+        """Sample the latest step, unless that has been done."""
+        step, self._unsampled = self._unsampled, None
+        if step is None:
+            return
+        made, samples, host = step.made, step.samples, step.host
+        step.made = step.host = None
+        sampled: Tensor | None = None
+        with torch.inference_mode():
             if made is not None:
                 sampled = made
                 if made.dim() == 1:
                     self._sampler.note_drawn(samples)
                 else:
                     if self._masks is not None:
-                        masks = self._masks.take(samples, len(plan.chunks))
-                    sampled, logprobs = self._sampler.sample(made, samples, masks)
+                        self._masks.start()
+                        if (computed := step.computed) is not None:
+                            self._masks.wait_while(lambda: not computed.query())
+                        step.masks = self._masks.take(samples, len(step.plan.chunks), self._void(step.plan))
+                    sampled, step.logprobs = self._sampler.sample(made, samples, step.masks)
                 self._keep_last_tokens(samples, sampled)
-                token_ids = self._to_host(sampled)
-        timer.stop(0.0 if self._graphs is None else self._graphs.take_capture_s())
-        self._submitted.append(
-            _Submitted(plan, samples, token_ids, logprobs, masks, hidden, timer, encoder_timer)
-        )
-        return tuple(failed)
+                step.token_ids = self._to_host(sampled)
+            step.timer.stop(0.0 if self._graphs is None else self._graphs.take_capture_s())
+            if host is not None:
+                self._prepare_drafts(step.plan.chunks, host, sampled, step.hidden)
+        late = step.masks.late if step.masks is not None else ()
+        self._late = frozenset(samples.request_ids[index] for index in late)
+
+    def _void(self, plan: StepPlan) -> frozenset[str]:
+        """Return the requests whose newest token was sampled without its mask: what follows means nothing."""
+        if not self._late:
+            return self._late
+        return self._late.intersection(chunk.request_id for chunk in plan.chunks if chunk.in_flight)
 
     def _encode_images(self, plan: StepPlan) -> StepTimer | None:
         if self._images is None or not (plan.encodings or plan.dropped_images):
@@ -192,7 +293,7 @@ class ModelExecutor:
 
     def _needs_only_argmax(self, samples: Samples) -> bool:
         """Say whether the requests that sample in this step need nothing but the argmax of their logits."""
-        masked = self._masks is not None and self._masks.any_of(samples.request_ids)
+        masked = self._masks is not None and bool(self._masks.constrained(samples.request_ids))
         return not masked and self._sampler.needs_only_argmax(samples)
 
     def _keep_last_tokens(self, samples: Samples, sampled: Tensor) -> None:
@@ -215,27 +316,29 @@ class ModelExecutor:
     ) -> Tensor | None:
         """Run the model. Returns float32 [S, V] for the requests that sample, if any; with `only_argmax` perhaps
         int64 [S], the argmax of each row. `taken` gets embeddings of prompts that ended, and scores of prompts."""
-        adapters = None if self._lora is None else self._lora.adapters_of(chunks)
+        slots = None if self.lora is None else self.lora.slots_of(chunks, step.chunk_starts)
         pools, scores = self._pooler.any_of(chunks), self._scorer.any_of(chunks)
         placed = None if self._images is None else self._images.place(chunks, step)
-        has_taps = self._states is not None and adapters is None and placed is None
+        has_taps = self._states is not None and slots is None and placed is None
         taps = self._states.taps if self._states is not None and has_taps else ()
-        graphs = graphs and adapters is None and not pools and not taps and placed is None
+        if slots is not None and self.lora is not None:
+            graphs = graphs and self.lora.records_graphs
+        graphs = graphs and not pools and placed is None
         if graphs and not scores and self._graphs is not None and self._graphs.fits(step):
-            logits = self._graphs.logits(step)
-            self._keep_states(chunks, step, self._graphs.hidden)
+            logits = self._graphs.logits(step, slots)
+            self._note_states(taken, chunks, step, self._graphs.hidden)
             return logits
         hidden = None
-        if graphs and self._prompt_graphs is not None:
-            hidden = self._prompt_graphs.hidden(step)
+        if graphs and not taps and self._prompt_graphs is not None:
+            hidden = self._prompt_graphs.hidden(step, slots)
         only_argmax = only_argmax and hidden is None and not pools
         states = None
         if hidden is None and taps:
             hidden, states = self._tapped(step, taps)
         elif hidden is None:
-            hidden = self._hidden(step, adapters, placed)
+            hidden = self._hidden(step, slots, placed)
         made = self._head(hidden, step, only_argmax)
-        self._keep_states(chunks, step, states if taps else hidden)
+        self._note_states(taken, chunks, step, states if taps else hidden)
         scored = self._scorer.take(hidden, step, chunks) if scores else []
         if pools:
             taken.embeddings.update(self._pooler.take(hidden, step, chunks))
@@ -312,13 +415,11 @@ class ModelExecutor:
             else:
                 self._kv.copy_from_host(copy.host_slot, copy.block_id)
 
-    def _hidden(
-        self, step: HostStep, adapters: Sequence[str | None] | None, placed: PlacedImages | None
-    ) -> Tensor:
+    def _hidden(self, step: HostStep, slots: Slots | None, placed: PlacedImages | None) -> Tensor:
         rows = self._rows
         token_ids, batch = rows.token_ids(step), rows.attention_batch(step)
-        if adapters is not None and self._lora is not None:
-            return self._lora.forward(token_ids, batch, self._kv, adapters, step.chunk_starts, placed)
+        if slots is not None and self.lora is not None:
+            return self.lora.forward(token_ids, batch, self._kv, slots, placed)
         if placed is not None:
             return placed.forward(self._model, token_ids, batch, self._kv)
         return self._model.forward(token_ids, batch, self._kv)
@@ -328,11 +429,36 @@ class ModelExecutor:
         assert isinstance(self._model, TappedModel), "the loader has checked this"
         return self._model.forward_tapped(rows.token_ids(step), rows.attention_batch(step), self._kv, taps)
 
-    def _keep_states(self, chunks: Sequence[Chunk], step: HostStep, states: Tensor | None) -> None:
-        """Keep hidden states for heads. Steps with adapters have none of inner layers."""
+    def _note_states(
+        self, taken: _FromHidden, chunks: Sequence[Chunk], step: HostStep, states: Tensor | None
+    ) -> None:
+        """Note hidden states for heads. Steps with adapters have none of inner layers."""
         kept = self._states
         if kept is not None and states is not None and states.shape[1] == kept.width:
-            kept.take_step([chunk.request_id for chunk in chunks], step, states)
+            taken.states.append(_StepStates(chunks, step, states))
+
+    def _prepare_drafts(
+        self, chunks: Sequence[Chunk], step: HostStep, sampled: Tensor | None, hidden: _FromHidden
+    ) -> None:
+        """Let a drafter draft behind the step, and keep the hidden states that a head has not read."""
+        is_whole = len(hidden.states) == 1 and len(hidden.states[0].chunks) == len(chunks)
+        read: Mapping[str, int] = NOTHING
+        if self._follower is not None and sampled is not None and (is_whole or self._states is None):
+            states = hidden.states[0].values if is_whole else None
+            read = self._follower.follow(chunks, step, sampled, states, self._blind(step.samples))
+        for part in hidden.states if self._states is not None else ():
+            assert self._states is not None
+            self._states.take_step([each.request_id for each in part.chunks], part.step, part.values, read)
+        hidden.states.clear()
+
+    def _blind(self, samples: Samples) -> Collection[str]:
+        """Return the requests whose logits change neither by a grammar nor by the text in front of them."""
+        masks, sampler = self._masks, self._sampler
+        return {
+            request_id
+            for request_id, row in zip(samples.request_ids, samples.request_rows.tolist(), strict=True)
+            if sampler.knows_no_text(row) and (masks is None or not masks.constrained([request_id]))
+        }
 
     def _head(self, hidden: Tensor, step: HostStep, only_argmax: bool = False) -> Tensor | None:
         if not step.samples.request_ids:
@@ -343,10 +469,13 @@ class ModelExecutor:
 
     def collect(self) -> StepResult:
         step = self._submitted.popleft()
+        if step is self._unsampled:
+            self._sample_waiting()
         elapsed_s = step.timer.wait()
         sampled: tuple[SampledToken, ...] = ()
         if step.token_ids is not None:
-            sampled = self._sampler.report(step.samples, step.token_ids.tolist(), step.logprobs, step.masks)
+            samples = step.samples if step.drafts is None else _with_ids(step.samples, step.drafts)
+            sampled = self._sampler.report(samples, step.token_ids.tolist(), step.logprobs, step.masks)
         embedded = (
             sampled_vector(request_id, vector) for request_id, vector in step.hidden.embeddings.items()
         )
@@ -378,8 +507,19 @@ class ModelExecutor:
                 rows.place_blocks(row, chunk)
             elif chunk.new_block_ids:
                 rows.place_blocks(rows.row(chunk.request_id), chunk)
+            if chunk.window_blocks:
+                rows.place_windows(chunk)
             if chunk.drafts:
                 rows.place_drafts(chunk)
+
+
+def _with_ids(samples: Samples, late: LateDrafts) -> Samples:
+    """Return the samples with the ids of drafts that were not known when the step was submitted."""
+    drafts = {
+        index: late.of(samples.request_ids[index])[: len(ids)] if ON_DEVICE in ids else ids
+        for index, ids in samples.drafts.items()
+    }
+    return replace(samples, drafts=drafts)
 
 
 def _copy_state(states: StateStore, copy: StateCopy) -> None:

@@ -8,13 +8,15 @@ other.
 The masks behind a request's drafts are computed in the same task, with a copy of the matcher. A task also finds the
 tokens that the grammar forces, which are drafts themselves.
 
+A step may be planned before the newest token of a request is known. Its masks are taken when that token is.
+
 A step hardly waits for a slow mask. The first time a mask is late, the step waits a short moment; after that the row
 is sampled without the mask, the sample is thrown away, and the scheduler plans the row again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,6 +39,10 @@ _MOST_STARTED_ALONE = 4
 # Forced tokens are worth a wait that is short beside a step, unless a request's tasks often take longer.
 _FORCED_WAIT_S = 0.0005
 _MOST_VAIN_WAITS = 4  # in a row, for a request
+
+# A step that is sampled later waits for masks while the device computes, and not longer than this.
+_BUSY_WAIT_S = 0.02
+_POLL_S = 0.0005
 
 Words = NDArray[np.int32]
 
@@ -206,8 +212,9 @@ class GrammarMasks:
         self._constraints.pop(request_id, None)
         self._advanced.pop(request_id, None)
 
-    def any_of(self, request_ids: Sequence[str]) -> bool:
-        return bool(self._constraints) and any(request_id in self._constraints for request_id in request_ids)
+    def constrained(self, request_ids: Sequence[str]) -> list[str]:
+        """Return those of the requests that have a grammar."""
+        return [each for each in request_ids if each in self._constraints] if self._constraints else []
 
     def forced(self, request_ids: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """Return the tokens that grammars force next, as far as the threads know, for requests that have any. Waits
@@ -262,8 +269,9 @@ class GrammarMasks:
             constraint.num_given = len(constraint.token_ids)
             constraint.pending, constraint.pending_since_s = future, now
 
-    def take(self, samples: Samples, num_chunks: int) -> StepMasks | None:
-        """Return the masks of the samples of a step of `num_chunks` chunks; None when no request is constrained."""
+    def take(self, samples: Samples, num_chunks: int, void: frozenset[str] = frozenset()) -> StepMasks | None:
+        """Return the masks of the samples of a step of `num_chunks` chunks; None when no request is constrained.
+        The samples of requests in `void` count as late, whatever is known."""
         if not self._constraints:
             return None
         constrained = {
@@ -273,11 +281,13 @@ class GrammarMasks:
         }
         if not constrained:
             return None
+        late = {index for index in constrained if samples.request_ids[index] in void}
+        for index in late:
+            del constrained[index]
         self._wait_a_little(list(constrained.values()), num_chunks)
         firsts = samples.firsts()
         ready: list[tuple[int, Mask]] = []
         num_masked: dict[int, int] = {}
-        late: set[int] = set()
         failed: dict[int, str] = {}
         for index, constraint in constrained.items():
             outcome = self._outcome(constraint)
@@ -301,6 +311,13 @@ class GrammarMasks:
             late=frozenset(late),
             failed=failed,
         )
+
+    def wait_while(self, is_busy: Callable[[], bool]) -> None:
+        """Wait for the masks that are being computed as long as the device is busy, which delays nothing."""
+        gives_up_s = self._clock.now() + _BUSY_WAIT_S
+        pending = {each.pending for each in self._constraints.values() if each.pending and each.is_busy}
+        while pending and is_busy() and self._clock.now() < gives_up_s:
+            pending = wait(pending, _POLL_S).not_done
 
     def _wait_a_little(self, constraints: list[_Constraint], num_chunks: int) -> None:
         waiting = [each for each in constraints if each.is_busy]

@@ -14,7 +14,9 @@ is met for the second time.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -23,50 +25,88 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters import LoRAModel, Slots
 from penstock.engine.batch import BatchRows, HostStep, Staging
+from penstock.engine.windows import with_parts
+from penstock.kernels.adapted import NO_ADAPTER
 from penstock.kernels.interface import Attend, AttentionBatch, CutsAtAttention, KVStore
 from penstock.kernels.states import StateBatch
-from penstock.models.model import Model
+from penstock.models.model import Model, TappedModel
 
 MIN_CONTEXT = 1024
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Put the garbage collector off while a graph is recorded: to free an old graph would break the recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     logits: Tensor
-    hidden: Tensor
+    hidden: Tensor  # [R, hidden], or [R, len(taps) × hidden] with taps
 
 
 class DecodeGraphs:
     def __init__(
-        self, model: Model, kv: KVStore, rows: BatchRows, staging: Staging, max_model_len: int
+        self,
+        model: Model,
+        kv: KVStore,
+        rows: BatchRows,
+        staging: Staging,
+        max_model_len: int,
+        taps: tuple[int, ...] = (),
+        lora: LoRAModel | None = None,
     ) -> None:
+        """`taps` are layers whose inputs are returned in place of final hidden states."""
         self._model = model
+        self.taps = taps
+        self._lora = lora
         self._kv = kv
         self._rows = rows
         self._staging = staging
         self._max_model_len = max_model_len
         self._sizes = _sizes(rows.max_rows)
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int, int | None], _Captured] = {}
         self._capture_s = 0.0
-        self.hidden: Tensor | None = None  # [R, hidden] of the latest call, valid until the next one
+        self.hidden: Tensor | None = None  # of the latest call, valid until the next one
         self._pool = torch.cuda.graph_pool_handle()
         self._spare_slot = kv.num_blocks * kv.block_size
         device = rows.last_tokens.device
         largest = self._sizes[-1]
         self._query_starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         # One array for all that a step needs, so that one copy brings it: where each token comes from, positions,
-        # slots, context lengths, then block tables. In front of it the rows' newest tokens and after those the
-        # tokens that the host knows: `sources` are indices into these two.
-        most = rows.max_rows + (5 + self._table_width(max_model_len)) * largest
+        # slots, context lengths, then block tables. In front of it the rows' newest tokens and drafts on the device,
+        # and after those the tokens that the host knows: `sources` are indices into these.
+        first = rows.num_device_tokens
+        most = first + (5 + self._table_width(max_model_len)) * largest
         self._buffer = torch.zeros(most, dtype=torch.int32, device=device)
-        self._inputs = self._buffer[rows.max_rows :]
+        self._inputs = self._buffer[first:]
         # States are updated in place: no row of a recording, and no padded row, may have the state of a request.
         self._state_slots: Tensor | None = None
         if rows.states is not None:
             self._state_slots = torch.full((largest,), rows.states.num_slots, device=device)
-        rows.keep_last_tokens_in(self._buffer[: rows.max_rows])
+        # Of layers with windows: slots of all parts, then context lengths and block tables of each group.
+        self._window_inputs: Tensor | None = None
+        if rows.windows is not None:
+            self._window_inputs = torch.zeros(self._window_size(largest), dtype=torch.int32, device=device)
+        rows.keep_tokens_in(self._buffer[:first])
+
+    def _window_size(self, size: int) -> int:
+        """Return how many numbers a step of `size` requests needs for layers with windows."""
+        windows = self._rows.windows
+        assert windows is not None
+        groups = windows.layout.groups
+        tables = sum(each.num_parts * windows.decode_width(at) for at, each in enumerate(groups))
+        return size * (windows.layout.num_parts + len(groups) + tables)
 
     def take_capture_s(self) -> float:
         """Return the seconds that captures took since the last call: no other step of their size takes them."""
@@ -77,18 +117,21 @@ class DecodeGraphs:
         count = len(step.rows)
         return step.num_decodes == count == len(step.samples.at) and count <= self._sizes[-1]
 
-    def logits(self, step: HostStep) -> Tensor:
-        """Return float32 [R, V], valid until the next call."""
+    def logits(self, step: HostStep, slots: Slots | None = None) -> Tensor:
+        """Return float32 [R, V], valid until the next call. `slots` says which rows have adapters."""
         count = len(step.rows)
         size = next(size for size in self._sizes if size >= count)
         context = self._context_bound(step.max_context_len)
         self._fill(step, count, size, context)
-        captured = self._captured.get((size, context))
+        version = use_adapters(self._lora, slots, size)
+        captured = self._captured.get((size, context, version))
         if captured is None:
             if self._state_slots is not None and self._rows.states is not None:
                 self._state_slots.fill_(self._rows.states.num_slots)
             began_s = perf_counter()
-            captured = self._captured[size, context] = self._capture(size, context)
+            drop_outdated(self._captured, version)
+            captured = self._capture(size, context, adapted=slots is not None)
+            self._captured[size, context, version] = captured
             torch.cuda.synchronize()
             self._capture_s += perf_counter() - began_s
         if self._state_slots is not None:
@@ -102,13 +145,50 @@ class DecodeGraphs:
         inputs = np.zeros((5 + width) * size, dtype=np.int32)
         tokens, sources, positions, slots, context_lens = inputs[: 5 * size].reshape(5, size)
         tokens[:count] = step.token_ids
-        sources[:] = self._rows.max_rows + np.arange(size)
+        sources[:] = self._rows.num_device_tokens + np.arange(size)
         sources[step.in_flight_at] = step.in_flight_rows
+        sources[step.drafts_at] = self._rows.max_rows + step.drafts_from
         positions[:count] = step.positions
         slots[:count], slots[count:] = step.slots, self._spare_slot
         context_lens[:count] = step.context_lens
         inputs[5 * size :].reshape(size, width)[:count] = self._rows.block_tables(step.rows, width)
         self._staging.copy_into(self._inputs, inputs)
+        if self._window_inputs is not None:
+            self._fill_windows(step, count, size)
+
+    def _fill_windows(self, step: HostStep, count: int, size: int) -> None:
+        windows = self._rows.windows
+        assert windows is not None
+        assert step.windows is not None
+        assert self._window_inputs is not None
+        inputs = np.zeros(self._window_size(size), dtype=np.int32)
+        num_parts = windows.layout.num_parts
+        slots, at = inputs[: num_parts * size].reshape(num_parts, size), num_parts * size
+        slots[:, :count], slots[:, count:] = step.windows.slots, self._spare_slot
+        for group, each in enumerate(windows.layout.groups):
+            made = windows.decode_contexts(group, step.rows, step.windows.positions)
+            inputs[at : at + count] = made.context_lens
+            at += size
+            shape = each.num_parts, size, windows.decode_width(group)
+            end = at + int(np.prod(shape))
+            inputs[at:end].reshape(shape)[:, :count] = made.block_tables
+            at = end
+        self._staging.copy_into(self._window_inputs, inputs)
+
+    def _with_windows(self, batch: AttentionBatch, size: int) -> AttentionBatch:
+        windows, inputs = self._rows.windows, self._window_inputs
+        if windows is None or inputs is None:
+            return batch
+        num_parts = windows.layout.num_parts
+        at, contexts, bounds = num_parts * size, list[tuple[Tensor, Tensor]](), list[int]()
+        for group, each in enumerate(windows.layout.groups):
+            width = windows.decode_width(group)
+            tables = inputs[at + size : at + size + each.num_parts * size * width]
+            contexts.append((inputs[at : at + size], tables.view(each.num_parts, size, width)))
+            bounds.append(width * windows.block_size)
+            at += size + each.num_parts * size * width
+        slots = inputs[: num_parts * size].view(num_parts, size)
+        return with_parts(batch, windows.layout, slots, contexts, bounds)
 
     def _fill_states(self, step: HostStep, count: int, size: int) -> None:
         assert self._rows.states is not None
@@ -117,7 +197,7 @@ class DecodeGraphs:
         slots[:count] = self._rows.state_slots(step.rows)
         self._staging.copy_into(self._state_slots, slots)
 
-    def _capture(self, size: int, context: int) -> _Captured:
+    def _capture(self, size: int, context: int, *, adapted: bool) -> _Captured:
         width = self._table_width(context)
         _, sources, positions, slots, context_lens = self._inputs[: 5 * size].view(5, size)
         batch = AttentionBatch(
@@ -132,11 +212,17 @@ class DecodeGraphs:
             num_decodes=size,
             states=self._state_batch(size),
         )
-        known_tokens = self._buffer[: self._rows.max_rows + size]
+        batch = self._with_windows(batch, size)
+        known_tokens = self._buffer[: self._rows.num_device_tokens + size]
+        model = self._lora.adapted if adapted and self._lora is not None else self._model
 
         def forward() -> tuple[Tensor, Tensor]:
             token_ids = known_tokens.index_select(0, sources)
-            hidden = self._model.forward(token_ids, batch, self._kv)
+            if self.taps and not adapted:
+                assert isinstance(model, TappedModel), "the loader has checked this"
+                hidden, tapped = model.forward_tapped(token_ids, batch, self._kv, self.taps)
+                return self._model.logits(hidden), tapped
+            hidden = model.forward(token_ids, batch, self._kv)
             return self._model.logits(hidden), hidden
 
         # The warm-up compiles kernels and writes the step's KV, which the replay then writes again.
@@ -146,7 +232,7 @@ class DecodeGraphs:
             forward()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool):
             logits, hidden = forward()
         return _Captured(graph, logits, hidden)
 
@@ -163,6 +249,28 @@ class DecodeGraphs:
 
     def _table_width(self, context: int) -> int:
         return -(-context // self._rows.block_size)
+
+
+def padded_rows(count: int, largest: int) -> int:
+    """Return the number of rows of the graph for so many rows."""
+    return next(size for size in _sizes(largest) if size >= count)
+
+
+def use_adapters(lora: LoRAModel | None, slots: Slots | None, size: int) -> int | None:
+    """Set the adapters of a step that is padded to `size` rows. Returns the version of the adapters that a graph of
+    the step belongs to; None for a step without adapters, whose graph has none of their launches."""
+    if slots is None or lora is None:
+        return None
+    padded = np.full(size, NO_ADAPTER, dtype=np.int32)
+    padded[: len(slots)] = slots
+    lora.use(padded)
+    return lora.version
+
+
+def drop_outdated(graphs: dict[Any, Any], version: int | None) -> None:
+    """Drop the graphs of earlier versions of the adapters. The version is the last part of a key."""
+    for key in [key for key in graphs if version is not None and key[-1] not in (None, version)]:
+        del graphs[key]
 
 
 def _sizes(largest: int) -> list[int]:
@@ -193,40 +301,51 @@ class _Recorded:
 
 class PromptGraphs:
     def __init__(
-        self, model: Model, ops: CutsAtAttention, kv: KVStore, rows: BatchRows, staging: Staging
+        self,
+        model: Model,
+        ops: CutsAtAttention,
+        kv: KVStore,
+        rows: BatchRows,
+        staging: Staging,
+        lora: LoRAModel | None = None,
     ) -> None:
         self._model = model
+        self._lora = lora
         self._ops = ops
         self._kv = kv
         self._rows = rows
         self._staging = staging
         self._sizes = padded_sizes(model.num_parameters)
-        self._met: set[int] = set()
-        self._recorded: dict[int, _Recorded] = {}
+        self._met: set[tuple[int, int | None]] = set()
+        self._recorded: dict[tuple[int, int | None], _Recorded] = {}
         self._is_full = False  # no memory for more sizes
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._spare_slot = kv.num_blocks * kv.block_size
         device = rows.last_tokens.device
         largest = self._sizes[-1]
-        self._inputs = torch.zeros(3 * largest, dtype=torch.int32, device=device)
+        num_parts = 0 if rows.windows is None else rows.windows.layout.num_parts
+        self._num_inputs = 3 + num_parts  # tokens, positions, slots; then slots of each part with windows
+        self._inputs = torch.zeros(self._num_inputs * largest, dtype=torch.int32, device=device)
         shape = (largest, model.config.num_heads, model.head_dim)
         self._queries = torch.zeros(shape, dtype=ops.dtype, device=device)
         self._attended = torch.zeros_like(self._queries)
 
-    def hidden(self, step: HostStep) -> Tensor | None:
+    def hidden(self, step: HostStep, slots: Slots | None = None) -> Tensor | None:
         """Return [T, hidden], valid until the next call; None when the step must be launched piece by piece."""
         count = len(step.token_ids)
         size = next((size for size in self._sizes if size >= count), None)
         if size is None:
             return None
-        recorded = self._recorded.get(size)
+        version = use_adapters(self._lora, slots, size)
+        recorded = self._recorded.get((size, version))
         if recorded is None:
-            if self._is_full or size not in self._met:
-                self._met.add(size)
+            if self._is_full or (size, version) not in self._met:
+                self._met.add((size, version))
                 return None
+            drop_outdated(self._recorded, version)
             try:
-                recorded = self._recorded[size] = self._record(size)
+                recorded = self._recorded[size, version] = self._record(size, adapted=slots is not None)
             except torch.OutOfMemoryError:
                 self._is_full = True
                 logger.warning(
@@ -238,22 +357,28 @@ class PromptGraphs:
         return recorded.hidden[:count]
 
     def _fill(self, step: HostStep, count: int, size: int) -> None:
-        inputs = np.zeros((3, size), dtype=np.int32)
-        inputs[:, :count] = step.token_ids, step.positions, step.slots
-        inputs[2, count:] = self._spare_slot
+        inputs = np.zeros((self._num_inputs, size), dtype=np.int32)
+        inputs[:3, :count] = step.token_ids, step.positions, step.slots
+        if step.windows is not None:
+            inputs[3:, :count] = step.windows.slots
+        inputs[2:, count:] = self._spare_slot
         self._staging.copy_into(self._inputs, inputs.reshape(-1))
-        if step.in_flight_at.size:
-            at, rows = self._staging.all_to_device(step.in_flight_at, step.in_flight_rows)
-            self._inputs[at] = self._rows.last_tokens[rows]
+        self._rows.fill_in(step, self._inputs)
 
-    def _record(self, size: int) -> _Recorded:
-        token_ids, positions, slots = self._inputs[: 3 * size].view(3, size)
+    def _record(self, size: int, *, adapted: bool) -> _Recorded:
+        inputs = self._inputs[: self._num_inputs * size].view(self._num_inputs, size)
+        token_ids, positions, slots = inputs[:3]
         nothing = self._inputs[:0]
         batch = AttentionBatch(positions, slots, nothing, nothing, nothing, 0, 0, 0)
+        if self._rows.windows is not None:
+            layout = self._rows.windows.layout
+            contexts = [(nothing, [nothing] * each.num_parts) for each in layout.groups]
+            batch = with_parts(batch, layout, inputs[3:], contexts, [0] * len(contexts))
         recording = _Recording(self._pool)
-        model = self._model.with_ops(self._ops.cut_at_attention(recording.cut, self._queries, self._attended))
+        ops = self._ops.cut_at_attention(recording.cut, self._queries, self._attended)
+        model = self._lora.on(ops) if adapted and self._lora is not None else self._model.with_ops(ops)
         torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream), recording:
+        with no_garbage_collection(), torch.cuda.stream(self._stream), recording:
             hidden = model.forward(token_ids, batch, self._kv)
         return _Recorded(recording.pieces, recording.graph, hidden)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.messages import ModelCard
-from penstock.core.plan import StateSlots
+from penstock.core.plan import StateSlots, WindowLayout
 from penstock.engine.drafters.interface import Drafter
 from penstock.engine.loop import Executor
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.engine.grammar import GrammarQueue
     from penstock.engine.images import ImageQueue
     from penstock.engine.transfer.sharing import SharedKV
-    from penstock.models.lora import LoRAWeights
+    from penstock.kernels.interface import KVStore
 
 Progress = Callable[[str, float], None]  # the stage, and its finished share
 
@@ -34,10 +34,14 @@ class Loaded:
     halves_blocks: bool = False
     default_steps_in_flight: int = 1
     grammars: GrammarQueue | None = None
-    adapters: AdapterQueue[LoRAWeights] | None = None
+    adapters: AdapterQueue[Any] | None = None
     images: ImageQueue | None = None
     image_cache_tokens: int = 0
     shared_kv: SharedKV | None = None
     drafters: tuple[Drafter, ...] = ()  # that come with the model
     states: StateSlots | None = None  # of a model whose layers have a fixed state
+    kv: KVStore | None = None  # for tiers below host memory
+    kv_facts: tuple[object, ...] = ()  # what the bytes of a block depend on
+    windows: WindowLayout | None = None  # of a model whose layers have windows
+    masks_late: bool = False  # the executor samples a step once the step before it is committed, for grammars
     max_num_seqs: int | None = None  # requests that can run at once, if fewer than the setting allows

@@ -19,7 +19,16 @@ from penstock.core.clock import Clock
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import EngineStats, RequestRejected
-from penstock.core.plan import NO_DRAFTS, NOT_A_NUMBER, OUT_OF_MEMORY, Chunk, StepPlan, StepResult, TokenEvent
+from penstock.core.plan import (
+    NO_DRAFTS,
+    NOT_A_NUMBER,
+    ON_DEVICE,
+    OUT_OF_MEMORY,
+    Chunk,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 from penstock.core.request import Request
 from penstock.engine.collaborator import Arrival, Collaborator
 from penstock.engine.drafters.interface import Drafter
@@ -215,7 +224,9 @@ class EngineLoop:
             drafts = {
                 request_id: draft
                 for request_id, draft in self.drafter.propose(wanted).items()
-                if draft.token_ids and 0 <= min(draft.token_ids) <= max(draft.token_ids) < self._vocab_size
+                if draft.token_ids
+                and (ON_DEVICE in draft.token_ids or min(draft.token_ids) >= 0)
+                and max(draft.token_ids) < self._vocab_size
             }
         now = self._clock.now()
         plan = self.scheduler.plan(now, drafts)

@@ -68,6 +68,10 @@ class RecordedExchange:
     def num_missing(self, request: Request) -> int:
         return self._exchange.num_missing(request)
 
+    @property
+    def lacks_copies(self) -> bool:
+        return self._exchange.lacks_copies
+
     def begin_import(self, request: Request) -> BlockImport | None:
         begun = self._exchange.begin_import(request)
         self._record(BeginImportCall(self._clock.now(), request))

@@ -86,6 +86,10 @@ class Sampler:
             return False
         return not self._temperature[rows].any()
 
+    def knows_no_text(self, row: int) -> bool:
+        """Say whether samples of this row depend on logits alone, and not on the tokens in front of them."""
+        return row not in self._edits
+
     def note_drawn(self, samples: Samples, late: Collection[int] = ()) -> None:
         """Note that tokens were sampled for all requests but the `late` ones, by index in N. The state of a request
         with drafts waits for `commit`."""

@@ -37,8 +37,15 @@ class WarmUpStep:
     span: int
 
 
-# The longest compilations come first: ends of prompts whose beginnings are cached, and whole prompts.
-PREFILLS = (WarmUpStep(4, 10, 10), WarmUpStep(1, 10, VERY_LONG_CONTEXT), WarmUpStep(1, 200, 200))
+# The longest compilations come first: prompts, their ends after long cached beginnings, a few tokens over a long
+# context, and short prompts.
+PREFILLS = (
+    WarmUpStep(1, 400, 400),
+    WarmUpStep(1, 64, VERY_LONG_CONTEXT),
+    WarmUpStep(4, 10, 10),
+    WarmUpStep(1, 2, VERY_LONG_CONTEXT),
+    WarmUpStep(1, 200, 200),
+)
 # Decodes: one row, and the padded sizes of products, with one token per request. The first steps split contexts over
 # the chip, the later steps do not.
 DECODES = tuple(WarmUpStep(count, 1, LONG_CONTEXT) for count in (1, 2, 8, 32, 64, 128))

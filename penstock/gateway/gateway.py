@@ -80,6 +80,7 @@ class Gateway:
         self._on_the_way: set[object] = (
             set()
         )  # requests not yet dispatched, and answers that judges still review
+        self._is_leaving = False
         self._is_draining = False
         self._has_stopped = False
         self._nothing_live = asyncio.Event()
@@ -93,13 +94,18 @@ class Gateway:
         return len(self._live)
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether the server will end soon. New requests are still taken until the drain begins."""
+        return self._is_leaving
+
+    @property
     def is_draining(self) -> bool:
         return self._is_draining
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would be accepted now."""
-        return not self._is_draining and self.catalogue.is_ready
+        """Whether new clients should come here: a request would be accepted now, and the server is not leaving."""
+        return not self._is_leaving and self.catalogue.is_ready
 
     @property
     def is_healthy(self) -> bool:
@@ -235,12 +241,16 @@ class Gateway:
             answer.cancel()
             raise
 
+    def leave(self) -> None:
+        """Report that the server is no longer ready, and go on taking requests until `drain`."""
+        self._is_leaving = True
+
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, and let admitted ones finish, with the reviews of judges. After `timeout_s`, or when
         this is cancelled, those left end with an error.
 
         True when every answer came to its own end. Bytes may still be on their way to readers."""
-        self._is_draining = True
+        self._is_leaving = self._is_draining = True
         try:
             async with asyncio.timeout(timeout_s):
                 while self._live or self._on_the_way:

@@ -23,7 +23,7 @@ from penstock.kernels.interface import (
     Routing,
 )
 from penstock.kernels.latent import LatentKVStore, attend_latent
-from penstock.kernels.recurrence import gated_delta, selective_scan, short_conv
+from penstock.kernels.recurrence import gated_delta, gated_norm, selective_scan, short_conv
 
 if TYPE_CHECKING:
     from penstock.kernels.interface import Ops
@@ -101,9 +101,21 @@ class ComposedOps:
     def add_up(self, x: Tensor) -> Tensor:
         return x
 
+    def normed_linear(self: Ops, x: Tensor, norm: Tensor, eps: float, weight: Any) -> Tensor:
+        return self.linear(self.rms_norm(x, norm, eps), weight)
+
+    def normed_gated(
+        self: Ops, x: Tensor, norm: Tensor, eps: float, gate_up: Any, activation: Activation
+    ) -> Tensor:
+        return self.gated(self.normed_linear(x, norm, eps, gate_up), activation)
+
+    def add_linear(self: Ops, x: Tensor, weight: Any, residual: Tensor) -> None:
+        residual.add_(self.add_up(self.linear(x, weight)))
+
     short_conv = staticmethod(short_conv)
     selective_scan = staticmethod(selective_scan)
     gated_delta = staticmethod(gated_delta)
+    gated_norm = staticmethod(gated_norm)
 
     def attention(
         self: Ops, x: Tensor, qkv: Any, output: Any, layer: AttentionLayer, cache: Any, batch: AttentionBatch
@@ -199,6 +211,7 @@ class DelegatingOps(ComposedOps):
         self.short_conv = ops.short_conv
         self.selective_scan = ops.selective_scan
         self.gated_delta = ops.gated_delta
+        self.gated_norm = ops.gated_norm
         self.sample = ops.sample
         self._ops = ops
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from penstock.kernels.states import ScanLayer, StateBatch
+from penstock.kernels.states import DeltaLayer, ScanLayer, StateBatch
 from penstock.kernels.weights import DenseWeight as DenseWeight
 from penstock.kernels.weights import Float8Weight as Float8Weight
 from penstock.kernels.weights import GroupQuantWeight as GroupQuantWeight
@@ -156,6 +156,16 @@ class AttentionBatch:
     halves_blocks: bool = True  # the last tokens of a request may begin in the middle of a block
     lengths: tuple[Tensor, Tensor] | None = None  # `query_starts` and `context_lens` once more, on the host
     states: StateBatch | None = None  # of models whose layers have a fixed state
+    # Of models whose layers have windows: the batch without what lies behind a window, for each part of the layers
+    # with a window; and for each layer its part, or None for layers that see everything.
+    parts: tuple[AttentionBatch, ...] = ()
+    part_of_layer: tuple[int | None, ...] = ()
+    part: int | None = None  # which of the parts this batch is
+
+    def of_layer(self, index: int) -> AttentionBatch:
+        """Return the batch for a layer of the KV store."""
+        part = self.part_of_layer[index] if self.part_of_layer else None
+        return self if part is None else self.parts[part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +224,14 @@ class KVStore(Protocol):
 
     def copy_from_host(self, slot: int, block_id: int) -> None: ...
 
+    def read_host(self, slot: int) -> bytes:
+        """Return the contents of a slot of host memory, into which no copy is under way."""
+        ...
+
+    def write_block(self, block_id: int, contents: bytes) -> None:
+        """Overwrite a block, in turn with copies and steps, with what `read_host` returned for another block."""
+        ...
+
 
 @runtime_checkable
 class HalvesBlocks(Protocol):
@@ -246,6 +264,20 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: PackedLinear) -> Tensor:
         """[T, in] → [T, out]"""
+        ...
+
+    def normed_linear(self, x: Tensor, norm: Tensor, eps: float, weight: PackedLinear) -> Tensor:
+        """[T, in] → [T, out]: linear(rms_norm(x, norm, eps), weight)"""
+        ...
+
+    def normed_gated(
+        self, x: Tensor, norm: Tensor, eps: float, gate_up: PackedLinear, activation: Activation
+    ) -> Tensor:
+        """[T, in] → [T, width]: gated(linear(rms_norm(x, norm, eps), gate_up), activation)"""
+        ...
+
+    def add_linear(self, x: Tensor, weight: PackedLinear, residual: Tensor) -> None:
+        """residual += add_up(linear(x, weight)), in place."""
         ...
 
     def pack_embedding(self, weight: WeightData, tied: PackedLinear | None = None) -> PackedEmbedding:
@@ -375,9 +407,26 @@ class Ops(Protocol):
         batch: AttentionBatch,
         *,
         silu: bool,
+        before: Tensor | None = None,
+        after: Tensor | None = None,
     ) -> Tensor:
         """[T, C] → [T, C]: each channel's weighted sum of its newest K inputs, then SiLU if asked for. `history`,
-        [slots, C, K - 1], has the inputs before this step, and gets those of this step."""
+        [slots, C, K - 1], has the inputs before this step, and gets those of this step. `before` and `after`, [T, C],
+        are factors of inputs and outputs."""
+        ...
+
+    def gated_norm(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        group_width: int,
+        *,
+        gates_first: bool,
+    ) -> Tensor:
+        """float32 [T, C] → [T, C]: `x` times SiLU of the gate, and the RMS norm of groups of numbers, if there is a
+        weight."""
         ...
 
     def selective_scan(
@@ -395,15 +444,15 @@ class Ops(Protocol):
 
     def gated_delta(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
+        mixed: Tensor,
         rate: Tensor,
+        step: Tensor,
+        layer: DeltaLayer,
         state: Tensor,
         batch: AttentionBatch,
     ) -> Tensor:
-        """[T, H, V] → float32 [T, H, V]: the gated delta rule, which updates `state`, [slots, H, K, V]."""
+        """[T, 2 × key heads × K + H × V] → float32 [T, H, V]: the gated delta rule, which updates `state`,
+        [slots, H, K, V]."""
         ...
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -85,14 +85,19 @@ def split_query(query: Tensor, layer: LatentLayer) -> tuple[Tensor, Tensor]:
     return plain, rotated
 
 
-def absorbed(plain: Tensor, layer: LatentLayer) -> Tensor:
-    """[T, H, N] → [T, H, C], a view."""
-    return torch.bmm(plain.transpose(0, 1), layer.key_up).transpose(0, 1)
+def absorbed(plain: Tensor, layer: LatentLayer, out: Tensor | None = None) -> Tensor:
+    """[T, H, N] → [T, H, C], in `out` if that is given."""
+    if out is None:
+        out = plain.new_empty(*plain.shape[:2], layer.latent_dim)
+    torch.bmm(plain.transpose(0, 1), layer.key_up, out=out.transpose(0, 1))
+    return out
 
 
 def values_of(weighted: Tensor, layer: LatentLayer) -> Tensor:
     """Turn weighted sums of latents into values: [T, H, C] → [T, H × V]."""
-    return torch.bmm(weighted.transpose(0, 1), layer.value_up).transpose(0, 1).flatten(1)
+    out = weighted.new_empty(*weighted.shape[:2], layer.value_up.shape[2])
+    torch.bmm(weighted.transpose(0, 1), layer.value_up, out=out.transpose(0, 1))
+    return out.flatten(1)
 
 
 def _attend_rows(queries: Tensor, entries: Tensor, layer: LatentLayer, first_position: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from ctypes import memmove
+from ctypes import memmove, string_at
 from threading import Thread
 
 import torch
@@ -194,6 +194,15 @@ class NativeKVStore:
     def copy_from_host(self, slot: int, block_id: int) -> None:
         for in_slot, in_block in self._pieces(slot, block_id):
             memmove(in_block, in_slot, self._layer_block_bytes)
+
+    def read_host(self, slot: int) -> bytes:
+        return string_at(self._slots_address + slot * self.block_bytes, self.block_bytes)
+
+    def write_block(self, block_id: int, contents: bytes) -> None:
+        for at in range(self._num_layers):
+            in_block = self.address + at * self.layer_bytes + block_id * self._layer_block_bytes
+            start = at * self._layer_block_bytes
+            memmove(in_block, contents[start : start + self._layer_block_bytes], self._layer_block_bytes)
 
     def copy_half(self, block_id: int, offset: int, to_block_id: int) -> None:
         from_slot, to_slot = block_id * self.block_size + offset, to_block_id * self.block_size

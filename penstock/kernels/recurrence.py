@@ -1,4 +1,5 @@
-"""Layers with a fixed state in plain torch: causal short convolutions, Mamba-2's scan and the gated delta rule.
+"""Layers with a fixed state in plain torch: causal short convolutions, Mamba-2's scan, the gated delta rule, and the
+gated norm behind scan and rule.
 
 Everything is float32 inside. Requests that decode are one batch, which addresses states by an index tensor and makes
 the host wait for nothing, so a CUDA graph can hold it. Longer chunks of prompts are computed one request after the
@@ -14,17 +15,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch
-from penstock.kernels.states import ScanLayer
+from penstock.kernels.states import DeltaLayer, ScanLayer
 
 SEGMENT = 64  # tokens
 
 
 def short_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, batch: AttentionBatch, *, silu: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    history: Tensor,
+    batch: AttentionBatch,
+    *,
+    silu: bool,
+    before: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> Tensor:
     """[T, C] → [T, C]: each channel's weighted sum of its newest K inputs. `weight` is [C, K], the newest input last;
-    `history` has the newest K - 1 inputs of each slot, [slots, C, K - 1]."""
+    `history` has the newest K - 1 inputs of each slot, [slots, C, K - 1]. `before` and `after`, [T, C], are factors
+    of inputs and outputs."""
     assert batch.states is not None
+    dtype = x.dtype
+    if before is not None:
+        x = x.float() * before.float()
     slots, width = batch.states.slots, weight.shape[1] - 1
     starts = batch.query_starts.long()
     tokens = torch.arange(x.shape[0], device=x.device)
@@ -43,7 +56,22 @@ def short_conv(
     history[slots] = inputs[last].transpose(1, 2)
     if bias is not None:
         out += bias
-    return (F.silu(out) if silu else out).to(x.dtype)
+    out = F.silu(out) if silu else out
+    return (out if after is None else out * after.float()).to(dtype)
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, group_width: int, *, gates_first: bool
+) -> Tensor:
+    """float32 [T, C] → [T, C] in the type of the gate: `x` times SiLU of the gate, and the RMS norm of groups, after
+    the gate or before. Without a weight there is no norm."""
+    factor = F.silu(gate.float())
+    if weight is None:
+        return (x * factor).to(gate.dtype)
+    if gates_first:
+        x = x * factor
+    normed = F.rms_norm(x.unflatten(1, (-1, group_width)), (group_width,), eps=eps).flatten(1) * weight
+    return (normed if gates_first else normed * factor).to(gate.dtype)
 
 
 def selective_scan(
@@ -81,22 +109,22 @@ def selective_scan(
 
 
 def gated_delta(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    state: Tensor,
-    batch: AttentionBatch,
+    mixed: Tensor, rate: Tensor, step: Tensor, layer: DeltaLayer, state: Tensor, batch: AttentionBatch
 ) -> Tensor:
-    """[T, H, V] → float32 [T, H, V]: the gated delta rule. For each token, with queries and keys [T, H, K], the log
-    of the decay [T, H] and the learning rate [T, H]:
+    """The queries and keys of key heads and the values of value heads, side by side, → float32 [T, H, V]: the gated
+    delta rule. For each token, with queries and keys of length 1, `rate` after a sigmoid and `step` after bias and
+    softplus, both [T, H]:
 
-    state = state × exp(decay);  state += key ⊗ (rate × (value - state · key));  output = state · query
+    state = state × exp(decay × step);  state += key ⊗ (rate × (value - state · key));  output = state · query / √K
 
     `state` is [slots, H, K, V]."""
     assert batch.states is not None
-    query, key, value, decay, rate = (each.float() for each in (query, key, value, decay, rate))
+    keys = layer.num_keys * layer.key_dim
+    query, key, value = mixed.float().split([keys, keys, mixed.shape[1] - 2 * keys], dim=1)
+    query, key = (_unit(each.unflatten(1, (-1, layer.key_dim)))[:, layer.keys] for each in (query, key))
+    query = query * layer.key_dim**-0.5
+    value = value.unflatten(1, (len(layer.keys), -1))
+    decay, rate = layer.decay * F.softplus(step.float() + layer.step_bias), rate.float().sigmoid()
     out = torch.empty_like(value)
     count = batch.num_decodes
     if count:
@@ -114,13 +142,16 @@ def gated_delta(
     return out
 
 
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)
+
+
 def _prompts(batch: AttentionBatch) -> Iterator[tuple[Tensor, slice]]:
     """Yield the slot, as an index tensor [1], and the tokens of each request that does not decode."""
     if batch.num_decodes == batch.num_requests:
         return
     assert batch.states is not None
-    assert batch.lengths is not None, "steps with prompts know their lengths on the host"
-    starts = batch.lengths[0].tolist()
+    starts = (batch.query_starts if batch.lengths is None else batch.lengths[0]).tolist()
     for request in range(batch.num_decodes, batch.num_requests):
         yield batch.states.slots[request : request + 1], slice(starts[request], starts[request + 1])
 

@@ -14,7 +14,6 @@ from penstock.kernels.native import DTYPE_CODES, NativeOps
 from penstock.kernels.reference import TorchOps
 
 AttentionBackend = Literal["auto", "triton", "flashinfer"]
-HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +54,9 @@ def select_ops(
         from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
         from penstock.kernels.triton.ops import TritonOps
 
-        flashinfer = None
-        if attention_backend == "flashinfer" or (attention_backend == "auto" and _may_use_flashinfer(device)):
-            everything = attention_backend == "flashinfer"
-            flashinfer = FlashInferAttention(device, wherever_possible=everything)
+        flashinfer = FlashInferAttention(device) if attention_backend == "flashinfer" else None
         return TritonOps(device, dtype, kv_dtype, flashinfer=flashinfer)
     return TorchOps(device, dtype, kv_dtype)
-
-
-def _may_use_flashinfer(device: torch.device) -> bool:
-    """FlashInfer was compared with Penstock's own kernels on Hopper GPUs only."""
-    return (
-        importlib.util.find_spec("flashinfer") is not None
-        and torch.cuda.get_device_capability(device) == HOPPER
-    )
 
 
 def capabilities() -> Capabilities:

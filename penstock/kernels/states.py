@@ -86,6 +86,11 @@ class NoKV:
 
     def copy_from_host(self, slot: int, block_id: int) -> None: ...
 
+    def read_host(self, slot: int) -> bytes:
+        return b""
+
+    def write_block(self, block_id: int, contents: bytes) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
@@ -104,3 +109,14 @@ class ScanLayer:
     step_bias: Tensor  # float32 [H]
     groups: Tensor  # int64 [H]
     step_limits: tuple[float, float] = (0.0, float("inf"))
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayer:
+    """The settings of a gated delta rule with H value heads. Head h has the query and the key of head `keys[h]`."""
+
+    decay: Tensor  # float32 [H], negative
+    step_bias: Tensor  # float32 [H]
+    keys: Tensor  # int64 [H]
+    num_keys: int  # key heads
+    key_dim: int

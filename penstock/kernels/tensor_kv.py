@@ -101,6 +101,17 @@ class TensorKVStore:
         for host, tensor in zip(self._host, self.tensors, strict=True):
             tensor[:, block_id].copy_(host[slot], non_blocking=True)
 
+    def read_host(self, slot: int) -> bytes:
+        return b"".join(host[slot].view(torch.uint8).numpy().tobytes() for host in self._host)
+
+    def write_block(self, block_id: int, contents: bytes) -> None:
+        start, whole = 0, torch.frombuffer(bytearray(contents), dtype=torch.uint8)
+        for tensor in self.tensors:
+            place = tensor[:, block_id]
+            end = start + place.numel() * place.element_size()
+            place.copy_(whole[start:end].view(tensor.dtype).view(place.shape))
+            start = end
+
 
 def _host_slots(store: Tensor, num_slots: int) -> Tensor:
     """Slots come first, so that one is a single piece of memory: a strided copy would make the host wait."""

@@ -47,6 +47,9 @@ class GroupQuantWeight:
     # Made to be multiplied with inputs that are rounded to int8 too, which a backend may then do. Codes are int8, and
     # all groups of a row have the same scale.
     rounds_inputs: bool = False
+    # Codes are twice the numbers of float4 (e2m1): 0, ±1, ±2, ±3, ±4, ±6, ±8, ±12. A backend may keep them in four
+    # bits.
+    is_float4: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,7 +59,7 @@ class GroupQuantWeight:
     def num_bytes(self) -> int:
         """The bytes of the codes, two to a byte where they have four bits, and of scales and offsets in 16 bits."""
         tables = self.scales.numel() + (0 if self.offsets is None else self.offsets.numel())
-        return self.codes.numel() * self.bits // 8 + 2 * tables
+        return self.codes.numel() * (4 if self.is_float4 else self.bits) // 8 + 2 * tables
 
     def regrouped(self, group: int) -> GroupQuantWeight:
         """The same weights in smaller groups, several of which share a scale."""

@@ -5,8 +5,8 @@
     publish     other requests may find a full block from now on
     Retention   which prefixes are kept until when
 
-`states` has the slots of layers with a fixed state. `take_copies` returns the copies of bytes that decisions need.
-`pool` describes the states of a block.
+`states` has the slots of layers with a fixed state, `windows` the blocks of layers with a window. `take_copies`
+returns the copies of bytes that decisions need. `pool` describes the states of a block.
 """
 
 from __future__ import annotations
@@ -15,10 +15,35 @@ from collections.abc import Collection, Iterable, Sequence
 
 from penstock.core.hashing import BlockHash
 from penstock.core.messages import EngineStats, KVEvent
-from penstock.core.plan import KVCopy, StateSlots
+from penstock.core.plan import KVCopy, StateSlots, WindowLayout
 from penstock.kvcache.pool import BlockPool
 from penstock.kvcache.retention import Retention
 from penstock.kvcache.table import BlockTable, TailHalves, num_blocks_to_grow
+from penstock.kvcache.windows import window_memory
+
+
+def blocks_of_context(
+    num_tokens: int, block_size: int, windows: WindowLayout | None, step_tokens: int = 1
+) -> int:
+    """Return the blocks with memory of a request of so many tokens, of which each step computes `step_tokens`."""
+    num_blocks = -(-num_tokens // block_size)
+    if windows is None:
+        return num_blocks
+    own = window_memory(windows.groups, block_size, num_tokens, step_tokens)
+    return own + (num_blocks if windows.num_blocks is None else 0)
+
+
+def longest_context(num_blocks: int, block_size: int, windows: WindowLayout | None) -> int:
+    """Return the most tokens of a request that runs alone in a cache."""
+    memory = num_blocks if windows is None or windows.num_blocks is None else windows.num_blocks
+    low, high = 0, num_blocks
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_of_context(middle * block_size, block_size, windows) <= memory:
+            low = middle
+        else:
+            high = middle - 1
+    return low * block_size
 
 
 class KVCache:
@@ -32,9 +57,10 @@ class KVCache:
         num_host_blocks: int = 0,
         halves_blocks: bool = False,
         states: StateSlots | None = None,
+        windows: WindowLayout | None = None,
     ) -> None:
         """`halves_blocks`: the executor can keep the last tokens of two requests in one block. `states`: the model
-        has layers with a fixed state."""
+        has layers with a fixed state. `windows`: it has layers that give back blocks behind their window."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -45,8 +71,13 @@ class KVCache:
             enable_prefix_caching=enable_prefix_caching,
             num_host_blocks=num_host_blocks,
             states=states,
+            windows=windows,
         )
         self.states = self.pool.states
+        self.windows = self.pool.windows
+        self.window_layout = windows
+        # Blocks of windows are made of the same memory as all others, or of memory of their own.
+        self.has_window_memory = windows is not None and windows.num_blocks is not None
         self.retention = Retention(self.pool, max_pinned_fraction)
         self._tails = TailHalves(self.pool, enabled=halves_blocks)
 
@@ -66,9 +97,33 @@ class KVCache:
         return self.pool.num_available
 
     @property
+    def num_memory_blocks(self) -> int:
+        """Return the number of blocks with memory. A model in which every layer has a window uses its blocks only to
+        count tokens, and has memory beside them."""
+        layout = self.window_layout
+        return self.num_blocks if layout is None or layout.num_blocks is None else layout.num_blocks
+
+    @property
+    def num_memory_available(self) -> int:
+        """Return the number of blocks with memory that requests could get now."""
+        return self.num_available if self.windows is None else self.windows.memory.num_available
+
+    def num_spare(self, num_blocks: int, num_window_blocks: int) -> int:
+        """Return how many blocks are left once requests got so many blocks, and so many for windows. A negative
+        number are the blocks that they lack."""
+        if not self.has_window_memory:
+            return self.num_available - num_blocks - num_window_blocks
+        lacking = min(0, self.num_available - num_blocks)
+        return lacking or self.num_memory_available - num_window_blocks
+
+    def longest_context(self) -> int:
+        """Return the most tokens of a request that runs alone."""
+        return longest_context(self.num_blocks, self.block_size, self.window_layout)
+
+    @property
     def usage(self) -> float:
         """Return the share of blocks that no request can get now: active or pinned blocks."""
-        return 1.0 - self.num_available / self.num_blocks
+        return 1.0 - self.num_memory_available / self.num_memory_blocks
 
     @property
     def tail_slots(self) -> int:
@@ -120,8 +175,8 @@ class KVCache:
         """Return the cache's part of EngineStats."""
         pool, retention = self.pool, self.retention
         return EngineStats(
-            num_kv_blocks=self.num_blocks,
-            num_kv_blocks_used=self.num_blocks - self.num_available,
+            num_kv_blocks=self.num_memory_blocks,
+            num_kv_blocks_used=self.num_memory_blocks - self.num_memory_available,
             prefix_cache_queries=self.lookup_tokens,
             prefix_cache_hits=self.hit_tokens,
             num_pinned_blocks=retention.num_pins,
@@ -136,7 +191,9 @@ class KVCache:
     def check_integrity(self, tables: Collection[BlockTable] | None = None) -> None:
         """Raise IntegrityError unless every block is in exactly one state and all records agree. With all open
         tables, also check that reference counts and halves of blocks are exactly theirs."""
-        self.pool.check_integrity(None if tables is None else [table.block_ids for table in tables])
+        block_tables = None if tables is None else [table.block_ids for table in tables]
+        windows = [table.windows for table in tables or () if table.windows is not None]
+        self.pool.check_integrity(block_tables, windows)
         self.retention.check()
         if self.states is not None:
             slots = None if tables is None else {table.state_slot for table in tables} - {None}

@@ -14,6 +14,7 @@ reference, also while other requests hold one, and nothing is copied. A hash lea
 computes the same prefix at the same time gets a private block, which becomes free on release.
 
 An evicted block that is still retained goes to a slot of host memory, if there is one, and `restore` brings it back.
+With `spills`, all evicted blocks do.
 A hash leads to a block or to a slot, never to both. `take_copies` returns the copies of bytes that follow.
 
 Methods that take hashes expect them in chain order from the start of the chain. All work is O(1) per block, except
@@ -27,12 +28,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 
 from penstock.core.hashing import BlockHash
-from penstock.core.plan import BlockCopy, HalfCopy, KVCopy, StateCopy, StateSlots
+from penstock.core.plan import BlockCopy, HalfCopy, KVCopy, StateCopy, StateSlots, WindowLayout
 from penstock.kvcache.block import Block, BlockState, IntegrityError
 from penstock.kvcache.events import EventLog
 from penstock.kvcache.eviction import EvictionOrder, PinHeap
 from penstock.kvcache.host import HostTier
 from penstock.kvcache.states import StatePool
+from penstock.kvcache.windows import WindowPool, WindowTable
 
 
 class BlockPool:
@@ -44,6 +46,7 @@ class BlockPool:
         enable_prefix_caching: bool,
         num_host_blocks: int,
         states: StateSlots | None = None,
+        windows: WindowLayout | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a cache needs blocks and tokens in them, not {num_blocks} of {block_size}")
@@ -58,6 +61,13 @@ class BlockPool:
         self.host = HostTier(num_host_blocks)
         self.events = EventLog(max_pending_hashes=2 * num_blocks + 1024)
         self.states = None if states is None else StatePool(self, states)
+        self.windows: WindowPool | None = None  # whose blocks are found by the hashes of this pool's blocks
+        self._lodgers: WindowPool | None = None  # whose blocks take memory from this pool
+        if windows is not None:
+            self._open_windows(windows)
+        self.spills = (
+            False  # whether evicted blocks go to host memory that are not retained; set by the scheduler
+        )
         self.now = -inf  # the latest time that a caller mentioned
         self._copies: list[KVCopy] = []  # in the order of the decisions that need them
         self._num_active = 0
@@ -68,10 +78,24 @@ class BlockPool:
         self.copies_to_host = 0
         self.copies_from_host = 0
 
+    def _open_windows(self, layout: WindowLayout) -> None:
+        memory = self
+        if layout.num_blocks is not None:
+            memory = BlockPool(
+                layout.num_blocks, self.block_size, enable_prefix_caching=False, num_host_blocks=0
+            )
+        self.windows = memory._lodgers = WindowPool(memory, layout.groups, self.block_size)
+
     @property
     def num_available(self) -> int:
         """Return the number of blocks that `allocate` could hand out now."""
-        return len(self._free) + len(self.cached)
+        num_available = len(self._free) + len(self.cached)
+        return num_available if self._lodgers is None else num_available + self._lodgers.num_evictable
+
+    def next_use(self) -> int:
+        """Count a release. Returns the count, by which blocks are ordered for eviction."""
+        self._num_releases += 1
+        return self._num_releases
 
     @property
     def num_free(self) -> int:
@@ -130,10 +154,10 @@ class BlockPool:
         if count < 0:
             raise ValueError(f"cannot allocate {count} blocks")
         free = self._free
-        if count > len(free) + len(self.cached):
+        if count > len(free) and count > self.num_available:
             return None
         while len(free) < count:
-            self._evict(self.cached.oldest_tail())
+            self._make_room()
         blocks = self._blocks
         taken = [free.pop() for _ in range(count)]
         for block_id in taken:
@@ -167,6 +191,8 @@ class BlockPool:
         self.events.removed(block_hash)
         if self.states is not None:
             self.states.forget(block_hash)
+        if self.windows is not None:
+            self.windows.forget(block_hash)
 
     def take_copies(self) -> tuple[KVCopy, ...]:
         """Return the copies that decisions since the last call need, in order. They are made after all steps planned
@@ -237,8 +263,7 @@ class BlockPool:
             if block.block_hash is None:
                 self._free.append(block_id)
                 continue
-            self._num_releases += 1
-            block.last_use = self._num_releases
+            block.last_use = self.next_use()
             if block.pinned_until is None:
                 self.cached.add(block)
 
@@ -256,10 +281,21 @@ class BlockPool:
         self.events.cleared()
         if self.states is not None:
             self.states.clear()
+        if self.windows is not None:
+            self.windows.clear()
 
-    def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
+    def check_integrity(
+        self, tables: Iterable[Sequence[int]] | None = None, windows: Sequence[WindowTable] = ()
+    ) -> None:
         """Raise IntegrityError unless every block is in exactly one state and all records agree. With the block
         tables of every holder of references, also check that the reference counts are exactly those."""
+        if self.windows is not None:
+            self.windows.check_integrity(None if tables is None else windows)
+            memory = self.windows.memory
+            if isinstance(memory, BlockPool) and memory is not self:
+                memory.check_integrity(None if tables is None else (), windows)
+        if tables is not None and self._lodgers is not None:
+            tables = [*tables, *self._lodgers.holdings(windows)]
         check_cache(self._blocks, self._free, self.index, tables)
         self.cached.check()
         self.pins.check()
@@ -276,13 +312,25 @@ class BlockPool:
                 if block.parent is not None:
                     yield block_hash, block.parent
 
+    def _make_room(self) -> None:
+        """Evict the block that is needed least."""
+        lodgers = self._lodgers
+        if lodgers is not None and lodgers.num_evictable:
+            tail = self.cached.oldest_tail() if len(self.cached) else None
+            if lodgers.goes_first(None if tail is None else tail.last_use):
+                lodgers.evict()
+                return
+        self._evict(self.cached.oldest_tail())
+
     def _evict(self, block: Block) -> None:
         block_hash = block.block_hash
         assert block_hash is not None
         del self.index[block_hash]
         self.cached.remove(block)
         lost: BlockHash | None = block_hash
-        if block.term is not None and block.term.until > self.now:
+        if block.term is not None and block.term.until <= self.now:
+            block.term = None
+        if block.term is not None or self.spills:
             lost = self._move_out(block)
         if lost is not None:
             self.lose(lost)
@@ -291,7 +339,7 @@ class BlockPool:
         self.evictions += 1
 
     def _move_out(self, block: Block) -> BlockHash | None:
-        """Move a retained block to host memory. Returns the hash that is now in neither tier, if there is one."""
+        """Move a block to host memory. Returns the hash that is now in neither tier, if there is one."""
         lost = self.host.store(block)
         if lost != block.block_hash:
             assert block.block_hash is not None

@@ -25,8 +25,9 @@ class Retention:
 
     @property
     def num_pins(self) -> int:
-        """Return the number of blocks that carry a pin, active ones too."""
-        return len(self._pool.pins)
+        """Return the number of blocks that carry a pin, active ones and those of windows too."""
+        windows = self._pool.windows
+        return len(self._pool.pins) + (windows.num_pinned if windows is not None else 0)
 
     @property
     def num_lost(self) -> int:
@@ -49,11 +50,14 @@ class Retention:
             if block is not None:
                 self._pin(block, depth, until)
                 blocks.append(block)
-            elif self._pool.host.prolong(block_hash, until, was_asked_for=True):
+            elif self._pool.host.prolong(block_hash, depth, until, was_asked_for=True):
                 num_in_host_memory += 1
             else:
                 break
-        self._give_up_pins(len(self._pool.pins) - self.max_pinned_blocks)
+        if self._pool.windows is not None and len(blocks) == len(hashes):
+            self._pool.windows.pin(hashes)
+        while self.num_pins > self.max_pinned_blocks:
+            self._give_up_pins(1)
         num_pinned = sum(block.pinned_until is not None for block in blocks)
         num_unpinned = len(blocks) - num_pinned
         return num_pinned + num_in_host_memory + min(num_unpinned, self._pool.host.num_free)
@@ -65,7 +69,7 @@ class Retention:
         for depth, block_hash in enumerate(hashes):
             block = self._pool.index.get(block_hash)
             if block is None:
-                self._pool.host.prolong(block_hash, until, was_asked_for=False)
+                self._pool.host.prolong(block_hash, depth, until, was_asked_for=False)
             elif block.term is None or block.term.until <= now:
                 block.term = RetentionTerm(until, depth, was_asked_for=False)
 
@@ -96,14 +100,17 @@ class Retention:
             self._unpinned(block)
             num_expired += 1
         if self._pool.host.index:
-            for block_hash in self._pool.host.expire(now):
+            for block_hash in self._pool.host.expire(now, keeps=self._pool.spills):
                 self._pool.lose(block_hash)
         return num_expired
 
-    def give_way(self, num_available: int) -> None:
-        """Give up pins, the pin with the least time left first, until so many blocks are available, or no pin is
-        left."""
-        while self._pool.num_available < num_available and len(self._pool.pins):
+    def give_way(self, num_blocks: int, num_window_blocks: int = 0) -> None:
+        """Give up pins, the pin with the least time left first, until so many blocks are available, and so many more
+        for windows, or no pin is left."""
+        pool = self._pool
+        memory = pool if pool.windows is None else pool.windows.memory
+        needed = num_blocks + num_window_blocks if memory is pool else num_blocks
+        while len(pool.pins) and (pool.num_available < needed or memory.num_available < num_window_blocks):
             self._give_up_pins(1)
 
     def check(self) -> None:
@@ -130,5 +137,7 @@ class Retention:
 
     def _unpinned(self, block: Block) -> None:
         """Note that a block lost its pin. Without references it is a cached block, as old as its last use."""
+        if self._pool.windows is not None and block.block_hash is not None:
+            self._pool.windows.unpin(block.block_hash)
         if not block.references:
             self._pool.cached.add(block)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from penstock.core.hashing import BlockHash
 from penstock.kvcache.block import IntegrityError
 from penstock.kvcache.pool import BlockPool
+from penstock.kvcache.windows import WindowTable
 
 
 class TailHalves:
@@ -102,6 +103,7 @@ class BlockTable:
         "num_reused_blocks",
         "num_slots",
         "state_slot",
+        "windows",
     )
 
     def __init__(self, pool: BlockPool, tails: TailHalves, found: Sequence[BlockHash] = ()) -> None:
@@ -116,6 +118,7 @@ class BlockTable:
         self.num_slots = 0  # tokens that the table has room for, once it is filled
         self.half_offset: int | None = None  # first slot of its half, if it has half of the last block
         self.state_slot: int | None = None  # of a running request, where layers have a fixed state
+        self.windows: WindowTable | None = None  # of a running request, where layers have windows
 
     @property
     def num_own_blocks(self) -> int:
@@ -166,6 +169,11 @@ class BlockTable:
         self.half_offset = None
         return (block_id, 0) != before
 
+    def open_windows(self) -> None:
+        """Take the window blocks that the token behind the found prefix sees."""
+        if self._pool.windows is not None:
+            self.windows = WindowTable(self._pool.windows, self._found)
+
     def open_state(self) -> None:
         """Take a state slot, which starts at the end of the found prefix."""
         if self._pool.states is not None:
@@ -181,6 +189,9 @@ class BlockTable:
     def close(self) -> None:
         """Give back all references. The table is empty afterwards."""
         self.close_state()
+        if self.windows is not None:
+            self.windows.close()
+            self.windows = None
         if self.tail is not None:
             self._tails.give_back(*self.tail)
         self._pool.release(self.whole_block_ids)

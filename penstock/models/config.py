@@ -182,6 +182,7 @@ class ArchitectureConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     recurrent: RecurrentConfig | None = None
+    num_mtp_layers: int = 0  # layers behind the last one that predict further tokens, which a drafter can use
     tie_embeddings: bool = False
     activation: ActivationName = "silu"
     plain_activation: PlainActivationName = "gelu"  # of architectures whose MLP has no gate

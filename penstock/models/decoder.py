@@ -22,7 +22,7 @@ from penstock.kernels.interface import (
     RunLayers,
 )
 from penstock.models.config import ArchitectureConfig, Fields
-from penstock.models.experts import ExpertMLP
+from penstock.models.experts import ExpertMLP, add_mlp
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, Norm, RMSNorm, RopeTables
@@ -199,7 +199,7 @@ class Decoder(ABC):
         for index, layer in enumerate(self._layers):
             if before_layer is not None:
                 before_layer(index)
-            run_layer(layer, residual, ops, kv_layer(index), batch)
+            run_layer(layer, residual, ops, kv_layer(index), batch.of_layer(index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,18 +243,16 @@ class PreNormDecoder(Decoder):
     def run_layer(
         self, layer: DecoderLayer, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch
     ) -> None:
-        norm, attention, mlp = layer.attention_norm, layer.attention, layer.mlp
-        ops.attention_block(
-            residual, norm.weight, norm.eps, attention.qkv, attention.output, attention.layer, cache, batch
-        )
-        norm = layer.mlp_norm
-        if isinstance(mlp, GatedMLP):
-            ops.mlp_block(residual, norm.weight, norm.eps, mlp.gate_up, mlp.down, mlp.activation)
-        else:
-            mlp.add_to(ops, residual, norm)
+        layer.attention.add_to(ops, residual, layer.attention_norm, cache, batch)
+        add_mlp(ops, residual, layer.mlp_norm, layer.mlp)
 
     def run_layers(self, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
         ops, joined = self._ops, self._joined
+        if batch.parts:
+            if len(set(batch.part_of_layer)) > 1:  # layers have different block tables
+                self._run_one_by_one(residual, batch, kv)
+                return
+            batch = batch.of_layer(0)
         if (
             joined is None
             or joined.ops is not ops

@@ -41,16 +41,31 @@ class ExpertMLP:
 
     def add_to(self, ops: Ops, residual: Tensor, norm: RMSNorm) -> None:
         """Add what the experts make of the normed residual to the residual, in place."""
-        shared = None if self.shared is None else self.shared(ops, norm(ops, residual))
+        made = hidden = None
+        if self.shared is not None and self.shared.gate is None:
+            mlp = self.shared.mlp
+            hidden = ops.normed_gated(residual, norm.weight, norm.eps, mlp.gate_up, mlp.activation)
+        elif self.shared is not None:
+            made = self.shared(ops, norm(ops, residual))
         ops.moe_block(
             residual, norm.weight, norm.eps, self.router, self.experts, self.routing, self.activation
         )
-        if shared is not None:
-            residual.add_(shared)
+        if self.shared is not None and hidden is not None:
+            ops.add_linear(hidden, self.shared.mlp.down, residual)
+        if made is not None:
+            residual.add_(made)
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         made = ops.moe(x, ops.router_logits(x, self.router), self.experts, self.routing, self.activation)
         return made if self.shared is None else made.add_(self.shared(ops, x))
+
+
+def add_mlp(ops: Ops, residual: Tensor, norm: RMSNorm, mlp: GatedMLP | ExpertMLP) -> None:
+    """Add what an MLP makes of the normed residual to the residual, in place."""
+    if isinstance(mlp, GatedMLP):
+        ops.mlp_block(residual, norm.weight, norm.eps, mlp.gate_up, mlp.down, mlp.activation)
+    else:
+        mlp.add_to(ops, residual, norm)
 
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -60,6 +75,12 @@ FUSED_EXPERTS = {
     "gate_proj": StackedPart("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias", 0, 2),
     "up_proj": StackedPart("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias", 1, 2),
     "down_proj": StackedPart("mlp.experts.down_proj", "mlp.experts.down_proj_bias"),
+}
+
+GRANITE_EXPERTS = {
+    "gate_proj": StackedPart("mlp.input_linear.weight", "mlp.input_linear.bias", 0, 2),
+    "up_proj": StackedPart("mlp.input_linear.weight", "mlp.input_linear.bias", 1, 2),
+    "down_proj": StackedPart("mlp.output_linear.weight", "mlp.output_linear.bias"),
 }
 
 

@@ -45,6 +45,7 @@ class BlockDecoder:
     group: int
     bits: Literal[4, 8]
     has_offsets: bool
+    is_float4: bool = False  # as in `GroupQuantWeight`
 
 
 def decode_matrix(raw: Bytes, format: BlockFormat) -> GroupQuantWeight:
@@ -68,6 +69,7 @@ def decode_matrix(raw: Bytes, format: BlockFormat) -> GroupQuantWeight:
         offsets=torch.from_numpy(offsets).view(rows, -1) if decoder.has_offsets else None,
         group=decoder.group,
         bits=decoder.bits,
+        is_float4=decoder.is_float4,
     )
 
 
@@ -205,8 +207,8 @@ DECODERS = {
     "IQ4_XS": BlockDecoder(codebooks.iq4_xs, 32, 8, False),
     "TQ1_0": BlockDecoder(codebooks.tq1_0, 256, 4, True),
     "TQ2_0": BlockDecoder(codebooks.tq2_0, 256, 4, True),
-    "MXFP4": BlockDecoder(codebooks.mxfp4, 32, 8, False),
-    "NVFP4": BlockDecoder(codebooks.nvfp4, 16, 8, False),
+    "MXFP4": BlockDecoder(codebooks.mxfp4, 32, 8, False, is_float4=True),
+    "NVFP4": BlockDecoder(codebooks.nvfp4, 16, 8, False, is_float4=True),
 }
 
 

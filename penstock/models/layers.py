@@ -58,6 +58,10 @@ class Attention:
     def __call__(self, ops: Ops, x: Tensor, cache: Any, batch: AttentionBatch) -> Tensor:
         return ops.attention(x, self.qkv, self.output, self.layer, cache, batch)
 
+    def add_to(self, ops: Ops, residual: Tensor, norm: RMSNorm, cache: Any, batch: AttentionBatch) -> None:
+        """Add what attention makes of the normed residual to the residual, in place."""
+        ops.attention_block(residual, norm.weight, norm.eps, self.qkv, self.output, self.layer, cache, batch)
+
 
 @dataclass(frozen=True, slots=True)
 class ChangedAttention:

@@ -74,6 +74,7 @@ class Layout:
     transposed: frozenset[str] = frozenset()  # names within a layer of matrices that are stored [in, out]
     experts: Mapping[str, StackedPart] = field(default_factory=dict)  # by the usual name, such as "gate_proj"
     num_experts: int = 0
+    old_base: str = "model"  # as `base`, in older checkpoints
 
     @property
     def is_usual(self) -> bool:
@@ -89,7 +90,7 @@ class Layout:
         return not (self.cut or self.rows or self.transposed or stacked)
 
     def usual_name(self, stored: str) -> str:
-        name = "." + stored.removeprefix(f"{self.base}.") + "."
+        name = "." + stored.removeprefix(f"{self.base}.").removeprefix(f"{self.old_base}.") + "."
         for own, usual in self.names.items():
             name = name.replace(f".{own}.", f".{usual}.")
         name = name.strip(".")

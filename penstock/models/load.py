@@ -7,6 +7,7 @@ Tensors are read and packed one layer at a time, so that memory peaks near the p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from penstock.models.pooling import (
 from penstock.models.pooling_head import Head, decoder_head
 from penstock.models.quantized_floats import open_folder
 from penstock.models.quantized_source import SafetensorsSource
+from penstock.models.rounding import as_stored
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, stored_quantization
 from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
@@ -146,11 +148,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
         pooling = read_pooling(path, fields, is_decoder=True)
         if pooling.only_pools and pooling.score_tokens is None:  # there may be no head for tokens
             config = dataclasses.replace(config, tie_embeddings=True)
-        config = dataclasses.replace(config, rope_axes=tuple(fields.raw("rope_axes") or ()))
+        config = dataclasses.replace(
+            config,
+            rope_axes=tuple(fields.raw("rope_axes") or ()),
+            num_mtp_layers=_num_mtp_layers(fields),
+        )
         return Checkpoint(path, architecture, config, None, stored_quantization(fields))
     file = GGUFFile(path)
     architecture = architecture_for_gguf(file)
     return Checkpoint(path, architecture, architecture.config_from_gguf(file), file)
+
+
+def _num_mtp_layers(fields: Fields) -> int:
+    key = "num_nextn_predict_layers"
+    return fields.integer(key) if fields.raw(key) else 0
 
 
 def pooling_settings(path: Path) -> PoolingSettings:
@@ -234,7 +245,10 @@ def weight_source(
     checkpoint: Checkpoint | TransformersCheckpoint, load_format: LoadFormat, seed: int, device: torch.device
 ) -> WeightSource:
     if load_format == "random":
-        return RandomSource(seed, norm_offset=checkpoint.config.norm_offset, device=device)
+        stored = None
+        if isinstance(checkpoint, Checkpoint) and checkpoint.quantization is not None:
+            stored = functools.partial(as_stored, checkpoint.quantization)
+        return RandomSource(seed, norm_offset=checkpoint.config.norm_offset, device=device, stored=stored)
     return checkpoint.source(is_pickled=load_format == "pt")
 
 

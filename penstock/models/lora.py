@@ -1,8 +1,7 @@
 """Reads and checks LoRA adapters that PEFT wrote, and stacks them like the model's own matrices.
 
 An adapter adds `scale * B @ A` to some matrices of every layer. The model stacks several matrices into one product
-(queries, keys and values, for example); an adapter's share of such a stack is one pair of matrices too. Knows no
-batch and no backend.
+(queries, keys and values, for example), and a rank of several has a part of each. Knows no batch and no backend.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.hashing import CONFIG_FILE, WEIGHTS_FILE
+from penstock.kernels.adapted import Delta
 from penstock.models.weights import NamedProduct
 
 Number = TypeVar("Number", int, float)
@@ -34,7 +34,6 @@ ADAPTABLE = (
 )
 _PREFIX = "base_model.model."
 _LEFT, _RIGHT = ".lora_A.weight", ".lora_B.weight"
-_RANK_MULTIPLE = 16  # for fast products; the padding is zero
 # Settings that change the meaning of the matrices, or add weights beside them, are refused and not ignored.
 _UNSUPPORTED = (
     "use_dora",
@@ -45,17 +44,9 @@ _UNSUPPORTED = (
 
 
 @dataclass(frozen=True, slots=True)
-class ProductDelta:
-    """An adapter's addition to one product: `right @ (left @ x)`. The scale is part of `right`."""
-
-    left: Tensor  # [rank, in]; of stacked matrices, one below the other
-    right: Tensor  # [out, rank], zero where a row and a column belong to different matrices
-
-
-@dataclass(frozen=True, slots=True)
 class LoRAWeights:
     rank: int  # the largest of its matrices
-    deltas: Mapping[int, ProductDelta]  # by the product's index
+    deltas: Mapping[int, Delta]  # by the product's index
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +121,7 @@ def read_lora(folder: Path, products: Sequence[NamedProduct], max_rank: int) -> 
     for index, product in enumerate(products):
         names = {place.name for place in product.adapted_places()}
         if not names.isdisjoint(parts):
-            deltas[index] = _stacked(product, parts, folder)
+            deltas[index] = _delta(product, parts, folder)
             unused -= names
     if unused:
         raise InvalidRequest(
@@ -167,29 +158,24 @@ def _read_pairs(folder: Path, config: LoRAConfig) -> dict[str, tuple[Tensor, Ten
     return pairs
 
 
-def _stacked(product: NamedProduct, pairs: Mapping[str, tuple[Tensor, Tensor]], folder: Path) -> ProductDelta:
-    places = product.adapted_places()
-    total_rank = sum(pairs[place.name][0].shape[0] for place in places if place.name in pairs)
-    total_rank = -(-total_rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
-    left = torch.zeros(total_rank, product.columns)
-    right = torch.zeros(sum(product.rows), total_rank)
-    row = column = 0
-    for place, height in zip(places, product.rows, strict=True):
-        if place.name in pairs:
-            inner, outer = pairs[place.name]
-            rank = inner.shape[0]
-            if inner.shape != (rank, product.columns) or outer.shape != (place.rows, rank):
-                raise InvalidRequest(
-                    f"The adapter in {folder} was made for another model: "
-                    f"{place.name} is {place.rows} × {product.columns} here."
-                )
-            left[column : column + rank] = inner
-            right[row : row + height, column : column + rank] = (
-                outer if place.order is None else outer[place.order]
+def _delta(product: NamedProduct, pairs: Mapping[str, tuple[Tensor, Tensor]], folder: Path) -> Delta:
+    """Return what an adapter adds to this rank's part of a product. The scale is part of the right matrices."""
+    taken: list[tuple[Tensor, Tensor] | None] = []
+    rows, columns = product.own_rows, product.own_columns
+    for place, own in zip(product.adapted_places(), rows, strict=True):
+        if place.name not in pairs:
+            taken.append(None)
+            continue
+        inner, outer = pairs[place.name]
+        rank = inner.shape[0]
+        if inner.shape != (rank, product.columns) or outer.shape != (place.rows, rank):
+            raise InvalidRequest(
+                f"The adapter in {folder} was made for another model: "
+                f"{place.name} is {place.rows} × {product.columns} here."
             )
-            column += rank
-        row += height
-    return ProductDelta(left, right)
+        outer = outer if place.order is None else outer[place.order]
+        taken.append((inner[:, columns.start : columns.stop], outer[own.start : own.stop]))
+    return Delta(tuple(map(len, rows)), len(columns), tuple(taken))
 
 
 def _positive(value: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -92,6 +92,26 @@ def num_kv_layers(model: Model) -> int:
 def state_layers(model: Model) -> Sequence[StateShapes]:
     """Return the tensors of each layer with a state; nothing for models without such layers."""
     return model.state_layers if isinstance(model, HasStates) else ()
+
+
+class LayerWindow(NamedTuple):
+    """The tokens that a layer sees: the newest `size` ones; or, with `in_chunks`, those of the token's own chunk."""
+
+    size: int
+    in_chunks: bool = False
+
+
+def layer_windows(model: Model) -> list[LayerWindow | None]:
+    """Return the window of each layer with keys and values; None for a layer that sees everything."""
+    num_layers = num_kv_layers(model)
+    if isinstance(model, HasStates | HasLatents):
+        return [None] * num_layers
+    config = model.config
+    chunk = getattr(config, "attention_chunk", None)
+    if chunk is not None:
+        whole = config.unrotated_layers
+        return [None if index in whole else LayerWindow(chunk, in_chunks=True) for index in range(num_layers)]
+    return [None if size is None else LayerWindow(size) for size in config.windows[:num_layers]]
 
 
 @runtime_checkable

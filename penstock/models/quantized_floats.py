@@ -1,6 +1,7 @@
 """Reads matrices of four-bit floats (NVFP4, MXFP4) and of bitsandbytes from folders. Knows no architecture.
 
-Twice a four-bit float is a whole number, so those stay packed in eight bits without loss. The sixteen levels of
+Twice a four-bit float is a whole number, so those stay packed in eight bits without loss, or in four bits where a
+backend takes them (`is_float4`). The sixteen levels of
 bitsandbytes' nf4 and fp4 are no multiples of anything and become plain numbers.
 """
 
@@ -35,7 +36,7 @@ def float4_weight(packed: Tensor, scales: Tensor, factor: float, group: int) -> 
     rows = packed.shape[0]
     codes = _DOUBLED[torch.stack([packed & 0xF, packed >> 4], dim=-1).view(rows, -1).long()]
     wide = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
-    return GroupQuantWeight(codes, wide * (factor / 2), None, group, 8)
+    return GroupQuantWeight(codes, wide * (factor / 2), None, group, 8, is_float4=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ convolution, and what a scan remembers. A rank of several has some heads, or som
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -17,11 +18,11 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops, PackedLinear
-from penstock.kernels.states import ScanLayer, StateShapes
+from penstock.kernels.states import DeltaLayer, ScanLayer, StateShapes
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.layers import LayerLoader
+from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import StoredRows, fused_rows
 from penstock.models.sharding import balanced, scaled
 from penstock.models.weights import LinearPart, WeightLoader
@@ -40,6 +41,10 @@ class HybridDecoder(Decoder):
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         super().__init__(config, loader, max_model_len)
+        self._number_layers()
+
+    def _number_layers(self) -> None:
+        """Find which layers have keys and values, and which have states."""
         mixers = [layer.mixer for layer in self._layers]
         attends = [layer.attention is not None for layer in self._layers]
         self.state_layers: Sequence[StateShapes] = [each.state_shapes for each in mixers if each is not None]
@@ -49,7 +54,9 @@ class HybridDecoder(Decoder):
         self._state_at = [sum(has_state[:index]) if here else None for index, here in enumerate(has_state)]
 
     def with_distinct_layers(self) -> Self:
-        return self
+        twin = super().with_distinct_layers()
+        twin._number_layers()
+        return twin
 
     def _run_one_by_one(
         self,
@@ -83,21 +90,43 @@ class ConvWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedConv:
-    """The short convolution of LFM2: it is gated on both sides."""
+class StateMixer(ABC):
+    """A part of a layer with a fixed state, between two products."""
 
-    into: PackedLinear  # to the two gates and the input of the convolution
-    conv: ConvWeights
+    into: PackedLinear
     output: PackedLinear
+
+    @abstractmethod
+    def mix(self, ops: Ops, projected: Tensor, states: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
+        """Compute the input of the second product from the output of the first."""
+
+    def __call__(self, ops: Ops, x: Tensor, states: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
+        made = self.mix(ops, ops.linear(x, self.into), states, batch)
+        return ops.add_up(ops.linear(made, self.output))
+
+    def add_to(
+        self, ops: Ops, residual: Tensor, norm: RMSNorm, states: tuple[Tensor, ...], batch: AttentionBatch
+    ) -> None:
+        """Add what the mixer makes of the normed residual to the residual, in place."""
+        projected = ops.normed_linear(residual, norm.weight, norm.eps, self.into)
+        ops.add_linear(self.mix(ops, projected, states, batch), self.output, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedConv(StateMixer):
+    """The short convolution of LFM2: it is gated on both sides. The first product gives the two gates and the
+    input of the convolution."""
+
+    conv: ConvWeights
 
     @property
     def state_shapes(self) -> StateShapes:
         return (self.conv.history_shape,)
 
-    def __call__(self, ops: Ops, x: Tensor, states: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
-        before, after, inner = ops.linear(x, self.into).chunk(3, dim=1)
-        made = ops.short_conv(before * inner, self.conv.weight, self.conv.bias, states[0], batch, silu=False)
-        return ops.add_up(ops.linear(after * made, self.output))
+    def mix(self, ops: Ops, projected: Tensor, states: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
+        before, after, inner = projected.chunk(3, dim=1)
+        weight, bias = self.conv.weight, self.conv.bias
+        return ops.short_conv(inner, weight, bias, states[0], batch, silu=False, before=before, after=after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,44 +142,38 @@ class GatedNorm:
     whole_width: int | None = None
 
     def __call__(self, ops: Ops, x: Tensor, gate: Tensor) -> Tensor:
-        """float32 [T, C] → float32 [T, C]"""
+        """float32 [T, C] → [T, C] in the type of the gate."""
+        if self.weight is None or self.whole_width is None:
+            return ops.gated_norm(
+                x, gate, self.weight, self.eps, self.group_width, gates_first=self.gates_first
+            )
         factor = F.silu(gate.float())
-        if self.weight is None or self.gates_first:
-            x = x * factor
-        if self.weight is None:
-            return x
-        if self.whole_width is not None:
-            sums = ops.add_up(x.square().sum(dim=1, keepdim=True))
-            normed = x * torch.rsqrt(sums / self.whole_width + self.eps)
-        else:
-            by_group = x.unflatten(1, (-1, self.group_width))
-            normed = F.rms_norm(by_group, (self.group_width,), eps=self.eps).flatten(1)
-        normed = normed * self.weight
-        return normed if self.gates_first else normed * factor
+        x = x * factor if self.gates_first else x
+        sums = ops.add_up(x.square().sum(dim=1, keepdim=True))
+        normed = x * torch.rsqrt(sums / self.whole_width + self.eps) * self.weight
+        return (normed if self.gates_first else normed * factor).to(gate.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Mixer:
-    """Mamba-2: a projection, a short convolution, a selective scan, a gated norm."""
+class Mamba2Mixer(StateMixer):
+    """Mamba-2: a projection to gate, input, write, read and step, a short convolution, a selective scan, a gated
+    norm."""
 
-    into: PackedLinear  # to gate, input, write, read and step
     sizes: tuple[int, int, int]  # of gate; of input, write and read together; of step
     conv: ConvWeights
     scan: ScanLayer
     head_dim: int
     state_size: int
     norm: GatedNorm
-    output: PackedLinear
     scale: Tensor | None = None  # of the projection, by column
 
     @property
     def state_shapes(self) -> StateShapes:
         return self.conv.history_shape, (self.sizes[2], self.head_dim, self.state_size)
 
-    def __call__(self, ops: Ops, x: Tensor, states: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
-        projected = ops.linear(x, self.into)
+    def mix(self, ops: Ops, projected: Tensor, states: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
         if self.scale is not None:
-            projected = (projected * self.scale).to(x.dtype)
+            projected.mul_(self.scale)
         gate, mixed, step = projected.split(self.sizes, dim=1)
         mixed = ops.short_conv(mixed, self.conv.weight, self.conv.bias, states[0], batch, silu=True)
         inner = self.sizes[0]
@@ -165,51 +188,30 @@ class Mamba2Mixer:
             states[1],
             batch,
         )
-        normed = self.norm(ops, made.flatten(1), gate)
-        return ops.add_up(ops.linear(normed.to(x.dtype), self.output))
+        return self.norm(ops, made.flatten(1), gate)
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaNet:
-    """A gated delta net: a projection, a short convolution, the gated delta rule, a norm of each head, a gate."""
+class GatedDeltaNet(StateMixer):
+    """A gated delta net: a projection to query, key, value, gate, rate and step, a short convolution, the gated delta
+    rule, a norm of each head, a gate."""
 
-    into: PackedLinear  # to query, key, value, gate, rate and step
     conv: ConvWeights
-    decay: Tensor  # float32 [H], negative
-    step_bias: Tensor  # float32 [H]
-    keys: Tensor  # int64 [H]: the key head of each value head
-    key_dim: int
+    rule: DeltaLayer
     value_dim: int
     norm: GatedNorm
-    output: PackedLinear
 
     @property
     def state_shapes(self) -> StateShapes:
-        return self.conv.history_shape, (len(self.decay), self.key_dim, self.value_dim)
+        return self.conv.history_shape, (len(self.rule.keys), self.rule.key_dim, self.value_dim)
 
-    def __call__(self, ops: Ops, x: Tensor, states: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
-        heads, mixed_size = len(self.decay), self.conv.weight.shape[0]
-        values = heads * self.value_dim
-        mixed, gate, rate, step = ops.linear(x, self.into).split([mixed_size, values, heads, heads], dim=1)
-        mixed = ops.short_conv(mixed, self.conv.weight, self.conv.bias, states[0], batch, silu=True).float()
-        width = (mixed_size - values) // 2
-        query, key, value = mixed.split([width, width, values], dim=1)
-        query, key = (_unit(each.unflatten(1, (-1, self.key_dim)))[:, self.keys] for each in (query, key))
-        made = ops.gated_delta(
-            query * self.key_dim**-0.5,
-            key,
-            value.unflatten(1, (-1, self.value_dim)),
-            self.decay * F.softplus(step.float() + self.step_bias),
-            rate.float().sigmoid(),
-            states[1],
-            batch,
-        )
-        normed = self.norm(ops, made.flatten(1), gate)
-        return ops.add_up(ops.linear(normed.to(x.dtype), self.output))
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)
+    def mix(self, ops: Ops, projected: Tensor, states: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
+        heads, mixed_size = len(self.rule.keys), self.conv.weight.shape[0]
+        sizes = [mixed_size, heads * self.value_dim, heads, heads]
+        mixed, gate, rate, step = projected.split(sizes, dim=1)
+        mixed = ops.short_conv(mixed, self.conv.weight, self.conv.bias, states[0], batch, silu=True)
+        made = ops.gated_delta(mixed, rate, step, self.rule, states[1], batch)
+        return self.norm(ops, made.flatten(1), gate)
 
 
 def recurrent_settings(config: ArchitectureConfig) -> RecurrentConfig:
@@ -398,10 +400,13 @@ def load_delta_net(load: LayerLoader, name: str = "linear_attn") -> GatedDeltaNe
             part=LinearPart(rows=[key_rows, key_rows, value_rows, value_rows, heads, heads]),
         ),
         conv=load_conv(load, f"{prefix}.conv1d", starts[2] + parts["value"], in_conv),
-        decay=-by_head("A_log").exp(),
-        step_bias=by_head("dt_bias"),
-        keys=torch.arange(len(heads), device=load.weights.ops.device) // per_key,
-        key_dim=settings.state_size,
+        rule=DeltaLayer(
+            decay=-by_head("A_log").exp(),
+            step_bias=by_head("dt_bias"),
+            keys=torch.arange(len(heads), device=load.weights.ops.device) // per_key,
+            num_keys=len(keys),
+            key_dim=settings.state_size,
+        ),
         value_dim=settings.head_dim,
         norm=GatedNorm(norm, config.norm_eps, settings.head_dim, gates_first=False),
         output=load.weights.linear(

@@ -3,6 +3,7 @@ checkpoint, one tensor at a time. The only file that knows how names of a checkp
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import logging
@@ -33,6 +34,7 @@ from penstock.models.transformers_model import (
     TransformersModel,
     attend,
     decoder_name,
+    pack_norms,
 )
 from penstock.models.transformers_probe import RECORDING, Recording, check_rope, probe, recorded_mask
 from penstock.models.weights import NamedProduct, OnProgress, RandomSource, WeightLoader, WeightSource
@@ -99,7 +101,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
 def architecture_config(config: Any, where: str) -> ArchitectureConfig:
     """Describe the model as far as its settings go. A recorded pass replaces the numbers of layers and heads."""
     text = config.get_text_config()
-    fields = Fields({**text.to_dict(), **{name: getattr(text, name, None) for name in _MAPPED}}, where)
+    fields = Fields({**text.to_dict(), **_mapped(text)}, where)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads", 1)
     num_layers = fields.integer("num_hidden_layers")
     head_dim = fields.integer("head_dim", max(2, hidden_size // num_heads // 2 * 2))
@@ -134,6 +136,15 @@ _MAPPED = (
     "vocab_size",
     "max_position_embeddings",
 )
+
+
+def _mapped(text: Any) -> dict[str, Any]:
+    """Return these settings. Transformers raises errors of its own for settings that differ between layers."""
+    found = {}
+    for name in _MAPPED:
+        with contextlib.suppress(Exception):
+            found[name] = getattr(text, name, None)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +192,7 @@ class TransformersCheckpoint:
         filling = _Filling(network, source, loader, stored_names(network, source))
         num_parameters = sum(parameter.numel() for parameter in network.parameters())
         filling.fill()
+        pack_norms(network, ops)
         model = TransformersModel(
             network,
             self.config,

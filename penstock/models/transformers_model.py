@@ -102,6 +102,56 @@ class PackedTable(nn.Module):
         raise NeedsWeight(self.name)
 
 
+class PackedNorm(nn.Module):
+    """An RMS norm that a backend computes in one step, in place of a module that takes several."""
+
+    def __init__(self, inner: nn.Module, factors: Tensor, eps: float) -> None:
+        super().__init__()
+        self.inner = inner
+        self.weight = inner.weight  # as the model's code knows it
+        self.factors = factors
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        ops = RUNTIME.ops
+        if x.dtype != ops.dtype:
+            made: Tensor = self.inner(x)
+            return made
+        return ops.rms_norm(x.reshape(-1, x.shape[-1]), self.factors, self.eps).view(x.shape)
+
+
+def pack_norms(network: nn.Module, ops: Ops) -> None:
+    """Replace the modules that compute an RMS norm. A trial shows which modules these are."""
+    for name, module in list(network.named_modules()):
+        if (packed := _packed_norm(module, ops)) is not None:
+            owner, _, leaf = name.rpartition(".")
+            setattr(network.get_submodule(owner), leaf, packed)
+
+
+def _packed_norm(module: nn.Module, ops: Ops) -> PackedNorm | None:
+    weights, names = list(module.parameters()), ("variance_epsilon", "eps", "norm_eps")
+    eps = next((each for name in names if isinstance(each := getattr(module, name, None), float)), None)
+    if eps is None or len(weights) != 1 or weights[0].ndim != 1 or not hasattr(module, "weight"):
+        return None
+    # Rows of another mean than 0, and rows so small that it shows where the module adds `eps`.
+    rows = torch.randn(4, len(weights[0]), generator=torch.Generator().manual_seed(0)) + 0.5
+    rows = (rows * torch.tensor([[3.0], [1.0], [1e-3], [1e-4]])).to(ops.device, ops.dtype)
+    tolerance = 1e-5 if ops.dtype == torch.float32 else 2e-2
+    with torch.inference_mode():
+        try:
+            expected = module(rows)
+        except Exception:  # a module that takes more than rows
+            return None
+        if not isinstance(expected, Tensor) or (expected.shape, expected.dtype) != (rows.shape, rows.dtype):
+            return None
+        for offset in (0.0, 1.0):
+            factors = weights[0].float() + offset
+            made = ops.rms_norm(rows, factors, eps)
+            if torch.allclose(made.float(), expected.float(), rtol=tolerance, atol=tolerance):
+                return PackedNorm(module, factors, eps)
+    return None
+
+
 class DecoderOutput:
     """What a decoder returns to the head above it: the hidden states, and None for everything else."""
 
@@ -206,7 +256,7 @@ class PagedPass:
             dim=1,
         )
         rows = rows.to(self._ops.dtype).view(tokens, -1)
-        made = self._ops.attend(rows, layer, self._kv.layer(index), self._batch)
+        made = self._ops.attend(rows, layer, self._kv.layer(index), self._batch.of_layer(index))
         by_head = made.to(value.dtype).view(1, tokens, layer.num_heads, layer.head_dim)
         return by_head[:, :, : call.num_heads, : call.value_dim], None
 

@@ -190,7 +190,7 @@ def _run(network: Any, ops: Ops, text: list[int]) -> Any:
 
 def _check(model: TransformersModel, ops: Ops, texts: list[list[int]], expected: list[_Answer]) -> None:
     """Raise ModelLoadError unless paged attention gives the model's own results, and chunks and batches change
-    nothing. The second comparison is stricter, because it rounds the same way on both sides."""
+    nothing. The second comparison is stricter on a CPU, which rounds the same way on both sides."""
     is_rounded = ops.kv_dtype.itemsize == 1
     tolerance = 0.2 if is_rounded else 5e-3 if ops.dtype == torch.float32 else 0.08
     alone = [_paged(model, ops, [text], [(len(text),)])[0] for text in texts]
@@ -200,11 +200,22 @@ def _check(model: TransformersModel, ops: Ops, texts: list[list[int]], expected:
             f"paged attention gives other results (off by {error:.2g}) than the model's own."
         )
     error = _largest_error(alone, _paged(model, ops, texts, _STEPS))
-    if not error <= (5e-3 if ops.dtype == torch.float32 else 0.02):
+    if not error <= _rounding(model, ops):
         raise ModelLoadError(
             f"a text in chunks, in a batch, gives other results (off by {error:.2g}) than alone. "
             "Its layers carry more from token to token than keys and values, or ignore positions."
         )
+
+
+def _rounding(model: TransformersModel, ops: Ops) -> float:
+    """Return how far the results of chunks may be from those of a whole text. A GPU multiplies few rows and many rows
+    by other kernels, which round in other ways, and many rows of narrow weights may round their inputs to eight bits.
+    Tokens that are mixed up change results by their own size."""
+    if ops.dtype == torch.float32:
+        return 5e-3
+    if ops.device.type == "cpu":
+        return 0.02
+    return 0.1 if model.weight_bytes > 1.5 * model.num_parameters else 0.3
 
 
 def _largest_error(expected: list[_Answer], got: list[_Answer]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 EXTRA = "penstock-llm[images]"
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_LARGE_SIDE = 2048  # pixels, which all towers with a fixed size scale down
 _PATCHES_AT_ONCE = 16384  # bound the memory of one call of the tower
 
 
@@ -56,6 +58,10 @@ class VisionModel(Protocol):
 
     def encode(self, pixels: Pixels, first_tile: int, num_tiles: int) -> list[Tensor]:
         """Return the rows of each of these tiles: [rows, width]."""
+        ...
+
+    def largest(self, max_tokens: int) -> Pixels:
+        """Return the pixels of a plain image, as large as the model sees images of at most so many tokens."""
         ...
 
 
@@ -109,6 +115,20 @@ class TransformersVision(ABC):
         }
         with torch.inference_mode():
             return self.features(placed)
+
+    def largest(self, max_tokens: int) -> Pixels:
+        from PIL import Image
+
+        numbers = self.card.numbers
+        side = numbers.get("longest_edge", _LARGE_SIDE)
+        if "patch_size" in numbers:  # an image of any shape: its tokens are squares of patches
+            square = numbers["patch_size"] * numbers["merge_size"]
+            limit = min(numbers.get("max_pixels", side**2), max_tokens * square**2)
+            side = max(square, math.isqrt(limit) // square * square)
+        shape = side, side
+        if "max_tiles" in numbers:  # in one row
+            shape = numbers["max_tiles"] * numbers["tile_size"], numbers["tile_size"]
+        return self._pixels(Image.new("RGB", shape, (90, 120, 150)))
 
     def _trial_width(self) -> int:
         """Encode a small gray image, which also shows how many rows a tile has."""

@@ -27,6 +27,7 @@ from penstock.kernels.interface import (
     PackedLinear,
     WeightData,
 )
+from penstock.models.rounding import quantize
 from penstock.models.sharding import WHOLE, Shard
 
 _GROUP_UNIT = 32  # groups of so many inputs, or of a multiple, are what every backend takes
@@ -188,6 +189,15 @@ class NamedProduct:
     places: tuple[
         AdaptedPlace, ...
     ] = ()  # one for each matrix; none where adapters use the same names and rows
+    part: LinearPart = LinearPart()  # that this rank has
+
+    @property
+    def own_rows(self) -> Sequence[range]:
+        return self.part.rows if self.part.rows is not None else [range(height) for height in self.rows]
+
+    @property
+    def own_columns(self) -> range:
+        return self.part.columns if self.part.columns is not None else range(self.columns)
 
     def adapted_places(self) -> tuple[AdaptedPlace, ...]:
         return self.places or tuple(map(AdaptedPlace, self.names, self.rows))
@@ -251,12 +261,13 @@ class WeightLoader:
         *,
         bias: bool = False,
         part: LinearPart | None = None,
+        without_bias: Sequence[str] = (),
     ) -> PackedLinear:
-        """Load the matrices `{name}.weight`, stacked, with the vectors `{name}.bias` if `bias` is set."""
-        taken_rows = [range(height) for height in rows]
-        if part is not None and part.rows is not None:
-            taken_rows = list(part.rows)
-        taken_columns = part.columns if part is not None and part.columns is not None else range(columns)
+        """Load the matrices `{name}.weight`, stacked, with the vectors `{name}.bias` if `bias` is set. The matrices
+        `without_bias` have none."""
+        part = part or LinearPart()
+        taken_rows = part.rows if part.rows is not None else [range(height) for height in rows]
+        taken_columns = part.columns if part.columns is not None else range(columns)
         parts = [
             self._quantized(f"{name}.weight", height, columns, Part(taken, taken_columns))
             for name, height, taken in zip(names, rows, taken_rows, strict=True)
@@ -266,13 +277,15 @@ class WeightLoader:
         if bias and adds_bias:
             biases = torch.cat(
                 [
-                    self._host_vector(f"{name}.bias", height, taken)
+                    torch.zeros(len(taken))
+                    if name in without_bias
+                    else self._host_vector(f"{name}.bias", height, taken)
                     for name, height, taken in zip(names, rows, taken_rows, strict=True)
                 ]
             )
         packed = self.ops.pack_linear(parts, biases)
         self.weight_bytes += packed.num_bytes
-        self.products.append(NamedProduct(tuple(names), tuple(rows), columns, packed))
+        self.products.append(NamedProduct(tuple(names), tuple(rows), columns, packed, part=part))
         return packed
 
     def experts(
@@ -382,6 +395,7 @@ class WeightLoader:
 
 
 _STANDARD_DEVIATION = 0.02
+QuantizeMatrix = Callable[[str, DenseWeight], WeightData]
 
 
 class RandomSource:
@@ -390,16 +404,23 @@ class RandomSource:
 
     bytes_read = 0
 
-    def __init__(self, seed: int, *, norm_offset: float, device: torch.device) -> None:
+    def __init__(
+        self, seed: int, *, norm_offset: float, device: torch.device, stored: QuantizeMatrix | None = None
+    ) -> None:
+        """`stored` brings a matrix of this name into the form in which a checkpoint would hold it."""
         self._seed = seed
         self._device = device  # drawn where they are used: a GPU fills itself in seconds
         self._norm_weight = 1.0 - norm_offset
+        self._stored = stored
 
     def names(self) -> frozenset[str]:
         return frozenset()
 
-    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> DenseWeight:
+    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         values = self._normal(name, rows, columns)
+        if self._stored is not None:
+            whole = self._stored(name, DenseWeight(values))
+            return whole if part is None else take_part(whole, part)
         if part is not None:
             taken = values[part.rows.start : part.rows.stop, part.columns.start : part.columns.stop]
             values = taken.clone()  # lets the rest go
@@ -415,56 +436,3 @@ class RandomSource:
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little", signed=True))
         return torch.empty(*shape, device=self._device).normal_(0.0, _STANDARD_DEVIATION, generator=generator)
-
-
-_GROUPS = (32, 16)
-_INT4_GROUP = 128
-_LARGEST_FLOAT8 = 448.0
-
-
-def quantize(weight: DenseWeight, method: Quantization) -> WeightData:
-    match method:
-        case "int8":
-            return quantize_int8(weight)
-        case "int4":
-            return quantize_int4(weight)
-        case "fp8":
-            return quantize_fp8(weight)
-
-
-def quantize_fp8(weight: DenseWeight) -> Float8Weight:
-    """float8 (e4m3) with a scale for each row, which takes the row's largest value to the format's largest."""
-    values = weight.values.to(torch.float32)
-    scales = values.abs().amax(dim=1).clamp_min(1e-12) / _LARGEST_FLOAT8
-    return Float8Weight((values / scales.unsqueeze(1)).to(torch.float8_e4m3fn), scales)
-
-
-def quantize_int4(weight: DenseWeight) -> WeightData:
-    """Round to four bits with a scale and an offset for each 128 neighbours. A matrix whose rows are no multiple of
-    that stays as it is."""
-    rows, columns = weight.shape
-    if columns % _INT4_GROUP:
-        return weight
-    grouped = weight.values.to(torch.float32).view(rows, columns // _INT4_GROUP, _INT4_GROUP)
-    lowest, highest = grouped.amin(dim=2), grouped.amax(dim=2)
-    scales = (highest - lowest) / 15
-    divisors = torch.where(scales == 0, 1.0, scales)
-    codes = ((grouped - lowest.unsqueeze(2)) / divisors.unsqueeze(2)).round_().to(torch.uint8)
-    return GroupQuantWeight(codes.view(rows, columns), scales, lowest, _INT4_GROUP, 4)
-
-
-def quantize_int8(weight: DenseWeight) -> WeightData:
-    """Symmetric int8 with a float32 scale for each 32 neighbours (16, where rows are no multiple of 32).
-
-    A matrix whose rows are a multiple of neither stays as it is.
-    """
-    rows, columns = weight.shape
-    group = next((size for size in _GROUPS if columns % size == 0), None)
-    if group is None:
-        return weight
-    grouped = weight.values.to(torch.float32).view(rows, columns // group, group)
-    scales = grouped.abs().amax(dim=2) / 127
-    # A group of zeros has scale 0; any divisor gives it codes of 0.
-    divisors = torch.where(scales == 0, 1.0, scales)
-    codes = (grouped / divisors.unsqueeze(2)).round_().to(torch.int8).view(rows, columns)
-    return GroupQuantWeight(codes, scales, None, group, 8)

@@ -14,13 +14,16 @@ admission counts that as a whole one, so that a request starts only if it could 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Prefix
 
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest
+from penstock.core.hashing import BlockHash
 from penstock.core.request import Request
-from penstock.kvcache.cache import KVCache
+from penstock.kvcache.cache import KVCache, blocks_of_context
+from penstock.kvcache.windows import WindowPool
 from penstock.scheduler.prefix import PrefixSharing
-from penstock.scheduler.sequence import BATCH_RANK, Sequence
+from penstock.scheduler.sequence import BATCH_RANK, Sequence, smallest_step
 
 _NUM_BINS = 16
 
@@ -68,28 +71,40 @@ class Headroom:
     """Forecasts the blocks that running requests will still need. Batch requests are counted apart, since they yield
     their blocks to more urgent requests."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(
+        self, block_size: int, windows: WindowPool | None = None, *, counts_tokens: bool = False
+    ) -> None:
+        """`windows`: of layers with a window, whose blocks count too. `counts_tokens`: no other blocks have
+        memory."""
         self._block_size = block_size
+        self._windows = windows
+        self._counts_tokens = counts_tokens
         self._urgent = _Group()
         self._batch = _Group()
 
     def enter(self, sequence: Sequence) -> None:
         """Count a request that starts to run, with its present table."""
-        sequence.growth_blocks = self._growth(sequence, len(sequence.blocks.block_ids))
-        self._group(sequence).add(sequence.growth_blocks, sequence.blocks.num_own_blocks)
+        table = sequence.blocks
+        num_window_blocks = 0 if table.windows is None else table.windows.num_blocks
+        sequence.growth_blocks = self._growth(sequence, len(table.block_ids), num_window_blocks)
+        sequence.own_blocks = num_window_blocks + (0 if self._counts_tokens else table.num_own_blocks)
+        self._group(sequence).add(sequence.growth_blocks, sequence.own_blocks)
 
     def leave(self, sequence: Sequence) -> None:
-        """Stop counting a request. Its table must still be the one with which it entered."""
-        self._group(sequence).add(sequence.growth_blocks, sequence.blocks.num_own_blocks, count=-1)
+        """Stop counting a request."""
+        self._group(sequence).add(sequence.growth_blocks, sequence.own_blocks, count=-1)
 
-    def allows(self, candidate: Sequence, num_blocks: int, num_spare: int) -> bool:
-        """Say whether a request may start with a table of `num_blocks`, after which `num_spare` blocks are left."""
+    def allows(
+        self, candidate: Sequence, num_blocks: int, num_spare: int, num_window_blocks: int = 0
+    ) -> bool:
+        """Say whether a request may start with a table of `num_blocks`, and blocks for windows, after which
+        `num_spare` blocks are left."""
         if candidate.rank == BATCH_RANK:
             others = self._urgent.plus(self._batch)
         else:
             others = self._urgent.plus(_Group())
             num_spare += sum(self._batch.own_blocks)
-        others.add(self._growth(candidate, num_blocks), 0)
+        others.add(self._growth(candidate, num_blocks, num_window_blocks), 0)
         return num_spare >= others.needed()
 
     def needed(self) -> int:
@@ -101,15 +116,19 @@ class Headroom:
             expected = _Group()
             for sequence in running:
                 if self._group(sequence) is group:
-                    expected.add(sequence.growth_blocks, sequence.blocks.num_own_blocks)
+                    expected.add(sequence.growth_blocks, sequence.own_blocks)
             assert all(getattr(group, name) == getattr(expected, name) for name in _Group.__slots__)
 
     def _group(self, sequence: Sequence) -> _Group:
         return self._batch if sequence.rank == BATCH_RANK else self._urgent
 
-    def _growth(self, sequence: Sequence, num_blocks: int) -> int:
+    def _growth(self, sequence: Sequence, num_blocks: int, num_window_blocks: int) -> int:
         """Predict the growth of a table of `num_blocks`: at least one block, since the end is never certain."""
-        return max(1, -(-sequence.predicted_length // self._block_size) - num_blocks)
+        length = sequence.predicted_length
+        growth = 0 if self._counts_tokens else -(-length // self._block_size) - num_blocks
+        if self._windows is not None:
+            growth += max(0, self._windows.blocks_of_memory(length, 1) - num_window_blocks)
+        return max(1, growth)
 
 
 _RETRY_AFTER_PLANS = 8
@@ -133,6 +152,18 @@ def check_request(request: Request, max_length: int, max_model_len: int) -> None
         )
 
 
+def check_windows(request: Request, cache: KVCache) -> None:
+    """Raise InvalidRequest for a request whose images, each in one step, need more memory than windows can have."""
+    num_tokens = len(request.prompt_token_ids) + 1
+    needed = blocks_of_context(num_tokens, cache.block_size, cache.window_layout, smallest_step(request))
+    if needed > cache.num_memory_blocks:
+        raise ContextLengthExceeded(
+            f"The images of this prompt of {num_tokens - 1} tokens need more KV cache than there is.",
+            param="messages",
+            hint="Raise --kv-cache-memory.",
+        )
+
+
 class Outcome(enum.Enum):
     ADMITTED = enum.auto()
     HELD = enum.auto()  # waits for a prefix that a running request is computing
@@ -145,8 +176,16 @@ class Admission:
     """Gives waiting requests their tables. Remembers the last request that was turned away, so that a long prompt is
     not looked up in every plan."""
 
-    def __init__(self, cache: KVCache, sharing: PrefixSharing, headroom: Headroom) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        sharing: PrefixSharing,
+        headroom: Headroom,
+        worth_reading: Callable[[Prefix[BlockHash]], int],
+    ) -> None:
+        """`worth_reading` returns how many leading blocks of a found prefix are not better computed again."""
         self._cache = cache
+        self._worth_reading = worth_reading
         self._sharing = sharing
         self._headroom = headroom
         self._blocked: Sequence | None = None
@@ -171,7 +210,8 @@ class Admission:
         num_matched = self._sharing.lookup(sequence)
         if self._sharing.hold(sequence, num_matched):
             return Outcome.HELD
-        num_found = self._sharing.lookup_state(sequence, num_matched)
+        num_found = self._worth_reading(sequence.hashes[:num_matched])
+        num_found = self._sharing.lookup_start(sequence, num_found)
         if self._sharing.is_due(sequence, num_found):
             return Outcome.BLOCKED
         if not self._take_blocks(sequence, num_found, is_alone=is_alone):
@@ -184,12 +224,16 @@ class Admission:
         cache = self._cache
         # Opening the table first keeps the blocks that were found from being evicted.
         table = cache.open_table(sequence.hashes[:num_found])
+        table.open_windows()
         num_missing = table.num_missing(sequence.num_known)
-        if is_alone:
-            cache.retention.give_way(num_missing)  # when nothing else can run
-        num_spare = cache.num_available - num_missing
         num_blocks = -(-sequence.num_known // cache.block_size)
-        if num_spare < 0 or not (is_alone or self._headroom.allows(sequence, num_blocks, num_spare)):
+        num_window_blocks = self._window_blocks(sequence, num_found, is_alone=is_alone)
+        if is_alone:
+            cache.retention.give_way(num_missing, num_window_blocks)  # when nothing else can run
+        num_spare = cache.num_spare(num_missing, num_window_blocks)
+        if num_spare < 0 or not (
+            is_alone or self._headroom.allows(sequence, num_blocks, num_spare, num_window_blocks)
+        ):
             table.close()
             self._blocked = sequence
             self._num_missing_blocks = max(0, -num_spare)
@@ -199,3 +243,14 @@ class Admission:
         sequence.table = table
         sequence.num_computed = num_found * cache.block_size
         return True
+
+    def _window_blocks(self, sequence: Sequence, num_found: int, *, is_alone: bool) -> int:
+        """Return the blocks of memory that windows need while the prompt is computed: in whole steps, or, if the
+        request runs alone, in small ones."""
+        windows, layout = self._cache.windows, self._cache.window_layout
+        if windows is None or layout is None:
+            return 0
+        num_tokens = sequence.num_known - num_found * self._cache.block_size
+        return windows.blocks_of_memory(
+            num_tokens, sequence.smallest_step if is_alone else layout.step_tokens
+        )

@@ -43,6 +43,12 @@ class BlockExchange:
         self._imports: dict[int, BlockImport] = {}
         self._tables: dict[int, BlockTable] = {}  # by number of the import or export
         self._num_begun = 0
+        self._is_turned_away = False
+
+    @property
+    def lacks_copies(self) -> bool:
+        """Say whether an import waits for copies of blocks that had to make room."""
+        return self._is_turned_away and self._cache.has_copies
 
     def __len__(self) -> int:
         """Return the number of imports and exports that have not finished."""
@@ -68,6 +74,7 @@ class BlockExchange:
         # The next plan may have to copy the former contents of new blocks: nothing may be written before.
         if not has_room or cache.has_copies:
             table.close()
+            self._is_turned_away = cache.has_copies
             return None
         parent = hashes[num_found - 1] if num_found else root_hash(request.prefix_salt)
         block_ids = tuple(table.block_ids[num_found:])

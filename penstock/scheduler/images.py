@@ -60,9 +60,9 @@ class ImageEncodings:
         self.num_queries = 0
         self.num_hits = 0
 
-    def reach(self, sequence: Sequence, num_tokens: int, step: StepBuilder) -> int:
+    def reach(self, sequence: Sequence, num_tokens: int, most: int, step: StepBuilder) -> int:
         """Return how many of a request's next `num_tokens` tokens this step can compute, and add the encodings that
-        they need to the step."""
+        they need to the step. With an image that is computed as a whole, there may be up to `most` tokens."""
         start = sequence.num_computed
         end = min(start + num_tokens, sequence.num_known)
         for index, image in enumerate(sequence.request.images):
@@ -73,7 +73,7 @@ class ImageEncodings:
             if not self._encode(sequence, index, step):
                 return max(0, image.start - start)
             if image.is_whole and end < image.end:
-                if image.end - start > step.num_tokens_left:
+                if image.end - start > most:
                     return max(0, image.start - start)
                 end = image.end
         return end - start

@@ -16,12 +16,14 @@ request safe from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as TokenIds
 
+from penstock.core.hashing import BlockHash
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.running import RunningSet, Work
 from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, seniority
-from penstock.scheduler.step_builder import StepLoad, StepTimePredictor
+from penstock.scheduler.step_builder import StepTimePredictor
 
 # Preempted requests are the first of their queue: they resume when a few others have ended.
 _RETAINED_FOR_S = 120.0
@@ -49,25 +51,35 @@ class Preemption:
         share a planned chunk, so it stays planned."""
         running = self._running
         work = running.find_work(max_decodes)
-        lacks_blocks = running.num_blocks_to_grow(work.growing) > self._cache.num_available
+        prefill = self._senior_prefill()
+        lacks_blocks = running.num_spare(work.growing, prefill) < 0
         if lacks_blocks:
-            self.for_growth(work.growing, now)
+            self.for_growth(work.growing, prefill, now)
         elif not self.for_urgency(waiting, now):
             return work, False
         return running.find_work(max_decodes), lacks_blocks
 
-    def for_growth(self, growing: list[Sequence], now: float) -> None:
-        """Preempt requests until there is a block for each running request that needs one."""
+    def _senior_prefill(self) -> Sequence | None:
+        """Return the most senior request, if its windows must move on before more of its prompt is computed."""
+        if self._cache.windows is None or not self._running:
+            return None
+        senior = min(self._running.sequences, key=seniority)
+        return senior if senior.is_prefilling else None
+
+    def for_growth(self, growing: list[Sequence], prefill: Sequence | None, now: float) -> None:
+        """Preempt requests until there is a block for each running request that needs one, and for the next tokens of
+        the most senior request if that is a prefill."""
         cache, running = self._cache, self._running
         in_need = {sequence.number: sequence for sequence in growing}
         for victim in victims_for_growth(running.sequences, cache.block_size):
-            if running.num_blocks_to_grow(in_need.values()) <= cache.num_available:
+            if running.num_spare(in_need.values(), prefill) >= 0:
                 return
             self._preempt(victim, now)
             in_need.pop(victim.number, None)
-        num_blocks = running.num_blocks_to_grow(in_need.values())
-        cache.retention.give_way(num_blocks)  # the most senior request runs alone, and goes before pins
-        if num_blocks > cache.num_available:  # other engines still read or fill blocks: the request waits
+        # The most senior request runs alone, and goes before pins.
+        num_window_blocks = running.num_window_blocks_to_grow(in_need.values(), prefill)
+        cache.retention.give_way(running.num_blocks_to_grow(in_need.values()), num_window_blocks)
+        if running.num_spare(in_need.values(), prefill) < 0:  # other engines have blocks: the request waits
             for sequence in tuple(running.sequences):
                 self._preempt(sequence, now)
 
@@ -80,11 +92,11 @@ class Preemption:
         if not num_missing and len(running) < self._max_num_seqs:
             return False
         victims = victims_for_displacement(running.sequences, cache.block_size)
-        if not victims or sum(victim.blocks.num_own_blocks for victim in victims) < num_missing:
+        if not victims or sum(victim.own_blocks for victim in victims) < num_missing:
             return False
-        enough_available = cache.num_available + num_missing
+        enough_available = cache.num_memory_available + num_missing
         for victim in victims:
-            if len(running) < self._max_num_seqs and cache.num_available >= enough_available:
+            if len(running) < self._max_num_seqs and cache.num_memory_available >= enough_available:
                 break
             self._preempt(victim, now)
         return True
@@ -119,21 +131,46 @@ def swap_is_cheaper(
 ) -> bool:
     """Say whether copying blocks to host memory and back takes less time than computing them. `block_copy_s` is the
     time of one block, one way."""
-    load = StepLoad()
-    load.add_prefill(0, num_blocks * block_size)
-    compute_s = predictor.predict(load) - predictor.predict(StepLoad())
-    return 2 * num_blocks * block_copy_s < compute_s
+    return 2 * num_blocks * block_copy_s < predictor.prefill_s(0, num_blocks * block_size)
 
 
 class Swapping:
     def __init__(
         self, cache: KVCache, predictor: StepTimePredictor, block_copy_s: float | None = None
     ) -> None:
-        """Without `block_copy_s`, no request is swapped."""
+        """Without `block_copy_s`, no request is swapped, and only retained blocks go to host memory."""
         self._cache = cache
         self._predictor = predictor
         self._block_copy_s = block_copy_s
         self.num_swapped = 0  # requests, so far
+
+    def decide_spills(self) -> None:
+        """Let evicted blocks go to host memory, if copying a block there and back is quicker than computing it.
+        Blocks alone do not help where layers have windows or states."""
+        cache, copy_s = self._cache, self._block_copy_s
+        if (
+            copy_s is None
+            or not cache.num_host_blocks
+            or cache.windows is not None
+            or cache.states is not None
+        ):
+            return
+        cache.pool.spills = swap_is_cheaper(1, cache.block_size, copy_s, self._predictor)
+
+    def num_worth_reading(self, hashes: TokenIds[BlockHash]) -> int:
+        """Return how many of these leading blocks are worth reusing: all of them, or those in front of the first one
+        in host memory if computing is quicker than copying from there. Retained prefixes are always reused."""
+        in_host = self._cache.pool.host.index
+        if not in_host or self._block_copy_s is None:
+            return len(hashes)
+        first = next((at for at, each in enumerate(hashes) if each in in_host), len(hashes))
+        slots = [in_host[each] for each in hashes[first:] if each in in_host]
+        if any(slot.term is not None for slot in slots):
+            return len(hashes)
+        num_copies = len(slots)
+        block_size = self._cache.block_size
+        compute_s = self._predictor.prefill_s(first * block_size, (len(hashes) - first) * block_size)
+        return len(hashes) if num_copies * self._block_copy_s <= compute_s else first
 
     def preempted(self, sequence: Sequence, now: float) -> None:
         """Retain the blocks of a preempted request, which still holds them, where that pays."""
@@ -141,7 +178,7 @@ class Swapping:
         num_blocks = sequence.num_published
         if cache.states is not None:  # blocks behind the last snapshot are computed again in any case
             num_blocks = cache.states.longest(sequence.hashes[:num_blocks])
-        if copy_s is None or not num_blocks or not cache.num_host_blocks:
+        if copy_s is None or not num_blocks or not cache.num_host_blocks or cache.windows is not None:
             return
         if swap_is_cheaper(num_blocks, cache.block_size, copy_s, self._predictor):
             cache.retention.swap_out(sequence.hashes[:num_blocks], now + _RETAINED_FOR_S, now)

@@ -15,7 +15,9 @@ the request that writes or reads.
 
 Where layers have a fixed state, a prefix counts as found only up to its last snapshot (see `kvcache.states`), and a
 request takes snapshots where others will look for them: at the end of its prompt, at its breakpoints, at the end of
-the blocks that were found without a snapshot, and where requests that are held behind it leave its prompt.
+the blocks that were found without a snapshot, and where requests that are held behind it leave its prompt. Where
+layers have windows, a prefix counts as found only up to an end whose window is there, and window blocks in front of
+the same ends are kept for longer than others.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class PrefixSharing:
         self._block_size = cache.block_size
         self._enabled = cache.enable_prefix_caching
         self._states = cache.states
+        self._windows = cache.windows
         self._frontiers: dict[
             BlockHash, Sequence
         ] = {}  # running prefills, by the next block they will publish
@@ -56,9 +59,19 @@ class PrefixSharing:
                 break
         return found
 
-    def lookup_state(self, sequence: Sequence, num_found: int) -> int:
-        """How many of the leading blocks that were found end with a snapshot of the state."""
-        return num_found if self._states is None else self._states.longest(sequence.hashes[:num_found])
+    def lookup_start(self, sequence: Sequence, num_found: int) -> int:
+        """Return behind how many of the leading blocks that were found a request can start: there must be a snapshot
+        of its state, and the window of its next token."""
+        before = None
+        while num_found and num_found != before:
+            before = num_found
+            if self._states is not None:
+                num_found = self._states.longest(sequence.hashes[:num_found])
+            if self._windows is not None:
+                num_found = self._windows.longest(sequence.hashes[:num_found])
+            if self._states is None or self._windows is None:
+                break
+        return num_found
 
     def is_due(self, sequence: Sequence, num_blocks: int) -> bool:
         """Say whether the snapshot at the end of so many blocks exists only from the next plan on."""
@@ -88,6 +101,8 @@ class PrefixSharing:
         if ends is not None and num_shared not in ends:
             ends.append(num_shared)
             ends.sort()
+        if leader.blocks.windows is not None:
+            leader.blocks.windows.wanted_ends.append(num_shared)
         return True
 
     def let_go(self, sequence: Sequence) -> None:
@@ -103,7 +118,9 @@ class PrefixSharing:
             sequence.num_published = sequence.blocks.num_reused_blocks
             sequence.publish_at = (sequence.num_published + 1) * self._block_size
         if self._states is not None:
-            sequence.snapshot_ends = self._snapshot_ends(sequence, num_matched) if self._enabled else []
+            sequence.snapshot_ends = self._likely_starts(sequence, num_matched) if self._enabled else []
+        if sequence.blocks.windows is not None and self._enabled:
+            sequence.blocks.windows.wanted_ends = self._likely_starts(sequence, num_matched)
 
     def publish(self, sequence: Sequence) -> list[Sequence]:
         """Publish the blocks that became full. Returns the followers that need not wait any longer."""
@@ -114,9 +131,11 @@ class PrefixSharing:
         end = min(sequence.num_known, sequence.num_computed) // block_size
         hashes = sequence.hash_blocks(end, block_size)
         parent = hashes[first - 1] if first else sequence.root_hash
-        block_ids = sequence.blocks.block_ids
+        block_ids, windows = sequence.blocks.block_ids, sequence.blocks.windows
         for index in range(first, end):
             self._cache.publish(block_ids[index], hashes[index], parent)
+            if windows is not None:
+                windows.publish(index, hashes[index])
             parent = hashes[index]
         sequence.num_published = end
         sequence.publish_at = (end + 1) * block_size
@@ -138,7 +157,8 @@ class PrefixSharing:
             follower.leader = None
         return followers
 
-    def _snapshot_ends(self, sequence: Sequence, num_matched: int) -> list[int]:
+    def _likely_starts(self, sequence: Sequence, num_matched: int) -> list[int]:
+        """Return the ends of prefixes, in blocks, behind which later requests are likely to start."""
         found = sequence.blocks.num_reused_blocks
         last = (sequence.num_known - 1) // self._block_size
         ends = {end for end in (num_matched, last) if end >= found + MIN_SNAPSHOT_BLOCKS}

@@ -102,13 +102,16 @@ class RunningSet:
 
     def find_work(self, max_decodes: int) -> Work:
         """Return what each running request could do next, with at most `max_decodes` decodes. The limit matters only
-        when constrained requests, whose samples were in flight while others were admitted, decode again."""
+        when requests that are not planned ahead, whose samples were in flight while others were admitted, decode
+        again."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self._sequences.values():
             if sequence.is_prefilling:
                 prefills.append(sequence)
-            elif (sequence.is_constrained and sequence.num_in_flight) or sequence.num_drafted:
+            elif sequence.num_drafted or (
+                sequence.num_known < sequence.ahead_from and sequence.num_expected > sequence.num_known
+            ):
                 continue
             elif sequence.num_expected < sequence.length_limit:  # else its last token is in flight
                 decodes.append(sequence)
@@ -121,6 +124,28 @@ class RunningSet:
         """Return the number of blocks that these requests need to grow together."""
         return self._cache.num_blocks_to_grow(sequence.blocks for sequence in growing)
 
+    def num_window_blocks_to_grow(self, growing: Iterable[Sequence], prefill: Sequence | None = None) -> int:
+        """Return the number of blocks that the windows of these requests need to grow together, and the window of a
+        prefill for its next few tokens."""
+        if self._cache.windows is None:
+            return 0
+        tail_slots = self._cache.tail_slots
+        count = sum(
+            sequence.blocks.windows.num_missing(sequence.num_computed, sequence.blocks.num_slots + tail_slots)
+            for sequence in growing
+            if sequence.blocks.windows is not None
+        )
+        if prefill is not None and prefill.blocks.windows is not None:
+            end = min(prefill.num_computed + prefill.smallest_step, prefill.num_known)
+            count += prefill.blocks.windows.num_missing(prefill.num_computed, end)
+        return count
+
+    def num_spare(self, growing: Collection[Sequence], prefill: Sequence | None = None) -> int:
+        """Return how many blocks are left once these requests have grown and a prefill has gone on; a negative number
+        are the blocks that they lack."""
+        num_window_blocks = self.num_window_blocks_to_grow(growing, prefill)
+        return self._cache.num_spare(self.num_blocks_to_grow(growing), num_window_blocks)
+
     def grow(self, growing: list[Sequence]) -> set[int]:
         """Give each request more slots, for which the cache must have the blocks. Returns the numbers of the requests
         whose last tokens moved."""
@@ -130,6 +155,8 @@ class RunningSet:
             self._slots.num_slots += self._cache.tail_slots
             if sequence.blocks.grow():
                 moved.add(sequence.number)
+            if sequence.blocks.windows is not None:
+                sequence.blocks.windows.advance(sequence.num_computed, sequence.blocks.num_slots)
             if sequence.predicted_length <= sequence.num_expected:
                 sequence.predict_length(self._lengths)
             self._headroom.enter(sequence)
@@ -150,9 +177,7 @@ class RunningSet:
         num_left = sequence.blocks.num_slots - sequence.num_computed
         if not num_left:  # it is among `growing`, for its next token
             num_left = self._cache.tail_slots
-        elif num_left <= num_drafts and (
-            self.num_blocks_to_grow((*growing, sequence)) < self._cache.num_available
-        ):
+        elif num_left <= num_drafts and self.num_spare((*growing, sequence)) > 0:
             growing.append(sequence)
             num_left += self._cache.tail_slots
         return min(num_drafts, num_left - 1)

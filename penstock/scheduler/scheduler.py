@@ -33,7 +33,7 @@ from penstock.core.plan import (
 )
 from penstock.core.request import FinishReason, Request
 from penstock.kvcache.cache import KVCache
-from penstock.scheduler.admission import Admission, Headroom, Outcome, check_request
+from penstock.scheduler.admission import Admission, Headroom, Outcome, check_request, check_windows
 from penstock.scheduler.endings import (
     Deadlines,
     finish_reason_of,
@@ -57,6 +57,8 @@ from penstock.scheduler.tenants import (
     TenantAccounts,
 )
 
+_STEPS_BETWEEN_DECISIONS = 16  # whether evicted blocks are worth a copy
+TOKENS_AFTER_LATE_MASK = 8  # are planned once the token before them is known
 _NATURAL_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -81,10 +83,13 @@ class Scheduler:
         block_copy_s: float | None = None,
         tile_tokens: int = 1,
         image_cache_tokens: int = 0,
+        masks_late: bool = False,
     ) -> None:
         """`block_copy_s` is the time of a copy of one block to host memory, or back; with None, preempted requests
         compute again. `tile_tokens`: the executor takes as long for a part of so many tokens as for all of them.
         `image_cache_tokens`: the executor keeps the encoder's output for images of so many tokens together.
+        `masks_late`: the executor samples a step once the step before it is committed, as grammars need it, so that
+        requests with a grammar too are planned ahead of commits.
 
         A model with states gets no drafts: a state has no place to go back to when a draft is rejected."""
         if cache.states is not None and (
@@ -95,21 +100,23 @@ class Scheduler:
                 f"drafts ({config.max_draft_tokens})"
             )
         self._config = config
-        self._cache = cache
+        self.cache = cache
         self._max_model_len = max_model_len
-        self._max_length = min(max_model_len, cache.num_blocks * cache.block_size)
+        self._max_length = min(max_model_len, cache.longest_context())
         self._eos_token_ids = eos_token_ids
         self._tile_tokens = tile_tokens
+        self._masks_late = masks_late
         self._itl_target_s = config.itl_target_ms / 1000.0 if config.itl_target_ms else None
 
-        headroom = Headroom(cache.block_size)
+        headroom = Headroom(cache.block_size, cache.windows, counts_tokens=cache.has_window_memory)
         self._lengths = OutputLengthEstimator()
         self._predictor = StepTimePredictor()
         self._swapping = Swapping(cache, self._predictor, block_copy_s)
+        self._swapping.decide_spills()
         self._accounts = TenantAccounts()
         self._sharing = PrefixSharing(cache)
         self._breakpoints = Breakpoints(cache, config.min_cacheable_tokens)
-        self._admission = Admission(cache, self._sharing, headroom)
+        self._admission = Admission(cache, self._sharing, headroom, self._swapping.num_worth_reading)
         self._images = ImageEncodings(image_cache_tokens)
         self._deadlines = Deadlines(config.queue_timeout_s)
         # For KV transfers between engines: blocks that other engines read or fill.
@@ -144,6 +151,8 @@ class Scheduler:
             length_limit=min(num_prompt + max_tokens, self._max_length) if max_tokens else num_prompt + 1,
             account=self._accounts.enter(request.tenant),
         )
+        if request.sampling.grammar is not None and not self._masks_late:
+            sequence.ahead_from = sequence.length_limit
         if not request.sampling.ignore_eos:
             sequence.stop_token_ids |= self._eos_token_ids
         if request.output_token_ids:
@@ -177,11 +186,16 @@ class Scheduler:
         failed = self._sequences.get(chunk.request_id)
         if failed is None or failed.state is not State.RUNNING:
             return
-        lost = set(failed.blocks.whole_block_ids[chunk.start // self._cache.block_size :])
-        self._cache.withdraw(lost)
+        first = chunk.start // self.cache.block_size
+        lost = set(failed.blocks.whole_block_ids[first:])
+        self.cache.withdraw(lost)
+        windows = failed.blocks.windows
+        lost_windows = set() if windows is None else windows.withdraw(first)
         failed.blocks.close_state()
         for sequence in list(self._running.sequences):
-            if sequence is failed or not lost.isdisjoint(sequence.blocks.block_ids):
+            table = sequence.blocks
+            shares_window = table.windows is not None and table.windows.has_any(lost_windows)
+            if sequence is failed or shares_window or not lost.isdisjoint(table.block_ids):
                 event = last_event(sequence, FinishReason.ERROR, error)
                 self._events.append(self._end_with(event, sequence, now))
 
@@ -192,9 +206,9 @@ class Scheduler:
     def plan(self, now: float, drafts: Mapping[str, Draft] = NO_DRAFTS) -> StepPlan | None:
         """Return the next step; None when there is nothing to compute before a commit or an arrival. `drafts` are
         guesses of the next tokens of requests that `wants_drafts` has named."""
-        self._cache.retention.expire(now)
-        if self._cache.states is not None:
-            self._cache.states.take_due()
+        self.cache.retention.expire(now)
+        if self.cache.states is not None:
+            self.cache.states.take_due()
         self._end_overdue(now)
         self._queue.promote(now)
         if self._steps:
@@ -205,7 +219,7 @@ class Scheduler:
         max_tokens = self._config.max_num_batched_tokens
         work, lacks_blocks = self._preemption.make_room(max_tokens, self._queue.first(), now)
         step = StepBuilder(
-            max_tokens, self._predictor, self._itl_target_s, self._tile_tokens, self._cache.block_size
+            max_tokens, self._predictor, self._itl_target_s, self._tile_tokens, self.cache.block_size
         )
         drafted = self._speculation.choose(work, NO_DRAFTS if lacks_blocks else drafts)
         decodes = [each for each in work.decodes if each.number not in drafted] if drafted else work.decodes
@@ -216,7 +230,8 @@ class Scheduler:
         self._running.decoded(step.load.decode_sequences + step.load.draft_tokens)
         # After a preemption no request is admitted: the victims would come straight back.
         self._add_prefills(step, work.prefills, now, may_admit=not lacks_blocks)
-        if not step.chunks and not step.encodings:
+        # Without copies, blocks that were handed out for an import could never be filled.
+        if not step.chunks and not step.encodings and not (self.exchange.lacks_copies and not self._steps):
             return None
         self._num_steps += 1
         planned_s = None if self._steps else now
@@ -225,7 +240,7 @@ class Scheduler:
             self._num_steps,
             tuple(step.chunks),
             self._running.take_released(),
-            self._cache.take_copies(),
+            self.cache.take_copies(),
             tuple(step.encodings),
             self._images.take_dropped(),
         )
@@ -238,7 +253,10 @@ class Scheduler:
         if len(result.sampled) != len(step.sampling):
             raise ValueError(f"step {step.step_id} has {len(result.sampled)} samples of {len(step.sampling)}")
         self._steps.popleft()
-        self._predictor.observe(step.load, result.elapsed_s)
+        if plan.chunks or plan.encodings:
+            self._predictor.observe(step.load, result.elapsed_s)
+        if not step.step_id % _STEPS_BETWEEN_DECISIONS:
+            self._swapping.decide_spills()
         if step.planned_s is not None:
             self._speculation.observe_step(step.load, step.planned_s, now, result.elapsed_s)
         events = [
@@ -268,6 +286,10 @@ class Scheduler:
         """Say whether any request waits or runs, or has an event that was not taken yet."""
         return bool(self._sequences or self._events)
 
+    def prefill_s(self, start: int, num_tokens: int) -> float:
+        """Predict the seconds that tokens of a prompt, from `start` on, take to compute."""
+        return self._predictor.prefill_s(start, num_tokens)
+
     def next_wakeup(self, now: float) -> float | None:
         """Return the time to call `plan` again even if nothing happens before: the next deadline, if there is one."""
         deadline_s = self._deadlines.next_s()
@@ -275,16 +297,16 @@ class Scheduler:
 
     def take_kv_events(self) -> list[KVEvent]:
         """Return the changes of the prefix index since the last call."""
-        return self._cache.take_events()
+        return self.cache.take_events()
 
     def restart_kv_events(self) -> None:
         """Make the next events start with the whole index, for a reader that has missed some or is new."""
-        self._cache.restart_events()
+        self.cache.restart_events()
 
     def stats(self) -> EngineStats:
         """Return the scheduler's part of EngineStats. The driver adds the figures of steps."""
         return msgspec.structs.replace(
-            self._cache.stats(),
+            self.cache.stats(),
             num_running=len(self._running),
             num_waiting=len(self._queue),
             num_waiting_tokens=self._queue.num_tokens,
@@ -304,7 +326,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise unless all records agree. Slow: for tests."""
         running = (sequence.blocks for sequence in self._running.sequences)
-        self._cache.check_integrity([*running, *self.exchange.tables()])
+        self.cache.check_integrity([*running, *self.exchange.tables()])
         check_records(self._sequences, self._running, self._queue)
 
     def _check(self, request: Request) -> None:
@@ -312,6 +334,8 @@ class Scheduler:
             raise InvalidRequest(f"A request with the id {request.id!r} is already being served.")
         check_request(request, self._max_length, self._max_model_len)
         check_images(request, self._config.max_num_batched_tokens)
+        if request.images and self.cache.window_layout is not None:
+            check_windows(request, self.cache)
 
     def _end_overdue(self, now: float) -> None:
         for sequence in self._deadlines.overdue(now):
@@ -353,9 +377,14 @@ class Scheduler:
             self._prefill(step, sequence, max(1, step.prefill_room(sequence.num_computed)), now)
 
     def _prefill(self, step: StepBuilder, sequence: Sequence, room: int, now: float) -> None:
-        """Compute up to `room` tokens of a running prefill, or fewer in front of an image that is not encoded yet."""
-        if sequence.request.images:
-            room = self._images.reach(sequence, room, step)
+        """Compute up to `room` tokens of a running prefill: fewer in front of an image that is not encoded yet, or if
+        there is no memory for more in layers with windows."""
+        most = step.num_tokens_left
+        if sequence.blocks.windows is not None:
+            most = sequence.blocks.windows.reach(sequence.num_computed, most)
+            room = min(room, most)
+        if room and sequence.request.images:
+            room = self._images.reach(sequence, room, most, step)
         if room:
             step.add_prefill(sequence, room, begins=not sequence.has_row)
             self._publish(sequence, now)
@@ -368,7 +397,7 @@ class Scheduler:
         self._running.start(sequence)
         sequence.state = State.RUNNING
         sequence.admitted_s = now
-        self._cache.record_lookup(sequence.num_known, sequence.num_computed)
+        self.cache.record_lookup(sequence.num_known, sequence.num_computed)
         if not sequence.has_started:
             sequence.first_planned_s = now
             self._images.num_images += len(sequence.request.images)
@@ -425,6 +454,8 @@ class Scheduler:
         """Put a request whose sample was not taken back to where it stood before the step. A fixed state cannot go
         back: such a request starts again from its last snapshot."""
         sequence.num_expected -= 1
+        # A sample that is in flight behind this one is postponed too. A grammar that is slow once may be so again.
+        sequence.ahead_from = max(sequence.ahead_from, sequence.num_known + TOKENS_AFTER_LATE_MASK)
         if sequence.state is State.RUNNING and sequence.blocks.state_slot is not None:
             self._preempt(sequence, now)
         elif sequence.state is State.RUNNING:

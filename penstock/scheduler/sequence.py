@@ -64,6 +64,7 @@ class Sequence:
     __slots__ = (
         "account",
         "admitted_s",
+        "ahead_from",
         "arrival_s",
         "draft",
         "drafting",
@@ -73,7 +74,6 @@ class Sequence:
         "growth_blocks",
         "has_row",
         "hashes",
-        "is_constrained",
         "is_prefilling",
         "key_token_ids",
         "leader",
@@ -90,6 +90,7 @@ class Sequence:
         "num_scored",
         "number",
         "output_token_ids",
+        "own_blocks",
         "predicted_length",
         "publish_at",
         "queued_s",
@@ -98,6 +99,7 @@ class Sequence:
         "request",
         "request_id",
         "root_hash",
+        "smallest_step",
         "snapshot_ends",
         "state",
         "stop_token_ids",
@@ -116,9 +118,9 @@ class Sequence:
         self.state = State.WAITING
         self.rank = TIER_RANK[request.tier]  # 0 is the most urgent; aging lowers it, nothing raises it
         self.min_tokens = request.sampling.min_tokens
-        # A grammar allows a next token only when the last one is known: such a request is never planned ahead of a
-        # commit.
-        self.is_constrained = request.sampling.grammar is not None
+        # The request is planned ahead of a commit while it has at least so many known tokens. A grammar allows a next
+        # token only when the last one is known, which not every executor learns before it samples.
+        self.ahead_from = 0
         # An average over the prompt needs the hidden states of all its tokens, and the cache holds none.
         self.reads_every_token = request.pooling is not None and request.pooling != "last"
         # Leading tokens that were planned with the log-probability of the next token, where a request asks for these.
@@ -133,6 +135,7 @@ class Sequence:
         self.admitted_s = arrival_s  # when the request last began to run
 
         self.num_prompt = len(request.prompt_token_ids)
+        self.smallest_step = smallest_step(request)
         self.length_limit = length_limit  # prompt and answer together
         self.predicted_length = length_limit  # predicted by the length estimator; prompt and answer together
         self.output_token_ids: list[int] = list(request.output_token_ids)
@@ -148,7 +151,10 @@ class Sequence:
 
         self.table: BlockTable | None = None  # set exactly while running
         self.has_row = False  # running, and a chunk was planned: the executor knows the table
-        self.growth_blocks = 0  # predicted, beyond the table, while running; written by Headroom
+        # Written by Headroom, while running: blocks that the table is predicted to need beside its present ones, and
+        # blocks that come free when the request ends.
+        self.growth_blocks = 0
+        self.own_blocks = 0
 
         self.marks: Marks | None = None  # of a request with cache breakpoints; kept by Breakpoints
 
@@ -220,6 +226,11 @@ class Sequence:
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]
         return (*self.key_token_ids[start:], *self.output_token_ids[: stop - num_prompt])
+
+
+def smallest_step(request: Request) -> int:
+    """Return the tokens that a step must be able to compute: of an image that is computed as a whole, or one."""
+    return max((image.num_tokens for image in request.images if image.is_whole), default=1)
 
 
 def seniority(sequence: Sequence) -> tuple[int, int]:

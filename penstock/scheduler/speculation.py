@@ -15,9 +15,10 @@ executor idles while the host commits and plans. Where steps can be planned ahea
 The step-time predictor fits all loads with one straight line. So its prediction for a step without drafts is scaled
 by what such steps took lately, and the time of a drafted token is what drafts added to it lately.
 
-An estimate that is never tried is never corrected. So now and then a step takes one short draft that does not seem to
-pay, and now and then a step takes no draft at all: if every step had as many drafts for each request, the predictor
-could not tell what drafts cost. Steps without drafts are more frequent when many more requests run than before.
+An estimate that is never tried is never corrected. So now and then, and when half of the requests have ended, a step
+takes one short draft that does not seem to pay. And now and then a step takes no draft at all: if every step had as
+many drafts for each request, the predictor could not tell what drafts cost. Steps without drafts are more frequent
+when many more requests run than before.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class Speculation:
         self._plain_steps = _PlainSteps()
         self._num_plans_without = 0  # plans since the last draft that seemed to pay
         self._plans_between_trials = _FEWEST_BETWEEN_TRIALS
+        self._most_decodes = 0  # of a plan since the load last fell by half
         self._plain_ratio = 1.0  # of a step without drafts to its prediction, lately
         self._row_s: float | None = None  # seconds of a drafted token, lately; None before the first
         self._num_observed = 0  # steps that taught the host's time
@@ -143,6 +145,7 @@ class Speculation:
     def choose(self, work: Work, drafts: Mapping[str, Draft]) -> dict[int, Sequence]:
         """Return the decodes that verify drafts in this step, by number, each with the drafts that it takes. Requests
         that need more slots for them join `work.growing`."""
+        self._note_load(len(work.decodes))
         if not self._max_draft_tokens or self._plain_steps.is_due(len(work.decodes)):
             return {}
         offers = []
@@ -166,10 +169,19 @@ class Speculation:
             self._plain_steps.put_off()
         return drafted
 
+    def _note_load(self, num_decodes: int) -> None:
+        """Let a trial be due with the next plan when half of the requests have ended: drafts may pay again."""
+        self._most_decodes = max(self._most_decodes, num_decodes)
+        if 0 < 2 * num_decodes <= self._most_decodes:
+            self._most_decodes, self._plans_between_trials = num_decodes, _FEWEST_BETWEEN_TRIALS
+            if self._num_plans_without >= _PATIENCE:
+                self._num_plans_without = _PATIENCE + _FEWEST_BETWEEN_TRIALS - 1  # this plan counts
+
     def observe_step(self, load: StepLoad, planned_s: float, committed_s: float, elapsed_s: float) -> None:
         """Learn the costs of drafts from a step that was not planned ahead: the host's time, and without prompts the
         time of a step without drafts and of each drafted token."""
         idle_s = max(0.0, committed_s - planned_s - elapsed_s)
+        idle_s = min(idle_s, max(2.0 * self._host_s, elapsed_s))  # the host may have recorded graphs
         self._num_observed += 1
         self._host_s += max(_GAIN, 1.0 / self._num_observed) * (idle_s - self._host_s)
         if load.prefill_tokens or elapsed_s <= 0.0:

@@ -74,6 +74,12 @@ class StepTimePredictor:
             + per_patch * load.encoder_patches
         )
 
+    def prefill_s(self, start: int, num_tokens: int) -> float:
+        """Predict the seconds that tokens of a prompt, from `start` on, add to steps."""
+        load = StepLoad()
+        load.add_prefill(start, num_tokens)
+        return self.predict(load) - self._weights[0]
+
     @property
     def draft_token_s(self) -> float:
         """Return the predicted seconds of one drafted token in a step."""
@@ -177,14 +183,11 @@ class StepBuilder:
         for sequence in sequences:
             start = sequence.num_computed
             request_id = sequence.request_id
-            new_blocks: tuple[int, ...] = ()
-            tail_offset = 0
-            if moved and sequence.number in moved:
-                table = sequence.blocks
-                new_blocks = (table.block_ids[-1],)
-                tail_offset = table.half_offset or 0
             in_flight = 1 if start >= sequence.num_known else 0
-            chunks.append(Chunk(request_id, start, 1, True, new_blocks, False, in_flight, tail_offset))
+            if moved and sequence.number in moved:
+                chunks.append(self._moved_decode(sequence, in_flight))
+            else:
+                chunks.append(Chunk(request_id, start, 1, True, (), False, in_flight))
             sampling[request_id] = sequence
             sequence.num_computed = start + 1
             sequence.num_expected += 1
@@ -192,6 +195,20 @@ class StepBuilder:
         self.num_tokens_left -= len(sequences)
         self.load.decode_sequences = len(sequences)
         self.load.decode_context_tokens = context_tokens + len(sequences)
+
+    def _moved_decode(self, sequence: Sequence, in_flight: int) -> Chunk:
+        """Return one token of a request with blocks that the executor does not know."""
+        table = sequence.blocks
+        return Chunk(
+            sequence.request_id,
+            sequence.num_computed,
+            1,
+            True,
+            (table.block_ids[-1],),
+            in_flight=in_flight,
+            tail_offset=table.half_offset or 0,
+            window_blocks=() if table.windows is None else table.windows.take_new(),
+        )
 
     def add_drafted(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
         """Add the newest token of a request, which is known, and drafts of the tokens that follow."""
@@ -206,6 +223,7 @@ class StepBuilder:
                 tuple(table.block_ids[start // self._block_size :]),
                 tail_offset=table.half_offset or 0,
                 drafts=drafts,
+                window_blocks=() if table.windows is None else table.windows.take_new(),
             )
         )
         self.sampling[sequence.request_id] = sequence
@@ -256,6 +274,9 @@ class StepBuilder:
         if sequence.snapshot_ends is not None:
             num_tokens = self._cut_for_states(start, num_tokens, sequence)
         samples = start + num_tokens == sequence.num_known
+        windows = sequence.blocks.windows
+        if windows is not None:
+            windows.advance(start, start + num_tokens)
         new_blocks = tuple(sequence.blocks.block_ids) if begins else ()
         tail_offset = (sequence.blocks.half_offset or 0) if begins else 0
         scores_from = None
@@ -274,6 +295,7 @@ class StepBuilder:
                 tail_offset=tail_offset,
                 scores_from=scores_from,
                 state_slot=sequence.blocks.state_slot if begins else None,
+                window_blocks=() if windows is None else windows.take_new(),
             )
         )
         sequence.has_row = True

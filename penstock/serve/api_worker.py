@@ -114,7 +114,7 @@ async def _serve(begin: Begin, fleet: Fleet, orders: Orders, replies: BinaryIO) 
         async with exchange.serving():
             replies.write(encode_line(WorkerReady()))
             await orders.drain.wait()
-            await until(running.drain(config.server.drain_timeout), orders.cut_short)
+            await until(running.leave(config.server), orders.cut_short)
             await running.close()
 
 

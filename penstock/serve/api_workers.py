@@ -52,7 +52,7 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """Finish running answers, then end."""
+    """Leave as after SIGTERM: take requests for the lame-duck time, finish running answers, then end."""
 
 
 class CutShort(msgspec.Struct, frozen=True, tag="cut_short"):
@@ -104,7 +104,8 @@ class ApiWorkers:
         """Return when all workers have ended, or their time to drain is over."""
         self._leave()
         self._tell_all(Drain())
-        await self._await_all(self._config.server.drain_timeout + LEAVE_TIMEOUT_S)
+        server = self._config.server
+        await self._await_all(server.lame_duck_s + server.drain_timeout + LEAVE_TIMEOUT_S)
         return True
 
     async def cut_short(self) -> None:

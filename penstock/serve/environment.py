@@ -25,6 +25,8 @@ REDIS_URL_VARIABLE = "PENSTOCK_REDIS_URL"  # as --redis-url, for a URL with a pa
 DATA_DIR_VARIABLE = "PENSTOCK_DATA_DIR"  # as --data-dir
 EXTERNAL_API_KEY_VARIABLE = "PENSTOCK_EXTERNAL_API_KEY"  # the key for servers given with --external
 RAY_ADDRESS_VARIABLE = "RAY_ADDRESS"  # as --ray-address; Ray's own name
+REGISTRY_VARIABLE = "PENSTOCK_REGISTRY"
+JOIN_TOKEN_VARIABLE = "PENSTOCK_JOIN_TOKEN"
 OTLP_ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"  # as --otlp-endpoint; OpenTelemetry's own name
 
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from penstock.api.admin.fleet import ClusterEndpoints
 from penstock.api.app import create_app
-from penstock.api.http.protocol import bounded_protocols
+from penstock.api.http.protocol import ConnectionLimits, bounded_protocols
 from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.server import ExternalServer
 from penstock.cluster.fleet import Fleet
@@ -55,20 +55,29 @@ class _Server(uvicorn.Server):
 
 @dataclass(frozen=True, slots=True)
 class RunningGateway:
-    """A gateway that serves. Call `drain`, then `close`, which lets clients receive the last bytes."""
+    """A gateway that serves. Call `leave`, then `close`, which lets clients receive the last bytes."""
 
     gateway: Gateway
     _work: StoredWork
+    _connections: ConnectionLimits
     _server: _Server
     _serving: asyncio.Task[None]
 
-    async def drain(self, timeout_s: float) -> None:
-        """Wait until running answers are finished. Cancelling this call cuts the answers short."""
-        paused = asyncio.create_task(self._work.runner.stop(timeout_s))
+    async def leave(self, server: ServerConfig) -> None:
+        """Fail /ready at once, take requests for `lame_duck_s` more, then refuse new ones and wait until running
+        answers are finished. Cancelling this call cuts the answers short."""
+        self._connections.is_leaving = True
+        self.gateway.leave()
+        drain_s = 0.0
         try:
-            await self.gateway.drain(timeout_s)
+            await asyncio.sleep(server.lame_duck_s)
+            drain_s = server.drain_timeout
         finally:
-            await paused
+            paused = asyncio.create_task(self._work.runner.stop(drain_s))
+            try:
+                await self.gateway.drain(drain_s)
+            finally:
+                await paused
 
     async def close(self) -> None:
         self._server.should_exit = True
@@ -114,7 +123,7 @@ async def open_gateway(
         work = StoredWork(database, data_dir(config.store))
         gateway.images.files = work.files
         http, websocket, connections = bounded_protocols(config.server)
-        gateway.metrics.register(connections)
+        gateway.metrics.register(connections.metrics)
         gateway.metrics.register(PoolMetrics(control))
         gateway.metrics.register(ReplicaMetrics(fleet))
         cluster = ClusterEndpoints(control, database, external=gateway.catalogue.external)
@@ -136,7 +145,7 @@ async def open_gateway(
         # The objects built so far live as long as the process; frozen, they cost the garbage collector nothing.
         gc.collect()
         gc.freeze()
-        yield RunningGateway(gateway, work, server, serving)
+        yield RunningGateway(gateway, work, connections, server, serving)
 
 
 def _build_server(

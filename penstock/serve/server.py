@@ -133,7 +133,7 @@ async def _serve_here(
     is_open: bool,
     announce: Callable[[EngineReady | None], None],
 ) -> None:
-    stop = _stop_event()
+    stop = stop_event()
     fleet = Fleet(
         DispatchConfig(routing_policy=config.cluster.routing_policy),
         starts_on_demand=config.scaling.min_replicas == 0,
@@ -160,9 +160,9 @@ async def _serve_here(
         async with open_gateway(config, fleet, listener, is_open=is_open, control=link) as running:
             announce(ready)
             await stop.wait()
-            _announce_drain(config.server)
-            stop.clear()  # a second signal cuts the drain short
-            await until(running.drain(config.server.drain_timeout), stop)
+            announce_leave(config.server)
+            stop.clear()  # a second signal cuts answers short
+            await until(running.leave(config.server), stop)
             await running.close()
 
 
@@ -173,7 +173,7 @@ async def _serve_by_workers(
     is_open: bool,
     announce: Callable[[EngineReady | None], None],
 ) -> None:
-    stop = _stop_event()
+    stop = stop_event()
     # The workers reload the settings file on SIGHUP. The parent ignores the signal, which would end it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     async with contextlib.AsyncExitStack() as stack:
@@ -192,17 +192,19 @@ async def _serve_by_workers(
             return
         announce(launched[0] if launched else None)
         await stop.wait()
-        _announce_drain(config.server)
+        announce_leave(config.server)
         stop.clear()
         if await until(workers.drain(), stop) is None:
             await workers.cut_short()
 
 
-def _announce_drain(server: ServerConfig) -> None:
+def announce_leave(server: ServerConfig) -> None:
+    if server.lame_duck_s:
+        logger.info("leaving: /ready fails, requests are taken for %.0f s more", server.lame_duck_s)
     logger.info("draining: running answers get %.0f s to finish", server.drain_timeout)
 
 
-def _stop_event() -> asyncio.Event:
+def stop_event() -> asyncio.Event:
     """Return an event that SIGINT and SIGTERM set."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

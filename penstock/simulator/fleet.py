@@ -211,7 +211,7 @@ class SimulatedFleet:
                 models=frozenset({MODEL}),
                 state=member.state,
                 block_size=self._block_size,
-                num_kv_blocks=member.replica.cache.num_blocks,
+                num_kv_blocks=member.replica.cache.num_memory_blocks,
                 max_step_tokens=self._max_step_tokens,
             ),
             model=MODEL,

@@ -65,6 +65,7 @@ def build_scheduler(header: LogHeader) -> Scheduler:
         num_host_blocks=header.num_host_blocks,
         halves_blocks=header.halves_blocks,
         states=header.states,
+        windows=header.windows,
     )
     return Scheduler(
         header.config,
@@ -74,6 +75,7 @@ def build_scheduler(header: LogHeader) -> Scheduler:
         block_copy_s=header.block_copy_s,
         tile_tokens=header.tile_tokens,
         image_cache_tokens=header.image_cache_tokens,
+        masks_late=header.masks_late,
     )
 
 

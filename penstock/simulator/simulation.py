@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.control.autoscaler import Autoscaler, AutoscalerConfig
 from penstock.core.engine_config import CacheConfig, SchedulerConfig
-from penstock.core.plan import StateSlots
+from penstock.core.plan import StateSlots, WindowLayout
 from penstock.dispatch import DispatchConfig, Dispatcher
 from penstock.kvcache import KVCache
 from penstock.router import ReplicaState
@@ -36,6 +36,7 @@ class ReplicaConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     draft_acceptance: float | None = None  # the chance of each drafted token; None: no speculation
     states: StateSlots | None = None  # of a model whose layers have a fixed state, which takes no drafts
+    windows: WindowLayout | None = None  # of a model whose layers have windows
 
     def build(self) -> SimulatedReplica:
         cache = KVCache(
@@ -44,6 +45,7 @@ class ReplicaConfig:
             enable_prefix_caching=self.cache.enable_prefix_caching,
             max_pinned_fraction=self.cache.max_pinned_fraction,
             states=self.states,
+            windows=self.windows,
         )
         config = self.scheduler
         if self.draft_acceptance is None or self.states is not None:

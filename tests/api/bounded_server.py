@@ -13,7 +13,7 @@ import uvicorn
 
 from penstock.api.app import create_app
 from penstock.api.http.access_log import RequestLog
-from penstock.api.http.protocol import ConnectionMetrics, bounded_protocols
+from penstock.api.http.protocol import ConnectionLimits, ConnectionMetrics, bounded_protocols
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason
 from penstock.gateway.accounts import Accounts
@@ -46,6 +46,7 @@ class ThreadedEngine(FakeEngine):
 
 class BoundedServed(Served):
     connections: ConnectionMetrics
+    limits: ConnectionLimits
 
 
 @contextmanager
@@ -82,7 +83,8 @@ def bounded_server(
     while not server.started:
         time.sleep(0.005)
     served = BoundedServed(engine, gateway, server.servers[0].sockets[0].getsockname()[1])
-    served.connections = connections
+    served.limits = connections
+    served.connections = connections.metrics
     try:
         yield served
     finally:

@@ -430,7 +430,13 @@ def tool_result(content: Any = "x") -> dict[str, Any]:
         ({"tools": [{"name": "a"}]}, "tools.0.input_schema"),
         ({"tools": [{"name": "a", "input_schema": {"type": "array"}}]}, "tools.0.input_schema"),
         ({"tools": [TIME, TIME]}, "differ"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "no tools of its own"),
+        (
+            {
+                "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+                "tool_choice": {"type": "tool", "name": "web_search"},
+            },
+            "together with tools",
+        ),
         ({"tool_choice": {"type": "any"}}, "together with tools"),
         ({"tools": [TIME], "tool_choice": {"type": "tool", "name": "f"}}, "no tool 'f'"),
         ({"tools": [TIME], "tool_choice": {"type": "some"}}, "tool_choice"),
@@ -565,3 +571,29 @@ def test_a_reader_that_leaves_ends_the_request(serve: Serve) -> None:
     next(iter(stream))
     stream.close()
     served.wait_until(lambda: len(served.engine.aborted) == 1)
+
+
+def test_tools_that_a_provider_would_run_are_skipped_and_named(serve: Serve) -> None:
+    served = serve(scripted("ok", template=TOOL_TEMPLATE))
+    searched: Any = [
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "text", "text": "found"},
+    ]
+    raw = sdk(served).messages.with_raw_response.create(
+        model="bytes",
+        max_tokens=20,
+        messages=[
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": searched},
+            {"role": "user", "content": "go on"},
+        ],
+        tools=[TIME, {"type": "web_search_20250305", "name": "web_search"}],
+        tool_choice={"type": "auto"},
+        extra_body={"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "m"}]},
+    )
+    for name in ("web_search_20250305", "mcp_servers", "server_tool_use", "web_search_tool_result"):
+        assert f"'{name}'" in raw.headers["warning"]
+    prompt = prompt_of(served.engine.added[-1])
+    assert "found" in prompt
+    assert "web_search" not in prompt

@@ -290,7 +290,7 @@ NEEDED = {
             *(
                 "/v1/rerank",
                 "/rerank",
-                "/v2/rerank",
+                *("/v2/embed", "/v2/rerank"),
                 "/v1/score",
                 "/score",
                 "/v1/classify",

@@ -16,6 +16,7 @@ import pytest
 
 from penstock.core.request import Request, Tier
 from tests.api.stored_work import ServedWork, serving_work
+from tests.api.test_scoring import cross_encoder
 from tests.gateway.fake_engine import FakeEngine, script_text
 
 
@@ -273,7 +274,7 @@ def test_a_batch_that_is_not_valid(served: ServedWork) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"endpoint": "/v1/moderations"},
+        {"endpoint": "/v1/images/generations"},
         {"endpoint": "/v1/files"},
         {"completion_window": "1h"},
         {"metadata": {"k": "v" * 600}},
@@ -464,3 +465,28 @@ def test_cancelling_a_message_batch(tmp_path: Path) -> None:
         assert (counts.succeeded, counts.canceled, counts.processing) == (32, 1, 0)
         outcomes = [result.result.type for result in sdk.messages.batches.results(batch.id)]
         assert sorted(outcomes) == ["canceled"] + ["succeeded"] * 32
+
+
+def test_batches_of_scoring_routes(tmp_path: Path) -> None:
+    bodies = {
+        "/v1/rerank": {"query": "abcd", "documents": ["x", "abc"], "top_n": 1},
+        "/v1/score": {"text_1": "abcd", "text_2": "abc"},
+        "/v1/moderations": {"input": "hi"},
+    }
+    with serving_work(cross_encoder(), tmp_path) as served:
+        sdk = served.openai()
+        answers = []
+        for path, body in bodies.items():
+            line = {"custom_id": "a", "method": "POST", "url": path, "body": body}
+            batch: Any = sdk.batches.create(
+                input_file_id=upload(sdk, [line]),
+                endpoint=path,  # type: ignore[arg-type]
+                completion_window="24h",
+            )
+            batch = until_over(sdk, batch.id)
+            (result,) = read_lines(sdk, batch.output_file_id or batch.error_file_id)
+            answers.append(result["response"])
+    ranked, scored, moderated = answers
+    assert ranked["body"]["results"][0]["index"] == 1
+    assert scored["body"]["data"][0]["score"] == ranked["body"]["results"][0]["relevance_score"]
+    assert moderated["status_code"] in (200, 404), "as the route answers without a batch"

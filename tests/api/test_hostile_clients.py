@@ -327,3 +327,16 @@ async def test_requests_survive_a_crowd_of_idle_sockets() -> None:
         for crowd in opened:
             if crowd != 503:
                 await crowd.close()
+
+
+def test_a_leaving_server_takes_requests_and_ends_each_connection_after_its_answer() -> None:
+    with bounded_server(FakeEngine(script_text("fine"))) as served:
+        with httpx.Client(base_url=served.url) as client:
+            assert "connection" not in client.get("/ready").headers
+            served.gateway.leave()
+            served.limits.is_leaving = True
+            assert client.get("/ready").status_code == 503
+            assert client.get("/health").status_code == 200
+            answer = client.post("/v1/completions", json={"prompt": "x"})
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert answer.json()["choices"][0]["text"] == "fine"

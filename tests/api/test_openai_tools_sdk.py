@@ -365,3 +365,96 @@ def test_a_share_of_nothing_is_the_most_probable_token(serve: Serve) -> None:
     served.sdk().chat.completions.create(model="bytes", messages=messages, top_p=0, temperature=1)
     sampling = served.engine.added[-1].sampling
     assert (sampling.temperature, sampling.top_p) == (0.0, 1.0)
+
+
+NOTE: Any = {"type": "custom", "custom": {"name": "note", "description": "Writes a note."}}
+CUSTOM_CALLS = (
+    '<tool_call>\n{"name": "note", "arguments": {"input": "say \\"hi\\"\\nté"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+)
+
+
+def test_a_custom_tool_is_called_with_text(serve: Serve) -> None:
+    served = serve(scripted(CUSTOM_CALLS, template=TOOL_TEMPLATE))
+    sdk = served.sdk()
+    (choice,) = sdk.chat.completions.create(model="bytes", messages=[USER], tools=[NOTE, TIME]).choices
+    first, second = choice.message.tool_calls or ()
+    assert choice.finish_reason == "tool_calls"
+    assert (first.type, first.custom.name, first.custom.input) == ("custom", "note", 'say "hi"\nté')
+    assert (second.type, second.function.name) == ("function", "get_time")
+    calls: list[Any] = []
+    for chunk in sdk.chat.completions.create(model="bytes", messages=[USER], tools=[NOTE, TIME], stream=True):
+        calls += chunk.choices[0].delta.tool_calls or ()
+    assert [call.index for call in calls[:2]] == [0, 1]
+    assert (calls[0].id, calls[0].type) != (None, None)
+    assert calls[0].model_dump()["custom"] == {"name": "note", "input": 'say "hi"\nté'}
+    messages: Any = [
+        USER,
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": first.id, "content": "noted"},
+        {"role": "tool", "tool_call_id": second.id, "content": "noon"},
+    ]
+    sdk.chat.completions.create(model="bytes", messages=messages, tools=[NOTE, TIME])
+    text = prompt_of(served.engine.added[-1])
+    assert '{"name": "note", "arguments": {"input": "say \\"hi\\"\\nté"}}' in text
+
+
+def test_a_custom_tool_can_be_chosen_and_bound(serve: Serve) -> None:
+    served = serve(scripted(CUSTOM_CALLS))
+    grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-z]+"}}
+    bound: Any = {"type": "custom", "custom": {"name": "note", "format": grammar}}
+    for choice in (
+        {"type": "custom", "custom": {"name": "note"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "required", "tools": [{"type": "custom", "custom": {"name": "note"}}]},
+        },
+    ):
+        served.sdk().chat.completions.create(
+            model="bytes", messages=[USER], tools=[bound, TIME], tool_choice=choice
+        )
+        sampling = served.engine.added[-1].sampling
+        assert sampling.grammar is not None
+        tags = msgspec.json.decode(sampling.grammar.text, type=StructuralTags)
+        assert [_name(structure.begin) for structure in tags.structures] == ["note"]
+        assert tags.structures[0].schema["properties"]["input"]["pattern"] == "^(?:[a-z]+)$"
+
+
+def test_hosted_tools_in_a_chat_are_skipped_and_named(serve: Serve) -> None:
+    served = serve(scripted("ok"))
+    tools: Any = [{"type": "web_search"}, TIME]
+    raw = served.sdk().chat.completions.with_raw_response.create(model="bytes", messages=[USER], tools=tools)
+    assert "web_search" in raw.headers["warning"]
+    assert "web_search" in raw.http_response.json()["warnings"][0]["message"]
+
+
+@pytest.mark.parametrize("choice", [None, "auto", {"name": "weather"}], ids=["open", "auto", "named"])
+def test_the_older_functions_are_called_in_their_own_form(serve: Serve, choice: Any) -> None:
+    served = serve(scripted(TWO_CALLS))
+    asked: Any = {"model": "bytes", "messages": [USER], "functions": [WEATHER["function"], {"name": "f"}]}
+    if choice is not None:
+        asked["function_call"] = choice
+    sdk = served.sdk()
+    (answer,) = sdk.chat.completions.create(**asked).choices
+    assert answer.finish_reason == "function_call"
+    assert answer.message.tool_calls is None
+    called = answer.message.function_call
+    assert called is not None
+    assert (called.name, called.arguments) == ("weather", '{"city": "Paris"}')
+    chunks = [chunk.choices[0] for chunk in sdk.chat.completions.create(**asked, stream=True)]
+    parts = [chunk.delta.function_call for chunk in chunks if chunk.delta.function_call]
+    assert [part.name for part in parts if part.name] == ["weather"]
+    assert "".join(part.arguments or "" for part in parts) == '{"city": "Paris"}'
+    assert chunks[-1].finish_reason == "function_call"
+
+
+def test_answers_and_results_without_text_and_parts_of_the_responses_api(serve: Serve) -> None:
+    served = serve(scripted("ok"))
+    messages: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "one"}]},
+        {"role": "assistant", "content": None},
+        {"role": "tool", "tool_call_id": "c", "content": None},
+        {"role": "user", "content": "two"},
+    ]
+    served.sdk().chat.completions.create(model="bytes", messages=messages)
+    assert "<|user|>one" in prompt_of(served.engine.added[-1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -13,9 +15,10 @@ from websockets.sync.client import connect
 
 from penstock.core.errors import EngineUnavailable
 from penstock.core.gateway_config import ServerConfig
+from penstock.core.request import Request
 from tests.api.conftest import Serve
 from tests.api.scripted import TOOL_TEMPLATE, prompt_of, scripted
-from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.fake_engine import CHAT_TEMPLATE, FakeEngine
 
 ENDS = {"response.completed", "response.incomplete", "response.failed", "error"}
 
@@ -99,7 +102,8 @@ def test_lanes_and_tools(serve: Serve) -> None:
             "tools",
         ),
         ({"type": "response.create", "input": "x", "model": "never"}, "model"),
-        ({"type": "response.steer", "input": [], "previous_response_id": "x"}, "type"),
+        ({"type": "response.inject", "input": []}, "type"),
+        ({"type": "response.steer", "input": []}, None),
         ({}, None),
         ([], None),
         ({"type": "response.create", "model": "bytes", "input": "x" * 90_000}, "input"),
@@ -151,3 +155,90 @@ def test_keys_are_asked_for_and_requests_are_bounded(serve: Serve) -> None:
             connection.response.create(model="bytes", input="x")
         (error,) = events_of(connection)
         assert (error.type, error.status) == ("error", 429)
+
+
+def paused(
+    answer: Callable[[Request], str], template: str = TOOL_TEMPLATE
+) -> tuple[FakeEngine, Callable[[], None]]:
+    """An engine that stops after the first token of the first request, and what lets the engine go on."""
+    engine = scripted(answer, template=template)
+    play, rest = engine._play, []
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    def stop_once(request_id: str, news: list[Any]) -> None:
+        if len(engine.added) == 1 and not loops and len(news) < len(answer(engine.added[0])):
+            loops.append(asyncio.get_running_loop())
+            rest.append((request_id, news))
+        else:
+            play(request_id, news)
+
+    engine._play = stop_once  # type: ignore[method-assign]
+    return engine, lambda: loops[0].call_soon_threadsafe(play, *rest[0]) and None
+
+
+def until(connection: ResponsesConnection, *kinds: str) -> Any:
+    event: Any = connection.recv()
+    while event.type not in kinds:
+        event = connection.recv()
+    return event
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_response_is_steered(serve: Serve, store: bool) -> None:
+    engine, go_on = paused(lambda request: f"answer {len(engine.added)}", CHAT_TEMPLATE)
+    with serve(engine).sdk().responses.connect() as connection:
+        connection.response.create(model="bytes", input="one", store=store, stream_id="lane")
+        first = until(connection, "response.created").response.id
+        for text in ("two", "three"):
+            connection.response.steer(previous_response_id=first, input=text)
+            accepted = until(connection, "response.steer.accepted")
+            assert accepted.steer.previous_response_id == first
+            assert accepted.stream_id == "lane"
+        go_on()
+        assert until(connection, "response.completed").response.id == first
+        second = until(connection, "response.created").response
+        assert second.previous_response_id == first
+        assert until(connection, "response.completed").response.output_text == "answer 2"
+        connection.response.steer(previous_response_id=second.id, input="late")
+        failed = until(connection, "response.steer.failed")
+        assert (failed.error.code, failed.steer.input) == ("response_already_completed", "late")
+    assert prompt_of(engine.added[-1]) == (
+        "<|user|>one<|end|><|assistant|>answer 1<|end|><|user|>two<|end|><|user|>three<|end|><|assistant|>"
+    )
+
+
+def test_steering_waits_for_results_of_tools(serve: Serve) -> None:
+    call = '<tool_call>{"name": "find", "arguments": {}}</tool_call>'
+    engine, go_on = paused(lambda request: call if len(engine.added) == 1 else "done")
+    tool: Any = {"type": "function", "name": "find", "parameters": {}, "strict": False}
+    with serve(engine).sdk().responses.connect() as connection:
+        connection.response.create(model="bytes", input="one", tools=[tool])
+        first = until(connection, "response.created").response.id
+        connection.response.steer(previous_response_id=first, input="two")
+        until(connection, "response.steer.accepted")
+        go_on()
+        pending = until(connection, "response.steer.pending")
+        (stub,) = pending.required_input
+        assert (stub.type, stub.name) == ("function_call_output", "find")
+        output: Any = {"type": "function_call_output", "call_id": stub.call_id, "output": "found"}
+        connection.response.create(model="bytes", input=[output], tools=[tool], previous_response_id=first)
+        assert until(connection, "response.completed").response.output_text == "done"
+    text = prompt_of(engine.added[-1])
+    assert text.index("two") < text.index("found")
+
+
+@pytest.mark.parametrize(
+    ("input", "code"),
+    [
+        ([{"role": "assistant", "content": "x"}], "invalid_input"),
+        ([], "invalid_input"),
+        ("x", "response_not_found"),
+    ],
+    ids=["another role", "nothing", "an unknown response"],
+)
+def test_steering_that_is_refused(serve: Serve, input: Any, code: str) -> None:
+    with serve(scripted("ok")).sdk().responses.connect() as connection:
+        connection.response.steer(previous_response_id="resp_x", input=input)
+        failed: Any = connection.recv()
+        assert (failed.type, failed.error.code) == ("response.steer.failed", code)
+        assert failed.steer.previous_response_id == "resp_x"

@@ -386,3 +386,32 @@ async def test_every_request_is_in_the_ledger_under_its_endpoint() -> None:
 def test_a_card_survives_the_wire() -> None:
     card: ModelCard = engine_ready(model_card(pooler=LABELS, generates=False)).model
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(card), type=ModelCard) == card
+
+
+async def test_texts_are_embedded_in_coheres_shape() -> None:
+    engine = engine_for(letters, PoolerCard(prompts={"query": "q: "}, source="modules.json"), 4)
+    async with direct_client(engine) as client:
+        body = {"model": "bytes", "texts": ["a", "bb"], "input_type": "search_query"}
+        whole = (await client.post("/v2/embed", json={**body, "embedding_types": ["float", "base64"]})).json()
+        parts = [{"content": [{"type": "text", "text": text}]} for text in ("a", "bb")]
+        same = (await client.post("/v2/embed", json={"inputs": parts, "input_type": "search_query"})).json()
+        refused = [
+            await client.post("/v2/embed", json=bad)
+            for bad in (
+                {"model": "bytes"},
+                {**body, "inputs": parts},
+                {**body, "embedding_types": ["int8"]},
+                {**body, "images": ["data:"]},
+                {"inputs": [{"content": [{"type": "image_url"}]}]},
+                {**body, "texts": ["x" * 9000], "truncate": "NONE"},
+            )
+        ]
+        cut = await client.post("/v2/embed", json={**body, "texts": ["x" * 9000]})
+    assert bytes(engine.added[0].prompt_token_ids[1:-1]) == b"q: a"
+    assert whole["embeddings"]["float"] == same["embeddings"]["float"]
+    for vector, text in zip(whole["embeddings"]["float"], whole["embeddings"]["base64"], strict=True):
+        assert list(struct.unpack("<4f", base64.b64decode(text))) == pytest.approx(vector)
+    assert (whole["response_type"], whole["texts"]) == ("embeddings_by_type", ["a", "bb"])
+    assert whole["meta"]["billed_units"]["input_tokens"] > 0
+    assert {(each.status_code, *each.json()) for each in refused} == {(400, "id", "message")}
+    assert cut.status_code == 200

@@ -99,6 +99,15 @@ CLIENTS: tuple[Client, ...] = (
         model=AGENT,
     ),
     Client(
+        "cohere",
+        "cohere (Python)",
+        "cohere_client.py",
+        ("errors", "other"),
+        "cohere",
+        pip=("cohere>=5,<8",),
+        model="all-minilm-l6-v2",
+    ),
+    Client(
         "curl",
         "curl",
         "curl.sh",

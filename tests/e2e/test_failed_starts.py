@@ -42,24 +42,10 @@ def sentence(done: subprocess.CompletedProcess[str]) -> str:
     return error.removeprefix("Error:").strip()
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (json.dumps({**LLAMA, "architectures": ["StrangerForCausalLM"]}), "StrangerForCausalLM"),
-        (json.dumps(LLAMA), "has neither model.safetensors nor"),
-        ("{", "config.json cannot be read as JSON"),
-    ],
-    ids=["unknown architecture", "no weights", "broken config.json"],
-)
-def test_a_folder_that_cannot_be_served(tmp_path: Path, config: str, expected: str) -> None:
-    assert expected in sentence(run("serve", folder_with(tmp_path, config), "--port", "0"))
-
-
-def test_a_context_beyond_the_model(tmp_path: Path) -> None:
-    flags = ("--load-format", "random", "--max-model-len", "129", "--port", "0")
-    reason = sentence(run("serve", folder_with(tmp_path, json.dumps(LLAMA)), *flags))
-    assert "129" in reason
-    assert "128 positions" in reason
+def test_a_folder_that_cannot_be_served(tmp_path: Path) -> None:
+    """The reasons themselves are tested where they arise: tests/models/test_load.py, tests/engine/test_device.py."""
+    done = run("serve", folder_with(tmp_path, json.dumps(LLAMA)), "--port", "0")
+    assert "has neither model.safetensors nor" in sentence(done)
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a CUDA device")
@@ -68,14 +54,6 @@ def test_a_device_that_is_not_there(tmp_path: Path) -> None:
     done = run("serve", folder_with(tmp_path, json.dumps(LLAMA)), *flags)
     assert "no CUDA device" in sentence(done)
     assert "Hint: Try --device auto." in done.stderr
-
-
-@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a CUDA device")
-def test_a_cache_beyond_the_memory_of_the_machine(tmp_path: Path) -> None:
-    flags = ("--load-format", "random", "--kv-cache-memory", "900GiB", "--port", "0")
-    done = run("serve", folder_with(tmp_path, json.dumps(LLAMA)), *flags)
-    assert "There is no memory for a KV cache" in sentence(done)
-    assert "Hint: Lower --kv-cache-memory" in done.stderr
 
 
 def test_chat_shows_the_reason_and_the_hint_of_the_server_it_started(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 QUESTION = {
     "messages": [{"role": "user", "content": "Tell me about the sea."}],
     "temperature": 0,
-    "max_tokens": 300,
+    "max_tokens": 80,
     "ignore_eos": True,
     "stream": True,
 }

@@ -50,7 +50,8 @@ def test_a_kept_prompt_survives_memory_pressure_until_its_time(chat_model: Path)
         assert sum(call.use.written_tokens) == 0
         assert call.cached_tokens >= call.use.read_tokens
     assert demonstration.num_blocks_from_host > 0, "part of it was meant to come back from host memory"
-    assert late.cached_tokens == late.use.read_tokens == 0
+    # What was retained is an ordinary prefix now, which host memory may still hold.
+    assert late.use.read_tokens == 0
     assert first.token_ids == second.token_ids == pressed.token_ids == late.token_ids
 
 

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from .conftest import PENSTOCK, RunningServer
+from penstock.cli.app import penstock
+
+from .conftest import RunningServer
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -38,8 +41,8 @@ def test_every_command_of_the_table_exists() -> None:
     for command, subcommands in commands:
         names = subcommands.split("\\|") if "\\|" in subcommands else [None]
         for name in names:
-            call = [PENSTOCK, command, *([name] if name else []), "--help"]
-            assert subprocess.run(call, capture_output=True, timeout=60).returncode == 0, call
+            call = [command, *([name] if name else []), "--help"]
+            assert CliRunner().invoke(penstock, call).exit_code == 0, call
 
 
 def test_the_two_make_commands_exist() -> None:

@@ -77,21 +77,21 @@ def test_a_repeated_prompt_reports_cached_tokens(client: openai.OpenAI) -> None:
 def test_seeded_samples_repeat_and_differ_by_seed(client: openai.OpenAI) -> None:
     def sample(seed: int) -> str:
         answer = client.chat.completions.create(
-            model="smollm2-135m", messages=QUESTION, temperature=1.0, seed=seed, max_tokens=24
+            model="smollm2-135m", messages=QUESTION, temperature=1.0, seed=seed, max_tokens=12
         )
         return answer.choices[0].message.content
 
     assert sample(1) == sample(1)
-    assert len({sample(seed) for seed in range(4)}) > 1
+    assert len({sample(seed) for seed in range(3)}) > 1
 
 
 async def test_answers_do_not_depend_on_who_shares_the_batch(server: RunningServer) -> None:
     client = openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-    prompts = [f"Here is a story about the number {n}:" for n in range(12)]
+    prompts = [f"Here is a story about the number {n}:" for n in range(8)]
 
     async def complete(prompt: str) -> str:
         answer = await client.completions.create(
-            model="smollm2-135m", prompt=prompt, temperature=0, max_tokens=24
+            model="smollm2-135m", prompt=prompt, temperature=0, max_tokens=12
         )
         return answer.choices[0].text
 
@@ -152,7 +152,7 @@ def test_a_stream_outlives_its_engine(default_model: str, mortal_server: Running
     engine = next(
         int(pid) for pid in children if b"cluster.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
-    body = {"model": default_model, "prompt": "Once", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+    body = {"model": default_model, "prompt": "Once", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
     undisturbed = httpx.post(server.url + "/v1/completions", json=body, timeout=60).json()
     parts = []
     url = server.url + "/v1/completions"

@@ -169,9 +169,9 @@ class Shelf:
             self.loaded.remove(unused[0])
         return True
 
-    def load(self, digest: str, weights: str) -> None:
-        assert digest == weights
-        self.loaded.append(digest)
+    def load(self, adapter: Adapter, weights: str) -> None:
+        assert adapter.digest == weights
+        self.loaded.append(adapter.digest)
         assert len(self.loaded) <= self.room
 
     def touch(self, digest: str) -> None:

@@ -272,3 +272,23 @@ def test_states_that_do_not_fit_are_named_with_their_sizes() -> None:
         ConfigError, match=r"take 1\.0 MiB for each request, and 1\.0 MiB of memory .* beside keys"
     ):
         cache_sizes(config, state_model(2, 1 << 20), choose_ops(config))
+
+
+def test_images_take_their_memory_from_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both the memory of the largest image while it is encoded, and that of encoded images."""
+    encoded: list[tuple[int, int]] = []
+    vision: Any = SimpleNamespace(
+        tiles_at_once=4,
+        largest=lambda max_tokens: SimpleNamespace(num_tiles=7, max_tokens=max_tokens),
+        encode=lambda pixels, first, count: encoded.append((pixels.max_tokens, count)),
+    )
+    allocated = {"memory_allocated": 5 << 20, "max_memory_allocated": 45 << 20}
+    for name, value in {**allocated, "reset_peak_memory_stats": None, "empty_cache": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(device_module, "_gpu_memory_left", lambda *_: 200 << 20)
+    ops: Any = SimpleNamespace(device=torch.device("cuda"))
+    model: Any = SimpleNamespace(max_model_len=512)
+    config = EngineConfig(model=ModelConfig(model="m"), cache=CacheConfig(image_cache_memory="60MiB"))
+    assert device_module._cache_memory(config, model, ops, vision) == 100 << 20
+    assert encoded == [(512, 4)]
+    assert device_module._cache_memory(config, model, ops, None) == 200 << 20

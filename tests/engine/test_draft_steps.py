@@ -13,14 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.core.clock import SystemClock
 from penstock.core.errors import InvalidRequest
-from penstock.core.hashing import adapter_digest
 from penstock.core.plan import NOT_A_NUMBER, OUT_OF_MEMORY, PREDICTION, Chunk, SampledToken, StepPlan
-from penstock.core.request import Adapter, FinishReason, Request
+from penstock.core.request import FinishReason, Request
 from penstock.engine import decoder
 from penstock.engine.batch import BatchRows, Staging, halves
 from penstock.engine.drafters.lookup import LookupDrafter
@@ -30,7 +28,16 @@ from penstock.kernels.interface import AttentionBatch, KVStore
 from penstock.models.families.llama import Llama
 
 from .drafting import KnowingDrafter, answer, answers, num_accepted, speculate
-from .tiny import VOCAB_SIZE, request, run, teach_short_answers, tiny_engine, tokens, write_tiny_model
+from .tiny import (
+    VOCAB_SIZE,
+    request,
+    run,
+    teach_short_answers,
+    tiny_engine,
+    tokens,
+    write_tiny_adapter,
+    write_tiny_model,
+)
 
 rng = random.Random(12)
 PROMPTS = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (40, 90, 20, 70)]
@@ -262,27 +269,9 @@ def test_a_prediction_of_tokens_that_the_model_does_not_have_is_refused(model: P
         engine.loop.add(wrong)
 
 
-def write_adapter(folder: Path, seed: int) -> Adapter:
-    torch.manual_seed(seed)
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(
-        '{"peft_type": "LORA", "r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "down_proj"]}'
-    )
-    save_file(
-        {
-            f"base_model.model.model.layers.{layer}.{name}.lora_{letter}.weight": torch.randn(shape) * 0.3
-            for layer in range(2)
-            for name, inputs in (("self_attn.q_proj", 64), ("mlp.down_proj", 96))
-            for letter, shape in (("A", (4, inputs)), ("B", (64, 4)))
-        },
-        folder / "adapter_model.safetensors",
-    )
-    return Adapter(name=folder.name, path=str(folder), digest=adapter_digest(folder))
-
-
 @pytest.mark.parametrize("spoiled", [0.0, 0.5])
 def test_adapters(model: Path, tmp_path: Path, spoiled: float) -> None:
-    adapters = [write_adapter(tmp_path / "a", 1), write_adapter(tmp_path / "b", 2), None]
+    adapters = [write_tiny_adapter(tmp_path / "a", 1), write_tiny_adapter(tmp_path / "b", 2), None]
     drawn: dict[str, Any] = {"temperature": 1.0, "seed": 4}
     requests = [
         replace(request(f"{n}-{name}", PROMPTS[n], 16, logprobs=1, **sampling), adapter=adapter)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.errors import ConfigError, ModelLoadError
@@ -120,11 +121,19 @@ def test_an_interrupted_training_goes_on(
         torch.testing.assert_close(resumed.head.state_dict()[name], tensor)
 
 
-def test_damaged_remains_are_refused(model: Path, tmp_path: Path) -> None:
+def test_damaged_remains_and_those_of_another_model_are_refused(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "head"
     train(model, output, epochs=1)
+    for name, changes in (("wide", {"hidden_size": 128}), ("short", {"vocab_size": 16})):
+        other = write_tiny_model(tmp_path / name, **changes)
+        with pytest.raises(ConfigError, match="another model"):
+            train(other, output, epochs=2, resume=True)
     (output / "training.pt").write_bytes(b"damaged")
     with pytest.raises(ModelLoadError, match="cannot be resumed"):
+        train(model, output, epochs=2, resume=True)
+    columns = load_file(output / TEXTS)
+    save_file({**columns, "token_ids": columns["token_ids"][:-1].clone()}, output / TEXTS)
+    with pytest.raises(ModelLoadError, match="parts do not fit"):
         train(model, output, epochs=2, resume=True)
     (output / TEXTS).write_bytes(b"damaged")
     with pytest.raises(ModelLoadError, match="cannot be read"):

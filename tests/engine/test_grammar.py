@@ -234,6 +234,16 @@ def test_a_clients_own_grammar_calls_tokens_by_their_names(engine: Engine) -> No
     assert tokens(answer) == [CALL_TOKENS["<tool_call>"], *b"<tool_call><tool_call>", END]
 
 
+def test_with_two_steps_in_flight_constrained_requests_take_part_in_all(model: Path) -> None:
+    engine = tiny_engine(model, steps_in_flight=2)
+    digits = Grammar("regex", "[0-9]{30}")
+    free = constrained("free", None, max_tokens=36, ignore_eos=True)
+    events = run(engine, [constrained("bound", digits), free])
+    assert len(tokens(events["bound"])) == 31
+    # Every other step would make 62. Masks may be late now and then, on a busy machine.
+    assert engine.loop.stats().num_steps < 50
+
+
 MIX = [
     constrained(f"{kind}-{n}", grammar, 40, seed=n, frequency_penalty=0.2 * (n % 2), logprobs=n % 3 or None)
     for n in range(3)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from torch import Tensor
 
-from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import CacheConfig, Device, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.plan import StepPlan
 from penstock.core.request import FinishReason, Request, SamplingParams
@@ -22,6 +22,7 @@ from penstock.engine.build import Engine, build_engine
 from penstock.gateway.images import checked_image
 from penstock.gateway.models.served_model import PreparedPrompt, ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart
+from penstock.kvcache.cache import blocks_of_context
 from tests.engine.tiny import run, teach_short_answers, tokens
 from tests.models.vision_checkpoints import CHECKPOINTS, TinyVision, make_vision, picture, png
 
@@ -29,9 +30,11 @@ NUM_TOKENS = 8
 PICTURES = (picture(90, 60, 1), picture(40, 100, 2))
 
 
-def vision_engine(model: TinyVision, num_kv_blocks: int = 256, **scheduler: Any) -> Engine:
+def vision_engine(
+    model: TinyVision, num_kv_blocks: int = 256, device: Device = "cpu", **scheduler: Any
+) -> Engine:
     config = EngineConfig(
-        model=ModelConfig(model=str(model.folder), device="cpu", dtype="float32"),
+        model=ModelConfig(model=str(model.folder), device=device, dtype="float32"),
         cache=CacheConfig(num_kv_blocks=num_kv_blocks),
         scheduler=SchedulerConfig(**{"itl_target_ms": None, **scheduler}),
         speculate="off",
@@ -76,7 +79,10 @@ class Case:
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     model = make_vision(request.param, tmp_path_factory.mktemp("vision") / request.param)
-    engine = vision_engine(model)
+    return make_case(model, vision_engine(model))
+
+
+def make_case(model: TinyVision, engine: Engine) -> Case:
     served = ServedModel(engine.ready, GatewayConfig())
     prompts, answers = [], []
     for images in (PICTURES[:1], PICTURES, ()):
@@ -109,11 +115,24 @@ def test_answers_are_those_of_transformers(case: Case) -> None:
     assert stats.image_encoder_s > 0
 
 
+def test_the_largest_image_is_as_large_as_the_model_sees(case: Case) -> None:
+    executor: Any = case.engine.loop.executor
+    vision = executor._images.vision
+    pixels = vision.largest(64)
+    made = vision.encode(pixels, 0, min(vision.tiles_at_once, pixels.num_tiles))
+    assert sum(len(rows) for rows in made) == pixels.num_rows
+    assert pixels.num_tiles >= max(image.num_tiles for prompt in case.prompts for image in prompt.images)
+    if "patch_size" in vision.card.numbers:
+        assert 16 <= pixels.num_rows <= 64
+
+
 def test_chunks_through_images_and_preemption_change_nothing(case: Case) -> None:
     longest = max(image.num_tokens for prompt in case.prompts for image in prompt.images)
     is_whole = any(image.is_whole for prompt in case.prompts for image in prompt.images)
     num_tokens = longest + 4 if is_whole else 20
-    num_blocks = -(-max(len(prompt.token_ids) + NUM_TOKENS for prompt in case.prompts) // 16)
+    context = max(len(prompt.token_ids) + NUM_TOKENS for prompt in case.prompts)
+    windows = case.engine.loop.scheduler.cache.window_layout
+    num_blocks = blocks_of_context(context, 16, windows, num_tokens)
     small = vision_engine(case.model, num_blocks + 5, max_num_batched_tokens=num_tokens)
     assert case.answers_of(small) == case.answers
     assert case.answers_of(small) == case.answers

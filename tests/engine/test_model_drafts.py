@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ import torch
 
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, ModelLoadError
+from penstock.core.plan import ON_DEVICE
 from penstock.core.request import Request
 from penstock.engine.build import Engine
 from penstock.engine.drafters import length
+from penstock.engine.drafters.hidden_states import HiddenStates
 from penstock.engine.drafters.length import DraftLength
-from penstock.engine.drafters.model import HiddenStates
 from tests.models.heads import SIZE, eagle_tensors, write_folder
 
 from .drafting import answers, speculate
@@ -48,13 +50,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let drafters draft four tokens, whether that pays or not."""
-    monkeypatch.setattr(DraftLength, "begin", lambda self: 4)
+    monkeypatch.setattr(DraftLength, "begin", lambda self, *_: 4)
     monkeypatch.setattr(DraftLength, "end", lambda *_: None)
 
 
-def drafting(model: Path, named: str, **settings: Any) -> Engine:
+def drafting(model: Path, named: str, *, follows: bool = False, **settings: Any) -> Engine:
+    """Build an engine that takes all drafts. With `follows` the drafter works behind steps, as on a GPU."""
     engine = tiny_engine(model, speculate=named, **settings)
+    if follows:
+        drafter = drafter_of(engine)
+        drafter.follows_steps = True
+        engine.loop.executor._follower = drafter  # type: ignore[attr-defined]
+        drafter.num_followed = 0
+        take = drafter._take_followed
+
+        def count(wanted: Any) -> Any:
+            found = take(wanted)
+            drafter.num_followed += len(found)
+            return found
+
+        drafter._take_followed = count
     return speculate(engine, engine.loop.drafter, most=4)  # type: ignore[arg-type]
+
+
+def drafter_of(engine: Engine) -> Any:
+    return engine.loop.drafter._drafters[0]  # type: ignore[union-attr]
 
 
 def acceptance(engine: Engine) -> list[float]:
@@ -76,12 +96,15 @@ def heads(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("follows", [False, True], ids=["asked", "behind-steps"])
 @pytest.mark.parametrize("cache", [{}, {"kv_cache_dtype": "int8"}, {"max_num_batched_tokens": 16}], ids=str)
-def test_the_model_itself_is_accepted_nearly_always(model: Path, cache: dict[str, Any]) -> None:
+def test_the_model_itself_is_accepted_nearly_always(
+    model: Path, cache: dict[str, Any], follows: bool
+) -> None:
     plain = answers(tiny_engine(model, speculate="off", **cache), some_requests())
-    engine = drafting(model, f"draft={model}", **cache)
+    engine = drafting(model, f"draft={model}", follows=follows, **cache)
     assert answers(engine, some_requests()) == plain
-    greedy = drafting(model, f"draft={model}", **cache)
+    greedy = drafting(model, f"draft={model}", follows=follows, **cache)
     run(
         greedy,
         [
@@ -95,8 +118,9 @@ def test_the_model_itself_is_accepted_nearly_always(model: Path, cache: dict[str
 
 
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("follows", [False, True], ids=["asked", "behind-steps"])
 @pytest.mark.parametrize("kind", ["other", "eagle", "eagle-short", "eagle3", "medusa"])
-def test_other_drafters_change_no_answer(model: Path, tmp_path: Path, kind: str) -> None:
+def test_other_drafters_change_no_answer(model: Path, tmp_path: Path, kind: str, follows: bool) -> None:
     plain = answers(tiny_engine(model, speculate="off"), some_requests())
     if kind == "other":
         other = write_tiny_model(
@@ -105,16 +129,18 @@ def test_other_drafters_change_no_answer(model: Path, tmp_path: Path, kind: str)
         named = f"draft={other}"
     else:
         named = f"heads={heads(tmp_path / 'heads', kind)}"
-    engine = drafting(model, named)
+    engine = drafting(model, named, follows=follows)
     assert answers(engine, some_requests()) == plain
     (stats,) = engine.loop.stats().drafters
     assert sum(stats.drafted) > 50
+    if follows:
+        assert drafter_of(engine).num_followed > 0.8 * stats.drafted[0]
 
 
 @pytest.mark.usefixtures("always")
 def test_a_shared_beginning_is_computed_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = drafting(model, f"draft={model}")
-    drafter = engine.loop.drafter._drafters[0]  # type: ignore[union-attr]
+    drafter = drafter_of(engine)
     run(engine, [request("first", [*SHARED, 7], 8)])
     counts = []
     forward = drafter._guesser.forward
@@ -141,12 +167,15 @@ def test_a_long_prompt_is_computed_in_parts(model: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("follows", [False, True], ids=["asked", "behind-steps"])
 @pytest.mark.parametrize("kind", ["same", "eagle"])
-def test_preempted_requests_are_drafted_for_again(model: Path, tmp_path: Path, kind: str) -> None:
+def test_preempted_requests_are_drafted_for_again(
+    model: Path, tmp_path: Path, kind: str, follows: bool
+) -> None:
     requests = [request(f"p{n}", [3 + n, *SHARED[:20]], 60) for n in range(8)]
     plain = answers(tiny_engine(model, speculate="off"), requests)
     named = f"draft={model}" if kind == "same" else f"heads={heads(tmp_path / 'heads', 'eagle')}"
-    engine = drafting(model, named, num_kv_blocks=20, kv_host_memory="0")
+    engine = drafting(model, named, follows=follows, num_kv_blocks=20, kv_host_memory="0")
     teach_short_answers(engine)
     assert answers(engine, requests) == plain
     assert engine.loop.stats().num_preemptions > 0
@@ -168,17 +197,20 @@ def test_drafters_of_another_model_are_refused(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("always")
-def test_a_drafter_that_fails_is_switched_off(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("follows", [False, True], ids=["asked", "behind-steps"])
+def test_a_drafter_that_fails_is_switched_off(
+    model: Path, caplog: pytest.LogCaptureFixture, follows: bool
+) -> None:
     plain = answers(tiny_engine(model, speculate="off"), some_requests())
-    engine = drafting(model, f"draft={model}")
-    drafter = engine.loop.drafter._drafters[0]  # type: ignore[union-attr]
+    engine = drafting(model, f"draft={model}", follows=follows)
+    drafter = drafter_of(engine)
     calls = []
 
     def fail(*_: Any) -> torch.Tensor:
         calls.append(1)
         raise torch.OutOfMemoryError("no memory")
 
-    drafter._guesser.forward = fail
+    (drafter._steps if follows else drafter)._guesser = SimpleNamespace(lag=0, forward=fail)
     assert answers(engine, some_requests()) == plain
     assert len(calls) == 1
     assert "drafts no more" in caplog.text
@@ -243,3 +275,61 @@ def test_lengths_follow_acceptance_and_cost() -> None:
 
 def test_the_time_to_compile_does_not_count() -> None:
     assert lengths(8, 0.1, 1.0, 40, first_s=100.0)[-1] == 8
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", ["other", "eagle", "eagle3", "medusa"])
+def test_drafts_behind_steps_are_those_of_a_new_request(model: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "other":
+        named = f"draft={write_tiny_model(tmp_path / 'other', num_hidden_layers=1)}"
+    else:
+        named = f"heads={heads(tmp_path / 'heads', kind)}"
+
+    def proposals(engine: Engine) -> list[tuple[list[int], tuple[int, ...]]]:
+        drafter, found = engine.loop.drafter, []
+        assert drafter is not None
+        propose = drafter.propose
+
+        def record(wanted: Any) -> Any:
+            drafts = propose(wanted)
+            rows = engine.loop.executor._rows  # type: ignore[attr-defined]
+            for each, draft in drafts.items():
+                ids = draft.token_ids
+                if ON_DEVICE in ids:
+                    ids = drafter_of(engine).in_use.of(each)
+                found.append((rows.tokens(each).tolist(), ids))
+            return drafts
+
+        drafter.propose = record  # type: ignore[method-assign]
+        return found
+
+    engine = drafting(model, named, follows=True)
+    seen = proposals(engine)
+    run(engine, [request("a", SHARED[:20], 40), request("b", SHARED[5:12], 40)])  # they share blocks
+    fresh = drafting(model, named, enable_prefix_caching=False)
+    expected = proposals(fresh)
+    checked = [each for each in seen[2:] if len(each[1]) > 1][::7]
+    assert len(checked) > 2
+    for number, (tokens, draft) in enumerate(checked):
+        expected.clear()
+        run(fresh, [request(f"n{number}", tokens[:-1], 4)])
+        assert expected[0][0] == tokens
+        assert expected[0][1] == draft[: len(expected[0][1])]
+
+
+@pytest.mark.usefixtures("always")
+def test_the_host_learns_drafts_late_unless_it_needs_them(model: Path) -> None:
+    """Penalties depend on the drafts in front of a sample, so the host waits for those drafts."""
+    engine = drafting(model, f"draft={model}", follows=True)
+    submit, seen = engine.loop.executor.submit, dict[str, set[bool]]()
+
+    def watch(plan: Any) -> Any:
+        for chunk in plan.chunks:
+            if chunk.drafts:
+                seen.setdefault(chunk.request_id, set()).add(ON_DEVICE in chunk.drafts)
+        return submit(plan)
+
+    engine.loop.executor.submit = watch  # type: ignore[method-assign]
+    run(engine, [request("plain", SHARED[:9], 30), request("edited", SHARED[:9], 30, presence_penalty=0.5)])
+    assert True in seen["plain"]
+    assert seen["edited"] == {False}

@@ -32,7 +32,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> PromptGraphs:
     model: Any = SimpleNamespace(num_parameters=70 * 10**9, config=SimpleNamespace(num_heads=2), head_dim=16)
     ops: Any = SimpleNamespace(dtype=torch.float32)
     kv: Any = SimpleNamespace(num_blocks=4, block_size=16)
-    rows: Any = SimpleNamespace(last_tokens=torch.zeros(1), attention_batch=lambda step: None)
+    rows: Any = SimpleNamespace(last_tokens=torch.zeros(1), attention_batch=lambda step: None, windows=None)
     monkeypatch.setattr(PromptGraphs, "_fill", lambda self, step, count, size: None)
     return PromptGraphs(model, ops, kv, rows, staging=None)  # type: ignore[arg-type]
 
@@ -46,7 +46,8 @@ def test_a_size_is_recorded_when_it_is_met_again(
 ) -> None:
     recorded: list[int] = []
 
-    def record(size: int) -> Any:
+    def record(size: int, *, adapted: bool) -> Any:
+        assert not adapted
         recorded.append(size)
         return SimpleNamespace(replay=lambda batch: None, hidden=torch.ones(size, 4))
 
@@ -67,7 +68,7 @@ def test_without_memory_no_more_sizes_are_recorded(
 ) -> None:
     tried: list[int] = []
 
-    def record(size: int) -> Any:
+    def record(size: int, *, adapted: bool) -> Any:
         tried.append(size)
         raise torch.OutOfMemoryError("no memory")
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from penstock.core.clock import SystemClock
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from penstock.core.messages import RequestRejected
 from penstock.core.request import FinishReason, Grammar
 from penstock.engine import grammar as grammar_module
 from penstock.engine.build import Engine
 from penstock.engine.grammar import GrammarCompiler, GrammarQueue
-from penstock.engine.grammar_masks import CompiledGrammar, GrammarLimits, Mask
+from penstock.engine.grammar_masks import CompiledGrammar, GrammarLimits, GrammarMasks, Mask
 
 from .byte_model import constrained, text_of, until, write_byte_model
 from .tiny import run, tiny_engine, tokens
@@ -252,3 +255,20 @@ def rejections(engine: Engine) -> list[RequestRejected]:
 
     until(engine, is_rejected)
     return found
+
+
+def test_masks_are_waited_for_while_the_device_is_busy_and_no_longer() -> None:
+    masks = GrammarMasks(GrammarLimits(), SystemClock())
+    pending: Future[None] = Future()
+    masks._constraints["a"] = SimpleNamespace(pending=pending, is_busy=True)  # type: ignore[assignment]
+    num_looks = 0
+
+    def is_busy_for_two_looks() -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return num_looks < 3
+
+    masks.wait_while(is_busy_for_two_looks)
+    assert num_looks == 3
+    pending.set_result(None)
+    masks.wait_while(lambda: True)  # comes back, because no mask is missing

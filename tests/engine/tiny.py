@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.hashing import adapter_digest
 from penstock.core.plan import TokenEvent
-from penstock.core.request import CacheBreakpoint, Request, SamplingParams
+from penstock.core.request import Adapter, CacheBreakpoint, Request, SamplingParams
 from penstock.engine.build import Engine, build_engine
 
 VOCAB_SIZE = 300
@@ -41,6 +44,31 @@ def write_tiny_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def write_tiny_adapter(folder: Path, seed: int, rank: int = 4) -> Adapter:
+    """A LoRA adapter of all matrices of the tiny model."""
+    torch.manual_seed(seed)
+    shapes = {
+        **{f"self_attn.{name}_proj": (64 if name == "q" else 32, 64) for name in "qkv"},
+        "self_attn.o_proj": (64, 64),
+        "mlp.gate_proj": (96, 64),
+        "mlp.up_proj": (96, 64),
+        "mlp.down_proj": (64, 96),
+    }
+    folder.mkdir()
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 12, "target_modules": list(shapes)}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    save_file(
+        {
+            f"base_model.model.model.layers.{layer}.{name}.lora_{letter}.weight": torch.randn(size) * 0.2
+            for layer in range(2)
+            for name, (height, width) in shapes.items()
+            for letter, size in (("A", (rank, width)), ("B", (height, rank)))
+        },
+        folder / "adapter_model.safetensors",
+    )
+    return Adapter(name=folder.name, path=str(folder), digest=adapter_digest(folder))
+
+
 def tiny_engine(model: Path, *, num_kv_blocks: int | None = 256, **settings: Any) -> Engine:
     """`settings` go to the scheduler, except those of the engine, the cache and the model themselves.
     Nothing is drafted unless a test asks for it, because the number of steps would depend on measured times."""
@@ -55,6 +83,8 @@ def tiny_engine(model: Path, *, num_kv_blocks: int | None = 256, **settings: Any
             "enable_prefix_caching",
             "max_pinned_fraction",
             "kv_host_memory",
+            "kv_disk_cache",
+            "kv_disk_cache_size",
             "kv_cache_memory",
             "kv_cache_dtype",
         )

@@ -16,19 +16,21 @@ if not torch.cuda.is_available():
 
 from penstock.core.request import Request
 from penstock.engine.build import Engine, build_engine
+from penstock.engine.drafters.length import DraftLength
 from tests.engine.drafting import KnowingDrafter, answers, num_accepted, speculate
 from tests.engine.tiny import VOCAB_SIZE, request, write_tiny_model
+from tests.models.heads import eagle_tensors, write_folder
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8}
 
 
-def engine_of(folder: Path, **changes: Any) -> Engine:
+def engine_of(folder: Path, named: str = "off", **changes: Any) -> Engine:
     model = write_tiny_model(folder / "tiny", **SIZES)
     config = EngineConfig(
         model=ModelConfig(model=str(model), device="cuda", dtype="float32", load_format="random"),
         cache=CacheConfig(num_kv_blocks=1024, **changes),
         scheduler=SchedulerConfig(itl_target_ms=None, max_num_seqs=16),
-        speculate="off",
+        speculate=named.replace("MODEL", str(model)),
     )
     return build_engine(config, model)
 
@@ -62,3 +64,37 @@ def test_answers_are_the_same(tmp_path: Path, spoiled: float, num_requests: int)
     engine.close()
     assert {name: found[0] for name, found in drafted.items()} == right
     assert bool(accepted) == (spoiled < 1.0)
+
+
+@pytest.mark.parametrize("kind", ["draft", "eagle", "eagle3"])
+def test_drafts_behind_steps_change_no_answer(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DraftLength, "begin", lambda self, *_: 4)
+    asked, size = questions(), SIZES["hidden_size"]
+    plain_engine = engine_of(tmp_path)
+    plain = {name: found[0] for name, found in answers(plain_engine, asked).items()}
+    plain_engine.close()
+    named = "draft=MODEL"
+    if kind != "draft":
+        monkeypatch.setattr("tests.models.heads.SIZE", size)
+        tensors = eagle_tensors(VOCAB_SIZE, third=kind == "eagle3", draft_vocab=100)
+        folder = write_folder(
+            tmp_path / "head",
+            tensors,
+            VOCAB_SIZE,
+            hidden_size=size,
+            eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+        )
+        named = f"heads={folder}"
+    engine = engine_of(tmp_path, named)
+    drafter = engine.loop.drafter
+    assert drafter is not None
+    drafted = answers(speculate(engine, drafter), asked)
+    (stats,) = (each for each in engine.loop.stats().drafters if each.drafter != "grammar")
+    engine.close()
+    assert {name: found[0] for name, found in drafted.items()} == plain
+    assert stats.drafted[0] > 100
+    if kind == "draft":
+        greedy = [name for name in plain if name in ("r0", "r5")]
+        assert sum(stats.accepted) > 40 * len(greedy)

@@ -42,6 +42,18 @@ def test_copies_take_their_place_among_writes() -> None:
         assert torch.equal(found[:, 0], before[:, 0])
 
 
+def test_blocks_go_through_bytes() -> None:
+    store = TritonOps(torch.device("cuda"), torch.bfloat16).allocate_kv(3, 8, 16, 2, 64)
+    store.reserve_host(1)
+    store.keys.normal_()
+    store.values.normal_()
+    store.copy_to_host(5, 0)
+    torch.cuda.synchronize()
+    store.write_block(2, store.read_host(0))
+    assert torch.equal(store.keys[:, 2], store.keys[:, 5])
+    assert torch.equal(store.values[:, 2], store.values[:, 5])
+
+
 def cuda_engine(model: Path, num_kv_blocks: int, max_pinned_fraction: float) -> Engine:
     return build_engine(
         EngineConfig(

@@ -29,6 +29,13 @@ EXPERTS = {
     "moe_intermediate_size": 256,
     "norm_topk_prob": True,
 }
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
 
 
 def _engine(folder: Path, changes: dict[str, Any], **settings: Any) -> Any:
@@ -43,8 +50,17 @@ def _engine(folder: Path, changes: dict[str, Any], **settings: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("changes", "settings"),
-    [({}, {}), (QWEN3, {}), (EXPERTS, {}), ({}, {"quantization": "fp8"}), ({}, {"quantization": "int4"})],
-    ids=["llama", "qwen3", "experts", "fp8", "int4"],
+    [
+        ({}, {}),
+        (QWEN3, {}),
+        (EXPERTS, {}),
+        ({}, {"quantization": "fp8"}),
+        ({}, {"quantization": "int4"}),
+        (EXPERTS, {"quantization": "fp8"}),
+        (EXPERTS, {"quantization": "int4"}),
+        (GPT_OSS, {}),
+    ],
+    ids=["llama", "qwen3", "experts", "fp8", "int4", "fp8 experts", "int4 experts", "mxfp4 experts"],
 )
 def test_replayed_steps_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], settings: dict[str, Any]

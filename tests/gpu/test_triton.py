@@ -7,16 +7,18 @@ import pytest
 import torch
 
 from penstock.core.engine_config import Quantization
-from penstock.kernels.interface import DenseWeight, ExpertGroups, GroupQuantWeight, Routing
-from penstock.models.weights import quantize
+from penstock.kernels.interface import Activation, DenseWeight, ExpertGroups, GroupQuantWeight, Routing
+from penstock.models.rounding import quantize
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from penstock.kernels.triton import int8_rows
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
-from penstock.kernels.triton.ops import TritonOps
+from penstock.kernels.triton.ops import TritonOps, attention
 from tests.triton.cases import (
+    BLOCK_SIZE,
+    EXPERT_FORMATS,
     Bench,
     Heads,
     Latents,
@@ -25,12 +27,14 @@ from tests.triton.cases import (
     attention_error,
     block_error,
     latent_error,
+    packed_experts,
     placed_expert_error,
     product_errors,
     quantized_formats,
     share_of_close_tokens,
     share_of_same_tokens,
 )
+from tests.triton.state_cases import States, state_errors
 
 DEVICE = torch.device("cuda")
 NARROW = Bench(DEVICE, torch.bfloat16)
@@ -64,6 +68,54 @@ def test_attend(
 ) -> None:
     error = attention_error(bench, Heads(heads, kv_heads, size, window, softcap, norms), lengths)
     assert error < (1e-2 if bench is NARROW else 1e-5)
+
+
+@pytest.mark.parametrize("bench", [NARROW, Bench(DEVICE, torch.float16)], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(32, 8, 128),
+        Heads(14, 2, 64),
+        Heads(8, 8, 96, window=200),
+        Heads(4, 2, 256, window=333, softcap=30.0),
+        Heads(64, 8, 64, sinks=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(0, 1000)],
+        [(1500, 700), (7, 64)],
+        [(33, 1), (900, 1), *[(0, 130 + n) for n in range(9)], (1999, 129), (0, 2)],
+        [(5000, 70)],
+    ],
+    ids=str,
+)
+def test_long_prompts(bench: Bench, heads: Heads, lengths: Lengths) -> None:
+    """Those that `hopper_attention` computes, on such a GPU."""
+    assert attention_error(bench, heads, lengths) < 1e-2
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 300])
+def test_what_unused_slots_hold_reaches_no_result(count: int) -> None:
+    """Blocks are reused: the slots after a context may hold anything."""
+    layer = Heads(8, 2, 128).layer(NARROW, 1)
+    batch = NARROW.batch([(400, count), (0, 70)], 60)
+    q = NARROW.normal(count + 70, 8, 128)
+    results = []
+    for filler in (0.0, float("nan")):
+        torch.manual_seed(0)
+        store = NARROW.ops.allocate_kv(1, 60, BLOCK_SIZE, 2, 128)
+        for tensor in store.tensors:
+            tensor.fill_(filler)
+            for request, length in enumerate(batch.context_lens.tolist()):
+                blocks = batch.block_tables[request]
+                for begin in range(0, length, BLOCK_SIZE):
+                    used = tensor[0, blocks[begin // BLOCK_SIZE], :, : min(BLOCK_SIZE, length - begin)]
+                    used.copy_(torch.randn(used.shape))
+        results.append(attention(q, store.layer(0), layer, batch))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("bench", [WIDE, NARROW], ids=["float32", "bfloat16"])
@@ -147,6 +199,20 @@ def test_experts_of_other_families(tokens: int) -> None:
     assert share_of_close_tokens(NARROW, tokens, 32, gpt_oss, 256, 512, "clamped_swiglu", bias=True) > 0.98
     llama4 = Routing(16, 1, False, scoring="sigmoid", weighs_input=True)
     assert share_of_close_tokens(NARROW, tokens, 16, llama4, 256, 512) > 0.98
+
+
+@pytest.mark.parametrize("form", EXPERT_FORMATS)
+def test_packed_experts(form: str) -> None:
+    matrix, bits = EXPERT_FORMATS[form]
+    for tokens in (1, 3, 40, 300, 1000):
+        activation: Activation = "clamped_swiglu" if tokens == 40 else "silu"
+        result = packed_experts(
+            NARROW, matrix, tokens, 8, hidden=256, inner=384, activation=activation, bias=tokens == 40
+        )
+        # Inputs of several rows meet float8 in float8.
+        assert result.error < (0.05 if form.startswith("fp8") and tokens > 1 else 0.01)
+        assert result.bits == bits
+    assert packed_experts(WIDE, matrix, 5, hidden=256, inner=384).error < 2e-6
 
 
 @pytest.mark.parametrize(("rows", "experts"), [(1, 1), (70, 3), (500, 32)])
@@ -233,7 +299,7 @@ def test_sampling(vocabulary: int) -> None:
 @pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(8, 1, 256, 40, 30.0)], ids=str)
 def test_flashinfer_agrees(heads: Heads) -> None:
     pytest.importorskip("flashinfer")
-    flashinfer = FlashInferAttention(DEVICE, wherever_possible=True)
+    flashinfer = FlashInferAttention(DEVICE)
     lengths: Lengths = [(33, 1), (900, 1), (500, 77), (0, 130)]
     batch, layer = NARROW.batch(lengths, 200), heads.layer(NARROW, 1100)
     qkv = NARROW.normal(len(batch.positions), (heads.count + 2 * heads.kv_count) * heads.size)
@@ -245,3 +311,18 @@ def test_flashinfer_agrees(heads: Heads) -> None:
         store.values.normal_()
         made.append(ops.attend(qkv, layer, store.layer(0), batch).float())
     assert float((made[1] - made[0]).norm() / made[0].norm()) < 1e-2
+
+
+@pytest.mark.parametrize("bench", [WIDE, NARROW], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "lengths"),
+    [
+        (States(24, 128, 1, 256), [1] * 9),
+        (States(32, 128, 16, 128), [*[1] * 70, 300, 2, 129]),
+        (States(80, 64, 1, 128), [1, 1000, 17]),
+    ],
+    ids=["decodes", "mixed", "prompts"],
+)
+def test_states(bench: Bench, shape: States, lengths: list[int]) -> None:
+    errors = state_errors(bench, shape, lengths)
+    assert max(errors.values()) < (2e-5 if bench is WIDE else 1e-2), errors

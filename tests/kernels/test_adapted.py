@@ -8,22 +8,20 @@ import torch
 from penstock.kernels.interface import Ops
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import select_ops
-from tests.kernels.adapted_case import worst_error
+from tests.kernels.adapted_case import Case
 
-GROUPS: list[dict[int, list[int]]] = [
-    {},
-    {0: [0, 1, 2, 3, 4]},
-    {0: [1]},
-    {0: [0, 3], 1: [1], 2: [2, 4]},
-    {0: [4, 2], 1: [0]},
-]
+RANKS = [(16, 16, 16), (4, 0, 20), (0, 7, 0)]
+SLOTS = [[-1] * 5, [0] * 5, [-1, 0, -1, -1, -1], [0, 1, 2, 0, 2], [1, -1, 0, -1, 0]]
 
 
-@pytest.mark.parametrize("groups", GROUPS, ids=str)
 @pytest.mark.parametrize("ops", [TorchOps(), select_ops("cpu", torch.float32)], ids=lambda ops: ops.name)
-def test_a_batch_of_adapters(ops: Ops, groups: dict[int, list[int]]) -> None:
-    assert worst_error(ops, groups, num_rows=5) < 1e-5
+def test_a_batch_of_adapters(ops: Ops) -> None:
+    torch.manual_seed(0)
+    case = Case(ops, RANKS)
+    for slots in SLOTS:
+        assert case.worst_error(slots) < 1e-5, slots
 
 
 def test_bfloat16_stays_close() -> None:
-    assert worst_error(select_ops("cpu", torch.bfloat16), {0: [0, 3], 1: [1]}, num_rows=5) < 0.03
+    torch.manual_seed(0)
+    assert Case(select_ops("cpu", torch.bfloat16), RANKS).worst_error([0, 1, -1, 0, 2]) < 0.03

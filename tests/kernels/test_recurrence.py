@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch
 from penstock.kernels.recurrence import gated_delta, selective_scan, short_conv
-from penstock.kernels.states import ScanLayer, StateBatch, StateStore
+from penstock.kernels.states import DeltaLayer, ScanLayer, StateBatch, StateStore
 
 NUM_SLOTS = 5
 # The tokens of three requests, in steps: decodes first, as in a plan.
@@ -134,25 +134,25 @@ def test_selective_scans_follow_their_definition() -> None:
 
 
 def test_gated_delta_rules_follow_their_definition() -> None:
-    heads, width, size = 3, 8, 5
-    made = case([(heads, width), (heads, width), (heads, size), (heads,), (heads,)], (heads, width, size))
-    for parts in made.inputs:
-        for index in (0, 1):
-            parts[index] = torch.nn.functional.normalize(parts[index], dim=-1)
-        parts[3] = -parts[3].abs()
-        parts[4] = parts[4].sigmoid()
+    heads, keys, width, size = 4, 2, 8, 5
+    made = case([(2 * keys * width + heads * size,), (heads,), (heads,)], (heads, width, size))
+    layer = DeltaLayer(-torch.rand(heads) * 4, torch.randn(heads), torch.arange(heads) // 2, keys, width)
     (state,) = made.store.layer(0)
     before = state.clone()
-    outputs = made.outputs(lambda parts, batch: gated_delta(*parts, state, batch))
-    for parts, out in zip(made.inputs, outputs, strict=True):
-        query, key, value, decay, rate = (each.double() for each in parts)
+    outputs = made.outputs(lambda parts, batch: gated_delta(*parts, layer, state, batch))
+    for (mixed, rates, steps), out in zip(made.inputs, outputs, strict=True):
+        parts = mixed.double().split([keys * width, keys * width, heads * size], dim=1)
+        query, key = (each.unflatten(1, (keys, width))[:, layer.keys] for each in parts[:2])
+        query, key = (each / each.norm(dim=-1, keepdim=True) for each in (query * width, key))
+        value, rate = parts[2].unflatten(1, (heads, size)), rates.double().sigmoid()
+        decay = layer.decay * torch.nn.functional.softplus(steps.double() + layer.step_bias)
         hidden = torch.zeros(heads, width, size, dtype=torch.float64)
         for token in range(len(value)):
             hidden = hidden * decay[token].exp()[:, None, None]
             known = (hidden * key[token][:, :, None]).sum(1)
             change = (value[token] - known) * rate[token][:, None]
             hidden = hidden + key[token][:, :, None] * change[:, None]
-            expected = (hidden * query[token][:, :, None]).sum(1)
+            expected = (hidden * query[token][:, :, None]).sum(1) * width**-0.5
             torch.testing.assert_close(out[token].double(), expected, atol=1e-4, rtol=1e-4)
     others_are_untouched(made, before)
 

@@ -200,7 +200,7 @@ def test_masked_tokens_are_sampled_without_undefined_conversions(tmp_path: Path)
     files = [sources / f"{name}.cpp" for name in ("sample", "isa_generic", "common", "pool")]
     flags = [
         "-std=c++17",
-        "-O1",
+        "-O0",
         "-w",
         "-pthread",
         "-fsanitize=float-cast-overflow",

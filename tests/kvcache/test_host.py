@@ -222,3 +222,32 @@ def test_withdrawn_blocks_are_found_by_nobody() -> None:
     cache.pool.release(table)
     assert cache.pool.num_free == 4
     cache.pool.check_integrity([])
+
+
+def spill(cache: KVCache, letters: str) -> None:
+    """Compute a chain, and evict the whole cache."""
+    cache.pool.release(compute(cache, letters))
+    evict_all(cache)
+
+
+def test_spilled_blocks_go_before_retained_ones_and_deepest_first() -> None:
+    cache = unpinnable(4, 3)
+    cache.pool.spills = True
+    spill(cache, "abcd")
+    assert matched(cache, "abcd") == "abc", "the deepest block came first, and made room for the last"
+    cache.retention.retain(hashes("a"), 10.0, 0.0)
+    spill(cache, "xyz")
+    assert matched(cache, "abcd") == "a"
+    assert matched(cache, "xyz") == "xy"
+    cache.retention.expire(10.0)
+    assert matched(cache, "abcd") == "a", "its time is over, and it stays until others need its slot"
+    spill(cache, "klm")
+    assert matched(cache, "abcd") == ""
+    assert cache.retention.num_lost == 0
+    cache.check_integrity([])
+
+
+def test_nothing_spills_unless_it_pays() -> None:
+    cache = unpinnable(4, 3)
+    spill(cache, "abcd")
+    assert len(cache.pool.host) == 0

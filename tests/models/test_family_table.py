@@ -28,4 +28,5 @@ def test_every_family_is_compared_with_transformers() -> None:
     compared = {tiny.model_type.removesuffix("_text") for tiny in TINY.values()} | {
         name.replace("-", "_") for name in MODELS
     }
-    assert {family.name for family in FAMILIES} <= compared
+    # Transformers has no MiMo, which is Qwen 2 with one more layer: tests/engine/test_mtp_drafts.py compares that.
+    assert {family.name for family in FAMILIES} - {"mimo"} <= compared

@@ -15,7 +15,7 @@ from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight, Ops
 from penstock.kernels.reference import TorchOps
 from penstock.models.load import load_model
-from penstock.models.weights import quantize_int8
+from penstock.models.rounding import quantize_int8
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
 from tests.models.paged import PagedRunner

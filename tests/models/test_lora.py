@@ -6,18 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
+from penstock.core.engine_config import LoRAConfig
 from penstock.core.errors import InvalidRequest
+from penstock.core.hashing import adapter_digest
+from penstock.core.request import Adapter
 from penstock.engine.adapters import LoRAModel
 from penstock.engine.batch import Staging
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.load import load_model
-from penstock.models.lora import CONFIG_FILE, adaptable_products, read_lora
+from penstock.models.lora import CONFIG_FILE, read_lora_config
 from penstock.models.model import Model
 from tests.models.adapters import ATTENTION, EVERYTHING, write_adapter
 from tests.models.checkpoints import Reference, make_reference
@@ -49,17 +53,22 @@ class AdaptedRunner(PagedRunner):
 
     def forward(self, token_ids: torch.Tensor, batch: AttentionBatch, kv: KVStore) -> torch.Tensor:
         starts = batch.query_starts.numpy().astype(np.int32)
-        return self._lora.forward(token_ids, batch, kv, self.digests, starts)
+        return self._lora.forward(token_ids, batch, kv, self._lora.token_slots(self.digests, starts))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._base.logits(hidden)
 
 
-def lora_model(reference: Reference, ops: Ops, adapters: list[Reference], **limits: int) -> AdaptedRunner:
+def lora_model(
+    reference: Reference, ops: Ops, adapters: list[Reference], max_rank: int = 16
+) -> AdaptedRunner:
     model = load_model(reference.folder, ops)
-    lora = LoRAModel(model, ops, Staging(ops.device, 1 << 20), **{"max_loras": 4, "max_rank": 16, **limits})
+    limits = LoRAConfig(max_loras=4, max_lora_rank=max_rank)
+    lora = LoRAModel(model, ops, Staging(ops.device, 1 << 20), limits)
     for adapter in adapters:
-        lora.load(adapter.name, read_lora(adapter.folder, adaptable_products(model.products), lora.max_rank))
+        read_lora_config(adapter.folder)
+        named = Adapter(adapter.name, str(adapter.folder), adapter_digest(adapter.folder))
+        lora.load(msgspec.structs.replace(named, digest=adapter.name), lora.read(named))
     return AdaptedRunner(model, ops, lora)
 
 

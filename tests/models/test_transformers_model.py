@@ -9,22 +9,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from penstock.core.errors import ConfigError, ModelLoadError
-from penstock.kernels.adapted import AdaptedOps, AdaptedRows, PackedDelta
-from penstock.kernels.interface import DenseWeight
+from penstock.kernels.adapted import AdaptedProduct, Delta, adapters_on
 from penstock.kernels.reference import TorchOps
 from penstock.models.load import load_model, open_any_checkpoint
 from penstock.models.model import StagedModel, staged
 from penstock.models.sharding import Shard
-from penstock.models.transformers_model import TransformersModel
+from penstock.models.transformers_model import PackedNorm, TransformersModel
+from tests.kernels.adapted_case import copy_into
 from tests.models.checkpoints import SMALL, VOCAB_SIZE, Reference, save_random
 from tests.models.conftest import available_ops, random_prompt
 from tests.models.paged import BLOCK_SIZE, PagedRunner, Sequence
 from tests.models.quantized_checkpoints import LAYOUTS, quantize_folder
+from tests.models.tiny_families import TINY
 
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 PLAIN = {name: value for name, value in SMALL.items() if name not in ("head_dim", "num_key_value_heads")}
@@ -45,6 +47,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "olmoe": lambda: _model(transformers.OlmoeConfig, **SMALL, **EXPERTS),
     "diffllama": lambda: _model(transformers.DiffLlamaConfig, **SMALL),
     "llama": lambda: _model(transformers.LlamaConfig, **SMALL),
+    "gemma4": TINY["gemma4"].make,  # with heads of two sizes
 }
 
 
@@ -91,6 +94,14 @@ def test_the_model_describes_itself(reference: Reference, runner: PagedRunner) -
         staged(model)
 
 
+def test_norms_that_a_backend_computes_in_one_step(reference: Reference, runner: PagedRunner) -> None:
+    """RMS norms, also of single heads and with 1 added to their weights, and no layer norms."""
+    model = runner.model
+    assert isinstance(model, TransformersModel)
+    packed = [each for each in model.decoder.modules() if isinstance(each, PackedNorm)]
+    assert bool(packed) == (reference.name in ("llama", "olmoe", "diffllama", "gemma4"))
+
+
 @pytest.fixture(scope="module")
 def opt(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return save_random("opt", MODELS["opt"](), tmp_path_factory.mktemp("opt"))
@@ -111,12 +122,13 @@ def test_an_adapter_changes_a_product(opt: Reference) -> None:
     model = load_model(opt.folder, ops)
     names = [product.names for product in model.products]
     index = names.index(("model.decoder.layers.1.fc1",))
-    adapted = AdaptedOps(ops, [product.packed for product in model.products])
+    products = [AdaptedProduct(product.packed, product.rows, product.columns) for product in model.products]
+    adapters = adapters_on(ops, products, 1)
     left, right = torch.randn(4, 64), torch.randn(96, 4)
-    delta = PackedDelta(ops.pack_linear([DenseWeight(left)]), ops.pack_linear([DenseWeight(right)]))
-    adapted.use([AdaptedRows({index: delta}, torch.arange(20))])
+    adapters.load(0, adapters.pack({index: Delta((96,), 64, ((left, right),))}))
+    adapters.use(np.zeros(20, dtype=np.int32), copy_into)
     prompt = random_prompt(20, seed=1)
-    got = PagedRunner(model.with_ops(adapted), ops).prompt_logits(prompt)
+    got = PagedRunner(model.with_ops(adapters.around(ops)), ops).prompt_logits(prompt)
     layer = opt.model.model.decoder.layers[1].fc1
     layer.weight.data += right @ left
     expected = opt.logits(prompt)

@@ -14,8 +14,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.engine.build import Engine, build_engine
+from tests.engine.tiny import request
 from tests.models.checkpoints import SMALL, Reference
+from tests.models.conftest import random_prompt
 
+SHARED = random_prompt(20, seed=1)
+PROMPTS = [[*SHARED, *random_prompt(25, seed=2)], [*SHARED, *random_prompt(3, seed=3)]]
 GLOBAL_EVERY_SECOND = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 
 
@@ -150,6 +156,10 @@ TINY: dict[str, Tiny] = {
                                                 "num_local_experts": 0, "shared_intermediate_size": 96,
                                                 "residual_multiplier": 0.5, "embedding_multiplier": 3.0,
                                                 "attention_multiplier": 0.3, "logits_scaling": 2.0}),
+    "granite-hybrid-experts": Tiny("granitemoehybrid", {**FOUR, **HYBRID, "layer_types": MAMBA_AND_ATTENTION,
+                                                        "num_local_experts": 6, "num_experts_per_tok": 2,
+                                                        "intermediate_size": 32, "shared_intermediate_size": 96,
+                                                        "residual_multiplier": 0.5, "attention_multiplier": 0.3}),
     "falcon_h1": Tiny("falcon_h1", {**HYBRID, "mamba_d_ssm": 96, "key_multiplier": 0.7, "mlp_multipliers": [0.8, 1.3],
                                     "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "attention_in_multiplier": 0.9,
                                     "attention_out_multiplier": 1.1, "ssm_in_multiplier": 1.2,
@@ -157,6 +167,14 @@ TINY: dict[str, Tiny] = {
                                     "embedding_multiplier": 2.0}),
     "falcon_h1-norm": Tiny("falcon_h1", {**HYBRID, "mamba_d_ssm": 96, "mamba_rms_norm": True}),
     "qwen3_5": Tiny("qwen3_5_text", {**FOUR, **DELTA, "attention_bias": True}),
+    "qwen3_5_moe": Tiny("qwen3_5_moe_text", {**FOUR, **DELTA, **EXPERTS, "num_experts": 6,
+                                             "shared_expert_intermediate_size": 48}),
+    "qwen3_next": Tiny("qwen3_next", {**FOUR, **DELTA, **EXPERTS, "num_experts": 6,
+                                      "shared_expert_intermediate_size": 48}),
+    "nemotron_h": Tiny("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp",
+                                                            "linear_attention"], "mamba_num_heads": 8,
+                                      "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 16,
+                                      "num_hidden_layers": None}),
     "mamba2-groups": Tiny("mamba2", {**MAMBA2, "n_groups": 4, "use_conv_bias": False}),
 }  # fmt: skip
 
@@ -183,3 +201,29 @@ def save_tiny(name: str, folder: Path) -> Reference:
 
 def _is_bias(model: Any, parameter: torch.Tensor) -> bool:
     return any(each is parameter and name.endswith("bias") for name, each in model.named_parameters())
+
+
+def family_engine(
+    folder: Path, num_blocks: int, model: dict[str, Any] | None = None, **scheduling: Any
+) -> Engine:
+    """Return an engine in float32 that drafts nothing; on the CPU, unless `model` has another device."""
+    config = EngineConfig(
+        model=ModelConfig(**{"model": str(folder), "device": "cpu", "dtype": "float32", **(model or {})}),
+        cache=CacheConfig(num_kv_blocks=num_blocks),
+        scheduler=SchedulerConfig(**{"itl_target_ms": None, **scheduling}),
+        speculate="off",
+    )
+    return build_engine(config, folder)
+
+
+def answers(engine: Engine, prefix: str, length: int) -> list[list[int]]:
+    """Answer all `PROMPTS` at once."""
+    requests = [request(f"{prefix}-{n}", prompt, length) for n, prompt in enumerate(PROMPTS)]
+    made: dict[str, list[int]] = {each.id: [] for each in requests}
+    for each in requests:
+        engine.loop.add(each)
+    while engine.loop.has_work:
+        for event in engine.loop.step():
+            made[event.request_id] += event.token_ids
+    engine.loop.scheduler.check_integrity()
+    return list(made.values())

@@ -28,6 +28,8 @@ from penstock.core.plan import (
     StepPlan,
     StepResult,
     TokenEvent,
+    WindowGroup,
+    WindowLayout,
 )
 from penstock.core.request import CacheBreakpoint, FinishReason, Request, SamplingParams, Tier
 from penstock.kvcache.cache import KVCache
@@ -89,6 +91,8 @@ class Row:
     digests: list[int] = field(default_factory=list)  # of the tokens computed or reused
     last_sample: tuple[int, int] | None = None  # position, token
     state_slot: int | None = None
+    windows: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # by group and block index
+    void_from: int | None = None  # positions from here on were computed in vain: a sample was postponed
 
 
 @dataclass
@@ -119,11 +123,17 @@ class StrictExecutor:
         block_size: int,
         num_host_blocks: int = 0,
         states: StateSlots | None = None,
+        windows: WindowLayout | None = None,
     ) -> None:
+        self._windows = windows
         self._config = config
         self._block_size = block_size
         self._kv: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._host_kv: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
+        # Blocks of windows lie in the memory of all blocks, or in their own.
+        self._window_kv = self._kv
+        if windows is not None and windows.num_blocks is not None:
+            self._window_kv = [[None] * block_size for _ in range(windows.num_blocks)]
         # A state is the digest of all tokens that it has seen; 0 before the first one.
         self._has_states = states is not None
         self._states: list[int | None] = [None] * (states.num_slots if states else 0)
@@ -133,13 +143,14 @@ class StrictExecutor:
         self.num_tokens_computed = 0
         self.num_halves_copied = 0
         self.last_step_id = 0
+        self.masks_late = False
         self.faults = Faults()
         self.prompts: dict[str, tuple[int, ...]] = {}
 
     def execute(self, plan: StepPlan, tokens: dict[str, list[int]], tenants: dict[str, str]) -> StepResult:
         assert plan.step_id == self.last_step_id + 1
         self.last_step_id = plan.step_id
-        assert plan.chunks
+        assert plan.chunks or plan.copies
         assert plan.num_tokens <= self._config.max_num_batched_tokens
         assert len({chunk.request_id for chunk in plan.chunks}) == len(plan.chunks)
         for request_id in plan.released:
@@ -176,10 +187,12 @@ class StrictExecutor:
         request_id = chunk.request_id
         row = self.rows[request_id]
         is_constrained = request_id in self.faults.constrained
-        assert not (chunk.in_flight and is_constrained), "planned ahead of its own sample"
-        if is_constrained and self.faults.happens(self.faults.late_share):
-            self._take_back(row, row.num_computed - 1 - len(chunk.drafts))
-            row.last_sample = None
+        assert self.masks_late or not (chunk.in_flight and is_constrained), "planned ahead of its own sample"
+        is_late = is_constrained and self.faults.happens(self.faults.late_share)
+        if is_late or row.void_from is not None:
+            if row.void_from is None:
+                row.void_from = row.num_computed - 1 - len(chunk.drafts)
+            row.last_sample = (row.num_computed, 0)
             return SampledToken(request_id, 0, is_postponed=True)
         accepted: list[int] = []
         for draft in chunk.drafts:
@@ -218,6 +231,8 @@ class StrictExecutor:
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
             block, offset = self._place(row, position)
             self._kv[block][offset] = None
+            for block, offset, _ in self._window_slots(row, position):
+                self._window_kv[block][offset] = None
         if row.state_slot is not None:
             self._states[row.state_slot] = None
 
@@ -240,9 +255,13 @@ class StrictExecutor:
             assert chunk.state_slot is None or chunk.state_slot not in slots, "two requests have one state"
             self.rows[chunk.request_id] = row
         row = self.rows[chunk.request_id]
+        if row.void_from is not None and not chunk.in_flight:
+            self._take_back(row, row.void_from)
+            row.void_from = row.last_sample = None
         if chunk.new_block_ids:
             row.table[0 if chunk.begins else chunk.start // self._block_size :] = chunk.new_block_ids
             row.tail_offset = chunk.tail_offset
+        self._place_windows(chunk, row)
         assert len(set(row.table)) == len(row.table)
         assert chunk.num_tokens >= 1
         assert chunk.start == row.num_computed
@@ -260,6 +279,33 @@ class StrictExecutor:
         else:
             assert chunk.start + chunk.num_tokens <= len(row.tokens), "tokens that nobody knows"
             assert chunk.samples == (chunk.start + chunk.num_tokens == len(row.tokens))
+
+    def _place_windows(self, chunk: Chunk, row: Row) -> None:
+        for each in chunk.window_blocks:
+            assert self._windows is not None
+            parts = self._windows.groups[each.group].num_parts
+            assert len(each.block_ids) % parts == 0
+            for at in range(0, len(each.block_ids), parts):
+                row.windows[each.group, each.first + at // parts] = each.block_ids[at : at + parts]
+
+    def _window_slots(self, row: Row, position: int) -> list[tuple[int, int, int]]:
+        """Where the token at a position lies in the layers with windows, and what makes its contents differ."""
+        index, offset = divmod(position, self._block_size)
+        groups = () if self._windows is None else self._windows.groups
+        return [
+            (block, offset, 1 + part + 100 * group)
+            for group in range(len(groups))
+            for part, block in enumerate(row.windows[group, index])
+        ]
+
+    def _check_windows(self, request_id: str, row: Row, start: int) -> None:
+        """The tokens that are in sight of the token at `start` and of those behind it are there."""
+        for group, each in enumerate(() if self._windows is None else self._windows.groups):
+            for position in range(each.first_seen(start), row.num_computed):
+                index, offset = divmod(position, self._block_size)
+                for part, block in enumerate(row.windows[group, index]):
+                    expected = row.digests[position] + 1 + part + 100 * group
+                    assert self._window_kv[block][offset] == expected, f"{request_id}: window at {position}"
 
     def _place(self, row: Row, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self._block_size)
@@ -315,6 +361,11 @@ class StrictExecutor:
                 assert (block, offset) not in written, "two requests write to one slot in one step"
                 written.add((block, offset))
                 self._kv[block][offset] = row.digests[-1]
+                for block, offset, tag in self._window_slots(row, position):
+                    if self._window_kv is self._kv:
+                        assert (block, offset) not in written, "a window shares its memory"
+                        written.add((block, offset))
+                    self._window_kv[block][offset] = row.digests[-1] + tag
             row.num_computed = chunk.start + chunk.num_tokens
             self._advance_state(row, chunk.start)
 
@@ -323,12 +374,14 @@ class StrictExecutor:
             row = self.rows[chunk.request_id]
             for position in range(row.num_computed):
                 self._check_slot(chunk.request_id, row, position)
+            self._check_windows(chunk.request_id, row, chunk.start)
 
     def _check_contexts(self) -> None:
         """Nobody's context was overwritten, also of those who had no chunk in this step."""
         for request_id, row in self.rows.items():
             for position in range(row.num_computed):
                 self._check_slot(request_id, row, position)
+            self._check_windows(request_id, row, row.num_computed)
 
     def _check_slot(self, request_id: str, row: Row, position: int) -> None:
         block, offset = self._place(row, position)
@@ -354,8 +407,11 @@ class Driver:
         halves_blocks: bool = False,
         num_spare_states: int | None = None,
         num_host_states: int = 0,
+        windows: tuple[WindowGroup, ...] = (),
+        num_window_blocks: int | None = None,
         draft_share: float = 0.0,
         spoiled_share: float = 0.0,
+        masks_late: bool = False,
         **config: object,
     ) -> None:
         self.draft_share = draft_share  # of the drafts that the scheduler could use
@@ -372,6 +428,9 @@ class Driver:
             num_running = SchedulerConfig(**settings).max_num_seqs  # type: ignore[arg-type]
             states = StateSlots(num_running + num_spare_states, num_host_states)
         self.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
+        layout = None
+        if windows:
+            layout = WindowLayout(windows, self.config.max_num_batched_tokens, num_window_blocks)
         self.cache = KVCache(
             num_blocks,
             block_size=block_size,
@@ -380,6 +439,7 @@ class Driver:
             num_host_blocks=num_host_blocks,
             halves_blocks=halves_blocks,
             states=states,
+            windows=layout,
         )
         self.scheduler = Scheduler(
             self.config,
@@ -387,8 +447,10 @@ class Driver:
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             block_copy_s=block_copy_s,
+            masks_late=masks_late,
         )
-        self.executor = StrictExecutor(self.config, num_blocks, block_size, num_host_blocks, states)
+        self.executor = StrictExecutor(self.config, num_blocks, block_size, num_host_blocks, states, layout)
+        self.executor.masks_late = masks_late
         self.depth = depth
         self.max_model_len = max_model_len
         self.now = 0.0
@@ -537,7 +599,8 @@ class Driver:
             self.step()
         else:
             raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.stats()}")
-        assert self.cache.pool.num_active == 0
+        if self.cache.windows is None:
+            assert self.cache.pool.num_active == 0
         assert self.scheduler.stats().num_running == self.scheduler.stats().num_waiting == 0
         for request_id in self.requests:
             assert request_id in self.finished or request_id in self.aborted
@@ -581,9 +644,7 @@ class Driver:
 
     def length_of(self, request: Request) -> int:
         """Tokens that a request gets if nothing ends it before its limit."""
-        room = min(self.max_model_len, self.cache.num_blocks * self.cache.block_size) - len(
-            request.prompt_token_ids
-        )
+        room = min(self.max_model_len, self.cache.longest_context()) - len(request.prompt_token_ids)
         return min(request.sampling.max_tokens, self.config.max_output_tokens or room, room)
 
 

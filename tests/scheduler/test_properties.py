@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import ContextLengthExceeded, Overloaded
+from penstock.core.plan import WindowGroup
 from penstock.core.request import CacheBreakpoint, FinishReason, Request, Tier
 from tests.scheduler.strict import VOCABULARY, Driver, expected_answer, make_request
 
@@ -80,6 +81,17 @@ configs = st.fixed_dictionaries(
         "halves_blocks": st.booleans(),
         "num_spare_states": st.sampled_from([None, None, 0, 2, 20]),
         "num_host_states": st.sampled_from([0, 2]),
+        "windows": st.sampled_from(
+            [
+                (),
+                (),
+                (WindowGroup(1),),
+                (WindowGroup(9, 2),),
+                (WindowGroup(16, 3, in_chunks=True),),
+                (WindowGroup(8), WindowGroup(30, 2)),
+            ]
+        ),
+        "num_window_blocks": st.sampled_from([None, None, 40, 90]),
         "max_draft_tokens": st.sampled_from([0, 1, 3, 12]),
         "draft_share": st.sampled_from([0.5, 1.0]),
         "spoiled_share": st.sampled_from([0.0, 0.2, 1.0]),
@@ -112,10 +124,7 @@ def perform(driver: Driver, operation: str, argument: Any, number: int) -> None:
             stats = driver.scheduler.stats()
             assert stats.num_running + stats.num_waiting >= driver.config.max_num_seqs
         except ContextLengthExceeded:
-            assert (
-                len(prompt) + min(1, argument["max_tokens"])
-                > driver.cache.num_blocks * driver.cache.block_size
-            )
+            assert len(prompt) + min(1, argument["max_tokens"]) > driver.cache.longest_context()
     elif operation == "abort":
         driver.abort(f"r{argument}")
     elif operation == "plan":

@@ -73,6 +73,23 @@ def test_no_draft_is_taken_where_a_row_costs_as_much_as_a_step() -> None:
     assert [len(drafts) for drafts in drafted] == [1], "one trial"
 
 
+def test_under_load_only_drafts_that_are_nearly_always_right_are_taken() -> None:
+    """A draft that is always right is a token like any other, at any load. With 12 requests here, a draft pays from a
+    chance of 0.6 on."""
+    lengths = {}
+    for spoiled in (0.0, 0.5):
+        driver = drafting_driver(spoiled_share=spoiled, max_model_len=200, num_blocks=200, block_size=16)
+        set_step_cost(driver, 0.010, 0.001)
+        for number in range(12):
+            driver.add(make_request(f"r{number}", 5, 180))
+        for _ in range(15):
+            driver.step()
+        chunks = [chunk for _ in range(15) if (plan := driver.step()) is not None for chunk in plan.chunks]
+        lengths[spoiled] = sum(len(chunk.drafts) for chunk in chunks) / len(chunks)
+    assert lengths[0.0] > 3
+    assert lengths[0.5] < 0.2
+
+
 def test_longer_drafts_where_rows_are_cheap() -> None:
     lengths = {}
     for per_draft_s in (0.0001, 0.004):
@@ -211,3 +228,44 @@ def test_drafts_make_up_for_the_time_of_the_host() -> None:
                 driver.commit()
         accepted[host_s] = sum(bool(chunk.drafts) for plan in driver.plans for chunk in plan.chunks)
     assert accepted[0.02] < 0.3 * accepted[0.0]
+
+
+def test_drafts_return_soon_after_the_load_has_fallen() -> None:
+    driver = drafting_driver(
+        depth=2, max_draft_tokens=2, spoiled_share=0.4, num_blocks=100, max_model_len=300, block_size=16
+    )
+    set_step_cost(driver, 0.010, 0.004)
+    for number in range(8):
+        driver.add(make_request(f"r{number}", 5, 290))
+
+    def lengths(count: int) -> float:
+        first = len(driver.plans)
+        while len(driver.plans) < first + count:
+            while driver.num_in_flight < 2 and driver.plan() is not None:
+                pass
+            driver.now += 0.01
+            driver.commit()
+        chunks = [chunk for plan in driver.plans[first:] for chunk in plan.chunks]
+        return sum(len(chunk.drafts) for chunk in chunks) / len(chunks)
+
+    lengths(60)
+    assert driver.scheduler._speculation._plans_between_trials > 16
+    assert lengths(20) < 0.1
+    for number in range(7):
+        driver.scheduler.abort(f"r{number}", driver.now)
+    lengths(8)
+    assert lengths(20) > 0.5
+
+
+def test_a_slow_start_of_the_host_is_soon_forgotten() -> None:
+    """The first steps of a GPU record graphs, for which the host takes a hundred times as long as later."""
+    driver = drafting_driver(depth=2, spoiled_share=0.2, num_blocks=100, max_model_len=300, block_size=16)
+    set_step_cost(driver, 0.010, 0.001)
+    driver.add(make_request("r", 5, 280))
+    for number in range(60):
+        while driver.num_in_flight < 2 and driver.plan() is not None:
+            pass
+        driver.now += 0.4 if number < 3 else 0.012
+        if driver.num_in_flight:
+            driver.commit()
+    assert sum(bool(chunk.drafts) for plan in driver.plans[-15:] for chunk in plan.chunks) > 10

@@ -3,7 +3,8 @@ Triton's interpreter (`tests/triton`), real ones on a GPU (`tests/gpu`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -297,6 +298,94 @@ def random_quantized(outputs: int, width: int, group: int, bits: int, *, offsets
     codes = torch.randint(low, high, (outputs, width), dtype=code_type)
     shifts = -scales * (8 if bits == 4 else 3) if offsets else None
     return GroupQuantWeight(codes, scales, shifts, group, 4 if bits == 4 else 8)
+
+
+def float4(outputs: int, width: int, group: int) -> GroupQuantWeight:
+    """MXFP4 in groups of 32, else NVFP4."""
+    doubles = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)
+    codes = doubles[torch.randint(0, 16, (outputs, width))]
+    if group == 32:
+        scales = torch.exp2(torch.randint(-9, -5, (outputs, width // group)).float())
+    else:
+        scales = (torch.rand(outputs, width // group) + 0.5) / width**0.5
+    return GroupQuantWeight(codes, scales, None, group, 8, is_float4=True)
+
+
+def random_float8(outputs: int, width: int, group: int | None = None) -> Float8Weight:
+    shape = (outputs,) if group is None else (outputs, width // group)
+    return Float8Weight(
+        torch.randn(outputs, width).to(torch.float8_e4m3fn), (torch.rand(shape) + 0.5) / width**0.5, group
+    )
+
+
+# Of experts: a matrix, and the bits that are kept for each of its weights.
+EXPERT_FORMATS: dict[str, tuple[Callable[[int, int], WeightData], float]] = {
+    "fp8": (random_float8, 8),
+    "fp8 in blocks": (lambda outputs, width: random_float8(outputs, width, 32), 8.5),
+    "int8": (lambda outputs, width: random_quantized(outputs, width, width, 8, offsets=False), 8),
+    "Q8_0": (lambda outputs, width: random_quantized(outputs, width, 32, 8, offsets=False), 8.5),
+    "Q5_1": (lambda outputs, width: random_quantized(outputs, width, 32, 8, offsets=True), 9),
+    "Q6_K": (lambda outputs, width: random_quantized(outputs, width, 16, 8, offsets=False), 9),
+    "Q4_0": (lambda outputs, width: random_quantized(outputs, width, 32, 4, offsets=True), 4.5),
+    "Q4_K": (lambda outputs, width: _uneven(random_quantized(outputs, width, 32, 4, offsets=True)), 5),
+    "MXFP4": (lambda outputs, width: float4(outputs, width, 32), 4.25),
+    "NVFP4": (lambda outputs, width: float4(outputs, width, 16), 5),
+    "act-order": (
+        lambda outputs, width: replace(
+            random_quantized(outputs, width, 32, 4, offsets=True),
+            input_order=torch.randperm(width, generator=torch.Generator().manual_seed(width)),
+        ),
+        4.5,
+    ),
+}
+
+
+def _uneven(weight: GroupQuantWeight) -> GroupQuantWeight:
+    """With offsets that no zero point gives."""
+    assert weight.offsets is not None
+    return replace(weight, offsets=weight.offsets * 0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExpertsResult:
+    error: float  # against the values that the weights stand for, relative
+    bits: float  # that are kept for a weight, without row scales, orders and biases
+
+
+def packed_experts(
+    bench: Bench,
+    matrix: Callable[[int, int], WeightData],
+    tokens: int,
+    experts: int = 4,
+    hidden: int = 64,
+    inner: int = 96,
+    activation: Activation = "silu",
+    bias: bool = False,
+) -> PackedExpertsResult:
+    """Experts of this form, two for each token."""
+    torch.manual_seed(tokens)
+    parts = [
+        ExpertWeights(
+            matrix(inner, hidden),
+            matrix(inner, hidden),
+            matrix(hidden, inner),
+            torch.randn(2 * inner) if bias else None,
+            torch.randn(hidden) if bias else None,
+        )
+        for _ in range(experts)
+    ]
+    x = bench.normal(tokens, hidden)
+    logits = torch.randn(tokens, experts, device=bench.device)
+    routing = Routing(experts, 2, True)
+    packed, exact = bench.ops.pack_experts(iter(parts)), bench.exact
+    got = bench.ops.moe(x, logits, packed, routing, activation).float()
+    wanted = exact.moe(x.float(), logits, exact.pack_experts(iter(parts)), routing, activation)
+    kept = 0
+    for stack in (packed.gate_up, packed.down):
+        kept += sum(table.nbytes for table in (stack.codes, stack.scales, stack.offsets) if table is not None)
+    return PackedExpertsResult(
+        float((got - wanted).norm() / wanted.norm()), kept * 8 / (experts * 3 * hidden * inner)
+    )
 
 
 def quantized_formats(outputs: int, width: int) -> dict[str, list[WeightData]]:

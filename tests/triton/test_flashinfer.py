@@ -20,8 +20,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled on this machine; tests/gpu runs them", allow_module_level=True)
 
 from penstock.kernels.reference import TorchOps
-from penstock.kernels.triton import flashinfer_attention
-from penstock.kernels.triton import ops as triton_ops
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
 from penstock.kernels.triton.ops import TritonOps
 from tests.triton.cases import BLOCK_SIZE, Bench, Heads, Lengths
@@ -86,7 +84,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> FlashInferAttention:
     module.BatchPrefillWithPagedKVCacheWrapper = StandIn  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     StandIn.num_plans = 0
-    return FlashInferAttention(CPU, wherever_possible=True)
+    return FlashInferAttention(CPU)
 
 
 @pytest.mark.parametrize(
@@ -147,77 +145,6 @@ def test_layers_with_sinks_stay(flashinfer: FlashInferAttention) -> None:
     ops = TritonOps(CPU, torch.float16, flashinfer=flashinfer)
     _attend(ops, [(33, 1), (0, 4)], sinks=True)
     assert StandIn.num_plans == 0
-
-
-@pytest.fixture
-def a_small_chip(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (
-        ("LONG_CHUNK", 5),
-        ("LONG_CONTEXT", 20),
-        ("ROWS_THAT_FILL_THE_CHIP", 24),
-        ("MANY_ROWS", 48),
-    ):
-        monkeypatch.setattr(flashinfer_attention, name, value)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "is_for_it"),
-    [
-        ([(14, 6)], True),
-        ([(13, 6)], False),  # sees too little
-        ([(16, 4), (16, 4)], False),  # short chunks
-        ([(15, 5)], False),  # too few rows
-        ([(0, 12)], True),  # many rows
-        ([(0, 11)], False),
-        ([(40, 1), (41, 1)], False),
-        ([(40, 1), (41, 1), (14, 6)], True),
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("flashinfer", "a_small_chip")
-def test_by_default_it_gets_what_it_is_faster_at(
-    lengths: Lengths, is_for_it: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    by_triton: list[int] = []
-
-    def count(q: Tensor, *_: object) -> None:
-        by_triton.append(len(q))
-
-    monkeypatch.setattr(triton_ops, "prefill_attention", count)
-    ops = TritonOps(CPU, torch.float16, flashinfer=FlashInferAttention(CPU, wherever_possible=False))
-    # Its kernels are built for the first step that could use them, in the warm-up; and so are Triton's.
-    _attend(ops, [(0, 2)])
-    assert StandIn.num_plans == 1
-    assert by_triton == [2]
-    _attend(ops, lengths)
-    assert StandIn.num_plans == 1 + int(is_for_it)
-    has_prompts = any(count > 1 for _, count in lengths)
-    assert len(by_triton) == 1 + int(has_prompts and not is_for_it)
-
-
-class Broken(StandIn):
-    def plan(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError("there is no nvcc")
-
-
-@pytest.mark.usefixtures("flashinfer")
-def test_where_it_cannot_build_its_kernels_triton_goes_on_unless_it_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sys.modules["flashinfer"], "BatchPrefillWithPagedKVCacheWrapper", Broken)
-    by_default, insisting = (
-        TritonOps(
-            CPU, torch.float16, flashinfer=FlashInferAttention(CPU, wherever_possible=wherever_possible)
-        )
-        for wherever_possible in (False, True)
-    )
-    lengths = [(15, 5)]
-    alone = _attend(TritonOps(CPU, torch.float16), lengths)
-    assert torch.equal(_attend(by_default, lengths), alone)
-    assert torch.equal(_attend(by_default, lengths), alone)
-    assert caplog.text.count("there is no nvcc") == 1
-    with pytest.raises(RuntimeError, match="no nvcc"):
-        _attend(insisting, lengths)
 
 
 def _attend(ops: TritonOps, lengths: Lengths, head_dim: int = 64, sinks: bool = False) -> Tensor:

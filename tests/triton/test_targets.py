@@ -1,6 +1,7 @@
 """Every kernel compiles for GPUs that this machine does not have, in a process without the interpreter, and needs no
 more shared memory than the GPU has. Three families stand for all here: the least shared memory without float8,
-Hopper, and the newest. `make compile-targets` compiles all variants for all families, which takes long."""
+Hopper, and the newest; the last two for the kernels whose instructions differ. `make compile-targets` compiles all
+variants for all families, which takes long."""
 
 from __future__ import annotations
 
@@ -13,8 +14,10 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton")
 
+import triton
+
 from penstock.kernels.gpus import FAMILIES, HOPPER, OLDEST, family_of
-from penstock.kernels.triton import targets
+from penstock.kernels.triton import decode_attention, prefill_attention, targets
 from penstock.kernels.triton.targets import TILES, Tile
 
 
@@ -31,11 +34,17 @@ def test_every_kernel_compiles() -> None:
     assert [problem for report in reports for problem in report["problems"]] == []
     assert done.returncode == 0
     assert [report["target"] for report in reports] == ["86", "90", "120"]
-    # Float8 products are for GPUs that have them. No other kernel is left out.
-    without, with_float8 = (set(reports[index]["kernels"]) for index in (0, 1))
-    assert {name.partition(".")[0] for name in with_float8 - without} == {"float8"}
-    assert not without - with_float8
+    # Float8 products are for GPUs that have them, one kernel is for Hopper.
+    without, *others = (set(report["kernels"]) for report in reports)
     assert len(without) > 25
+    for with_float8, own in zip(others, ({"hopper_attention"}, set[str]()), strict=True):
+        # Experts have a product of their own, and round inputs.
+        float8 = {"float8", "experts", "expert_numbers"}
+        assert {name.partition(".")[0] for name in with_float8 - without} == float8 | own
+        assert len(with_float8 & without) >= 8
+        assert {"prefill_attention", "decode_attention", "experts", "int4_row", "int8"} <= {
+            name.partition(".")[0] for name in with_float8
+        }
 
 
 def test_a_chip_belongs_to_the_family_before_it() -> None:
@@ -57,3 +66,52 @@ def test_tiles_take_the_stages_that_fit(monkeypatch: pytest.MonkeyPatch) -> None
     assert tile.fitted(96, 192).width == 32
     monkeypatch.setattr(targets, "current", lambda: HOPPER)
     assert all(targets.tile(name) == TILES[name] for name in TILES)
+
+
+def test_only_hopper_has_a_kernel_of_its_own_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    for family in FAMILIES:
+        monkeypatch.setattr(prefill_attention, "current", lambda family=family: family)
+        assert prefill_attention._has_hopper_kernel() == (family == HOPPER)
+    monkeypatch.setattr(prefill_attention, "current", lambda: HOPPER)
+    for version, compiles in (("3.6.0", True), ("3.9.1+git", True), ("3.10.0", False), ("4.0", False)):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert prefill_attention._has_hopper_kernel() == compiles
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "queries", "span", "is_specialized", "is_split"),
+    [
+        (1, 8192, 8192, True, False),
+        (1, 2048, 16384, True, False),
+        (1, 128, 16384, True, True),
+        (1, 640, 16384, True, True),  # else a second round would be nearly empty
+        (8, 1024, 1024, True, False),
+        (40, 100, 100, False, False),  # short contexts
+        (32, 5, 4096, False, False),  # a few tokens each
+        (1, 5, 65536, False, True),
+    ],
+)
+def test_prompts_go_to_the_faster_kernel(
+    num_requests: int, queries: int, span: int, is_specialized: bool, is_split: bool
+) -> None:
+    shape = prefill_attention._best_shape(
+        num_requests=num_requests,
+        queries=queries,
+        span=span,
+        num_heads=32,
+        tile_heads=4,
+        may_split=True,
+        may_be_large=True,
+        may_specialize=True,
+        processors=132,
+    )
+    assert (shape.is_specialized, shape.splits > 1) == (is_specialized, is_split)
+    assert shape.splits * shape.split_keys >= span > (shape.splits - 1) * shape.split_keys
+
+
+def test_crowded_decodes_of_sixteen_bits_have_two_warps() -> None:
+    tiles = [decode_attention._tile(size, each, is_small=small) for size, each, small in (
+        (128, 4, True), (64, 4, True), (128, 4, False), (256, 4, True), (128, 8, True), (128, 2, True),
+    )]  # fmt: skip
+    assert [tile.num_warps for tile in tiles] == [2, 2, 4, 4, 4, 4]

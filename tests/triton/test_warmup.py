@@ -93,12 +93,15 @@ def test_serving_meets_no_new_variant(
     assert launched == known
 
 
-def test_experts_come_in_tiles_of_every_size(tmp_path: Path, launched: set[Variant]) -> None:
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
+def test_experts_come_in_tiles_of_every_size(
+    tmp_path: Path, launched: set[Variant], quantization: Quantization | None
+) -> None:
     experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
     model_path = write_tiny_model(tmp_path / "tiny", hidden_size=128, **experts, **names)
     ops = TritonOps(torch.device("cpu"), torch.bfloat16)
-    model = load_model(model_path, ops, load_format="random")
+    model = load_model(model_path, ops, load_format="random", quantization=quantization)
     kv = ops.allocate_kv(model.num_layers, 64, 16, model.num_kv_heads, model.head_dim)
     warm_up(model, ops, block_size=16, max_rows=256, max_tokens=4096)
     known = set(launched)

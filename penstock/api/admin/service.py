@@ -159,7 +159,7 @@ class ServiceEndpoints:
         return self._gateway.catalogue.permitted(principal_of(request), name)
 
     def _refusal(self) -> PenstockError:
-        if self._gateway.is_draining:
+        if self._gateway.is_leaving:
             return ShuttingDown("The server is shutting down.", retry_after_s=RETRY_AFTER_S)
         return EngineUnavailable("No engine is ready to serve.", retry_after_s=RETRY_AFTER_S)
 

@@ -114,6 +114,38 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
     cache_control: CacheControl | None = None
 
 
+class HostedBlock(msgspec.Struct, tag_field="type"):
+    """A call of a tool that a provider's server ran, or the result. The model does not see it: the text that the
+    provider's model made of it stands beside it."""
+
+
+class ServerToolUse(HostedBlock, tag="server_tool_use"): ...
+
+
+class WebSearchToolResult(HostedBlock, tag="web_search_tool_result"): ...
+
+
+class WebFetchToolResult(HostedBlock, tag="web_fetch_tool_result"): ...
+
+
+class CodeExecutionToolResult(HostedBlock, tag="code_execution_tool_result"): ...
+
+
+class BashCodeExecutionToolResult(HostedBlock, tag="bash_code_execution_tool_result"): ...
+
+
+class TextEditorCodeExecutionToolResult(HostedBlock, tag="text_editor_code_execution_tool_result"): ...
+
+
+class ToolSearchToolResult(HostedBlock, tag="tool_search_tool_result"): ...
+
+
+class McpToolUse(HostedBlock, tag="mcp_tool_use"): ...
+
+
+class McpToolResult(HostedBlock, tag="mcp_tool_result"): ...
+
+
 Block = (
     TextBlock
     | ThinkingBlock
@@ -123,6 +155,15 @@ Block = (
     | ImageBlock
     | DocumentBlock
     | SearchResultBlock
+    | ServerToolUse
+    | WebSearchToolResult
+    | WebFetchToolResult
+    | CodeExecutionToolResult
+    | BashCodeExecutionToolResult
+    | TextEditorCodeExecutionToolResult
+    | ToolSearchToolResult
+    | McpToolUse
+    | McpToolResult
 )
 
 
@@ -194,7 +235,9 @@ class _TurnReader:
                 if parts:
                     self._refuse(place, "tool_result blocks must come before text in a message.")
                 messages.append(self._tool_result(block, place))
-            elif isinstance(block, ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock):
+            elif isinstance(
+                block, ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | HostedBlock
+            ):
                 kind = block.__struct_config__.tag
                 self._refuse(place, f"{kind} blocks cannot be in a message of the role {role!r}.")
             else:
@@ -218,9 +261,9 @@ class _TurnReader:
                 thoughts.append(block.thinking)
             elif isinstance(block, ToolResultBlock):
                 self._refuse(place, "tool_result blocks belong into a user's message.")
-            elif not isinstance(block, RedactedThinkingBlock):
+            elif not isinstance(block, RedactedThinkingBlock | HostedBlock):
                 self._refuse_media(block, place)
-        if not (parts or calls or thoughts) and not self._is_last:
+        if not blocks and not self._is_last:
             self._refuse("content", "must not be empty.")
         return ChatMessage(
             "assistant", _content(parts), tool_calls=tuple(calls), reasoning="".join(thoughts) or None

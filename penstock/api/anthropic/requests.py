@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.api.anthropic.blocks import (
     CacheControl,
+    HostedBlock,
     TextBlock,
     Turn,
     chat_messages,
@@ -110,23 +111,25 @@ _MODES: dict[str, Literal["auto", "required", "named", "none"]] = {
 
 
 class ToolDefinition(msgspec.Struct):
-    name: str
+    name: str = ""
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
     strict: bool = False
     cache_control: CacheControl | None = None
 
+    @property
+    def client_tool(self) -> ClientTool | None:
+        return CLIENT_TOOLS.get(_DATE.sub("", self.type or ""))
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether a provider's server would run the tool. This server runs none, skips the tool and says so."""
+        return self.type not in (None, "custom") and self.client_tool is None
+
     def to_tool(self, place: str) -> Tool:
-        client_tool = CLIENT_TOOLS.get(_DATE.sub("", self.type or ""))
-        if client_tool is not None:
-            return client_tool.to_tool(self.name, self.strict, mark_of(self.cache_control))
-        if self.type not in (None, "custom"):
-            raise InvalidRequest(
-                f"{place}: the server runs no tools of its own, such as {self.type!r}.",
-                param="tools",
-                hint="Define a custom tool and run it on your side.",
-            )
+        if self.client_tool is not None:
+            return self.client_tool.to_tool(self.name, self.strict, mark_of(self.cache_control))
         if not _TOOL_NAME.fullmatch(self.name):
             raise InvalidRequest(
                 f"{place}.name: it must have 1 to 128 letters, digits, underscores or hyphens.", param="tools"
@@ -143,8 +146,8 @@ class ToolChoiceParam(msgspec.Struct):
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
-    def to_tool_choice(self, tools: tuple[Tool, ...]) -> ToolChoice:
-        if not tools and self.type != "none":
+    def to_tool_choice(self, tools: tuple[Tool, ...], *, has_skipped: bool) -> ToolChoice:
+        if not tools and self.type != "none" and not (has_skipped and self.type == "auto"):
             raise InvalidRequest("tool_choice may only be given together with tools.", param="tool_choice")
         if self.type == "tool" and self.name not in {tool.name for tool in tools}:
             raise InvalidRequest(f"tool_choice.name: there is no tool {self.name!r}.", param="tool_choice")
@@ -216,19 +219,35 @@ class CountTokensRequest(ExtensionFields, kw_only=True):
     cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
+    mcp_servers: list[Any] | None = None
 
     @property
     def warnings(self) -> tuple[RequestWarning, ...]:
-        return self.context_management.warnings() if self.context_management else ()
+        edits = self.context_management.warnings() if self.context_management else ()
+        skipped = [(tool.type or "", "tools") for tool in self.tools or () if tool.is_hosted]
+        skipped += [("mcp_servers", "mcp_servers")] if self.mcp_servers else []
+        blocks = [
+            block for turn in self.messages for block in turn.blocks() if isinstance(block, HostedBlock)
+        ]
+        skipped += [(str(block.__struct_config__.tag), "messages") for block in blocks]
+        return *edits, *(_skipped(name, param) for name, param in dict.fromkeys(skipped))
 
     def prompt(self) -> ChatPrompt:
         messages = (*system_message(self.system), *chat_messages(self.messages))
         if self.cache_control is not None:
             messages = (*messages[:-1], _marked_at_end(messages[-1], self.cache_control.mark()))
-        tools = tuple(tool.to_tool(f"tools.{index}") for index, tool in enumerate(self.tools or ()))
+        asked = self.tools or []
+        tools = tuple(
+            tool.to_tool(f"tools.{index}") for index, tool in enumerate(asked) if not tool.is_hosted
+        )
         if len({tool.name for tool in tools}) < len(tools):
             raise InvalidRequest("tools: the names of tools must differ.", param="tools")
-        choice = self.tool_choice.to_tool_choice(tools) if self.tool_choice else ToolChoice()
+        has_skipped = len(tools) < len(asked)
+        choice = (
+            self.tool_choice.to_tool_choice(tools, has_skipped=has_skipped)
+            if self.tool_choice
+            else ToolChoice()
+        )
         thinks = self.thinking.thinks if self.thinking else False
         if thinks and choice.mode in ("required", "named"):
             raise InvalidRequest("Thinking cannot be combined with a forced tool_choice.", param="thinking")
@@ -310,6 +329,11 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
                 f"{self.max_tokens}.",
                 param="thinking",
             )
+
+
+def _skipped(name: str, param: str) -> RequestWarning:
+    message = f"{name[:_MAX_SHOWN_CHARS]!r} was skipped, because this server runs no hosted tools."
+    return RequestWarning("tool_skipped", message, param)
 
 
 def _marked_at_end(message: ChatMessage, mark: CacheMark) -> ChatMessage:

@@ -64,12 +64,13 @@ class ConnectionMetrics(Collector):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ConnectionLimits:
     """What the protocols below enforce; shared by all connections of a server."""
 
     config: ServerConfig
     metrics: ConnectionMetrics = field(default_factory=ConnectionMetrics)
+    is_leaving: bool = False  # each connection then ends after its next answer
 
 
 class StallTimer:
@@ -254,6 +255,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_discarded_bytes = 0
         self.scope["extensions"] = self._extensions
         super().on_headers_complete()
+        if self.limits.is_leaving and self.cycle is not None:
+            self.cycle.keep_alive = False
         # Answers to other methods may have no body that the head could wait for.
         if self.cycle is not None and self.scope["method"] == "POST" and not self.expect_100_continue:
             self.cycle.transport = HeldHead(self.transport)
@@ -388,9 +391,9 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
 
 def bounded_protocols(
     config: ServerConfig,
-) -> tuple[type[BoundedHttpProtocol], type[BoundedWebSocketProtocol], ConnectionMetrics]:
+) -> tuple[type[BoundedHttpProtocol], type[BoundedWebSocketProtocol], ConnectionLimits]:
     """Protocol classes for uvicorn, which makes the instances itself and so must find the limits on the class."""
     limits = ConnectionLimits(config)
     http = type("BoundedHttpProtocol", (BoundedHttpProtocol,), {"limits": limits})
     websocket = type("BoundedWebSocketProtocol", (BoundedWebSocketProtocol,), {"limits": limits})
-    return http, websocket, limits.metrics
+    return http, websocket, limits

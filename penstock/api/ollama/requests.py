@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from penstock.api.openai.messages import ChatTool, FunctionDefinition, tools_of
+from penstock.api.openai.messages import FunctionDefinition
 from penstock.api.openai.requests import thinking_of
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Grammar, SamplingDefaults
@@ -25,6 +25,7 @@ from penstock.gateway.prompts import (
     SamplingOptions,
     TextPart,
     TextPrompt,
+    Tool,
     ToolCall,
 )
 from penstock.gateway.text.grammars import json_schema
@@ -136,10 +137,8 @@ class AnswerFields(msgspec.Struct, kw_only=True):
         self, messages: tuple[ChatMessage, ...], tools: Iterable[OllamaTool] | None = None
     ) -> ChatPrompt:
         thinks, options = self._thinking()
-        wire_tools = [ChatTool(tool.type or "function", tool.function) for tool in tools or ()]
-        return ChatPrompt(
-            messages=messages, tools=tools_of(wire_tools), thinks=thinks, template_options=options
-        )
+        known = tuple(tool.to_tool() for tool in tools or ())
+        return ChatPrompt(messages=messages, tools=known, thinks=thinks, template_options=options)
 
     def _thinking(self) -> tuple[bool | None, dict[str, Any]]:
         if not isinstance(self.think, str):
@@ -168,6 +167,11 @@ class AnswerFields(msgspec.Struct, kw_only=True):
 class OllamaTool(msgspec.Struct):
     function: FunctionDefinition
     type: str | None = None
+
+    def to_tool(self) -> Tool:
+        if self.type not in (None, "", "function"):
+            raise InvalidRequest(f"Tools of the type {self.type[:40]!r} are not supported.", param="tools")
+        return self.function.to_tool()
 
 
 class CalledFunction(msgspec.Struct):

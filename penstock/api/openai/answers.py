@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from penstock.api.openai.chat_tools import PLAIN_CALLS, CallStyle
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.answers.choice import Delta, TokenDetail
 from penstock.gateway.answers.stream import AnswerStream
@@ -15,7 +16,7 @@ from penstock.gateway.prompts import RequestWarning, Usage
 
 _to_json = msgspec.json.Encoder().encode
 
-WireFinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+WireFinishReason = Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
 SERVICE_TIERS = {Tier.PRIORITY: "priority", Tier.DEFAULT: "default", Tier.BATCH: "flex"}
 
 
@@ -82,23 +83,13 @@ class PromptLogprob(msgspec.Struct):
 PromptLogprobList: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
-class AnsweredFunction(msgspec.Struct):
-    name: str
-    arguments: str
-
-
-class AnsweredToolCall(msgspec.Struct):
-    id: str
-    function: AnsweredFunction
-    type: str = "function"
-
-
 class ChatAnswer(msgspec.Struct):
     content: str | None
     role: str = "assistant"
     refusal: None = None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[AnsweredToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    function_call: dict[str, str] | msgspec.UnsetType = msgspec.UNSET  # for requests with `functions`
 
 
 class ChatChoice(msgspec.Struct):
@@ -153,6 +144,7 @@ class AnswerHeader(msgspec.Struct, frozen=True, kw_only=True):
     lists_token_ids: bool = False
     service_tier: str | None = None
     warnings: tuple[RequestWarning, ...] = ()
+    calls: CallStyle = PLAIN_CALLS
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -163,6 +155,7 @@ class AnswerHeader(msgspec.Struct, frozen=True, kw_only=True):
         wants_logprobs: bool,
         includes_usage: bool = False,
         lists_token_ids: bool = False,
+        calls: CallStyle = PLAIN_CALLS,
     ) -> AnswerHeader:
         return cls(
             generation_id=answer.id,
@@ -172,6 +165,7 @@ class AnswerHeader(msgspec.Struct, frozen=True, kw_only=True):
             lists_token_ids=lists_token_ids,
             service_tier=SERVICE_TIERS[answer.tier],
             warnings=answer.warnings,
+            calls=calls,
         )
 
 
@@ -187,13 +181,17 @@ def wire_usage(usage: Usage) -> WireUsage:
     )
 
 
-def wire_finish_reason(reason: FinishReason, *, called_tools: bool) -> WireFinishReason:
+def wire_finish_reason(
+    reason: FinishReason, *, called_tools: bool, calls: CallStyle = PLAIN_CALLS
+) -> WireFinishReason:
     """A deadline is a limit like max_tokens to a client that has part of its answer."""
     if reason is FinishReason.CONTENT_FILTER:
         return "content_filter"
     if reason is not FinishReason.STOP:
         return "length"
-    return "tool_calls" if called_tools else "stop"
+    if not called_tools:
+        return "stop"
+    return "function_call" if calls.is_older else "tool_calls"
 
 
 def chat_completion(
@@ -205,9 +203,9 @@ def chat_completion(
     choices = [
         ChatChoice(
             delta.index,
-            _chat_answer(delta),
+            _chat_answer(delta, header.calls),
             chat_logprobs(delta.details) if header.wants_logprobs else None,
-            _finish_reason_of(delta),
+            _finish_reason_of(delta, header.calls),
             delta.token_ids if header.lists_token_ids else msgspec.UNSET,
         )
         for delta in deltas
@@ -276,20 +274,18 @@ def _mean_logprob(delta: Delta) -> float:
     return sum(detail.logprob for detail in delta.details) / max(1, len(delta.details))
 
 
-def _finish_reason_of(delta: Delta) -> WireFinishReason:
+def _finish_reason_of(delta: Delta, calls: CallStyle = PLAIN_CALLS) -> WireFinishReason:
     assert delta.finish_reason is not None
-    return wire_finish_reason(delta.finish_reason, called_tools=bool(delta.tool_calls))
+    return wire_finish_reason(delta.finish_reason, called_tools=bool(delta.tool_calls), calls=calls)
 
 
-def _chat_answer(delta: Delta) -> ChatAnswer:
+def _chat_answer(delta: Delta, calls: CallStyle) -> ChatAnswer:
     answer = ChatAnswer(delta.text if delta.text or not delta.tool_calls else None)
     if delta.reasoning:
         answer.reasoning_content = delta.reasoning
     if delta.tool_calls:
-        answer.tool_calls = [
-            AnsweredToolCall(call.id or "", AnsweredFunction(call.name or "", call.arguments))
-            for call in delta.tool_calls
-        ]
+        for name, value in calls.fields(delta.tool_calls, is_whole=True).items():
+            setattr(answer, name, value)
     return answer
 
 

@@ -25,7 +25,16 @@ from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Detail
 from penstock.gateway.batches.runner import StoredWork
 
 KIND = "openai"
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+BATCH_ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/moderations",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/classify",
+)
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
 MAX_CUSTOM_ID_CHARS = 512

@@ -31,11 +31,12 @@ from penstock.api.openai.answers import (
     wire_finish_reason,
     wire_usage,
 )
+from penstock.api.openai.chat_tools import StreamedCalls
 from penstock.api.openai.prompt_echo import EchoedAnswer, ShownPrompts, TokenBytes, prompt_texts
 from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from penstock.api.openai.stored_chats import KeptAnswer, StoredChats, kept_metadata
 from penstock.core.errors import PenstockError
-from penstock.gateway.answers.choice import Delta, ToolCallDelta
+from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, Usage
@@ -74,23 +75,12 @@ class _ChunkFrame:
         )  # fmt: skip
 
 
-class _WireFunction(msgspec.Struct, omit_defaults=True):
-    arguments: str
-    name: str | None = None
-
-
-class _WireCall(msgspec.Struct, omit_defaults=True):
-    index: int
-    function: _WireFunction
-    id: str | None = None
-    type: str | None = None
-
-
 class ChatChunks:
     def __init__(self, header: AnswerHeader) -> None:
         self._frame = _ChunkFrame(header, "chatcmpl", "chat.completion.chunk")
         self._plain_tail = b'},"logprobs":null,"finish_reason":null' + self._frame.tail
-        self._called_tools: set[int] = set()  # answers that did, by their index
+        self._calls = header.calls
+        self._called: dict[int, StreamedCalls] = {}  # answers that called tools, by their index
 
     def opening(self, answer: AnswerStream) -> bytes:
         delta = b',"delta":{"role":"assistant","content":""'
@@ -106,17 +96,22 @@ class ChatChunks:
         content += self._text_chunk(delta)
         if delta.reasoning:
             content = self._plain(delta, b"reasoning_content", _to_json(delta.reasoning)) + content
-        if delta.tool_calls:
-            self._called_tools.add(delta.index)
-            content += self._plain(delta, b"tool_calls", _to_json([_wire_call(c) for c in delta.tool_calls]))
+        if delta.tool_calls or (delta.finish_reason is not None and delta.index in self._called):
+            content += self._call_chunks(delta)
         if delta.finish_reason is None:
             return content
         reason = wire_finish_reason(
-            delta.finish_reason, called_tools=delta.index in self._called_tools
+            delta.finish_reason, called_tools=delta.index in self._called, calls=self._calls
         ).encode()
         return content + b'%b%d,"delta":{},"logprobs":null,"finish_reason":"%b"%b' % (
             self._frame.head, delta.index, reason, self._frame.tail
         )  # fmt: skip
+
+    def _call_chunks(self, delta: Delta) -> bytes:
+        called = self._called.setdefault(delta.index, StreamedCalls(self._calls))
+        calls = called.ready(delta.tool_calls, is_end=delta.finish_reason is not None)
+        fields = self._calls.fields(calls, is_whole=False) if calls else {}
+        return b"".join(self._plain(delta, name.encode(), _to_json(value)) for name, value in fields.items())
 
     def _text_chunk(self, delta: Delta) -> bytes:
         if delta.details:
@@ -134,12 +129,6 @@ class ChatChunks:
 
     def _plain(self, delta: Delta, field: bytes, value: bytes) -> bytes:
         return b'%b%d,"delta":{"%b":%b%b' % (self._frame.head, delta.index, field, value, self._plain_tail)
-
-
-def _wire_call(call: ToolCallDelta) -> _WireCall:
-    begins = call.id is not None
-    function = _WireFunction(call.arguments, call.name)
-    return _WireCall(call.index, function, call.id, "function" if begins else None)
 
 
 def _token_ids(frame: _ChunkFrame, delta: Delta, body: bytes) -> bytes:
@@ -249,6 +238,7 @@ class OpenAIEndpoints:
             wants_logprobs=bool(wire.logprobs),
             includes_usage=wire.includes_usage,
             lists_token_ids=bool(wire.return_token_ids),
+            calls=wire.call_style,
         )
 
         async def submit() -> AnswerStream:

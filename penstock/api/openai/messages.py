@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +11,9 @@ from penstock.gateway.prompts import ChatMessage, ImagePart, TextPart, Tool, Too
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _ROLES_WITH_IMAGES = frozenset({"user", "tool", "function"})
+_TEXT_PARTS = frozenset(
+    {"text", "refusal", "input_text", "output_text"}
+)  # the last two are of the Responses API
 # Templates know one name for each of these roles.
 _NEWEST_ROLES = {"developer": "system", "function": "tool"}
 
@@ -33,10 +35,43 @@ class CalledFunction(msgspec.Struct):
     arguments: str = ""
 
 
-class MessageToolCall(msgspec.Struct):
+class CalledCustom(msgspec.Struct):
+    name: str
+    input: str = ""
+
+
+class MessageToolCall(msgspec.Struct, omit_defaults=True):
     id: str
-    function: CalledFunction
+    function: CalledFunction | None = None
     type: str = "function"
+    custom: CalledCustom | None = None
+
+    def to_tool_call(self, param: str) -> ToolCall:
+        if self.custom is not None:
+            return ToolCall(self.id, self.custom.name, custom_arguments_of(self.custom.input))
+        if self.function is None:
+            raise InvalidRequest(f"{param}.function is missing.", param=f"{param}.function")
+        return ToolCall(self.id, self.function.name, self.function.arguments)
+
+
+class _CustomArguments(msgspec.Struct):
+    input: str
+
+
+_decode_arguments = msgspec.json.Decoder(_CustomArguments).decode
+
+
+def custom_arguments_of(text: str) -> str:
+    """The arguments of the function that a custom tool is to the model."""
+    return msgspec.json.encode(_CustomArguments(text)).decode()
+
+
+def custom_input_of(arguments: str) -> str:
+    """The text that the model passed to a custom tool. A call that was cut off gives what was written of it."""
+    try:
+        return _decode_arguments(arguments).input
+    except msgspec.DecodeError:
+        return arguments
 
 
 class Message(msgspec.Struct):
@@ -67,14 +102,15 @@ class Message(msgspec.Struct):
             _NEWEST_ROLES.get(self.role, self.role),
             self._content(param),
             self.name,
-            self._calls(),
+            self._calls(param),
             f"call_{self.name}" if self.role == "function" else self.tool_call_id,
             self.reasoning if self.reasoning_content is None else self.reasoning_content,
         )
 
-    def _calls(self) -> tuple[ToolCall, ...]:
+    def _calls(self, param: str) -> tuple[ToolCall, ...]:
         calls = [
-            ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()
+            call.to_tool_call(f"{param}.tool_calls[{position}]")
+            for position, call in enumerate(self.tool_calls or ())
         ]
         if self.function_call is not None:  # has no id: results name the function
             name = self.function_call.name
@@ -86,7 +122,7 @@ class Message(msgspec.Struct):
             return tuple(self._part(part, param) for part in self.content)
         if self.content is not None:
             return self.content
-        if self.role == "assistant" and (self.tool_calls or self.function_call or self.refusal is not None):
+        if self.role in ("assistant", "tool", "function"):  # an answer, or a result, without text
             return self.refusal or ""
         raise InvalidRequest(f"{param}.content is missing.", param=f"{param}.content")
 
@@ -110,7 +146,7 @@ def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
 
 def _text_of(part: MessagePart, param: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
-    if part.type not in ("text", "refusal") or text is None:
+    if part.type not in _TEXT_PARTS or text is None:
         raise InvalidRequest(
             f"{param}.content has a part of type {part.type!r}; text and image_url parts are supported.",
             param=f"{param}.content",
@@ -144,11 +180,6 @@ class FunctionDefinition(msgspec.Struct):
         return Tool(self.name, self.description, self.parameters or {}, bool(self.strict))
 
 
-class ChatTool(msgspec.Struct):
-    type: str
-    function: FunctionDefinition | None = None
-
-
 class FunctionName(msgspec.Struct):
     name: str
 
@@ -157,49 +188,17 @@ class AllowedTool(msgspec.Struct):
     type: str
     function: FunctionName | None = None
     name: str | None = None  # the flat form of the Responses API
+    custom: FunctionName | None = None
 
     @property
     def tool_name(self) -> str | None:
-        return self.name if self.function is None else self.function.name
+        named = self.function or self.custom
+        return self.name if named is None else named.name
 
 
 class AllowedTools(msgspec.Struct):
     tools: list[AllowedTool]
     mode: Literal["auto", "required"] = "auto"
-
-
-class ChosenTool(msgspec.Struct):
-    """One function, or those that are allowed."""
-
-    type: str
-    function: FunctionName | None = None
-    allowed_tools: AllowedTools | None = None
-
-
-def tools_of(wire: Sequence[ChatTool] | None) -> tuple[Tool, ...]:
-    tools = []
-    for position, tool in enumerate(wire or ()):
-        if tool.type != "function" or tool.function is None:
-            raise InvalidRequest(
-                f"tools[{position}] is of type {tool.type!r}; only functions are supported.", param="tools"
-            )
-        tools.append(tool.function.to_tool())
-    return tuple(tools)
-
-
-def tool_choice_of(
-    wire: ToolMode | ChosenTool | None, tools: tuple[Tool, ...], *, parallel: bool
-) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """The tools that remain, and the choice among them."""
-    if isinstance(wire, ChosenTool):
-        if wire.type == "function" and wire.function is not None:
-            return tools, named_choice(wire.function.name, tools, parallel=parallel)
-        if wire.type == "allowed_tools" and wire.allowed_tools is not None:
-            return allowed_choice(wire.allowed_tools, tools, parallel=parallel)
-        raise InvalidRequest(f"tool_choice of type {wire.type!r} is not supported.", param="tool_choice")
-    if wire == "required" and not tools:
-        raise InvalidRequest("tool_choice is 'required', but there are no tools.", param="tool_choice")
-    return tools, ToolChoice(wire or "auto", parallel=parallel)
 
 
 def named_choice(name: str, tools: tuple[Tool, ...], *, parallel: bool) -> ToolChoice:

@@ -11,16 +11,16 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.api.extensions import ExtensionFields
+from penstock.api.openai.chat_tools import CallStyle, ChatTool, ChosenTool, flat_choice, toolbox_of
 from penstock.api.openai.messages import (
-    ChatTool,
-    ChosenTool,
+    FunctionDefinition,
+    FunctionName,
     Message,
     Prediction,
     ToolMode,
     chat_messages,
-    tool_choice_of,
-    tools_of,
 )
+from penstock.api.openai.responses_tools import Toolbox
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Tier
 from penstock.gateway.checks import check_top_logprobs
@@ -209,8 +209,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
     prediction: Prediction | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
+    functions: list[FunctionDefinition] | None = None  # the older form of tools, and of tool_choice
+    function_call: Literal["auto", "none"] | FunctionName | None = None
     modalities: list[str] | None = None
     audio: Any = None
     web_search_options: Any = None
@@ -232,20 +232,28 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             raise InvalidRequest("top_logprobs may only be given with logprobs=true.", param="top_logprobs")
         check_top_logprobs(self.top_logprobs)
         is_old_name = self.max_completion_tokens is None
+        toolbox = toolbox_of(self.tools, self.functions)
         request = self.generation_request(
-            (self._prompt(),),
+            (self._prompt(toolbox),),
             max_tokens=self.max_tokens if is_old_name else self.max_completion_tokens,
             max_tokens_param="max_tokens" if is_old_name else "max_completion_tokens",
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
         )
+        if toolbox.warnings:
+            request = replace(request, warnings=(*request.warnings, *dict.fromkeys(toolbox.warnings)))
         if self.prediction is None:
             return request
         return replace(request, prediction=self.prediction.text)
 
-    def _prompt(self) -> ChatPrompt:
-        tools, choice = tool_choice_of(
-            self.tool_choice, tools_of(self.tools), parallel=self.parallel_tool_calls is not False
+    @property
+    def call_style(self) -> CallStyle:
+        return CallStyle.of(self.tools, is_older=bool(self.functions))
+
+    def _prompt(self, toolbox: Toolbox) -> ChatPrompt:
+        tools, choice = toolbox.choice(
+            flat_choice(self.tool_choice, self.function_call, toolbox),
+            parallel=self.parallel_tool_calls is not False and not self.functions,
         )
         thinks, options = self._thinking()
         messages = chat_messages(self.messages)
@@ -305,12 +313,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         return None
 
     def _refuse_unsupported(self) -> None:
-        if self.functions or self.function_call is not None:
-            raise InvalidRequest(
-                "functions and function_call are not supported.",
-                param="functions",
-                hint="Use tools and tool_choice, which replaced them.",
-            )
         if self.audio is not None or any(modality != "text" for modality in self.modalities or ()):
             raise InvalidRequest("Only text can be generated.", param="modalities")
         if self.web_search_options is not None:

@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.api.http.errors import sentence
 from penstock.api.openai.answers import SERVICE_TIERS, chat_logprobs
+from penstock.api.openai.messages import custom_input_of
 from penstock.api.openai.responses_items import (
     OutputCall,
     OutputCustomCall,
@@ -23,7 +24,6 @@ from penstock.api.openai.responses_items import (
     OutputText,
     ReasoningText,
     client_call,
-    custom_input_of,
 )
 from penstock.api.openai.responses_requests import (
     ConversationName,
@@ -252,6 +252,10 @@ class ResponseEvents:
     def fail(self, error: PenstockError) -> None:
         self.body.status = "failed"
         self.body.error = ResponseError(_error_code(error), sentence(error))
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """An event about the response that is not part of its output, numbered like the others."""
+        return self._event(kind, **fields)
 
     def _end(self, reason: FinishReason) -> bytes:
         if reason is not FinishReason.STOP:

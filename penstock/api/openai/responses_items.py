@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.api.openai.answers import ChatLogprob
+from penstock.api.openai.messages import custom_arguments_of
 from penstock.api.openai.responses_tools import CLIENT_TOOLS, CallKind, flat_name
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.prompts import ChatMessage, ImagePart, RequestWarning, TextPart, ToolCall
@@ -201,21 +202,6 @@ def response_id_of(item_id: str) -> str | None:
     return None if found is None else f"resp_{found[1]}"
 
 
-def custom_input_of(arguments: str) -> str:
-    """The text that the model passed to a custom tool. A call that was cut off gives what was written of it."""
-    try:
-        return _decode_arguments(arguments).input
-    except msgspec.DecodeError:
-        return arguments
-
-
-class _CustomArguments(msgspec.Struct):
-    input: str
-
-
-_decode_arguments = msgspec.json.Decoder(_CustomArguments).decode
-
-
 def input_items(wire: str | list[InputItem], owner: str) -> list[InputItem]:
     """What the client sent, in the full form in which it can be listed later: with types, ids and parts. `owner` is
     the id of the request, which becomes part of the ids."""
@@ -273,8 +259,7 @@ class _Chat:
             case "function_call":
                 self._calls.append(_call(item, item.arguments or "{}", param))
             case "custom_tool_call":
-                arguments = msgspec.json.encode(_CustomArguments(item.input or "")).decode()
-                self._calls.append(_call(item, arguments, param))
+                self._calls.append(_call(item, custom_arguments_of(item.input or ""), param))
             case "apply_patch_call" | "shell_call" | "local_shell_call" as kind:
                 arguments = msgspec.json.encode(item.operation or item.action or {}).decode()
                 named = msgspec.structs.replace(item, name=kind.removesuffix("_call"))

@@ -17,7 +17,7 @@ from penstock.api.openai.embeddings import EmbeddingUsage, ReadingFields, refusi
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.embeddings.scores import ScoreAnswer, ScoreRequest, Scores
 
-REFUSED_FIELDS = ("max_chunks_per_doc", "mm_processor_kwargs", "priority", "softmax")
+REFUSED_FIELDS = ("max_chunks_per_doc", "mm_processor_kwargs", "priority", "relevant_spans", "softmax")
 GUARDED_FIELDS = ("top_n", "return_documents", "truncate_prompt_tokens", "max_tokens_per_doc", "instruction")
 _COHERE_DOCUMENT_TOKENS = 4096  # that Cohere's API keeps of a document
 

@@ -23,6 +23,7 @@ from penstock.api.http.errors import sentence
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.openai.responses_answers import PARAMS
 from penstock.api.openai.responses_endpoints import BegunResponse, ResponsesEndpoints
+from penstock.api.openai.responses_items import InputItem
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.websocket.endpoint import (
     MAX_BAD_MESSAGES,
@@ -31,6 +32,7 @@ from penstock.api.websocket.endpoint import (
     SocketSession,
     WebSocketEndpoint,
 )
+from penstock.api.websocket.steering import Steer, Steering, failed_event, items_of, required_input
 from penstock.core.errors import InvalidRequest, Overloaded, PenstockError, RateLimited
 from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.responses.service import split_events
@@ -62,12 +64,16 @@ class ResponsesSession(SocketSession):
         self._requests = BodyDecoder(ResponseRequest, EXTENSION_FIELDS, refuse_foreign)
         self._lanes: dict[str | None, asyncio.Task[None]] = {}
         self._recent: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._steering = Steering()
 
     async def _handle(self, data: bytes) -> None:
         lane: str | None = None
         try:
             envelope = self._envelopes.decode(data)
             lane = (envelope.stream_id or "")[:_MAX_LANE_CHARS] or None
+            if envelope.type == "response.steer":
+                await self._send_events(*self._steering.add(data))
+                return
             if envelope.type != "response.create":
                 raise InvalidRequest(
                     f"Messages of the type {envelope.type[:64]!r} are not supported.", param="type"
@@ -86,6 +92,9 @@ class ResponsesSession(SocketSession):
                 if self._num_bad_messages >= MAX_BAD_MESSAGES:
                     await self._close(POLICY_VIOLATION, "too many messages that make no sense")
             return
+        if held := self._steering.release(wire.previous_response_id):
+            own = [InputItem(role="user", content=wire.input)] if isinstance(wire.input, str) else wire.input
+            wire.input = [*held, *own]
         self._endpoint.metrics.num_requests += 1
         name = uuid.uuid4().hex
         before = self._lanes.get(lane)
@@ -110,6 +119,14 @@ class ResponsesSession(SocketSession):
     ) -> None:
         if before is not None:
             await asyncio.wait([before])
+        following = await self._respond(name, wire, lane, generates=generates)
+        while following is not None:  # which a steered response makes without being asked
+            following = await self._respond(uuid.uuid4().hex, following, lane)
+
+    async def _respond(
+        self, name: str, wire: ResponseRequest, lane: str | None, *, generates: bool = True
+    ) -> ResponseRequest | None:
+        """Answer one request. Returns the request that steering input makes of what follows."""
         log = self._endpoint.request_log
         record = None if log is None else log.begin(name, "WS", PATH, self._socket.scope["headers"])
         status = 499
@@ -118,9 +135,14 @@ class ResponsesSession(SocketSession):
             begin = self._responses.begin if generates else self._responses.begin_nothing
             begun = await begin(connection, wire, self._recent)
             self._answers[name] = begun.answer
-            await self._write(begun, lane)
-            self._remember(begun, wire)
+            self._steering.begin(begun.events, lane, is_steerable=wire.conversation is None)
+            try:
+                await self._write(begun, lane)
+                self._remember(begun, wire)
+            finally:
+                steers = self._steering.end(begun.events)
             status = 200
+            return await self._followed(begun, wire, lane, steers) if steers else None
         except PenstockError as error:
             status = error.status
             await self._send(_error(error, lane))
@@ -131,8 +153,39 @@ class ResponsesSession(SocketSession):
             logger.exception("request %s (WebSocket %s) failed", name, PATH)
             await self._send(_error(PenstockError("The server met an error that it did not foresee."), lane))
         finally:
+            self._answers.pop(name, None)
             if log is not None and record is not None:
                 log.end(record, "WS", PATH, status, principal_of(self._socket))
+        return None
+
+    async def _followed(
+        self, begun: BegunResponse, wire: ResponseRequest, lane: str | None, steers: list[Steer]
+    ) -> ResponseRequest | None:
+        """Decide what becomes of the steering input of a response that has ended."""
+        events = begun.events
+        if events.body.status not in ("completed", "incomplete"):
+            for steer in steers:
+                failure = steer.failed("response_not_active", "The response failed.")
+                await self._send_events(events.event("response.steer.failed", **failure), lane)
+            return None
+        required = required_input(events)
+        if not required:
+            return msgspec.structs.replace(
+                wire, input=items_of(steers), previous_response_id=events.response_id
+            )
+        for steer in steers:
+            told = {"id": steer.id, "previous_response_id": steer.previous_response_id}
+            pending = events.event(
+                "response.steer.pending",
+                steer=told,
+                reason="waiting_for_required_input",
+                required_input=required,
+            )
+            await self._send_events(pending, lane)
+        for steer in self._steering.hold(events.response_id, steers):
+            lost = failed_event(steer.failed("response_not_active", "Other responses came after this one."))
+            await self._send_events(lost, lane)
+        return None
 
     async def _connection(self, name: str) -> HTTPConnection:
         """The connection as one request sees it: with an id, and a caller whose key is still valid."""

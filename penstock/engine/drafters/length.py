@@ -33,12 +33,13 @@ class DraftLength:
         self._num_measured = 0  # calls that told the time of a drafted token
         self._num_idle = 0  # calls since tokens were last drafted
 
-    def begin(self) -> int:
-        """Begin a call of the drafter. Returns how many tokens to draft."""
+    def begin(self, drafting_s: float = 0.0, num_steps: int = 1) -> int:
+        """Begin a call of the drafter. Returns how many tokens to draft. There were so many steps since the last
+        call, and `drafting_s` went to drafting behind a step."""
         self._began_s = now = self._clock.now()
         if self._ended_s is not None:
-            usual_s = self._step_s or now - self._ended_s
-            self._step_s = _smoothed(self._step_s, min(now - self._ended_s, _LONGEST_PAUSE * usual_s))
+            step_s = max(0.0, now - self._ended_s - drafting_s) / max(num_steps, 1)
+            self._step_s = _smoothed(self._step_s, min(step_s, _LONGEST_PAUSE * (self._step_s or step_s)))
         self._ended_s = now
         length = self._best()
         if not length:
@@ -54,11 +55,14 @@ class DraftLength:
         self._ended_s = self._clock.now()
         # A call that catches up with a prompt says little about the next one.
         if num_requests and num_known <= _FEW_TOKENS * num_requests:
-            self._num_measured += 1
-            if self._num_measured > _CALLS_TO_WARM_UP:
-                token_s = (self._ended_s - self._began_s) / num_drafted
-                usual_s = token_s if self._token_s is None else self._token_s
-                self._token_s = _smoothed(self._token_s, min(token_s, _OUTLIER * usual_s))
+            self.note_seconds((self._ended_s - self._began_s) / num_drafted)
+
+    def note_seconds(self, token_s: float) -> None:
+        """Note the seconds of one drafted token for all requests."""
+        self._num_measured += 1
+        if self._num_measured > _CALLS_TO_WARM_UP:
+            usual_s = token_s if self._token_s is None else self._token_s
+            self._token_s = _smoothed(self._token_s, min(token_s, _OUTLIER * usual_s))
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Count a draft, of which so many tokens were accepted."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,24 +10,21 @@ import torch
 from tokenizers import Tokenizer
 
 from penstock.core.clock import Clock
-from penstock.core.engine_config import EngineConfig, parse_speculate
+from penstock.core.engine_config import OWN_HEADS, EngineConfig, parse_speculate
 from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes
-from penstock.core.plan import Draft
-from penstock.core.request import Request
 from penstock.engine.batch import BatchRows
-from penstock.engine.drafters.interface import Drafter
+from penstock.engine.drafters.guessers import EagleGuesser, Guesser, ModelGuesser
+from penstock.engine.drafters.hidden_states import HiddenStates
+from penstock.engine.drafters.medusa import MedusaDrafter
 from penstock.engine.drafters.model import (
     MAX_TOKENS,
     SCRATCH_BLOCKS,
-    EagleGuesser,
-    Guesser,
-    HiddenStates,
     ModelDrafter,
-    ModelGuesser,
 )
-from penstock.kernels.interface import Ops
+from penstock.kernels.interface import KVStore, Ops
 from penstock.models.drafters.heads import EagleHead, MedusaHeads, Target, load_heads
+from penstock.models.drafters.mtp import MtpHead
 from penstock.models.load import (
     load_model,
     load_tokenizer,
@@ -38,36 +35,7 @@ from penstock.models.load import (
 from penstock.models.model import HasLatents, Model, TappedModel, staged, state_layers
 from penstock.models.tokenizer import TokenizerFiles
 
-
-class MedusaDrafter:
-    def __init__(self, heads: MedusaHeads, states: HiddenStates, rows: BatchRows) -> None:
-        self._heads = heads
-        self.states = states
-        self._rows = rows
-
-    def add(self, request: Request) -> None: ...
-
-    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None: ...
-
-    def remove(self, request_id: str) -> None:
-        self.states.forget(request_id)
-
-    def propose(self, wanted: Mapping[str, int]) -> dict[str, Draft]:
-        found = {}
-        for request_id in wanted:
-            if request_id in self._rows:
-                end = self._rows.num_tokens(request_id) - 1  # the last token has no state yet
-                _, state = self.states.take(request_id, end - 1, end)
-                if state is not None:
-                    found[request_id] = state
-        if not found:
-            return {}
-        with torch.inference_mode():
-            drafted = self._heads.draft(torch.cat(list(found.values()))).tolist()
-        return {
-            request_id: Draft(tuple(token_ids[: wanted[request_id]]), "heads")
-            for request_id, token_ids in zip(found, drafted, strict=True)
-        }
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +48,33 @@ class LoadedDrafter:
     max_positions: int
     states: HiddenStates | None = None  # the served model's, which heads read
     heads: MedusaHeads | None = None
+    has_latents: bool = False  # the KV is one vector of the head size for each token
 
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of KV beside one block of the served model."""
+        return self._allocate(1, block_size).block_bytes if self.kv_sizes[0] else 0
+
+    def _allocate(self, num_blocks: int, block_size: int) -> KVStore:
         layers, kv_heads, head_dim = self.kv_sizes
-        return self.ops.allocate_kv(layers, 1, block_size, kv_heads, head_dim).block_bytes if layers else 0
+        if self.has_latents:
+            return self.ops.allocate_latents(layers, num_blocks, block_size, head_dim)
+        return self.ops.allocate_kv(layers, num_blocks, block_size, kv_heads, head_dim)
 
     def scratch_bytes(self, block_size: int, max_rows: int) -> int:
-        return self.block_bytes(block_size) * SCRATCH_BLOCKS * max_rows
+        return self.block_bytes(block_size) * (SCRATCH_BLOCKS * max_rows + 1)
 
-    def build(self, num_blocks: int, rows: BatchRows, clock: Clock, vocab_size: int) -> Drafter:
-        """Take memory for the KV of so many blocks, and connect the drafter."""
+    def build(
+        self, num_blocks: int, rows: BatchRows, clock: Clock, vocab_size: int, *, follows_steps: bool
+    ) -> ModelDrafter | MedusaDrafter:
+        """Take memory for the KV of so many blocks, and connect the drafter. With `follows_steps` the executor lets
+        it draft behind each step, on the device."""
         if self.guesser is None:
             assert self.heads is not None
             assert self.states is not None
-            return MedusaDrafter(self.heads, self.states, rows)
-        layers, kv_heads, head_dim = self.kv_sizes
-        num_blocks += rows.max_rows * SCRATCH_BLOCKS
+            return MedusaDrafter(self.heads, self.states, rows, self.ops.device, follows_steps=follows_steps)
+        num_blocks += rows.max_rows * SCRATCH_BLOCKS + 1
         try:
-            kv = self.ops.allocate_kv(layers, num_blocks, rows.block_size, kv_heads, head_dim)
+            kv = self._allocate(num_blocks, rows.block_size)
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
             raise ConfigError(
                 f"There is no memory for the drafter's KV cache of {num_blocks:,} blocks "
@@ -115,6 +91,7 @@ class LoadedDrafter:
             vocab_size=vocab_size,
             max_positions=self.max_positions,
             states=self.states,
+            follows_steps=follows_steps,
         )
 
 
@@ -130,6 +107,10 @@ def load_drafter(config: EngineConfig, model_path: Path, model: Model, ops: Ops)
                 hint="Use --speculate draft=MODEL or lookup.",
             )
         return _load_heads(config, model_path, Path(speculate.argument), model, ops)
+    if speculate.kind == "auto" and model.config.num_mtp_layers and config.parallel.num_ranks == 1:
+        logger.info(
+            "this checkpoint has a layer for multi-token prediction: --speculate heads=mtp drafts with it"
+        )
     return None
 
 
@@ -158,13 +139,10 @@ def _load_model(config: EngineConfig, model_path: Path, path: Path, ops: Ops) ->
             f"The draft model {path} has layers with a fixed state, which cannot go back when a draft is rejected.",
             hint="Take a model with attention layers only.",
         )
-    if isinstance(model, HasLatents):
-        raise ConfigError(
-            f"The draft model {path} caches latents instead of keys and values, which drafts cannot use yet.",
-            hint="Take a draft model with ordinary attention.",
-        )
     sizes = (model.num_layers, model.num_kv_heads, model.head_dim)
-    return LoadedDrafter(ModelGuesser(model), sizes, ops, model.max_model_len)
+    return LoadedDrafter(
+        ModelGuesser(model), sizes, ops, model.max_model_len, has_latents=isinstance(model, HasLatents)
+    )
 
 
 def _vocabulary(files: TokenizerFiles | None) -> dict[str, int]:
@@ -181,15 +159,23 @@ def _load_heads(config: EngineConfig, model_path: Path, path: Path, model: Model
     quantization = (
         "int8" if ops.device.type == "cpu" and ops.dtype != torch.float32 else settings.quantization
     )
-    heads = load_heads(path, Target(target, source, ops), max_positions, quantization)
+    heads: EagleHead | MedusaHeads | MtpHead
+    if str(path) == OWN_HEADS:
+        is_random = settings.load_format == "random"
+        heads = MtpHead(
+            Target(target, source, ops), max_positions, settings.quantization, is_random=is_random
+        )
+    else:
+        heads = load_heads(path, Target(target, source, ops), max_positions, quantization)
     if heads.taps and not isinstance(model, TappedModel):
         raise ConfigError(
             f"The head in {path} reads inner layers, which {model.config.architecture} does not show.",
             hint="Use a head of EAGLE 1 or 2, or --speculate draft=MODEL.",
         )
     width = model.config.hidden_size * max(1, len(heads.taps))
-    states = HiddenStates(width, heads.features if isinstance(heads, EagleHead) else None, heads.taps)
+    states = HiddenStates(width, None if isinstance(heads, MedusaHeads) else heads.features, heads.taps)
     if isinstance(heads, MedusaHeads):
         return LoadedDrafter(None, (0, 0, 0), ops, max_positions, states, heads)
     sizes = (heads.num_layers, heads.num_kv_heads, heads.head_dim)
-    return LoadedDrafter(EagleGuesser(heads), sizes, ops, max_positions, states)
+    has_latents = isinstance(heads, MtpHead) and isinstance(model, HasLatents)
+    return LoadedDrafter(EagleGuesser(heads), sizes, ops, max_positions, states, has_latents=has_latents)

@@ -6,73 +6,40 @@ in scratch blocks: each row has a few behind the last block id. KV that is missi
 nothing else.
 
 Work is done when drafts are asked for: first the tokens that are new since the last time, for all requests in one
-pass, then one pass for each further drafted token.
+pass, then one pass for each further drafted token. A drafter that follows steps does this work behind the step in
+front (`following.py`), for all requests whose KV it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.core.clock import Clock
-from penstock.core.plan import Draft
+from penstock.core.plan import ON_DEVICE, Chunk, Draft
 from penstock.core.request import Request
-from penstock.engine.batch import BatchRows, HostStep, Int32Array, Int64Array, Staging
+from penstock.engine.batch import DEVICE_DRAFTS, BatchRows, HostStep, Int32Array, Int64Array, Staging
+from penstock.engine.drafters.following import (
+    DraftSteps,
+    OnTheWay,
+    followed_chunks,
+    recorded_event,
+    send,
+    verified,
+)
+from penstock.engine.drafters.guessers import Guesser
+from penstock.engine.drafters.hidden_states import NOTHING, HiddenStates
 from penstock.engine.drafters.length import DraftLength
-from penstock.kernels.interface import AttentionBatch, KVStore
-from penstock.models.drafters.heads import EagleHead
-from penstock.models.model import Model
+from penstock.kernels.interface import AttentionBatch, HalvesBlocks, KVStore
 
 MAX_TOKENS = 8  # of a draft
 SCRATCH_BLOCKS = 3  # of a row: a shared block, and the drafts behind it
 CATCH_UP_TOKENS = 1024  # most known tokens in one call; requests with more wait for the next call
-KEPT_STATES = 8192  # most hidden states that wait for a call
-
-
-class Guesser(Protocol):
-    """The model or head that a drafter runs. `lag` is 1 for a head, whose input at a position is the token of the
-    next position, and the served model's hidden state."""
-
-    lag: int
-
-    def forward(self, token_ids: Tensor, states: Tensor | None, batch: AttentionBatch, kv: KVStore) -> Tensor:
-        """Compute int32 [T] (and hidden states [T, ...]) → [T, hidden]."""
-        ...
-
-    def argmax(self, hidden: Tensor) -> Tensor:
-        """Guess the next tokens: [S, hidden] → int64 [S]."""
-        ...
-
-
-class ModelGuesser:
-    lag = 0
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def forward(self, token_ids: Tensor, states: Tensor | None, batch: AttentionBatch, kv: KVStore) -> Tensor:
-        return self._model.forward(token_ids, batch, kv)
-
-    def argmax(self, hidden: Tensor) -> Tensor:
-        chosen = self._model.argmax(hidden)
-        return chosen if chosen is not None else self._model.logits(hidden).argmax(dim=1)
-
-
-class EagleGuesser:
-    lag = 1
-
-    def __init__(self, head: EagleHead) -> None:
-        self._head = head
-        self.argmax = head.argmax
-
-    def forward(self, token_ids: Tensor, states: Tensor | None, batch: AttentionBatch, kv: KVStore) -> Tensor:
-        assert states is not None, "a head reads hidden states"
-        return self._head.forward(token_ids, states, batch, kv)
+MOST_UNASKED = 32  # steps without a question for drafts, after which prompts are not followed any more
 
 
 @dataclass(slots=True)
@@ -85,7 +52,7 @@ class _Followed:
     num_computed: int = 0
     num_noted: int = 0
     num_known: int = 0  # tokens of the request when it was drafted for
-    draft: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()  # may be ON_DEVICE, and is then among the drafts in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,53 +61,6 @@ class _Chunk:
     start: int
     count: int
     states: Tensor | None = None  # [count, hidden]
-
-
-class HiddenStates:
-    """Keeps hidden states of the served model's latest steps, by request, until a head reads them."""
-
-    def __init__(
-        self,
-        width: int,
-        features: Callable[[Tensor], Tensor] | None = None,
-        taps: tuple[int, ...] = (),
-    ) -> None:
-        """`features` turns hidden states, each of `width` numbers, into a head's input. `taps` are the layers whose
-        inputs the states are; without any, the states are the model's final ones."""
-        self.width, self.taps = width, taps
-        self._features = features
-        self._parts: dict[str, list[tuple[int, Tensor]]] = {}
-        self._num_kept = 0
-
-    def take_step(self, request_ids: Sequence[str], step: HostStep, hidden: Tensor) -> None:
-        """Keep the hidden states of a step: [T, ...]. With too many, those of requests that came first go."""
-        hidden = hidden.clone()  # a graph writes the next step to the same place
-        for index, request_id in enumerate(request_ids):
-            begin, end = int(step.chunk_starts[index]), int(step.chunk_starts[index + 1])
-            parts = self._parts.setdefault(request_id, [])
-            parts.append((int(step.positions[begin]), hidden[begin:end]))
-            self._num_kept += end - begin
-        while self._num_kept > KEPT_STATES and len(self._parts) > 1:
-            self.forget(next(iter(self._parts)))
-
-    def take(self, request_id: str, start: int, end: int) -> tuple[int, Tensor | None]:
-        """Take the head's input for positions up to `end`, from `start` on or from the first position behind which
-        none is missing. Returns that position too. A later step replaces an earlier one."""
-        found: list[Tensor] = []
-        last = end
-        for first, rows in reversed(self._parts.get(request_id, ())):
-            if first < end <= first + len(rows) and start < end:
-                begin = max(first, start)
-                found.insert(0, rows[begin - first : end - first])
-                end = begin
-        self.forget(request_id)
-        if end == last:
-            return end, None
-        states = torch.cat(found)
-        return end, states if self._features is None else self._features(states)
-
-    def forget(self, request_id: str) -> None:
-        self._num_kept -= sum(len(rows) for _, rows in self._parts.pop(request_id, ()))
 
 
 class ModelDrafter:
@@ -156,18 +76,29 @@ class ModelDrafter:
         vocab_size: int,
         max_positions: int,
         states: HiddenStates | None = None,
+        follows_steps: bool = False,
     ) -> None:
-        """`kv` has SCRATCH_BLOCKS blocks for each row behind the blocks of the served model."""
+        """`kv` has SCRATCH_BLOCKS blocks for each row behind the blocks of the served model, and a spare block."""
         self._name, self._guesser, self._kv, self._rows = name, guesser, kv, rows
         self._staging = Staging(device, 1 << 20)
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self.states = states
-        self._first_scratch = kv.num_blocks - rows.max_rows * SCRATCH_BLOCKS
+        self._first_scratch = kv.num_blocks - 1 - rows.max_rows * SCRATCH_BLOCKS
         self._written = np.zeros(
             self._first_scratch, dtype=np.int64
         )  # a hash of the text up to the end of a block
         self._followed: dict[str, _Followed] = {}
         self._length = DraftLength(clock, MAX_TOKENS)
+        self._steps = DraftSteps(
+            guesser, kv, rows.max_rows, max_positions, records_graphs=device.type == "cuda"
+        )
+        self.follows_steps = follows_steps
+        self._num_wanted = 0  # tokens to draft behind the next step
+        self._num_unasked = 0  # steps since drafts were last asked for
+        self._on_the_way: OnTheWay | None = None
+        self._is_latest = False  # no step has been submitted since
+        self.in_use: OnTheWay | None = None
+        self._error: Exception | None = None
 
     def add(self, request: Request) -> None: ...
 
@@ -176,6 +107,9 @@ class ModelDrafter:
         if followed is None or not followed.draft:
             return
         draft, followed.draft = followed.draft, ()
+        if ON_DEVICE in draft:
+            assert self.in_use is not None
+            draft = self.in_use.of(request_id)[: len(draft)]
         agreed = 0
         while agreed < min(len(draft), len(token_ids)) and draft[agreed] == token_ids[agreed]:
             agreed += 1
@@ -190,23 +124,144 @@ class ModelDrafter:
             self.states.forget(request_id)
 
     def propose(self, wanted: Mapping[str, int]) -> dict[str, Draft]:
-        most = min(self._length.begin(), max(wanted.values()))
-        if most <= 0:
-            return {}
-        self._staging.next_step()
-        with torch.inference_mode():
-            request_ids, drafted, num_tokens = self._draft(
-                [each for each in wanted if each in self._rows], most
-            )
-        self._length.end(most, num_tokens, len(request_ids))
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._propose(wanted)
+        except Exception as error:  # nothing more is drafted behind steps
+            self._error = error
+            raise
+
+    def _propose(self, wanted: Mapping[str, int]) -> dict[str, Draft]:
+        drafting_s = self.in_use.elapsed_s if self.in_use is not None else None
+        most = min(self._length.begin(drafting_s or 0.0, self._num_unasked), max(wanted.values()))
+        self._num_unasked = 0
+        if self.in_use is not None and drafting_s is not None:
+            self._length.note_seconds(drafting_s / self.in_use.length)
+        self.in_use = None
+        found = self._take_followed(wanted)
+        self._num_wanted = most if self.follows_steps else 0
+        rest = [each for each in wanted if each in self._rows and each not in found] if most > 0 else []
+        if rest:
+            self._staging.next_step()
+            with torch.inference_mode():
+                request_ids, drafted, num_tokens = self._draft(rest, most)
+            self._length.end(most, num_tokens, len(request_ids))
+            found.update(zip(request_ids, drafted, strict=True))
+        elif found:
+            self._length.end(0, 0, 0)
         drafts: dict[str, Draft] = {}
-        for request_id, token_ids in zip(request_ids, drafted, strict=True):
+        for request_id, token_ids in found.items():
             draft = tuple(token_ids[: wanted[request_id]])
             unknown = next((at for at, token_id in enumerate(draft) if token_id >= self._vocab_size), None)
             if draft := draft[:unknown]:
                 self._followed[request_id].draft = draft
                 drafts[request_id] = Draft(draft, self._name)
         return drafts
+
+    def follow(
+        self,
+        chunks: Sequence[Chunk],
+        step: HostStep,
+        sampled: Tensor,
+        states: Tensor | None,
+        blind: Collection[str],
+    ) -> Mapping[str, int]:
+        """Draft behind a step, without waiting for it, if the next call of `propose` is likely to ask for drafts.
+        `sampled` are its samples, int64 [S], and `states` its hidden states for a head, [T, ...]. The host can do
+        without the drafts of `blind` requests. Returns how many states of a request are no longer needed."""
+        self._is_latest = False
+        self._num_unasked += 1
+        most, self._num_wanted = min(self._num_wanted, DEVICE_DRAFTS), 0
+        if self._error is not None or (states is None) != (self.states is None):
+            return NOTHING
+        try:
+            self._staging.next_step()
+            read = self._follow_prompts(chunks, step, states) if self._num_unasked < MOST_UNASKED else {}
+            if most <= 0:
+                return read
+            ready = {
+                request_id: chunk
+                for request_id, chunk in followed_chunks(chunks).items()
+                if self._is_ready(chunk, most)
+            }
+            began = recorded_event(sampled.device)
+            found = verified(ready, step, sampled, self._rows.draft_tokens, self._staging)
+            if found is None:
+                return read
+            context = max(chunk.start + chunk.num_tokens for chunk in ready.values()) + most + 1
+            tables = self._tables(found.request_ids, self._steps.width(context))
+            inputs = None
+            if self.states is not None and states is not None:
+                inputs = self.states.features(states[found.at.view(-1)])
+            rows = [self._followed[each].row for each in found.request_ids]
+            places = np.array(rows, dtype=np.int64)[:, None] * DEVICE_DRAFTS + np.arange(most)
+            placed, at = self._staging.all_to_device(tables.astype(np.int32), places)
+            drafted = self._steps.draft(found, inputs, placed, context, most)
+            self._rows.draft_tokens[at] = drafted.to(torch.int32)
+            self._on_the_way, self._is_latest = send(found, drafted, blind, began), True
+        except Exception as error:  # the next call of `propose` reports the error
+            self._error = error
+            return NOTHING
+        return read | {request_id: chunk.num_tokens for request_id, chunk in ready.items()}
+
+    def _follow_prompts(
+        self, chunks: Sequence[Chunk], step: HostStep, states: Tensor | None
+    ) -> dict[str, int]:
+        """Compute the drafter's KV of a step's prompts. Returns how many tokens of each were computed."""
+        found = []
+        for chunk, begin in zip(chunks, step.chunk_starts, strict=False):
+            # The head's input at the last position of a prompt is a token that is not sampled yet.
+            known = self._rows.num_tokens(chunk.request_id) - self._guesser.lag - chunk.start
+            count = min(chunk.num_tokens, known)
+            if chunk.in_flight or chunk.drafts or chunk.num_tokens < 2 or count <= 0:
+                continue
+            if self._follow(chunk.request_id).num_computed < chunk.start + count <= self._max_positions:
+                inputs = None
+                if self.states is not None and states is not None:
+                    inputs = self.states.features(states[begin : begin + count])
+                found.append(_Chunk(chunk.request_id, chunk.start, count, inputs))
+        if found:
+            found.sort(key=lambda chunk: chunk.count)
+            self._run(found)
+            for each in found:
+                self._note(each)
+        return {each.request_id: each.count for each in found}
+
+    def _is_ready(self, chunk: Chunk, most: int) -> bool:
+        """Say whether all positions in front of a chunk have been computed."""
+        if chunk.request_id not in self._followed:
+            return False
+        followed = self._follow(chunk.request_id)
+        self._written[followed.table[followed.num_noted :]] = 0  # drafts are written there
+        end = chunk.start + chunk.num_tokens + most + 1
+        return followed.num_computed >= chunk.start and end <= self._max_positions
+
+    def _take_followed(self, wanted: Mapping[str, int]) -> dict[str, list[int]]:
+        """Return the drafts that were made behind the last step, of requests that got the tokens that were seen
+        then."""
+        sent, self._on_the_way = self._on_the_way, None
+        found: dict[str, list[int]] = {}
+        if sent is None:
+            return found
+        lag, self.in_use = self._guesser.lag, sent
+        made: list[list[int]] | None = None
+        for index, (request_id, start) in enumerate(zip(sent.request_ids, sent.starts, strict=True)):
+            followed = self._followed.get(request_id)
+            if followed is None or request_id not in self._rows or self._rows.row(request_id) != followed.row:
+                continue
+            num_seen = num_known = self._rows.num_tokens(request_id)
+            drafted = [ON_DEVICE] * sent.length
+            if not self._is_latest or request_id not in sent.blind:
+                made = made if made is not None else sent.read()
+                num_accepted, *drafted = made[index]
+                num_seen = start + num_accepted + 2
+            end = min(num_seen, num_known) - lag
+            self._note(_Chunk(request_id, start, end - start))
+            if num_seen == num_known and request_id in wanted:  # else cut short, or more steps have followed
+                followed.num_known = num_known
+                found[request_id] = drafted
+        return found
 
     def _draft(self, request_ids: list[str], most: int) -> tuple[list[str], list[list[int]], int]:
         """Return the requests for which there was time to draft, their drafts, and the known tokens computed."""
@@ -226,18 +281,18 @@ class ModelDrafter:
         if not ready:
             return [], [], num_tokens
         states = hidden[self._staging.to_device(np.array([at for at, _ in ready], dtype=np.int64))]
-        guessed = [self._guesser.argmax(states)]
-        for step in range(most - 1):
-            batch = self._batch(
-                [_Chunk(each.request_id, each.start + each.count + step, 1) for _, each in ready]
-            )
-            states = self._guesser.forward(guessed[-1].to(torch.int32), states, batch, self._kv)
-            guessed.append(self._guesser.argmax(states))
+        ends = np.array([chunk.start + chunk.count for _, chunk in ready], dtype=np.int64)
+        context = int(ends.max()) + most
+        tables = self._tables([chunk.request_id for _, chunk in ready], self._steps.width(context))
+        positions, placed = self._staging.all_to_device(ends, tables.astype(np.int32))
+        drafted = self._steps.extend(
+            self._guesser.argmax(states), states, positions, placed, context, most
+        ).tolist()
         for _, chunk in ready:
             followed = self._followed[chunk.request_id]
             followed.num_computed = chunk.start + chunk.count + most - 1
             followed.num_known = chunk.start + chunk.count + lag
-        return [each.request_id for _, each in ready], torch.stack(guessed, dim=1).tolist(), num_tokens
+        return [each.request_id for _, each in ready], drafted, num_tokens
 
     def _missing(self, request_ids: list[str], most: int) -> list[_Chunk]:
         """Return the positions to compute: of requests with the fewest first, as many as there is time for."""
@@ -278,10 +333,21 @@ class ModelDrafter:
             same = int((table[:common] != followed.table[:common]).argmax()) if common else 0
             if common and table[same] == followed.table[same]:
                 same = common
-            if same < max(len(table), len(followed.table)):
-                followed.num_computed = min(followed.num_computed, same * rows.block_size)
+            longest = max(len(table), len(followed.table))
+            if same < longest:
+                kept = same * rows.block_size
+                if same == longest - 1 and isinstance(self._kv, HalvesBlocks):
+                    # The last block has changed between a shared and a whole one; the first scratch block stands for
+                    # the second half of a shared block.
+                    scratch = self._first_scratch + row * SCRATCH_BLOCKS
+                    before, after = (
+                        int(each[same]) if len(each) > same else scratch for each in (followed.table, table)
+                    )
+                    self._kv.copy_half(before, 0, after)
+                    kept += rows.block_size // 2
+                followed.num_computed = min(followed.num_computed, kept)
                 followed.num_noted = min(followed.num_noted, same)
-            followed.table, followed.draft = table, ()
+            followed.table = table
         return followed
 
     def _num_written(self, request_id: str, table: Int32Array) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -155,10 +156,15 @@ class Texts:
     def load(cls, folder: Path) -> Texts:
         try:
             columns = {name: tensor.tolist() for name, tensor in load_file(folder / TEXTS).items()}
-            rest = iter(columns["token_ids"])
-            token_ids = [[next(rest) for _ in range(length)] for length in columns["lengths"]]
-            return cls(columns["prompts"], columns["prompt_lens"], token_ids)
-        except (SafetensorError, OSError, KeyError, RuntimeError) as error:
+            lengths, token_ids = columns["lengths"], columns["token_ids"]
+            ends = list(accumulate(lengths))
+            if (ends or [0])[-1] != len(token_ids) or not (
+                len(lengths) == len(columns["prompts"]) == len(columns["prompt_lens"])
+            ):
+                raise ValueError("its parts do not fit together")
+            parts = [token_ids[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+            return cls(columns["prompts"], columns["prompt_lens"], parts)
+        except (SafetensorError, OSError, KeyError, ValueError, RuntimeError) as error:
             raise ModelLoadError(
                 f"{folder / TEXTS} cannot be read: {error}.", hint="Remove the folder, and train again."
             ) from error

@@ -290,10 +290,15 @@ def train_head(
     torch.set_num_threads(num_threads)  # an engine leaves its kernels all cores but one
     state = load_state(folder, target.ops.device)
     vocab_size = target.model.config.vocab_size
+    if max(max(ids) for ids in texts.token_ids) >= vocab_size:
+        raise _of_another_model(folder)
     chosen = state["draft_ids"] if state else draft_vocabulary(texts, vocab_size, settings.vocabulary)
     trainer = Trainer(Lesson(target, chosen), settings, texts)
     if state is not None:
-        trainer.restore(state)
+        try:
+            trainer.restore(state)
+        except (KeyError, ValueError, RuntimeError) as error:  # tensors of other sizes
+            raise _of_another_model(folder) from error
 
     def checkpoint() -> None:
         save_state(trainer, folder)
@@ -301,6 +306,12 @@ def train_head(
 
     trainer.run(on_stage, checkpoint)
     return trainer
+
+
+def _of_another_model(folder: Path) -> ConfigError:
+    return ConfigError(
+        f"The training in {folder} is of another model, or of other settings.", hint="Give another --output."
+    )
 
 
 def load_target(config: EngineConfig, model_path: Path) -> Target:

@@ -26,7 +26,16 @@ from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import CompiledGrammar
 from penstock.engine.parallel.mesh import Mesh
-from penstock.engine.parallel.messages import Added, Appended, News, Removed, Sampled, Step
+from penstock.engine.parallel.messages import (
+    AdapterDropped,
+    AdapterLoaded,
+    Added,
+    Appended,
+    News,
+    Removed,
+    Sampled,
+    Step,
+)
 from penstock.engine.parallel.processes import RankProcesses
 
 _SMALLEST_PIECE = 16  # tokens of a prompt that are worth a part of their own
@@ -131,6 +140,7 @@ class LocalRank:
     ) -> None:
         self.shard = mesh.shard
         self.executor = executor
+        self.lora = executor.lora
         self._rows = rows
         self._mesh = mesh
         self._samples_elsewhere = not self.shard.is_last_stage
@@ -147,6 +157,14 @@ class LocalRank:
                     self.executor.append(request_id, token_ids)
                 case Removed(request_id=request_id):
                     self.executor.remove(request_id)
+                case AdapterLoaded(adapter=adapter):
+                    assert self.lora is not None, "the first rank has one too"
+                    self.lora.load(
+                        adapter, self.lora.read(adapter)
+                    )  # files that the first rank has just read
+                case AdapterDropped(digest=digest):
+                    assert self.lora is not None
+                    self.lora.drop(digest)
 
     def add(self, request: Request, grammar: CompiledGrammar | None) -> None:
         if self._samples_elsewhere:  # hidden states too are of use on the last stage alone
@@ -188,6 +206,9 @@ class FirstRank:
         self._others = others
         self._news: list[News] = []  # not sent to the other ranks yet
         self._is_closed = False
+        if local.lora is not None:
+            local.lora.on_load = lambda adapter: self._news.append(AdapterLoaded(adapter))
+            local.lora.on_drop = lambda digest: self._news.append(AdapterDropped(digest))
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         self._local.add(request, grammar)

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.core.engine_config import EngineConfig
 from penstock.core.plan import SampledToken, ScoredChunk, StepPlan
-from penstock.core.request import Request
+from penstock.core.request import Adapter, Request
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -35,7 +35,15 @@ class Removed(msgspec.Struct, frozen=True, tag="removed"):
     request_id: str
 
 
-News: TypeAlias = Added | Appended | Removed
+class AdapterLoaded(msgspec.Struct, frozen=True, tag="adapter_loaded"):
+    adapter: Adapter
+
+
+class AdapterDropped(msgspec.Struct, frozen=True, tag="adapter_dropped"):
+    digest: str
+
+
+News: TypeAlias = Added | Appended | Removed | AdapterLoaded | AdapterDropped
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,7 +86,9 @@ class RankModel:
         return None  # ranks have parts of the logits
 
     def with_ops(self, ops: Ops) -> Model:
-        return self._model.with_ops(ops)
+        twin = copy.copy(self)
+        twin._model = staged(self._model.with_ops(ops))
+        return twin
 
     def with_distinct_layers(self) -> Model:
         return self._model.with_distinct_layers()

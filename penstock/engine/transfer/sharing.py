@@ -53,6 +53,12 @@ class WatchedKVStore:
     def copy_from_host(self, slot: int, block_id: int) -> None:
         self._store.copy_from_host(slot, block_id)
 
+    def read_host(self, slot: int) -> bytes:
+        return self._store.read_host(slot)
+
+    def write_block(self, block_id: int, contents: bytes) -> None:
+        self._store.write_block(block_id, contents)
+
     def copy_half(self, block_id: int, offset: int, to_block_id: int) -> None:
         assert isinstance(self._store, HalvesBlocks), "a store that halves blocks can copy halves"
         self._store.copy_half(block_id, offset, to_block_id)

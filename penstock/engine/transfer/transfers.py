@@ -322,7 +322,8 @@ class KVImports:
             return False
         begun = self._exchange.begin_import(request)
         if begun is None:
-            return may_wait or bool(self._imports)
+            # After the copies of the next plan, there is room.
+            return may_wait or bool(self._imports) or self._exchange.lacks_copies
         waiting.begun = begun
         self._imports[begun.number] = begun, request.id
         self.counters.num_begun += 1

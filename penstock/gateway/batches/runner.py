@@ -115,7 +115,8 @@ class BatchRunner:
             except Exception:
                 logger.exception("batches wait after an error that was not foreseen")
             try:
-                await asyncio.wait_for(self._woken.wait(), self._config.poll_s)
+                async with asyncio.timeout(self._config.poll_s):
+                    await self._woken.wait()
             except TimeoutError:
                 continue
             self._woken.clear()

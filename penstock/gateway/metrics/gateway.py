@@ -40,6 +40,8 @@ _ATTRIBUTES = {
     "kv_pins_demoted": "num_pins_demoted",
     "kv_blocks_to_host": "num_blocks_to_host",
     "kv_blocks_from_host": "num_blocks_from_host",
+    "kv_blocks_to_disk": "num_blocks_to_disk",
+    "kv_blocks_from_disk": "num_blocks_from_disk",
     "kv_kept_blocks_lost": "num_kept_blocks_lost",
     "time_to_first_token_seconds": "first_token_s",
     "inter_token_latency_seconds": "inter_token_s",

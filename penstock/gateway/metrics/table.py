@@ -98,6 +98,8 @@ _ENGINES = [
         ("kv_pins_demoted", "Pins given up before their time, to make room."),
         ("kv_blocks_to_host", "KV blocks copied to host memory."),
         ("kv_blocks_from_host", "KV blocks copied back from host memory."),
+        ("kv_blocks_to_disk", "KV blocks written to disk."),
+        ("kv_blocks_from_disk", "KV blocks read back from disk."),
         ("kv_fetches", "Requests whose KV was to come from another replica."),
         ("kv_fetches_failed", "Requests whose KV did not all come from another replica."),
         ("kv_fetched_tokens", "Tokens whose KV came from another replica."),

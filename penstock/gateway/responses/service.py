@@ -78,7 +78,8 @@ class EventLog:
                 return
             else:
                 try:
-                    await asyncio.wait_for(news.wait(), KEEP_ALIVE_S)
+                    async with asyncio.timeout(KEEP_ALIVE_S):
+                        await news.wait()
                 except TimeoutError:
                     yield KEEP_ALIVE
 

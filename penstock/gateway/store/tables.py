@@ -215,6 +215,15 @@ leases = Table(
     Column("expires_at", Double, nullable=False),
 )
 
+# Owner: serve/database_registry. The machines that run engines of a shared fleet, and their replicas.
+fleet_hosts = Table(
+    "fleet_hosts",
+    metadata,
+    Column("name", String(128), primary_key=True),
+    Column("record", LargeBinary, nullable=False),
+    Column("expires_at", Double, nullable=False),
+)
+
 # Owner: gateway/responses. One that runs in the background is not final and may be replaced.
 responses = Table(
     "responses",

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 MERGED_AT_ONCE = 8
+MERGED_BY_A_WARP = 128  # numbers of a head: rows are many, and warps of a program would wait for each other
 
 
 @triton.jit
@@ -221,6 +222,6 @@ class Partials:
             D_PAD=triton.next_power_of_2(head_dim),
             TILE=MERGED_AT_ONCE,
             HAS_SINKS=sinks is not None,
-            num_warps=4,
+            num_warps=max(1, triton.next_power_of_2(head_dim) // MERGED_BY_A_WARP),
             **launch_options(),
         )

@@ -15,9 +15,10 @@ from penstock.kernels.triton.attention_parts import Partials, absorb, finish, lo
 from penstock.kernels.triton.device import num_processors
 from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.paged_kv import PagedLayer
-from penstock.kernels.triton.targets import attention_tiles, stages
+from penstock.kernels.triton.targets import attention_tiles, current, stages
 
 LARGEST_TILE = 128  # keys of a tile: a window may reach into one more
+SMALLEST_TILE = 16
 # Many programs, several of which share a processor, do better with small tiles.
 MANY_PROGRAMS_PER_PROCESSOR = 6
 FEW_SPLITS, MAX_SPLITS = 16, 128  # Merging takes its time: more than few only of very long contexts.
@@ -65,8 +66,8 @@ def _decode_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    request = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
+    request = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(0)  # Neighbours read neighbouring memory: the KV heads of a block lie side by side.
     split = tl.program_id(2)
     per_group: tl.constexpr = H // G
     let_next_start()
@@ -133,7 +134,7 @@ def decode_attention(
     padded_size = max(16, triton.next_power_of_2(size))
     tile = _tile(padded_size, 2 * cache.keys.element_size(), is_small=splits == 1 and is_crowded)
     partials = Partials.for_rows(out, count * heads, splits, size)
-    _decode_kernel[(count, kv_heads, splits)](
+    _decode_kernel[(kv_heads, count, splits)](
         q,
         cache.keys,
         cache.values,
@@ -164,7 +165,7 @@ def decode_attention(
         HAS_WINDOW=layer.window is not None,
         HAS_SCALES=cache.key_scales is not None,
         HAS_SINKS=layer.sinks is not None,
-        num_warps=4,
+        num_warps=tile.num_warps,
         **launch_options(),
     )
     partials.merge_into(out, count * heads, heads, size, layer.sinks)
@@ -174,17 +175,23 @@ def decode_attention(
 class KeyTile:
     keys: int
     stages: int
+    num_warps: int = 4
 
 
 def _tile(head_size: int, bytes_each: int, *, is_small: bool) -> KeyTile:
     """Return the number of keys of a tile, and how many tiles are read ahead. A key and its value take `bytes_each`
     for each of `head_size` numbers."""
     choice = attention_tiles()
+    num_warps = 4
     if head_size <= 128 and not is_small:
         keys, most = choice.decode_keys, choice.decode_stages
     else:
         keys, most = choice.crowded_keys, choice.crowded_stages
-    return KeyTile(keys, stages(most, keys * head_size * bytes_each))
+        if head_size <= 128 and bytes_each == 4:
+            num_warps = choice.crowded_warps
+    while keys > SMALLEST_TILE and keys * head_size * bytes_each > current().shared_bytes:
+        keys //= 2
+    return KeyTile(keys, stages(most, keys * head_size * bytes_each), num_warps)
 
 
 def split_length(programs: int, span: int, processors: int) -> int:

@@ -1,15 +1,13 @@
 """Attention over prompts by FlashInfer (the extra `flashinfer`).
 
-The Triton kernel computes decodes, because they run from CUDA graphs and FlashInfer plans every step on the host. It
-also computes layers with sinks, caches in eight bits, head sizes that FlashInfer has no kernels for, and, unless
-FlashInfer is to take all it can, the prompts at which the Triton kernel is faster (`docs/kernels.md` has the
-figures). One plan serves all equal layers of a step. FlashInfer compiles its kernels when it first meets a kind of
-layer, and keeps them on disk. So the first step with each kind, a step of the warm-up, goes to FlashInfer too.
+The Triton kernels compute decodes, because they run from CUDA graphs and FlashInfer plans every step on the host. The
+Triton kernels also compute layers with sinks, caches in eight bits, and head sizes that FlashInfer has no kernels
+for. One plan serves all equal layers of a step. FlashInfer compiles its kernels when it first meets a kind of layer,
+in the warm-up, and keeps them on disk.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +17,8 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.paged_kv import PagedLayer
 
-logger = logging.getLogger(__name__)
-
 WORKSPACE_BYTES = 128 << 20
 HEAD_SIZES = (64, 128, 256)
-# Where it is the faster one, on Hopper: chunks that fill the chip and see much, or fill it many times over.
-LONG_CHUNK, LONG_CONTEXT = 512, 4096
-ROWS_THAT_FILL_THE_CHIP, MANY_ROWS = 16_384, 131_072  # tokens × heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +41,12 @@ class _Planned:
 
 
 class FlashInferAttention:
-    def __init__(self, device: torch.device, *, wherever_possible: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         import flashinfer  # an extra
 
         self._make_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
-        self._wherever_possible = wherever_possible
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._planned: dict[_Kind, _Planned] = {}
-        self._given_up = False
 
     def attends(
         self, q: Tensor, cache: PagedLayer, out: Tensor, layer: AttentionLayer, batch: AttentionBatch
@@ -67,24 +58,13 @@ class FlashInferAttention:
         kind = _Kind(
             layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scale, layer.window, layer.softcap
         )
-        is_for_it = self._wherever_possible or _is_faster(q, batch)
-        if self._given_up or not (is_for_it or kind not in self._planned):
-            return False
         planned = self._planned.get(kind) or _Planned(self._make_wrapper(self._workspace, "HND"))
-        try:
-            if planned.batch is not batch:
-                _plan(planned, kind, cache.block_size, batch, q.dtype)
-        except Exception as error:
-            # The first plan of a kind compiles its kernels, in which all sorts of things are missed.
-            if kind in self._planned or self._wherever_possible:
-                raise
-            logger.warning("FlashInfer cannot run here, so Triton does all attention: %s", error)
-            self._given_up = True
-            return False
+        if planned.batch is not batch:
+            _plan(planned, kind, cache.block_size, batch, q.dtype)
         self._planned[kind] = planned
         first = batch.num_decodes
         planned.wrapper.run(q[first:], (cache.keys, cache.values), out=out[first:])
-        return is_for_it  # otherwise it only had to compile its kernels, and the Triton kernel has to as well
+        return True
 
 
 def _can_run(q: Tensor, cache: PagedLayer) -> bool:
@@ -93,13 +73,6 @@ def _can_run(q: Tensor, cache: PagedLayer) -> bool:
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[2] in HEAD_SIZES
     )
-
-
-def _is_faster(q: Tensor, batch: AttentionBatch) -> bool:
-    num_tokens, num_heads, _ = q.shape
-    rows = (num_tokens - batch.num_decodes) * num_heads
-    sees_much = batch.max_context_len >= LONG_CONTEXT
-    return batch.max_query_len >= LONG_CHUNK and rows >= (ROWS_THAT_FILL_THE_CHIP if sees_much else MANY_ROWS)
 
 
 def _plan(planned: _Planned, kind: _Kind, block_size: int, batch: AttentionBatch, dtype: torch.dtype) -> None:

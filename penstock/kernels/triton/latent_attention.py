@@ -19,6 +19,7 @@ from penstock.kernels.tensor_kv import TorchKVPart
 from penstock.kernels.triton.attention_parts import Partials, finish
 from penstock.kernels.triton.decode_attention import split_length
 from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.targets import current
 
 KEYS = 32
 SMALL_TILE, LARGE_TILE = 16, 64
@@ -29,7 +30,7 @@ LARGEST_CODE = tl.constexpr(float(tensor_kv.LARGEST_CODE))
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _write_kernel(
     latent, query, queries, cache, scales, rope, norm, positions, slots, eps,
-    query_stride, head_stride,
+    latent_stride, query_stride, head_stride,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, C_PAD: tl.constexpr, HALF_PAD: tl.constexpr,
     HAS_SCALES: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +56,7 @@ def _write_kernel(
         return
     columns = tl.arange(0, C_PAD)
     is_column = columns < C
-    row = latent + token * (C + R)
+    row = latent + token * latent_stride
     content = tl.load(row + columns, mask=is_column, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(content * content, axis=0) / C + eps)
     content = content * scale * tl.load(norm + columns, mask=is_column, other=0.0)
@@ -164,7 +165,7 @@ def write_latents(
     if queries is None:
         queries = torch.empty(tokens, heads, size + rotated, dtype=query.dtype, device=query.device)
     plain, turned = split_query(query, layer)
-    queries[:, :, :size] = absorbed(plain, layer)
+    absorbed(plain, layer, queries[:, :, :size])
     _write_kernel[(tokens, 1 + triton.cdiv(heads, HEADS_AT_ONCE))](
         latent,
         turned,
@@ -176,6 +177,7 @@ def write_latents(
         batch.positions,
         batch.slots,
         layer.norm_eps,
+        latent.stride(0),
         turned.stride(0),
         turned.stride(1),
         H=heads,
@@ -190,13 +192,26 @@ def write_latents(
     return queries
 
 
+def tile_of(rows: int, row_bytes: int) -> tuple[int, int]:
+    """Return the rows and the keys of a program: as many as fit into shared memory together."""
+    tile = LARGE_TILE if rows >= LARGE_TILE else max(SMALL_TILE, triton.next_power_of_2(rows))
+    keys = KEYS
+    while (tile + keys) * row_bytes > current().shared_bytes and (tile, keys) != (SMALL_TILE, SMALL_TILE):
+        if tile > SMALL_TILE:
+            tile //= 2
+        else:
+            keys //= 2
+    return tile, keys
+
+
 def latent_attention(
     queries: Tensor, cache: TorchKVPart, out: Tensor, layer: LatentLayer, batch: AttentionBatch
 ) -> None:
     """[T, H, C + R] → `out`, [T, H, C]."""
     heads, size, rotated = layer.num_heads, layer.latent_dim, layer.rope_dim
     rows = batch.max_query_len * heads
-    tile = LARGE_TILE if rows >= LARGE_TILE else max(SMALL_TILE, triton.next_power_of_2(rows))
+    padded = max(16, triton.next_power_of_2(size)), max(16, triton.next_power_of_2(rotated))
+    tile, keys = tile_of(rows, sum(padded) * queries.element_size())
     tiles = triton.cdiv(rows, tile)
     span = batch.max_context_len
     processors = num_processors(queries.device.index or 0)
@@ -221,11 +236,11 @@ def latent_attention(
         H=heads,
         C=size,
         R=rotated,
-        C_PAD=max(16, triton.next_power_of_2(size)),
-        R_PAD=max(16, triton.next_power_of_2(rotated)),
+        C_PAD=padded[0],
+        R_PAD=padded[1],
         BLOCK_SIZE=cache.entries.shape[1],
         ROWS=tile,
-        KEYS=KEYS,
+        KEYS=keys,
         STAGES=1 if queries.dtype == torch.float32 else 2,
         IS_SPLIT=splits > 1,
         HAS_SCALES=cache.scales is not None,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.adapted import AdaptedProduct
 from penstock.kernels.chunks import within_chunks
 from penstock.kernels.interface import (
     Activation,
@@ -25,13 +26,13 @@ from penstock.kernels.interface import (
     WeightData,
 )
 from penstock.kernels.latent import LatentKVStore, values_of
-from penstock.kernels.recurrence import gated_delta, selective_scan, short_conv
 from penstock.kernels.reference import TorchEmbedding, TorchLinear, TorchOps
 from penstock.kernels.tensor_kv import TorchKVPart
 from penstock.kernels.triton import packing, products
+from penstock.kernels.triton.adapted import BatchedAdapters
 from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.elementwise import gated, rms_norm
-from penstock.kernels.triton.experts import StackedExperts, add_experts
+from penstock.kernels.triton.experts import StackedExperts, add_experts, pack_experts
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
 from penstock.kernels.triton.int4 import Int4Linear
 from penstock.kernels.triton.int8 import Int8Linear
@@ -40,8 +41,10 @@ from penstock.kernels.triton.limited_sampling import redraw_limited_rows
 from penstock.kernels.triton.packing import Packed, PackedRows
 from penstock.kernels.triton.paged_kv import PagedKV, PagedLayer
 from penstock.kernels.triton.prefill_attention import prefill_attention
+from penstock.kernels.triton.recurrence import gated_norm, short_conv
 from penstock.kernels.triton.rope_cache import rope_and_cache
 from penstock.kernels.triton.sampling import chunk_statistics, draw_from_whole_vocabulary
+from penstock.kernels.triton.segments import gated_delta, selective_scan
 
 
 def attention(
@@ -73,6 +76,7 @@ class TritonOps:
     short_conv = staticmethod(short_conv)
     selective_scan = staticmethod(selective_scan)
     gated_delta = staticmethod(gated_delta)
+    gated_norm = staticmethod(gated_norm)
 
     def __init__(
         self,
@@ -94,6 +98,19 @@ class TritonOps:
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
         return products.linear(x, weight)
+
+    def normed_linear(self, x: Tensor, norm: Tensor, eps: float, weight: Any) -> Tensor:
+        return products.normed_linear(x, norm, eps, weight)
+
+    def normed_gated(
+        self, x: Tensor, norm: Tensor, eps: float, gate_up: Any, activation: Activation
+    ) -> Tensor:
+        if activation == "clamped_swiglu":
+            return self.gated(products.normed_linear(x, norm, eps, gate_up), activation)
+        return products.normed_gated(x, norm, eps, gate_up, activation)
+
+    def add_linear(self, x: Tensor, weight: Any, residual: Tensor) -> None:
+        products.add_linear(x, weight, residual)
 
     def pack_embedding(self, weight: WeightData, tied: Any = None) -> TorchEmbedding | PackedRows:
         table = self.pack_linear([weight]) if tied is None else tied
@@ -182,27 +199,14 @@ class TritonOps:
         down: Any,
         activation: Activation,
     ) -> None:
-        if activation == "clamped_swiglu":
-            residual.add_(self.mlp(self.rms_norm(residual, norm, eps), gate_up, down, activation))
-            return
-        hidden = products.normed_gated(residual, norm, eps, gate_up, activation)
+        hidden = self.normed_gated(residual, norm, eps, gate_up, activation)
         products.add_linear(hidden, down, residual)
 
     def router_logits(self, x: Tensor, router: Any) -> Tensor:
         return self.logits(x, router)
 
     def pack_experts(self, experts: Iterable[ExpertWeights]) -> StackedExperts:
-        gate_ups: list[Tensor] = []
-        downs: list[Tensor] = []
-        biases: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for expert in experts:
-            gate_ups.append(self._torch.pack_linear([expert.gate, expert.up]).weight)
-            downs.append(self._torch.pack_linear([expert.down]).weight)
-            for bias, kept in zip((expert.gate_up_bias, expert.down_bias), biases, strict=True):
-                if bias is not None:
-                    kept.append(bias.to(self.device, torch.float32))
-        gate_up_bias, down_bias = (torch.stack(kept) if kept else None for kept in biases)
-        return StackedExperts(torch.stack(gate_ups), torch.stack(downs), gate_up_bias, down_bias)
+        return pack_experts(experts, self.dtype, self.device)
 
     def moe(
         self, x: Tensor, logits: Tensor, experts: Any, routing: Routing, activation: Activation
@@ -226,6 +230,9 @@ class TritonOps:
 
     def add_up(self, x: Tensor) -> Tensor:
         return x
+
+    def batched_adapters(self, adapted: Sequence[AdaptedProduct], num_slots: int) -> BatchedAdapters:
+        return BatchedAdapters(adapted, num_slots, self.dtype, self.device)
 
     def cut_at_attention(self, cut: Callable[[Attend], None], queries: Tensor, out: Tensor) -> TritonOps:
         return _CutOps(self, cut, queries, out)
@@ -251,8 +258,10 @@ class _CutOps(TritonOps):
         tokens = qkv.shape[0]
         queries, out = self._queries[:tokens], self._out[:tokens]
         rope_and_cache(qkv, layer, cache, batch.positions, batch.slots, queries)
+        part = batch.part
 
         def attend(step: AttentionBatch) -> None:
+            step = step if part is None else step.parts[part]
             count = step.positions.shape[0]
             attention(queries[:count], cache, layer, step, self.flashinfer, out[:count])
 

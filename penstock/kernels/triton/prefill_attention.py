@@ -3,26 +3,28 @@
 A tile holds all heads that read the same keys, so that keys are loaded once for all of them. A tile then spans few
 tokens, and little is wasted at the ends of chunks and at the causal mask. Most keys precede all queries of a tile;
 only the other keys are masked one by one. Where the tiles do not fill the chip, contexts are split as in
-`decode_attention`.
+`decode_attention`. On Hopper, a kernel of its own computes what fills the chip (`hopper_attention`).
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.gpus import HOPPER
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.attention_parts import Partials, absorb, finish, load_tile
 from penstock.kernels.triton.device import num_processors
 from penstock.kernels.triton.paged_kv import PagedLayer
-from penstock.kernels.triton.targets import attention_tiles, stages
+from penstock.kernels.triton.targets import attention_tiles, current, stages
 
-LARGE_TILE, SMALL_TILE = 128, 64
+LARGE_TILE, SMALL_TILE, SMALLEST_TILE = 128, 64, 16
 LARGE_TILE_GAIN = 1.1
 MAX_TILE_HEADS = 16
 SHORTEST_SPLIT = 512
@@ -31,6 +33,11 @@ MAX_SPLITS = 32
 SPLIT_COST, SPLIT_COST_KEYS = 1.35, 64  # of a split: a factor, and keys that could be read instead
 PROGRAMS_PER_PROCESSOR = 2  # that it can hold
 NO_WINDOW = 1 << 30
+# Of `hopper_attention`: up to which context the kernel of this module is faster; and the time of a round, and of
+# merging the splits of a row, in keys that a program could absorb instead.
+SHORT_CONTEXT = 320
+ROUND_KEYS, MERGED_ROW_KEYS = 500, 0.2
+GLUON_SINCE, GLUON_BEFORE = (3, 6), (3, 10)  # Gluon still changes: versions that compile the kernel
 
 
 @triton.jit
@@ -178,13 +185,24 @@ def prefill_attention(
 ) -> None:
     """Writes the rows of `out` after the first `batch.num_decodes`."""
     heads, size = layer.num_heads, layer.head_dim
-    shape = tile_shape(batch, layer, q.dtype, num_processors(q.device.index or 0))
+    hopper: Any = None
+    if _has_hopper_kernel():
+        from penstock.kernels.triton import hopper_attention as hopper
+    may_specialize = hopper is not None and hopper.attends(q, cache)
+    shape = tile_shape(batch, layer, q.dtype, num_processors(q.device.index or 0), may_specialize)
+    if shape.is_specialized:
+        hopper.hopper_attention(q, cache, out, layer, batch, shape.heads, shape.splits, shape.split_keys)
+        return
     row_heads = shape.heads
     padded_size = max(16, triton.next_power_of_2(size))
     # Half the keys of numbers twice as large, and of heads twice as large.
     keys = (
         attention_tiles().prefill_keys // (1 if size <= 128 else 2) // (2 if q.dtype == torch.float32 else 1)
     )
+    num_stages = stages(shape.stages, keys * padded_size * 2 * cache.keys.element_size())
+    fitting = fitting_tile(shape.rows, keys, padded_size * q.element_size())
+    if fitting != (shape.rows, keys):
+        shape, keys, num_stages = replace(shape, rows=fitting[0]), fitting[1], 1
     first_row, num_rows = batch.num_decodes * heads, (q.shape[0] - batch.num_decodes) * heads
     partials = Partials.for_rows(out, num_rows, shape.splits, size)
     grid = (
@@ -221,7 +239,7 @@ def prefill_attention(
         HEADS=row_heads,
         ROWS=shape.rows,
         KEYS=keys,
-        STAGES=stages(shape.stages, keys * padded_size * 2 * cache.keys.element_size()),
+        STAGES=num_stages,
         IS_SPLIT=shape.splits > 1,
         HAS_CAP=layer.softcap is not None,
         HAS_WINDOW=layer.window is not None,
@@ -232,12 +250,27 @@ def prefill_attention(
     partials.merge_into(out[batch.num_decodes :], num_rows, heads, size, layer.sinks)
 
 
+def fitting_tile(rows: int, keys: int, row_bytes: int) -> tuple[int, int]:
+    """Return how many queries and keys of these a tile has whose queries, keys and values fit into shared memory."""
+    while (rows + 2 * keys) * row_bytes > current().shared_bytes and rows > SMALLEST_TILE:
+        rows, keys = (rows, keys // 2) if keys > SMALLEST_TILE else (rows // 2, keys)
+    return rows, keys
+
+
+def _has_hopper_kernel() -> bool:
+    """Whether this GPU is a Hopper and Triton compiles the kernel for it."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    is_hopper = not triton.knobs.runtime.interpret and current().arch == HOPPER.arch
+    return is_hopper and GLUON_SINCE <= version < GLUON_BEFORE
+
+
 @dataclass(frozen=True, slots=True)
 class TileShape:
     rows: int
     heads: int  # neighbours that read the same keys
     splits: int
     split_keys: int
+    is_specialized: bool = False  # whether the tile is one of `hopper_attention`
 
     @property
     def tokens(self) -> int:
@@ -249,7 +282,11 @@ class TileShape:
 
 
 def tile_shape(
-    batch: AttentionBatch, layer: AttentionLayer, dtype: torch.dtype, processors: int
+    batch: AttentionBatch,
+    layer: AttentionLayer,
+    dtype: torch.dtype,
+    processors: int,
+    may_specialize: bool = False,
 ) -> TileShape:
     per_group = layer.num_heads // layer.num_kv_heads
     return _best_shape(
@@ -260,7 +297,8 @@ def tile_shape(
         tile_heads=min(per_group & -per_group, MAX_TILE_HEADS),  # the largest power of two that divides it
         may_split=layer.window is None,
         may_be_large=dtype != torch.float32 and layer.head_dim <= 128,
-        slots=PROGRAMS_PER_PROCESSOR * processors,
+        may_specialize=may_specialize,
+        processors=processors,
     )
 
 
@@ -274,21 +312,34 @@ def _best_shape(
     tile_heads: int,
     may_split: bool,
     may_be_large: bool,
-    slots: int,
+    may_specialize: bool,
+    processors: int,
 ) -> TileShape:
     """Return the tile and the number of splits. Programs run in rounds, as many at a time as the chip has slots, and
     a round that is not full takes as long as a full one. A larger tile does more with each key that it reads; small
     tiles, and splits, fill the last round."""
 
-    def cost(rows: int, splits: int) -> float:
+    def rounds(rows: int, splits: int, slots: int) -> int:
         tiles = num_requests * -(-queries // (rows // tile_heads))
-        rounds = -(-tiles * (num_heads // tile_heads) * splits // slots)
-        return rounds * rows * (span if splits == 1 else SPLIT_COST * (span / splits + SPLIT_COST_KEYS))
+        return -(-tiles * (num_heads // tile_heads) * splits // slots)
 
-    most_splits = max(1, min(span // SHORTEST_SPLIT, MAX_SPLITS)) if may_split else 1
-    splits = min(range(1, most_splits + 1), key=lambda splits: cost(SMALL_TILE, splits))
+    def cost(rows: int, splits: int) -> float:
+        keys = span if splits == 1 else SPLIT_COST * (span / splits + SPLIT_COST_KEYS)
+        return rounds(rows, splits, PROGRAMS_PER_PROCESSOR * processors) * rows * keys
+
+    def specialized_cost(splits: int) -> float:
+        merging = MERGED_ROW_KEYS * num_requests * queries * num_heads if splits > 1 else 0
+        return rounds(LARGE_TILE, splits, processors) * (span / splits + ROUND_KEYS) + merging
+
+    def split(rows: int, splits: int, *, is_specialized: bool = False) -> TileShape:
+        split_keys = -(-span // (splits * SPLIT_UNIT)) * SPLIT_UNIT
+        return TileShape(rows, tile_heads, -(-span // split_keys), split_keys, is_specialized)
+
+    choices = range(1, max(1, min(span // SHORTEST_SPLIT, MAX_SPLITS)) + 1 if may_split else 2)
+    if may_specialize and span > SHORT_CONTEXT and queries * tile_heads > SMALL_TILE:
+        return split(LARGE_TILE, min(choices, key=specialized_cost), is_specialized=True)
+    splits = min(choices, key=lambda splits: cost(SMALL_TILE, splits))
     sees_much = span >= 4 * queries  # else the causal mask cuts through many tiles, and small ones waste less
     if may_be_large and sees_much and cost(LARGE_TILE, 1) < LARGE_TILE_GAIN * cost(SMALL_TILE, splits):
         return TileShape(LARGE_TILE, tile_heads, 1, span)
-    split_keys = -(-span // (splits * SPLIT_UNIT)) * SPLIT_UNIT
-    return TileShape(SMALL_TILE, tile_heads, -(-span // split_keys), split_keys)
+    return split(SMALL_TILE, splits)

@@ -71,8 +71,20 @@ TILES: Mapping[str, Tile] = {
     "experts, gated, 32 rows": Tile(outputs=128, width=128, num_warps=4, num_stages=3),
     "experts, 16 rows": Tile(outputs=128, width=128, num_warps=4, num_stages=3),
     "experts, 32 rows": Tile(outputs=128, width=128, num_warps=4, num_stages=5),
-    "experts, gated": Tile(outputs=128, width=64, num_warps=8, num_stages=4),
+    "experts, gated": Tile(outputs=64, width=64, num_warps=4, num_stages=4),
     "experts": Tile(outputs=128, width=64, num_warps=4, num_stages=3),
+    "float8 experts, gated, 16 rows": Tile(outputs=64, width=128, num_warps=4, num_stages=3),
+    "float8 experts, gated, 32 rows": Tile(outputs=64, width=128, num_warps=4, num_stages=3),
+    "float8 experts, 16 rows": Tile(outputs=64, width=128, num_warps=4, num_stages=3),
+    "float8 experts, 32 rows": Tile(outputs=64, width=128, num_warps=4, num_stages=4),
+    "float8 experts, gated": Tile(outputs=64, width=128, num_warps=4, num_stages=3),
+    "float8 experts": Tile(outputs=128, width=128, num_warps=4, num_stages=3),
+    "packed experts, gated, 16 rows": Tile(outputs=32, width=128, num_warps=2, num_stages=3),
+    "packed experts, gated, 32 rows": Tile(outputs=32, width=128, num_warps=2, num_stages=3),
+    "packed experts, 16 rows": Tile(outputs=32, width=128, num_warps=2, num_stages=3),
+    "packed experts, 32 rows": Tile(outputs=32, width=128, num_warps=2, num_stages=3),
+    "packed experts, gated": Tile(outputs=64, width=64, num_warps=4, num_stages=3),
+    "packed experts": Tile(outputs=128, width=64, num_warps=4, num_stages=3),
 }
 # The same of products of one row, which need no shared memory. Widths of float8 are in words of four numbers.
 ROW_TILES: Mapping[str, RowTile] = {
@@ -81,6 +93,11 @@ ROW_TILES: Mapping[str, RowTile] = {
     "dense, few outputs": RowTile(outputs=4, width=2048, num_warps=8),
     "dense, some outputs": RowTile(outputs=4, width=512, num_warps=4, ahead=True),
     "dense, many outputs": RowTile(outputs=16, width=512, num_warps=8),
+    "experts, gated": RowTile(outputs=2, width=1024, num_warps=4),
+    "experts": RowTile(outputs=4, width=1024, num_warps=4),
+    # Widths are the bytes of codes of a matrix that a program reads at a time.
+    "packed experts, gated": RowTile(outputs=8, width=4096, num_warps=4),
+    "packed experts": RowTile(outputs=8, width=4096, num_warps=4),
     "float8, gated": RowTile(outputs=8, width=128, num_warps=4),
     "float8, some outputs": RowTile(outputs=8, width=256, num_warps=4, ahead=True),
     "float8, many outputs": RowTile(outputs=8, width=128, num_warps=4, ahead=True),
@@ -95,6 +112,7 @@ class AttentionTiles:
     crowded_keys: int = 64
     decode_stages: int = 3
     crowded_stages: int = 2
+    crowded_warps: int = 2  # of a program, if heads have at most 128 numbers of 16 bits
     prefill_keys: int = 64
 
 
@@ -108,9 +126,13 @@ class Tuning:
 
 
 AS_MEASURED = Tuning()
+FEWER_KEYS = AttentionTiles(decode_keys=64)
 # Families with tiles of their own. Half the shared memory holds half the keys in as many stages.
 TUNED: Mapping[int | str, Tuning] = {
-    arch: Tuning(attention=AttentionTiles(decode_keys=64)) for arch in (80, 86, 87, 89, 120, "gfx942")
+    **{arch: Tuning(attention=FEWER_KEYS) for arch in (80, 86, 87, 89, 120)},
+    "gfx942": Tuning(
+        tiles={"packed experts": Tile(outputs=64, width=64, num_warps=4, num_stages=2)}, attention=FEWER_KEYS
+    ),
 }
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
+from penstock.models.experts import GRANITE_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
-from penstock.models.layout import Layout, fused_gate_up, rotated_rows
+from penstock.models.layout import Layout, fused_rows, rotated_rows
 from penstock.models.recurrent import (
     HybridDecoder,
     LayerCache,
@@ -32,7 +32,7 @@ class BambaLayer:
     attention: Attention | None
     mixer: Mamba2Mixer | None
     mlp_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: GatedMLP | ExpertMLP
 
 
 class Bamba(HybridDecoder):
@@ -75,18 +75,26 @@ class Bamba(HybridDecoder):
             attention=None if is_mamba else load.attention(),
             mixer=load_mamba(load) if is_mamba else None,
             mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=load.gated_mlp(),
+            mlp=load.gated_mlp() if config.experts is None else load_experts(load),
         )
 
     def run_layer(
         self, layer: BambaLayer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
     ) -> None:
-        scale, normed = self.config.residual_scale, layer.norm(ops, residual)
+        scale = self.config.residual_scale
+        if scale == 1.0:
+            if layer.attention is not None:
+                layer.attention.add_to(ops, residual, layer.norm, cache.kv, batch)
+            elif layer.mixer is not None:
+                layer.mixer.add_to(ops, residual, layer.norm, cache.states, batch)
+            add_mlp(ops, residual, layer.mlp_norm, layer.mlp)
+            return
+        normed = layer.norm(ops, residual)
         if layer.attention is not None:
-            residual += layer.attention(ops, normed, cache.kv, batch) * scale
+            residual.add_(layer.attention(ops, normed, cache.kv, batch), alpha=scale)
         elif layer.mixer is not None:
-            residual += layer.mixer(ops, normed, cache.states, batch) * scale
-        residual += layer.mlp(ops, layer.mlp_norm(ops, residual)) * scale
+            residual.add_(layer.mixer(ops, normed, cache.states, batch), alpha=scale)
+        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)), alpha=scale)
 
 
 class GraniteHybrid(Bamba):
@@ -96,16 +104,21 @@ class GraniteHybrid(Bamba):
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         shared_size = fields.integer("shared_intermediate_size", 1024)
+        inner_size = fields.integer("intermediate_size", shared_size)
         fields = Fields({**fields.values, "intermediate_size": shared_size}, fields.where)
         config = common_huggingface_config(fields, cls.name)
         num_layers, has_bias = config.num_layers, fields.flag("attention_bias", False)
         known = {"linear_attention", "mamba", "full_attention", "attention"}
         kinds = layer_kinds(fields, num_layers, known) or ("mamba",) * num_layers
         layers = frozenset(index for index, kind in enumerate(kinds) if kind in ("linear_attention", "mamba"))
+        experts = None
         if fields.raw("num_local_experts"):
-            raise ModelLoadError(
-                "Granite 4 with a mixture of experts is not native yet.",
-                hint="Try --model-implementation transformers.",
+            experts = ExpertsConfig(
+                count=fields.integer("num_local_experts"),
+                per_token=fields.integer("num_experts_per_tok"),
+                intermediate_size=inner_size,
+                normalizes=True,  # the softmax of the chosen logits
+                shared_intermediate_size=shared_size,
             )
         rotates = fields.raw("position_embedding_type") == "rope"
         return dataclasses.replace(
@@ -118,9 +131,18 @@ class GraniteHybrid(Bamba):
             logit_scale=1.0 / fields.number("logits_scaling", 1.0),
             unrotated_layers=frozenset() if rotates else frozenset(range(num_layers)),
             recurrent=mamba_config(fields, layers, config.hidden_size),
+            experts=experts,
         )
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"shared_mlp.input_linear": "mlp.gate_up_proj", "shared_mlp.output_linear": "mlp.down_proj"}
-        return Layout(names=names, cut=mamba_rows(config, "mamba") | fused_gate_up(config.intermediate_size))
+        mlp = "mlp" if config.experts is None else "mlp.shared_experts"
+        names = {
+            "shared_mlp.input_linear": f"{mlp}.gate_up_proj",
+            "shared_mlp.output_linear": f"{mlp}.down_proj",
+            "block_sparse_moe": "mlp",
+            "router.layer": "gate",
+        }
+        halves = {f"{mlp}.{part}_proj": config.intermediate_size for part in ("gate", "up")}
+        cut = mamba_rows(config, "mamba") | fused_rows(f"{mlp}.gate_up_proj", halves)
+        return Layout(names=names, cut=cut, experts=GRANITE_EXPERTS, num_experts=num_experts(config))

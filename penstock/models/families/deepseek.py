@@ -1,5 +1,5 @@
 """DeepSeek V2 and V3, R1, Kimi K2 and GLM 4.7 Flash: attention over latents, and experts in groups with an expert for
-every token. Layers behind the last one, which predict a second token, are not read."""
+every token. Layers behind the last one, which predict further tokens, are read for drafts alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, LatentLayer, Ops, PackedLinear
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, LatentConfig, yarn_amplitude
 from penstock.models.decoder import Decoder
-from penstock.models.experts import ExpertMLP, expert_layout, load_experts, num_experts
+from penstock.models.experts import ExpertMLP, add_mlp, expert_layout, load_experts, num_experts
 from penstock.models.gguf_config import common_gguf_config, gguf_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
@@ -30,22 +30,23 @@ _SELECTION_BIAS = "gate.e_score_correction_bias"
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Attention over latents. Queries come from the hidden state, or through a narrow product with a norm."""
+    """Attention over latents. One product gives latents, and beside them queries, or narrow queries from which a norm
+    and a second product make queries."""
 
-    query_down: PackedLinear | None
+    down: PackedLinear
     query_norm: RMSNorm | None
-    query: PackedLinear
-    latent: PackedLinear
+    query: PackedLinear | None
     layer: LatentLayer
     output: PackedLinear
 
-    def __call__(self, ops: Ops, x: Tensor, cache: Any, batch: AttentionBatch) -> Tensor:
-        narrow = x
-        if self.query_down is not None and self.query_norm is not None:
-            narrow = self.query_norm(ops, ops.linear(x, self.query_down))
-        query, latent = ops.linear(narrow, self.query), ops.linear(x, self.latent)
-        made = ops.attend_latent(query, latent, self.layer, cache, batch)
-        return ops.add_up(ops.linear(made, self.output))
+    def add_to(self, ops: Ops, residual: Tensor, norm: RMSNorm, cache: Any, batch: AttentionBatch) -> None:
+        """Add what attention makes of the normed residual to the residual, in place."""
+        both = ops.normed_linear(residual, norm.weight, norm.eps, self.down)
+        width = self.layer.latent_dim + self.layer.rope_dim
+        query, latent = both[:, :-width], both[:, -width:]
+        if self.query_norm is not None and self.query is not None:
+            query = ops.linear(self.query_norm(ops, query), self.query)
+        ops.add_linear(ops.attend_latent(query, latent, self.layer, cache, batch), self.output, residual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +114,8 @@ class DeepseekV2(Decoder):
     def run_layer(
         self, layer: LatentBlock, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch
     ) -> None:
-        residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
-        if isinstance(layer.mlp, ExpertMLP):
-            layer.mlp.add_to(ops, residual, layer.mlp_norm)
-        else:
-            residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
+        layer.attention.add_to(ops, residual, layer.attention_norm, cache, batch)
+        add_mlp(ops, residual, layer.mlp_norm, layer.mlp)
 
 
 class DeepseekV3(DeepseekV2):
@@ -255,24 +253,29 @@ def _load_attention(load: LayerLoader) -> LatentAttention:
     assert latent is not None
     prefix, hidden, own = f"{load.prefix}.self_attn", config.hidden_size, load.heads.queries
     query_dim = latent.plain_dim + latent.rope_dim
-    query_rows = LinearPart(rows=[scaled(own, query_dim)])
-    query_down = query_norm = None
-    if latent.query_rank is None:
-        query = weights.linear([f"{prefix}.q_proj"], [config.num_heads * query_dim], hidden, part=query_rows)
-    else:
-        query_down = weights.linear([f"{prefix}.q_a_proj"], [latent.query_rank], hidden, bias=config.qkv_bias)
+    query_size, query_rows = config.num_heads * query_dim, scaled(own, query_dim)
+    query = query_norm = None
+    name, size, part = "q_proj", query_size, query_rows
+    if latent.query_rank is not None:
         norm = weights.vector(f"{prefix}.q_a_layernorm.weight", latent.query_rank)
         query_norm = RMSNorm(norm, _INNER_EPS)
-        rows = [config.num_heads * query_dim]
-        query = weights.linear([f"{prefix}.q_b_proj"], rows, latent.query_rank, part=query_rows)
+        query = weights.linear(
+            [f"{prefix}.q_b_proj"], [query_size], latent.query_rank, part=LinearPart(rows=[query_rows])
+        )
+        name, size, part = "q_a_proj", latent.query_rank, range(latent.query_rank)
+    width = latent.rank + latent.rope_dim
     key_up, value_up = _load_absorbed(load, prefix)
     return LatentAttention(
-        query_down=query_down,
+        down=weights.linear(
+            [f"{prefix}.{name}", f"{prefix}.kv_a_proj_with_mqa"],
+            [size, width],
+            hidden,
+            bias=config.qkv_bias,
+            part=LinearPart(rows=[part, range(width)]),
+            without_bias=[f"{prefix}.q_proj"],
+        ),
         query_norm=query_norm,
         query=query,
-        latent=weights.linear(
-            [f"{prefix}.kv_a_proj_with_mqa"], [latent.rank + latent.rope_dim], hidden, bias=config.qkv_bias
-        ),
         layer=LatentLayer(
             num_heads=len(own),
             latent_dim=latent.rank,

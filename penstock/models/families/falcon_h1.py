@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.experts import add_mlp
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
@@ -100,7 +101,7 @@ class FalconH1(HybridDecoder):
         return FalconH1Layer(
             norm=load.rms_norm("input_layernorm"),
             attention=load.attention(),
-            mixer=load_mamba(load, scales=self.config.mixer_scales),
+            mixer=load_mamba(load, scales=self.config.mixer_scales, in_scale=self.config.mixer_in_scale),
             mlp_norm=load.rms_norm("post_attention_layernorm"),
             mlp=load.gated_mlp(),
         )
@@ -109,14 +110,18 @@ class FalconH1(HybridDecoder):
         self, layer: FalconH1Layer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
     ) -> None:
         config, normed = self.config, layer.norm(ops, residual)
-        mixed = layer.mixer(ops, normed * config.mixer_in_scale, cache.states, batch)
-        attended = layer.attention(ops, normed * config.attention_in_scale, cache.kv, batch)
-        residual += mixed * config.mixer_out_scale + attended * config.attention_out_scale
-        residual += self._mlp(layer.mlp, layer.mlp_norm(ops, residual), ops) * config.mlp_out_scale
+        mixed = layer.mixer(ops, normed, cache.states, batch)
+        if config.attention_in_scale != 1.0:
+            normed = normed * config.attention_in_scale
+        attended = layer.attention(ops, normed, cache.kv, batch)
+        residual.add_(mixed, alpha=config.mixer_out_scale).add_(attended, alpha=config.attention_out_scale)
+        if config.mlp_gate_scale == config.mlp_out_scale == 1.0:
+            add_mlp(ops, residual, layer.mlp_norm, layer.mlp)
+        else:
+            made = self._mlp(layer.mlp, layer.mlp_norm(ops, residual), ops)
+            residual.add_(made, alpha=config.mlp_out_scale)
 
     def _mlp(self, mlp: GatedMLP, x: Tensor, ops: Ops) -> Tensor:
-        if self.config.mlp_gate_scale == 1.0:
-            return mlp(ops, x)
         gate_up = ops.linear(x, mlp.gate_up)
         gate_up[:, : gate_up.shape[1] // 2] *= self.config.mlp_gate_scale
         return ops.add_up(ops.linear(ops.gated(gate_up, mlp.activation), mlp.down))

@@ -220,7 +220,8 @@ class Gemma4(Decoder):
             if own is not None:
                 made[index] = own
             cache = kv.layer(layer.kv_layer)
-            hidden = layer.attention(ops, hidden, made[layer.kv_layer], cache, batch)
+            own_batch = batch.of_layer(layer.kv_layer)
+            hidden = layer.attention(ops, hidden, made[layer.kv_layer], cache, own_batch)
             residual.add_(layer.after_attention_norm(ops, hidden))
             hidden = layer.mlp(ops, layer.mlp_norm(ops, residual))
             residual.add_(layer.after_mlp_norm(ops, hidden))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
+from penstock.models.experts import add_mlp
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
@@ -92,12 +93,11 @@ class Lfm2(HybridDecoder):
     def run_layer(
         self, layer: Lfm2Layer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
     ) -> None:
-        normed = layer.norm(ops, residual)
         if layer.attention is not None:
-            residual += layer.attention(ops, normed, cache.kv, batch)
+            layer.attention.add_to(ops, residual, layer.norm, cache.kv, batch)
         elif layer.mixer is not None:
-            residual += layer.mixer(ops, normed, cache.states, batch)
-        residual += layer.mlp(ops, layer.mlp_norm(ops, residual))
+            layer.mixer.add_to(ops, residual, layer.norm, cache.states, batch)
+        add_mlp(ops, residual, layer.mlp_norm, layer.mlp)
 
 
 def _mlp_size(fields: Fields) -> int:

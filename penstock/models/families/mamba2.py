@@ -89,4 +89,4 @@ class Mamba2(HybridDecoder):
     def run_layer(
         self, layer: MambaLayer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
     ) -> None:
-        residual += layer.mixer(ops, layer.norm(ops, residual), cache.states, batch)
+        layer.mixer.add_to(ops, residual, layer.norm, cache.states, batch)

@@ -11,7 +11,14 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.decoder import Decoder, PreNormDecoder
-from penstock.models.experts import MIXTRAL_NAMES, ExpertMLP, expert_layout, load_experts, num_experts
+from penstock.models.experts import (
+    GRANITE_EXPERTS,
+    MIXTRAL_NAMES,
+    ExpertMLP,
+    expert_layout,
+    load_experts,
+    num_experts,
+)
 from penstock.models.families.granite import Granite
 from penstock.models.families.llama import Llama
 from penstock.models.gguf_config import common_gguf_config, gguf_experts, metadata_fields
@@ -27,7 +34,7 @@ from penstock.models.layers import (
     Norm,
     load_layer_norm,
 )
-from penstock.models.layout import Layout, StackedPart, rotated_rows
+from penstock.models.layout import Layout, rotated_rows
 from penstock.models.weights import WeightLoader
 
 _SELECTION_BIAS = "gate.e_score_correction_bias"
@@ -74,6 +81,7 @@ class Glm4Moe(PreNormDecoder):
             config,
             num_layers=config.num_layers - extra,
             windows=config.windows[: config.num_layers - extra],
+            num_mtp_layers=extra,
             head_norms="blk.0.attn_q_norm.weight" in file.tensors,
         )
         return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
@@ -84,7 +92,11 @@ class Glm4Moe(PreNormDecoder):
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"post_attention_norm": "post_attention_layernorm"}
+        names = {
+            "post_attention_norm": "post_attention_layernorm",
+            "nextn.shared_head_norm": "shared_head.norm",
+            **{f"nextn.{name}": name for name in ("eh_proj", "enorm", "hnorm")},
+        }
         return gguf_layout(names, rows=rotated_rows(config), num_experts=num_experts(config))
 
     def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
@@ -269,13 +281,6 @@ class Ernie45Moe(Llama):
         return load_experts(load, selection_bias=_SELECTION_BIAS)
 
 
-_GRANITE_EXPERTS = {
-    "gate_proj": StackedPart("mlp.input_linear.weight", "mlp.input_linear.bias", 0, 2),
-    "up_proj": StackedPart("mlp.input_linear.weight", "mlp.input_linear.bias", 1, 2),
-    "down_proj": StackedPart("mlp.output_linear.weight", "mlp.output_linear.bias"),
-}
-
-
 class GraniteMoe(Granite):
     """Granite 3 with experts."""
 
@@ -301,7 +306,7 @@ class GraniteMoe(Granite):
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
         names = {"block_sparse_moe": "mlp", "router.layer": "gate"}
-        return expert_layout(config, names, _GRANITE_EXPERTS)
+        return expert_layout(config, names, GRANITE_EXPERTS)
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:

@@ -4,6 +4,7 @@ mixture of experts, of which Qwen 2 MoE has one more expert for every token."""
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.decoder import PreNormDecoder
@@ -19,7 +20,7 @@ from penstock.models.layout import Layout
 class Qwen2(PreNormDecoder):
     name = "qwen2"
     huggingface_names = ("Qwen2ForCausalLM", "qwen2")
-    gguf_names = ("qwen2",)
+    gguf_names: ClassVar[tuple[str, ...]] = ("qwen2",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -29,6 +30,25 @@ class Qwen2(PreNormDecoder):
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
         return dataclasses.replace(common_gguf_config(file, cls.name), qkv_bias=True)
+
+
+class MiMo(Qwen2):
+    """Xiaomi's MiMo 7B: Qwen 2, and a layer for multi-token prediction."""
+
+    name = "mimo"
+    huggingface_names = ("MiMoForCausalLM", "mimo")
+    gguf_names = ()
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {
+            "mtp_layers.0": f"layers.{config.num_layers}",
+            "token_layernorm": "enorm",
+            "hidden_layernorm": "hnorm",
+            "input_proj": "eh_proj",
+            "final_layernorm": "shared_head.norm",
+        }
+        return Layout(names=names)
 
 
 _DEFAULT_HEAD_DIM = 128  # not hidden size / heads
@@ -86,7 +106,7 @@ class Qwen3MoE(_Mixture, Qwen3):
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         config = super().config_from_huggingface(fields)
-        return dataclasses.replace(config, experts=_qwen_experts(fields, config.num_layers))
+        return dataclasses.replace(config, experts=qwen_experts(fields, config.num_layers))
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
@@ -103,7 +123,7 @@ class Qwen2MoE(_Mixture, Qwen2):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         config = super().config_from_huggingface(fields)
         experts = dataclasses.replace(
-            _qwen_experts(fields, config.num_layers),
+            qwen_experts(fields, config.num_layers),
             shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
         )
         return dataclasses.replace(config, qkv_bias=fields.flag("qkv_bias", True), experts=experts)
@@ -114,7 +134,7 @@ class Qwen2MoE(_Mixture, Qwen2):
         return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=False))
 
 
-def _qwen_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
+def qwen_experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     period = fields.integer("decoder_sparse_step", 1)
     listed = fields.token_ids("mlp_only_layers")
     return ExpertsConfig(

@@ -1,16 +1,19 @@
-"""Qwen 3.5, text only: most layers are gated delta nets, and some are attention with a gate on its output."""
+"""Qwen3-Next and Qwen 3.5, text only: most layers are gated delta nets, and some are attention with a gate on its
+output. The layers of Qwen3-Next that predict a second token are not read."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, Ops, PackedLinear
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
+from penstock.models.experts import FUSED_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
+from penstock.models.families.qwen import qwen_experts
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
@@ -39,10 +42,11 @@ class GatedAttention:
     layer: AttentionLayer
     output: PackedLinear
 
-    def __call__(self, ops: Ops, x: Tensor, cache: Any, batch: AttentionBatch) -> Tensor:
-        made = ops.attend(ops.linear(x, self.qkv), self.layer, cache, batch)
-        gated = (made * torch.sigmoid(ops.linear(x, self.gate).float())).to(x.dtype)
-        return ops.add_up(ops.linear(gated, self.output))
+    def add_to(self, ops: Ops, residual: Tensor, norm: RMSNorm, cache: Any, batch: AttentionBatch) -> None:
+        """Add what attention makes of the normed residual to the residual, in place."""
+        normed = norm(ops, residual)
+        made = ops.attend(ops.linear(normed, self.qkv), self.layer, cache, batch)
+        ops.add_linear(made * torch.sigmoid(ops.linear(normed, self.gate)), self.output, residual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,12 @@ class DeltaLayer:
     attention: GatedAttention | None
     mixer: GatedDeltaNet | None
     mlp_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: GatedMLP | ExpertMLP
 
 
 class Qwen35(HybridDecoder):
     name = "qwen3_5"
-    huggingface_names = ("Qwen3_5ForCausalLM", "qwen3_5_text")
+    huggingface_names: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "qwen3_5_text")
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -110,18 +114,70 @@ class Qwen35(HybridDecoder):
             attention=None if is_delta else _load_attention(load),
             mixer=load_delta_net(load) if is_delta else None,
             mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=load.gated_mlp(),
+            mlp=self.load_mlp(load),
         )
+
+    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
+        experts = self.config.experts
+        if experts is None or load.index in experts.dense_layers:
+            return load.gated_mlp()
+        return load_experts(load, is_shared_gated=True)
 
     def run_layer(
         self, layer: DeltaLayer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
     ) -> None:
-        normed = layer.norm(ops, residual)
         if layer.attention is not None:
-            residual += layer.attention(ops, normed, cache.kv, batch)
+            layer.attention.add_to(ops, residual, layer.norm, cache.kv, batch)
         elif layer.mixer is not None:
-            residual += layer.mixer(ops, normed, cache.states, batch)
-        residual += layer.mlp(ops, layer.mlp_norm(ops, residual))
+            layer.mixer.add_to(ops, residual, layer.norm, cache.states, batch)
+        add_mlp(ops, residual, layer.mlp_norm, layer.mlp)
+
+
+class Qwen35MoE(Qwen35):
+    """Qwen 3.5 with experts, and an expert for every token."""
+
+    name = "qwen3_5_moe"
+    huggingface_names: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        # These models have no dense MLP, and files may leave out its size.
+        inner = fields.integer("moe_intermediate_size", 512)
+        values = {"intermediate_size": inner, "norm_topk_prob": True, **fields.values}
+        fields = Fields(values, fields.where)
+        config = super().config_from_huggingface(fields)
+        experts = dataclasses.replace(
+            qwen_experts(fields, config.num_layers),
+            shared_intermediate_size=fields.integer("shared_expert_intermediate_size", 512),
+        )
+        return dataclasses.replace(config, experts=experts)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        usual = super().layout(config)
+        names = {"shared_expert": "shared_experts", "shared_expert_gate": "shared_experts_gate"}
+        return dataclasses.replace(
+            usual, names={**usual.names, **names}, experts=FUSED_EXPERTS, num_experts=num_experts(config)
+        )
+
+
+class Qwen3Next(Qwen35MoE):
+    """Qwen3-Next: its projections into delta nets hold their parts for one key head after the other."""
+
+    name = "qwen3_next"
+    huggingface_names = ("Qwen3NextForCausalLM", "qwen3_next")
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        usual, cut = super().layout(config), _queries_and_gates(config)
+        groups, parts, name = recurrent_settings(config).num_groups, delta_net_parts(config), "linear_attn"
+        held = {"in_proj_qkvz": ("query", "key", "value", "gate"), "in_proj_ba": ("rate", "step")}
+        for stored, names in held.items():
+            sizes = [parts[part] // groups for part in names]
+            rows = torch.arange(sum(sizes) * groups).view(groups, -1)
+            for part, piece in zip(names, rows.split(sizes, dim=1), strict=True):
+                cut[f"{name}.{part}_proj"] = StoredRows(f"{name}.{stored}", rows.numel(), piece.flatten())
+        return dataclasses.replace(usual, cut=cut)
 
 
 def _queries_and_gates(config: ArchitectureConfig) -> dict[str, StoredRows]:

@@ -12,17 +12,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from penstock.core.engine_config import ParallelConfig
-from penstock.core.errors import ConfigError, EngineUnavailable
+from penstock.core.errors import ConfigError, EngineUnavailable, InvalidRequest
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Grammar, Pooling, Request, SamplingParams
 from penstock.engine.build import Engine
+from penstock.engine.parallel.executor import PipelineExecutor
 from tests.engine.byte_model import END, constrained, text_of, write_byte_model
 from tests.engine.drafting import KnowingDrafter, num_accepted, speculate
-from tests.engine.tiny import request, run, teach_short_answers, tiny_engine, tokens, unpacked
+from tests.engine.tiny import (
+    request,
+    run,
+    teach_short_answers,
+    tiny_engine,
+    tokens,
+    unpacked,
+    write_tiny_adapter,
+)
 
 TOPOLOGIES = {
     "tensor": ParallelConfig(tensor_parallel_size=2),
@@ -167,6 +177,24 @@ def test_embeddings(one: Engine, several: Engine) -> None:
 
     for given, expected in zip(vectors(several), vectors(one), strict=True):
         np.testing.assert_allclose(given, expected, atol=1e-5)
+
+
+def test_adapters_are_cut_up_like_the_layers(one: Engine, several: Engine, tmp_path: Path) -> None:
+    adapters = [write_tiny_adapter(tmp_path / f"{seed}", seed, rank=4 * seed) for seed in (1, 2)]
+    requests = [
+        msgspec.structs.replace(request(f"adapted-{n}", prompt, 10), adapter=[*adapters, None][n % 3])
+        for n, prompt in enumerate(PROMPTS[:6])
+    ]
+    assert several.ranks is not None
+    if isinstance(several.ranks, PipelineExecutor):
+        with pytest.raises(InvalidRequest, match="cannot apply LoRA adapters"):
+            several.loop.add(requests[0])
+        return
+    expected, given = answers(one, requests), answers(several, requests)
+    for each in requests:
+        assert tokens(given[each.id]) == tokens(expected[each.id])
+    (plain,) = answers(one, [msgspec.structs.replace(requests[0], id="plain", adapter=None)]).values()
+    assert tokens(plain) != tokens(expected[requests[0].id])
 
 
 def test_an_aborted_request_leaves_the_others_alone(one: Engine, several: Engine) -> None:

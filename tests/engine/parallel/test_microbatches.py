@@ -108,6 +108,7 @@ class FakeRank:
     shard: Shard = field(default_factory=lambda: Shard(num_stages=2))
     ran: list[tuple[list[str], dict[str, int]]] = field(default_factory=list)
     executor: Any = None
+    lora: Any = None
 
     def add(self, request: Request, grammar: object) -> None:
         pass

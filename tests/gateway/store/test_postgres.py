@@ -21,6 +21,7 @@ from penstock.gateway.store.tables import keys, metadata, tenant_revision, works
 from penstock.gateway.tenants.keyring import TRUST_S
 from penstock.gateway.tenants.records import KeyChanges, NewKey
 from penstock.gateway.uploads import UploadPlan, Uploads
+from penstock.serve.database_registry import DatabaseRegistry
 from tests.gateway.responses.test_objects import thing
 from tests.gateway.responses.test_store import response
 from tests.gateway.store.postgres_server import PostgresServer, running_postgres
@@ -60,6 +61,17 @@ def world(url: str) -> Iterator[World]:
 
 def test_the_migrations_make_the_tables_that_the_code_describes(world: World) -> None:
     assert world.database.run_now(differences) == []
+
+
+async def test_the_registry_of_a_shared_fleet(url: str) -> None:
+    registry = DatabaseRegistry(Database(url))
+    try:
+        await registry.publish("a", b"first", 60.0)
+        await registry.publish("a", b"binary\0\xff", 60.0)
+        await registry.publish("b", b"", -1.0)  # whose lease has ended
+        assert await registry.records() == {"a": b"binary\0\xff"}
+    finally:
+        await registry.close()
 
 
 def test_several_processes_start_on_an_empty_database_at_once(url: str) -> None:

@@ -1,0 +1,102 @@
+"""A registry in Redis, for fleets on several machines. Redis keeps the time: clocks of machines may differ."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.exceptions import RedisError
+
+from penstock.cluster.registry import RegistryError
+
+KEY_PREFIX = "penstock:fleet"
+TIMEOUT_S = 2.0
+
+# A record is stored behind the end of its lease. A changed record is announced; a renewed one is not.
+_PUBLISH = """
+local time = redis.call('TIME')
+local ends = time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(ARGV[3])
+local old = redis.call('HGET', KEYS[1], ARGV[1])
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f:', ends) .. ARGV[2])
+if not old or string.match(old, '^%d+:(.*)$') ~= ARGV[2] then
+  redis.call('PUBLISH', KEYS[2], ARGV[1])
+end
+return 1
+"""
+
+_RECORDS = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local all = redis.call('HGETALL', KEYS[1])
+local living = {}
+for i = 1, #all, 2 do
+  local separator = string.find(all[i + 1], ':', 1, true)
+  if separator and (tonumber(string.sub(all[i + 1], 1, separator - 1)) or 0) > now then
+    table.insert(living, all[i])
+    table.insert(living, string.sub(all[i + 1], separator + 1))
+  else
+    redis.call('HDEL', KEYS[1], all[i])
+  end
+end
+return living
+"""
+
+
+class RedisRegistry:
+    """Implements `registry.Registry`. `fleet` keeps several fleets in one Redis apart."""
+
+    def __init__(self, url: str, fleet: str = "default") -> None:
+        """Raises ValueError for a URL that cannot be read."""
+        self._client: Redis = Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+        self._records_key = f"{KEY_PREFIX}:{fleet}:hosts"
+        self._channel = f"{KEY_PREFIX}:{fleet}:changes"
+        self._publish = self._client.register_script(_PUBLISH)
+        self._records = self._client.register_script(_RECORDS)
+        self._changes: PubSub | None = None
+
+    async def publish(self, name: str, record: bytes, lease_s: float) -> None:
+        with _registry_errors():
+            arguments: list[str | bytes | int] = [name, record, int(lease_s * 1000)]
+            await self._publish(keys=[self._records_key, self._channel], args=arguments)
+
+    async def records(self) -> dict[str, bytes]:
+        with _registry_errors():
+            found = await self._records(keys=[self._records_key])
+        return {name.decode(): record for name, record in zip(found[::2], found[1::2], strict=True)}
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        started_s = time.monotonic()
+        try:
+            if self._changes is None:
+                changes = self._client.pubsub(ignore_subscribe_messages=True)
+                await changes.subscribe(self._channel)
+                self._changes = changes
+            await self._changes.get_message(timeout=timeout_s)
+        except (RedisError, OSError) as error:
+            await self._unsubscribe()
+            # The caller must not come back at once while Redis is away.
+            await asyncio.sleep(max(0.0, timeout_s - (time.monotonic() - started_s)))
+            raise RegistryError(str(error)) from error
+
+    async def close(self) -> None:
+        await self._unsubscribe()
+        with contextlib.suppress(RedisError, OSError):
+            await self._client.aclose()
+
+    async def _unsubscribe(self) -> None:
+        changes, self._changes = self._changes, None
+        if changes is not None:
+            with contextlib.suppress(RedisError, OSError):
+                await changes.aclose()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _registry_errors() -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise RegistryError(str(error) or type(error).__name__) from error

@@ -1,0 +1,53 @@
+"""The models and heads that a drafter runs, behind one interface."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.kernels.interface import AttentionBatch, KVStore
+from penstock.models.drafters.heads import EagleHead
+from penstock.models.drafters.mtp import MtpHead
+from penstock.models.model import Model
+
+
+class Guesser(Protocol):
+    """The model or head that a drafter runs. `lag` is 1 for a head, whose input at a position is the token of the
+    next position, and the served model's hidden state."""
+
+    lag: int
+
+    def forward(self, token_ids: Tensor, states: Tensor | None, batch: AttentionBatch, kv: KVStore) -> Tensor:
+        """Compute int32 [T] (and hidden states [T, ...]) → [T, hidden]."""
+        ...
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Guess the next tokens: [S, hidden] → int64 [S]."""
+        ...
+
+
+class ModelGuesser:
+    lag = 0
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def forward(self, token_ids: Tensor, states: Tensor | None, batch: AttentionBatch, kv: KVStore) -> Tensor:
+        return self._model.forward(token_ids, batch, kv)
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        chosen = self._model.argmax(hidden)
+        return chosen if chosen is not None else self._model.logits(hidden).argmax(dim=1)
+
+
+class EagleGuesser:
+    lag = 1
+
+    def __init__(self, head: EagleHead | MtpHead) -> None:
+        self._head = head
+        self.argmax = head.argmax
+
+    def forward(self, token_ids: Tensor, states: Tensor | None, batch: AttentionBatch, kv: KVStore) -> Tensor:
+        assert states is not None, "a head reads hidden states"
+        return self._head.forward(token_ids, states, batch, kv)

@@ -1,0 +1,50 @@
+"""What `penstock engine` and `penstock gateway` say before they start anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from penstock.cli.shared_fleet import engine, gateway
+
+TOKEN = ["--join-token", "x" * 20]
+REGISTRY = [*TOKEN, "--registry", "redis://127.0.0.1:1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "needs a join token"),
+        (TOKEN, "needs a registry"),
+        (["--join-token", "short", "--registry", "redis://127.0.0.1:1"], "at least 20 characters"),
+        ([*TOKEN, "--registry", "mysql://a"], "cannot be reached by 'mysql'"),
+        ([*REGISTRY, "--cluster", "ray"], "has its own machines"),
+        ([*REGISTRY, "--max-replicas", "4"], "number of engines of a host stays"),
+    ],
+)
+def test_a_role_without_a_registry_or_a_token_says_so(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PENSTOCK_REGISTRY", "PENSTOCK_JOIN_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for role, model in ((gateway, []), (engine, ["echo"])):
+        result = CliRunner().invoke(role, [*model, *arguments, "--data-dir", str(tmp_path)])
+        assert result.exit_code != 0
+        assert said in result.output + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--api-workers", "2"], "is one process"),
+        (["--replicas", "3"], "starts no engines"),
+        (["--registry", "redis://127.0.0.1:port"], "URL cannot be read"),
+        ([], "The registry does not answer"),
+    ],
+)
+def test_a_gateway_that_cannot_start(flags: list[str], said: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(gateway, [*REGISTRY, "--data-dir", str(tmp_path), "--port", "0", *flags])
+    assert result.exit_code != 0
+    assert said in result.output + result.stderr

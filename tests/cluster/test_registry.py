@@ -1,0 +1,213 @@
+"""Registries of shared fleets: what hosts publish, what gateways take over, and what is left out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock.cluster.redis_registry import RedisRegistry
+from penstock.cluster.registry import (
+    LEASE_S,
+    Follower,
+    HostRecord,
+    JoinTokens,
+    MemoryRegistry,
+    Publisher,
+    Registry,
+    RegistryError,
+    encode_record,
+)
+from penstock.cluster.replica import Member
+from penstock.core.errors import ConfigError
+from penstock.core.messages import WIRE_VERSION
+from penstock.gateway.store.database import Database
+from penstock.router import Replica, ReplicaState
+from penstock.serve.database_registry import DatabaseRegistry
+from tests.cluster.engines import echo_spec, until
+from tests.gateway.ratelimits.redis_server import RedisServer, running_redis
+
+TOKENS = JoinTokens.parse("the token of this fleet is long")
+OTHERS = JoinTokens.parse("the token of another fleet is long")
+
+
+def member(name: str) -> Member:
+    replica = Replica(id=name, models=frozenset(("echo",)), state=ReplicaState.READY)
+    return Member(replica=replica, spec=echo_spec(), endpoint="tcp://127.0.0.1:1#key")
+
+
+def record(host: str, *names: str, tokens: JoinTokens = TOKENS) -> bytes:
+    return encode_record(HostRecord(host, tuple(map(member, names))), tokens)
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+@asynccontextmanager
+async def opened(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Registry]:
+    registry: Registry
+    if kind == "redis":
+        registry = RedisRegistry(request.getfixturevalue("redis").url)
+    elif kind == "database":
+        registry = DatabaseRegistry(Database(f"sqlite:///{tmp_path / 'fleet.db'}"))
+    else:
+        registry = MemoryRegistry()
+    try:
+        yield registry
+    finally:
+        await registry.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis", "database"])
+async def test_a_record_lives_as_long_as_its_lease(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    async with opened(kind, request, tmp_path) as registry:
+        await registry.publish("a", b"1:binary\0\xff", 60.0)
+        await registry.publish("b", b"first", 60.0)
+        await registry.publish("b", b"second", 60.0)
+        await registry.publish("short", b"", 0.05)
+        async with asyncio.timeout(20):
+            while len(await registry.records()) > 2:
+                await registry.wait_for_change(0.02)
+        assert await registry.records() == {"a": b"1:binary\0\xff", "b": b"second"}
+
+
+async def test_redis_tells_of_a_change_at_once(redis: RedisServer) -> None:
+    registry, other = RedisRegistry(redis.url), RedisRegistry(redis.url)
+    try:
+        await registry.wait_for_change(0.01)  # subscribes
+        waiting = asyncio.create_task(registry.wait_for_change(1000.0))
+        await other.publish("c", b"new", 60.0)
+        await asyncio.wait_for(waiting, 20)
+    finally:
+        await registry.close()
+        await other.close()
+
+
+async def test_a_registry_that_does_not_answer() -> None:
+    registry = RedisRegistry("redis://127.0.0.1:1/0")
+    with pytest.raises(RegistryError):
+        await registry.publish("a", b"", 1.0)
+    with pytest.raises(RegistryError):
+        await registry.wait_for_change(0.01)
+    with pytest.raises(ConfigError, match="does not answer"):
+        async with Follower(registry, TOKENS, lambda members: None).running():
+            pass
+    await registry.close()
+
+
+class Seen:
+    """A follower on a clock of its own, and the replicas that it told of last."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.names: list[str] = []
+        self.registry = MemoryRegistry()
+        self.follower = Follower(self.registry, TOKENS, self.told, now=lambda: self.now)
+
+    def told(self, members: tuple[Member, ...]) -> None:
+        self.names = [each.id for each in members]
+
+    def take(self, **records: bytes) -> list[str]:
+        self.follower._take(records)
+        return self.names
+
+
+def test_gateways_know_the_replicas_of_all_hosts() -> None:
+    seen = Seen()
+    assert seen.take(b=record("b", "b-1"), a=record("a", "a-1", "a-2")) == ["a-1", "a-2", "b-1"]
+    assert seen.take(b=record("b"), a=record("a", "a-2")) == ["a-2"]
+
+
+def test_a_host_that_vanishes_is_dropped_after_its_lease() -> None:
+    """A registry that was restarted has lost its records, and living hosts write them again."""
+    seen = Seen()
+    seen.take(a=record("a", "a-1"))
+    seen.now = LEASE_S - 1
+    assert seen.take() == ["a-1"]
+    assert seen.take(a=record("a", "a-1")) == ["a-1"]
+    seen.now += LEASE_S + 1
+    assert seen.take() == []
+
+
+def test_records_that_cannot_be_trusted_or_understood_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    seen = Seen()
+    forged = record("a", "a-1", tokens=OTHERS)
+    mac = record("a", "a-1").partition(b"\n")[0]
+    changed = mac + b"\n" + record("a", "a-2").partition(b"\n")[2]
+    body = msgspec.json.encode({"wire_version": WIRE_VERSION + 1, "record": {"hosts": 3}})
+    newer = TOKENS.sign(body)
+    nonsense = TOKENS.sign(msgspec.json.encode({"wire_version": WIRE_VERSION, "record": [1]}))
+    under_another_name = record("d", "d-1")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert (
+                seen.take(
+                    a=forged, b=changed, c=newer, e=nonsense, f=b"\xff\x00", g=under_another_name, h=b""
+                )
+                == []
+            )
+    messages = [each.getMessage() for each in caplog.records]
+    assert sum("was not signed" in message for message in messages) == 4
+    assert sum(f"version {WIRE_VERSION + 1}" in message for message in messages) == 1
+    assert len(messages) == 6, "each is complained about once"
+
+
+def test_two_tokens_are_accepted_while_tokens_are_changed() -> None:
+    both = JoinTokens(OTHERS.tokens + TOKENS.tokens)
+    assert both.verified(TOKENS.sign(b"x")) == both.verified(OTHERS.sign(b"x")) == b"x"
+    assert TOKENS.verified(both.sign(b"x")) is None
+    assert set(both.accepted_clients()) == {TOKENS.client_keys().public, OTHERS.client_keys().public}
+
+
+@pytest.mark.parametrize("text", ["", "short", "a token that is long enough,short"])
+def test_a_weak_join_token_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="at least 20 characters"):
+        JoinTokens.parse(text)
+
+
+class MoodyRegistry(MemoryRegistry):
+    """A registry that can be away."""
+
+    is_away = False
+
+    async def publish(self, name: str, record: bytes, lease_s: float) -> None:
+        if self.is_away:
+            raise RegistryError("gone")
+        await super().publish(name, record, lease_s)
+
+    async def records(self) -> dict[str, bytes]:
+        if self.is_away:
+            raise RegistryError("gone")
+        return await super().records()
+
+
+async def test_replicas_stay_known_while_the_registry_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RENEW_S", "RETRY_S", "POLL_S"):
+        monkeypatch.setattr(f"penstock.cluster.registry.{name}", 0.01)
+    monkeypatch.setattr("penstock.cluster.registry.LEASE_S", 0.2)
+    registry = MoodyRegistry()
+    seen: list[tuple[Member, ...]] = []
+    publisher = Publisher(registry, TOKENS, "a")
+    follower = Follower(registry, TOKENS, seen.append)
+    async with follower.running():
+        async with publisher.running():
+            publisher.tell((member("a-1"),))
+            await until(lambda: follower.members)
+            registry.is_away = True
+            await asyncio.sleep(0.5)  # longer than the lease
+            assert [each.id for each in follower.members] == ["a-1"]
+            registry.is_away = False
+            publisher.tell((member("a-2"),))
+            await until(lambda: [each.id for each in follower.members] == ["a-2"])
+        await until(lambda: not follower.members)
+    assert [len(members) for members in seen] == [1, 1, 0]

@@ -1,0 +1,71 @@
+"""`penstock engine` and `penstock gateway` as processes of their own: the host of a stream is killed, and leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from .conftest import PENSTOCK
+
+pytestmark = pytest.mark.slow
+
+WAIT_S = 60.0
+BODY = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+
+
+def start(folder: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "PENSTOCK_REGISTRY": f"sqlite:///{folder / 'registry.db'}",
+        "PENSTOCK_JOIN_TOKEN": "a token for the test of a shared fleet",
+        "PENSTOCK_DATA_DIR": str(folder / name),
+    }
+    with (folder / f"{name}.log").open("wb") as log:
+        return subprocess.Popen([PENSTOCK, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def wait_for(path: Path, text: str) -> str:
+    deadline = time.monotonic() + WAIT_S
+    while text not in (log := path.read_text(errors="replace")):
+        assert time.monotonic() < deadline, log
+        time.sleep(0.05)
+    return log
+
+
+def test_a_stream_outlives_the_machine_that_computes_it(tmp_path: Path) -> None:
+    hosts = [start(tmp_path, name, "engine", "echo") for name in ("north", "south")]
+    gateway = start(tmp_path, "gateway", "gateway", "--port", "0")
+    try:
+        for name in ("north", "south"):
+            wait_for(tmp_path / f"{name}.log", "to the gateways of the fleet")
+        log = wait_for(tmp_path / "gateway.log", "http://127.0.0.1:")
+        url = next(word for word in log.split() if word.startswith("http://127.0.0.1:"))
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            replicas = httpx.get(f"{url}/admin/cluster", timeout=20).json()["replicas"]
+            if [replica["state"] for replica in replicas] == ["ready", "ready"]:
+                break
+            assert time.monotonic() < deadline, replicas
+            time.sleep(0.05)
+        num_events = 0
+        with httpx.stream("POST", f"{url}/v1/completions", json=BODY, timeout=60) as answer:
+            for line in answer.iter_lines():
+                num_events += line.startswith("data: {")
+                if num_events == 3:
+                    # Whichever computes the answer: the other one goes on, and both may not be killed.
+                    hosts[0].send_signal(signal.SIGKILL)
+                    hosts[0].wait()
+        assert line == "data: [DONE]" or not line
+        hosts[1].send_signal(signal.SIGTERM)
+        assert hosts[1].wait(timeout=WAIT_S) == 0
+        gateway.send_signal(signal.SIGTERM)
+        assert gateway.wait(timeout=WAIT_S) == 0
+    finally:
+        for process in (*hosts, gateway):
+            process.kill()
+            process.wait()
