@@ -126,11 +126,10 @@ class RecurrentConfig:
     output_bias: bool = False
     num_heads: int = 1
     head_dim: int = 1
-    num_groups: int = 1  # of Mamba-2; of a gated delta net, the key heads
+    num_groups: int = 1  # of Mamba-2's scans and norms; of a gated delta net, the key heads
     state_size: int = 1  # of a group; of a gated delta net, the size of a key head
     step_limits: tuple[float, float] = (0.0, math.inf)
     has_norm: bool = True
-    num_norm_groups: int = 1
     gates_first: bool = True  # the gate comes before the norm
 
     def __post_init__(self) -> None:

@@ -342,12 +342,12 @@ def _mamba_norm(load: LayerLoader, name: str, own: range) -> GatedNorm:
         return GatedNorm(None, eps)
     size = settings.num_heads * settings.head_dim
     weight = taken(load.weights.vector(f"{name}.weight", size), [own])
-    width = size // settings.num_norm_groups
+    width = size // settings.num_groups
     if len(own) == size or (own.start % width == 0 and own.stop % width == 0):
         return GatedNorm(weight, eps, width, settings.gates_first)
-    if settings.num_norm_groups > 1:
+    if settings.num_groups > 1:
         raise ModelLoadError(
-            f"The {settings.num_norm_groups} groups of this model's norms cannot be shared out over "
+            f"The {settings.num_groups} groups of this model's norms cannot be shared out over "
             f"{load.weights.shard.tensor_size} ranks.",
             hint="Lower --tensor-parallel-size.",
         )

@@ -56,15 +56,12 @@ class FalconH1(HybridDecoder):
         common = common_huggingface_config(fields, cls.name)
         mlp_scales = _factors(fields, "mlp_multipliers", 2)
         recurrent = mamba_config(fields, frozenset(range(common.num_layers)), common.hidden_size)
-        # Each norm has as many groups as the scan.
-        groups = recurrent.num_groups
         return FalconH1Config(
             **{field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
             | {
                 "recurrent": dataclasses.replace(
                     recurrent,
                     has_norm=fields.flag("mamba_rms_norm", False),
-                    num_norm_groups=groups,
                     gates_first=not fields.flag("mamba_norm_before_gate", True),
                     output_bias=fields.flag("projectors_bias", False),
                 ),

@@ -53,7 +53,6 @@ class NemotronH(HybridDecoder):
         values.setdefault("head_dim", fields.raw("attention_head_dim") or 128)
         common = common_huggingface_config(Fields(values, fields.where), cls.name, gated=False)
         has_bias = fields.flag("use_bias", False)
-        groups = fields.integer("n_groups", 8)
         recurrent = RecurrentConfig(
             layers=frozenset(index for index, kind in enumerate(kinds) if kind == "mamba"),
             conv_width=fields.integer("conv_kernel", 4),
@@ -62,9 +61,8 @@ class NemotronH(HybridDecoder):
             output_bias=has_bias,
             num_heads=fields.integer("mamba_num_heads", 128),
             head_dim=fields.integer("mamba_head_dim", 64),
-            num_groups=groups,
+            num_groups=fields.integer("n_groups", 8),
             state_size=fields.integer("ssm_state_size", 128),
-            num_norm_groups=groups,
             step_limits=(fields.number("time_step_min", 0.001), math.inf),
         )
         changed = {
