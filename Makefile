@@ -41,24 +41,30 @@ $(STAMPS)/venv:
 	$(BIN)/python -m pip install -q --upgrade pip
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/install: $(STAMPS)/venv pyproject.toml setup.py constraints.txt $(NATIVE)
+# Installs Penstock with the extras in $(1). One installation compiles the kernels once.
+define install
 	@echo "Installing Penstock and its dependencies into $(VENV), and compiling the CPU kernels: some minutes, once."
-ifneq ($(TORCH_INDEX),)
-	$(BIN)/python -m pip install --index-url $(TORCH_INDEX) -c constraints.txt torch
-else
+$(if $(TORCH_INDEX),$(BIN)/python -m pip install --index-url $(TORCH_INDEX) -c constraints.txt torch,$(no_gpu_hint))
+	$(BIN)/python -m pip install -c constraints.txt -e '.$(1)'
+endef
+
+define no_gpu_hint
 	@if [ "$$(uname)" = Linux ] && [ ! -e /dev/nvidiactl ]; then \
 		echo "This machine has no NVIDIA GPU, and torch from PyPI may bring CUDA libraries: 5.6 GB on disk."; \
 		echo "To fetch the CPU build of torch instead, about 200 MB, stop this and run:"; \
 		echo "  make $(MAKECMDGOALS) TORCH_INDEX=https://download.pytorch.org/whl/cpu"; \
 	fi
-endif
-	$(BIN)/python -m pip install -c constraints.txt -e .
+endef
+
+SOURCES := pyproject.toml setup.py constraints.txt $(NATIVE)
+
+$(STAMPS)/install: $(STAMPS)/venv $(SOURCES)
+	$(call install,)
 	@touch $@
 
-$(STAMPS)/dev: $(STAMPS)/install
-	@echo "Installing the tools for tests and linters into $(VENV)"
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
-	@touch $@
+$(STAMPS)/dev: $(STAMPS)/venv $(SOURCES)
+	$(call install,[dev])
+	@touch $(STAMPS)/install $@
 
 serve: $(STAMPS)/install
 	$(BIN)/penstock serve $(ARGS)

@@ -6,10 +6,13 @@ ABI. It is optional: where no C++ compiler is found the install goes on, Penstoc
 """
 
 import importlib.util
+import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 SOURCES = sorted(str(path) for path in Path("penstock/kernels/cpu").glob("*.cpp"))
 HEADERS = sorted(str(path) for path in Path("penstock/kernels/cpu").glob("*.h"))
@@ -39,6 +42,21 @@ def interface_stamp() -> int:
     return module.interface_stamp()
 
 
+class ParallelBuild(build_ext):
+    """Compiles the sources of an extension side by side: the compiler takes them one after the other."""
+
+    def build_extension(self, extension):
+        compile_sources = self.compiler.compile
+
+        def compile_side_by_side(sources, *arguments, **options):
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = pool.map(lambda source: compile_sources([source], *arguments, **options), sources)
+                return [name for names in objects for name in names]
+
+        self.compiler.compile = compile_side_by_side
+        super().build_extension(extension)
+
+
 extensions = []
 if SOURCES and platform.system() in ("Linux", "Darwin"):
     extensions.append(
@@ -54,4 +72,4 @@ if SOURCES and platform.system() in ("Linux", "Darwin"):
         )
     )
 
-setup(ext_modules=extensions)
+setup(ext_modules=extensions, cmdclass={"build_ext": ParallelBuild})
