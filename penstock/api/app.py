@@ -16,6 +16,7 @@ from penstock.api.admin.tenants import AdminEndpoints
 from penstock.api.anthropic.batches import KIND as ANTHROPIC
 from penstock.api.anthropic.batches import MESSAGES_PATH, MessageBatchEndpoints, MessageBatches
 from penstock.api.anthropic.endpoints import AnthropicEndpoints
+from penstock.api.console import ConsoleFiles
 from penstock.api.files import FilesEndpoints, UploadEndpoints
 from penstock.api.http.access_log import AccessLog, RequestLog
 from penstock.api.http.application import (
@@ -122,6 +123,7 @@ def create_app(
             WebSocketRoute(RESPONSES_PATH, serve_responses),
             *(stored_work_routes(work, inference_routes) if work else ()),
             *ServiceEndpoints(gateway).routes(),
+            *ConsoleFiles().routes(),
             *(AdminEndpoints(tenants.directory).routes() if tenants else ()),
             *AdapterEndpoints(gateway).routes(),
             *more_routes,

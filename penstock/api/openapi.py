@@ -24,6 +24,7 @@ from penstock.api.admin.adapters import (
     UnloadAdapter,
 )
 from penstock.api.admin.fleet import USAGE_PARAMETERS, ReleaseList, ReleaseObject, WhichModel
+from penstock.api.admin.history import HISTORY_PARAMETERS, ConsoleObject
 from penstock.api.admin.service import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -110,6 +111,7 @@ from penstock.api.scoring.endpoints import (
 )
 from penstock.api.scoring.rerank import RerankRequest, RerankResponse
 from penstock.core.cluster_view import ClusterView, ReleaseOrder
+from penstock.gateway.history.history import HistoryView
 from penstock.gateway.ledger.usage_store import UsagePage
 
 PATH = "/openapi.json"
@@ -362,6 +364,8 @@ STORED_WORK: dict[str, Operation] = {
 
 SERVICE: dict[str, Operation] = {
     "GET /": Operation(content_type="text/html"),
+    "GET /console": Operation(content_type="text/html"),
+    "GET /console/{name}": Operation(content_type="application/octet-stream"),
     "GET /health": Operation(),
     "GET /ready": Operation(),
     "GET /version": Operation(),
@@ -396,6 +400,8 @@ ADMIN: dict[str, Operation] = {
     "POST /v1/load_lora_adapter": Operation(request=LoadAdapter, content_type="text/plain"),
     "POST /v1/unload_lora_adapter": Operation(request=UnloadAdapter, content_type="text/plain"),
     "GET /admin/cluster": Operation(response=ClusterView),
+    "GET /admin/console": Operation(response=ConsoleObject),
+    "GET /admin/history": Operation(response=HistoryView, query=HISTORY_PARAMETERS),
     "GET /admin/releases": Operation(response=ReleaseList),
     "POST /admin/releases": Operation(request=ReleaseOrder, response=ReleaseObject),
     "POST /admin/releases/promote": Operation(request=WhichModel, response=ReleaseObject),

@@ -14,6 +14,7 @@ import uvloop
 
 from penstock.cluster.fleet import Fleet
 from penstock.dispatch import DispatchConfig
+from penstock.gateway.history.siblings import Siblings
 from penstock.gateway.metrics.table import MetricsExchange
 from penstock.serve.api_workers import (
     Begin,
@@ -105,9 +106,13 @@ async def _serve(begin: Begin, fleet: Fleet, orders: Orders, replies: BinaryIO) 
     config = prepare_process(begin.config)
     listener = socket.socket(fileno=begin.listener_fd)
     listener.setblocking(False)
+    siblings = Siblings(begin.siblings, begin.number)
     async with (
         open_link(Path(begin.control_socket), fleet) as link,
-        open_gateway(config, fleet, listener, is_open=begin.is_open, control=link) as running,
+        open_gateway(
+            config, fleet, listener, is_open=begin.is_open, control=link, siblings=siblings
+        ) as running,
+        siblings.serving(),
     ):
         exchange = MetricsExchange(begin.siblings, begin.number, running.gateway.render_own_metrics)
         running.gateway.metrics_exchange = exchange

@@ -17,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from penstock.api.admin.fleet import ClusterEndpoints
+from penstock.api.admin.history import HistoryEndpoints
 from penstock.api.app import create_app
 from penstock.api.http.protocol import ConnectionLimits, bounded_protocols
 from penstock.cluster.external.pool import ExternalPool
@@ -28,6 +29,8 @@ from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.history.history import History
+from penstock.gateway.history.siblings import Siblings
 from penstock.gateway.metrics.gateway import PoolMetrics, ReplicaMetrics
 from penstock.gateway.models.adapters import open_adapters
 from penstock.gateway.models.catalogue import try_given
@@ -35,7 +38,7 @@ from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses
 from penstock.gateway.tenants.authenticator import Tenants
 from penstock.serve.environment import data_dir, open_database
-from penstock.serve.gateway_state import open_gateway_state
+from penstock.serve.gateway_state import open_gateway_state, running
 from penstock.serve.telemetry import build_observer, build_request_log
 
 logger = logging.getLogger(__name__)
@@ -92,8 +95,10 @@ async def open_gateway(
     *,
     is_open: bool,
     control: FleetControl,
+    siblings: Siblings | None = None,
 ) -> AsyncIterator[RunningGateway]:
-    """Serve `fleet`, which must be ready, until the context ends. `control` answers the admin API."""
+    """Serve `fleet`, which must be ready, until the context ends. `control` answers the admin API. `siblings` are the
+    other gateway processes of this server."""
     num_processes = config.server.api_workers
     async with contextlib.AsyncExitStack() as stack:
         observer = build_observer(config.telemetry)
@@ -126,6 +131,8 @@ async def open_gateway(
         gateway.metrics.register(connections.metrics)
         gateway.metrics.register(PoolMetrics(control))
         gateway.metrics.register(ReplicaMetrics(fleet))
+        history = History(gateway.metrics, gateway.engine, siblings)
+        await stack.enter_async_context(running(history.run()))
         cluster = ClusterEndpoints(control, database, external=gateway.catalogue.external)
         app = create_app(
             gateway,
@@ -137,7 +144,7 @@ async def open_gateway(
             else MemoryResponses(),
             objects=ObjectStore(database, max_workspace_bytes=config.gateway.stored_response_bytes),
             request_log=request_log,
-            more_routes=[*state.routes(database), *cluster.routes()],
+            more_routes=[*state.routes(database), *cluster.routes(), *HistoryEndpoints(history).routes()],
         )
         server = _build_server(app, config.server, http, websocket)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

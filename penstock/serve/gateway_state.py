@@ -144,7 +144,7 @@ async def open_gateway_state(
         keys = IdempotentAnswers(settings.idempotency, database if stores_keys else None)
         reuse = AnswerReuse(settings.response_cache, keys)
         stack.push_async_callback(keys.close)
-        await stack.enter_async_context(_running(keys.run()))
+        await stack.enter_async_context(running(keys.run()))
         if settings_file is not None:
             settings_file.attach(lambda new: reuse.apply(new.response_cache, new.idempotency))
             if ledger is not None:
@@ -188,14 +188,14 @@ async def _reloading(settings_file: SettingsFile) -> AsyncIterator[None]:
 
     loop.add_signal_handler(signal.SIGHUP, on_hangup)
     try:
-        async with _running(settings_file.watch()):
+        async with running(settings_file.watch()):
             yield
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
 
 
 @contextlib.asynccontextmanager
-async def _running(work: Awaitable[None]) -> AsyncIterator[None]:
+async def running(work: Awaitable[None]) -> AsyncIterator[None]:
     task = asyncio.ensure_future(work)
     try:
         yield

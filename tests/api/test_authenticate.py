@@ -22,12 +22,14 @@ from starlette.types import Scope as Connection
 from starlette.websockets import WebSocket
 
 from penstock.api.admin.fleet import SettingsEndpoints, UsageEndpoints
+from penstock.api.admin.history import HistoryEndpoints
 from penstock.api.app import create_app
 from penstock.api.http.authenticate import OPEN_PATHS, Authenticate, scope_of
 from penstock.api.http.context import principal_of
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.batches.runner import StoredWork
+from penstock.gateway.history.history import History
 from penstock.gateway.tenants.authenticator import Authenticator
 from penstock.gateway.tenants.records import new_secret
 from tests.api.conftest import Serve
@@ -277,10 +279,11 @@ NEEDED = {
         *(f"/admin/{kind}/{{id}}" for kind in ("organizations", "workspaces", "keys")),
         *("/admin/adapters", "/admin/adapters/{name:path}"),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+        *("/admin/console", "/admin/history"),
     },
     Scope.METRICS: {"/metrics"},
     Scope.USAGE: {"/v1/usage"},
-    None: OPEN_PATHS,
+    None: {*OPEN_PATHS, "/console/{name}"},
     Scope.INFERENCE: {
         *("/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/v1/models/{name:path}"),
         *(
@@ -323,7 +326,11 @@ NEEDED = {
 
 async def test_every_route_asks_for_its_scope(server: TenantServer, tmp_path: Path) -> None:
     """A new route must be listed above: whoever adds one decides who may use it."""
-    more = [*UsageEndpoints(None).routes(), *SettingsEndpoints(None, server.database).routes()]
+    more = [
+        *UsageEndpoints(None).routes(),
+        *SettingsEndpoints(None, server.database).routes(),
+        *HistoryEndpoints(History(server.gateway.metrics, server.engine)).routes(),
+    ]
     work = StoredWork(server.database, tmp_path)
     server.app = create_app(
         server.gateway, ServerConfig(), tenants=server.tenants, work=work, more_routes=more

@@ -20,7 +20,8 @@ from penstock.core.identity import OPEN_PRINCIPAL, Scope
 from penstock.gateway.tenants.authenticator import Authenticator
 
 # Paths that need no key: load balancers and people without a key may see them.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/api/version"})
+OPEN_PATHS = frozenset({"/", "/console", "/health", "/ready", "/version", "/api/version"})
+_OPEN_FILES = "/console/"  # the console's scripts and styles; what they show comes from paths that need a key
 
 # What the scope INFERENCE does not cover: each path, and everything below it.
 _SCOPED_PATHS = (
@@ -46,10 +47,11 @@ class Authenticate:
         self._origins = origins or AllowedOrigins()
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN_PATHS:
+        path = scope.get("path", "")
+        if scope["type"] not in ("http", "websocket") or path in OPEN_PATHS or path.startswith(_OPEN_FILES):
             await self._app(scope, receive, send)
             return
-        needed = scope_of(scope["path"])
+        needed = scope_of(path)
         authorize = partial(self._authenticator.authorize, _credential(scope), needed)
         try:
             principal = await authorize()

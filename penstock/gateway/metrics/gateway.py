@@ -63,6 +63,16 @@ class GatewayMetrics(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
+    @property
+    def models(self) -> Mapping[str, ModelMetrics]:
+        """The counters of every model and adapter that was asked for."""
+        return self._models
+
+    @property
+    def engine_models(self) -> tuple[str, ...]:
+        """The models that engines report on."""
+        return self._engine_models
+
     def of(self, model_name: str) -> ModelMetrics:
         found = self._models.get(model_name)
         if found is None:

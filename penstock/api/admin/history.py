@@ -1,0 +1,59 @@
+"""What the console asks a running server: /admin/console, and /admin/history for the recent past.
+
+The middleware has checked that the caller has the scope `admin`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock import __version__
+from penstock.api.http.answers import private_json
+from penstock.api.http.parsing import choice_of
+from penstock.core.errors import InvalidRequest
+from penstock.gateway.history.history import SPANS, History
+
+HISTORY_PARAMETERS = ("span", "model", "tier")
+
+
+class ConsoleObject(msgspec.Struct, frozen=True, kw_only=True):
+    """What this server is, for the console's pages."""
+
+    version: str
+    object: Literal["console"] = "console"
+
+
+class HistoryEndpoints:
+    def __init__(self, history: History) -> None:
+        self._history = history
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/admin/console", self.show_console, methods=["GET"]),
+            Route("/admin/history", self.show_history, methods=["GET"]),
+        ]
+
+    async def show_console(self, request: Request) -> Response:
+        return private_json(ConsoleObject(version=__version__))
+
+    async def show_history(self, request: Request) -> Response:
+        check_parameters(request, HISTORY_PARAMETERS)
+        span = choice_of(request, "span", default="live", choices=tuple(SPANS))
+        model, tier = (request.query_params.get(name) for name in ("model", "tier"))
+        return private_json(await self._history.view(span, model, tier))
+
+
+def check_parameters(request: Request, known: tuple[str, ...]) -> None:
+    """Raises InvalidRequest for a parameter that does not exist: a misspelt filter must not show everything."""
+    unknown = sorted(request.query_params.keys() - set(known))
+    if unknown:
+        raise InvalidRequest(
+            f"{unknown[0][:40]!r} is no parameter of this path.",
+            param=unknown[0][:40],
+            hint=f"There are: {', '.join(known)}.",
+        )

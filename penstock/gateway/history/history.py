@@ -1,0 +1,239 @@
+"""Keeps samples of a server's recent past in three bounded rings, and shows them: the last minutes, hour and day."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from penstock.cluster.replica import EngineClient
+from penstock.gateway.history.samples import (
+    EngineUse,
+    Sample,
+    Sampler,
+    Traffic,
+    first_token_s,
+    inter_token_s,
+    together,
+)
+from penstock.gateway.history.siblings import Siblings
+from penstock.gateway.metrics.gateway import GatewayMetrics
+
+TOPIC = "history"
+SpanName = Literal["live", "hour", "day"]
+
+
+class Span(NamedTuple):
+    interval_s: int
+    num_samples: int
+
+
+SPANS: dict[SpanName, Span] = {"live": Span(2, 150), "hour": Span(10, 360), "day": Span(300, 288)}
+TICK_S = SPANS["live"].interval_s
+
+_decode = msgspec.json.Decoder(list[Sample]).decode
+
+
+class Ring:
+    """The samples of one span. The last one is still growing."""
+
+    def __init__(self, span: Span) -> None:
+        self._interval_s = span.interval_s
+        self.samples: deque[Sample] = deque(maxlen=span.num_samples)
+
+    def add(self, sample: Sample) -> None:
+        at = -(-sample.at // self._interval_s) * self._interval_s
+        if self.samples and self.samples[-1].at == at:
+            self.samples[-1] = self.samples[-1].then(sample)
+        else:
+            self.samples.append(msgspec.structs.replace(sample, at=at))
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a sample says to people. None: nothing is known."""
+
+    requests: int | None = None
+    failures: int | None = None
+    requests_per_s: float | None = None
+    failures_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None
+    output_tokens_per_s: float | None = None
+    ttft_p50_s: float | None = None
+    ttft_p95_s: float | None = None
+    ttft_p99_s: float | None = None
+    itl_p50_s: float | None = None
+    itl_p95_s: float | None = None
+    itl_p99_s: float | None = None
+    num_running: float | None = None
+    num_waiting: float | None = None
+    kv_usage: float | None = None
+    cached_share: float | None = None  # of prompt tokens that engines looked up
+
+
+class Point(Figures, frozen=True, kw_only=True, omit_defaults=True):
+    at: int  # Unix seconds: the end of the interval
+
+
+class SeriesFigures(Figures, frozen=True, kw_only=True):
+    model: str
+    tier: str
+
+
+class HistoryView(msgspec.Struct, frozen=True, kw_only=True):
+    span: SpanName
+    interval_s: int
+    models: list[str]  # that had traffic in this time, or have engines
+    tiers: list[str]
+    points: list[Point]  # one for each interval; one without figures is a time of which nothing is known
+    total: Figures  # of the whole time
+    series: list[SeriesFigures]  # of the whole time, by model and tier
+    object: Literal["history"] = "history"
+
+
+class History:
+    """Samples one process's counters while `run` runs, and shows those of all processes."""
+
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        engine: EngineClient,
+        siblings: Siblings | None = None,
+        *,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._metrics = metrics
+        self._engine = engine
+        self._sampler = Sampler(metrics)
+        self._wall_time = wall_time
+        self._sampled_at = wall_time()
+        self._rings = {name: Ring(span) for name, span in SPANS.items()}
+        self._siblings = siblings or Siblings()
+        self._siblings.answers[TOPIC] = self._encoded
+
+    async def run(self) -> None:
+        """Take a sample at every even second, so that those of all processes are of the same intervals."""
+        while True:
+            await asyncio.sleep(TICK_S - self._wall_time() % TICK_S)
+            self.take()
+
+    def take(self) -> None:
+        """Sample what happened since the last sample."""
+        now = self._wall_time()
+        at = round(now / TICK_S) * TICK_S
+        seconds = min(max(now - self._sampled_at, 0.0), 10.0 * TICK_S)
+        self._sampled_at = now
+        self._metrics.observe_engines(self._engine)
+        sample = self._sampler.take(at, seconds)
+        for ring in self._rings.values():
+            ring.add(sample)
+
+    async def view(self, span: SpanName, model: str | None = None, tier: str | None = None) -> HistoryView:
+        answers = await self._siblings.ask(TOPIC, span)
+        by_time: dict[int, list[Sample]] = {}
+        for sample in chain.from_iterable(map(_decode, answers)):
+            by_time.setdefault(sample.at, []).append(sample)
+        samples = {at: together(of_time) for at, of_time in by_time.items()}
+        return show(samples, span, int(self._wall_time()), model, tier)
+
+    def _encoded(self, span: str) -> bytes:
+        ring = next((ring for name, ring in self._rings.items() if name == span), None)
+        return msgspec.json.encode(list(ring.samples) if ring else [])
+
+
+def show(
+    samples: dict[int, Sample], span: SpanName, now: int, model: str | None, tier: str | None
+) -> HistoryView:
+    interval_s, count = SPANS[span]
+    end = -(-now // interval_s) * interval_s
+    if end not in samples and end - interval_s in samples:
+        end -= interval_s  # the next sample is not taken yet
+    times = range(end - (count - 1) * interval_s, end + 1, interval_s)
+    known = [samples[at] for at in times if at in samples]
+    chosen = [_narrowed(sample, model, tier) for sample in known]
+    series = _series(chosen)
+    models = {name for sample in known for name in (*sample.traffic, *sample.engines)}
+    tiers = {name for sample in known for tiers in sample.traffic.values() for name in tiers}
+    points = [
+        Point(at=at, **_figures(_narrowed(samples[at], model, tier))) if at in samples else Point(at=at)
+        for at in times
+    ]
+    return HistoryView(
+        span=span,
+        interval_s=interval_s,
+        models=sorted(models),
+        tiers=sorted(tiers - {""}),
+        points=points,
+        total=Figures(**_figures(_whole(chosen))) if chosen else Figures(),
+        series=series,
+    )
+
+
+def _narrowed(sample: Sample, model: str | None, tier: str | None) -> Sample:
+    """The part of a sample that is about one model, or one tier, or both. Engines have no tiers."""
+    if model is None and tier is None:
+        return sample
+    traffic = {
+        name: {own: each for own, each in tiers.items() if tier is None or own == tier}
+        for name, tiers in sample.traffic.items()
+        if model is None or name == model
+    }
+    engines = {name: use for name, use in sample.engines.items() if model is None or name == model}
+    return Sample(sample.at, sample.seconds, traffic, engines)
+
+
+def _whole(samples: Iterable[Sample]) -> Sample:
+    whole = Sample(0)
+    for sample in samples:
+        whole = whole.then(sample)
+    return whole
+
+
+def _series(samples: list[Sample]) -> list[SeriesFigures]:
+    whole = _whole(samples)
+    return [
+        SeriesFigures(
+            model=model, tier=tier, **_figures(Sample(0, whole.seconds, {model: {tier: traffic}}, {}))
+        )
+        for model, tiers in sorted(whole.traffic.items())
+        for tier, traffic in sorted(tiers.items())
+    ]
+
+
+def _figures(sample: Sample) -> dict[str, Any]:
+    total = sum((each for tiers in sample.traffic.values() for each in tiers.values()), Traffic())
+    seconds = sample.seconds or 1.0
+    figures: dict[str, Any] = {
+        "requests": total.requests,
+        "failures": total.failures,
+        "requests_per_s": _rounded(total.requests / seconds),
+        "failures_per_s": _rounded(total.failures / seconds),
+        "prompt_tokens_per_s": _rounded(total.prompt_tokens / seconds),
+        "output_tokens_per_s": _rounded(total.output_tokens / seconds),
+    }
+    for percent in (50, 95, 99):
+        figures[f"ttft_p{percent}_s"] = _rounded(first_token_s(total, percent / 100))
+        figures[f"itl_p{percent}_s"] = _rounded(inter_token_s(total, percent / 100))
+    uses = [use for use in sample.engines.values() if use.looks]
+    if uses:
+        figures |= _engine_figures(uses)
+    return figures
+
+
+def _engine_figures(uses: list[EngineUse]) -> dict[str, Any]:
+    queries = sum(use.cache_queries for use in uses)
+    return {
+        "num_running": _rounded(sum(use.running / use.looks for use in uses)),
+        "num_waiting": _rounded(sum(use.waiting / use.looks for use in uses)),
+        "kv_usage": _rounded(max(use.kv_usage / use.looks for use in uses)),
+        "cached_share": _rounded(sum(use.cache_hits for use in uses) / queries) if queries else None,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    """Four significant digits: a page of points stays small."""
+    return None if value is None else float(f"{value:.4g}")

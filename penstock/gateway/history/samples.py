@@ -1,0 +1,209 @@
+"""A sample says what happened in one interval of time: counts of requests and tokens, latency histograms, engines.
+
+Samples add up in two directions. Samples of one process that follow each other become one of a longer interval.
+Samples of several processes for the same interval become one of the whole server: what each process counted is added,
+and the state of the engines, which all processes see alike, is taken once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from penstock.core.messages import EngineStats
+from penstock.gateway.metrics.gateway import (
+    FIRST_TOKEN_BOUNDS_S,
+    INTER_TOKEN_BOUNDS_S,
+    GatewayMetrics,
+    ModelMetrics,
+)
+
+
+class Traffic(msgspec.Struct, array_like=True):
+    """What requests of one model and tier did. The lists count latencies by the buckets of the histograms."""
+
+    requests: int = 0  # that ended, however they did
+    failures: int = 0  # of these, ended by an error
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    first_token: list[int] = []
+    inter_token: list[int] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.requests or self.prompt_tokens or self.output_tokens)
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.requests + other.requests,
+            self.failures + other.failures,
+            self.prompt_tokens + other.prompt_tokens,
+            self.output_tokens + other.output_tokens,
+            _added(self.first_token, other.first_token),
+            _added(self.inter_token, other.inter_token),
+        )
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        return Traffic(
+            self.requests - earlier.requests,
+            self.failures - earlier.failures,
+            self.prompt_tokens - earlier.prompt_tokens,
+            self.output_tokens - earlier.output_tokens,
+            _added(self.first_token, [-count for count in earlier.first_token]),
+            _added(self.inter_token, [-count for count in earlier.inter_token]),
+        )
+
+
+class EngineUse(msgspec.Struct, array_like=True):
+    """The state of one model's engines, added up over `looks` looks at them, and what their prefix caches counted."""
+
+    looks: int = 0
+    running: float = 0
+    waiting: float = 0
+    kv_usage: float = 0.0
+    cache_queries: int = 0  # prompt tokens
+    cache_hits: int = 0
+
+    def __add__(self, other: EngineUse) -> EngineUse:
+        return EngineUse(
+            self.looks + other.looks,
+            self.running + other.running,
+            self.waiting + other.waiting,
+            self.kv_usage + other.kv_usage,
+            self.cache_queries + other.cache_queries,
+            self.cache_hits + other.cache_hits,
+        )
+
+
+class Sample(msgspec.Struct, array_like=True):
+    at: int  # Unix seconds: the end of the interval
+    seconds: float = 0.0  # that the process watched of it
+    traffic: dict[str, dict[str, Traffic]] = {}  # by model, then by tier
+    engines: dict[str, EngineUse] = {}  # by model
+
+    def then(self, later: Sample) -> Sample:
+        """Join the next sample of the same process to this one. The result keeps the name of this interval."""
+        return Sample(
+            self.at,
+            self.seconds + later.seconds,
+            _joined_traffic((self, later)),
+            {
+                model: self.engines.get(model, EngineUse()) + later.engines.get(model, EngineUse())
+                for model in (*self.engines, *(set(later.engines) - set(self.engines)))
+            },
+        )
+
+
+def together(samples: Sequence[Sample]) -> Sample:
+    """Join the samples of several processes for the same interval. The process that looked most often at the engines
+    speaks for them."""
+    engines: dict[str, EngineUse] = {}
+    for sample in samples:
+        for model, use in sample.engines.items():
+            if model not in engines or engines[model].looks < use.looks:
+                engines[model] = use
+    return Sample(samples[0].at, max(sample.seconds for sample in samples), _joined_traffic(samples), engines)
+
+
+def _joined_traffic(samples: Iterable[Sample]) -> dict[str, dict[str, Traffic]]:
+    joined: dict[str, dict[str, Traffic]] = {}
+    for sample in samples:
+        for model, tiers in sample.traffic.items():
+            of_model = joined.setdefault(model, {})
+            for tier, traffic in tiers.items():
+                known = of_model.get(tier)
+                of_model[tier] = traffic if known is None else known + traffic
+    return joined
+
+
+def _added(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    if len(left) < len(right):
+        left, right = right, left
+    longer = list(left)
+    for index, count in enumerate(right):
+        longer[index] += count
+    while longer and not longer[-1]:
+        longer.pop()
+    return longer
+
+
+class Sampler:
+    """Reads the counters of a gateway process, and says what was added to them since the last reading."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._traffic = read_traffic(metrics)
+        self._engines = {name: model.stats for name, model in metrics.models.items()}
+
+    def take(self, at: int, seconds: float) -> Sample:
+        traffic = read_traffic(self._metrics)
+        changes: dict[str, dict[str, Traffic]] = {}
+        for (model, tier), counted in traffic.items():
+            change = counted - self._traffic.get((model, tier), Traffic())
+            if not change.is_empty:
+                changes.setdefault(model, {})[tier] = change
+        self._traffic = traffic
+        engines = {}
+        for model in self._metrics.engine_models:
+            stats = self._metrics.of(model).stats
+            engines[model] = _engine_use(stats, self._engines.get(model))
+            self._engines[model] = stats
+        return Sample(at, seconds, changes, engines)
+
+
+def read_traffic(metrics: GatewayMetrics) -> dict[tuple[str, str], Traffic]:
+    """All that was counted since the process began, by model and tier."""
+    return {(name, ""): _counted(model) for name, model in metrics.models.items()}
+
+
+def _counted(model: ModelMetrics) -> Traffic:
+    failures = sum(count for reason, count in model.finished.items() if reason in ("error", "deadline"))
+    return Traffic(
+        sum(model.finished.values()),
+        failures,
+        model.prompt_tokens,
+        model.generation_tokens,
+        _added(model.first_token_s.counts, ()),
+        _added(model.inter_token_s.counts, ()),
+    )
+
+
+def _engine_use(stats: EngineStats, before: EngineStats | None) -> EngineUse:
+    # A replica that ended takes its counts with it: less than before means that nothing is known.
+    queries = stats.prefix_cache_queries - (before.prefix_cache_queries if before else 0)
+    hits = stats.prefix_cache_hits - (before.prefix_cache_hits if before else 0)
+    is_known = queries >= 0 <= hits
+    return EngineUse(
+        1,
+        stats.num_running,
+        stats.num_waiting,
+        stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0,
+        queries if is_known else 0,
+        hits if is_known else 0,
+    )
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """Estimate a quantile from a histogram: the values of a bucket are taken to lie evenly between its bounds. None
+    without values. A value above every bound counts as the last bound."""
+    total = sum(counts)
+    if not total:
+        return None
+    wanted, below = share * total, 0
+    for index, count in enumerate(counts):
+        if count and below + count >= wanted:
+            if index >= len(bounds):
+                return bounds[-1]
+            low = bounds[index - 1] if index else 0.0
+            return low + (bounds[index] - low) * (wanted - below) / count
+        below += count
+    return bounds[-1]
+
+
+def first_token_s(traffic: Traffic, share: float) -> float | None:
+    return quantile(FIRST_TOKEN_BOUNDS_S, traffic.first_token, share)
+
+
+def inter_token_s(traffic: Traffic, share: float) -> float | None:
+    return quantile(INTER_TOKEN_BOUNDS_S, traffic.inter_token, share)

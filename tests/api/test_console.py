@@ -1,0 +1,106 @@
+"""The console's files and what its pages ask: whom they let in, under which policy, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from importlib import resources
+from pathlib import Path
+
+import pytest_asyncio
+
+from penstock.api.admin.history import HistoryEndpoints
+from penstock.api.app import create_app
+from penstock.core.gateway_config import ServerConfig
+from penstock.core.identity import Scope
+from penstock.gateway.history.history import History
+from tests.api.tenant_server import TenantServer
+from tests.gateway.fake_engine import FakeEngine, script_text
+
+FOLDER = resources.files("penstock.api").joinpath("static/console")
+
+
+@pytest_asyncio.fixture
+async def server(tmp_path: Path) -> AsyncIterator[TenantServer]:
+    server = TenantServer(tmp_path, FakeEngine(script_text("fine")), static_key="root")
+    history = History(server.gateway.metrics, server.engine)
+    server.app = create_app(
+        server.gateway,
+        ServerConfig(),
+        tenants=server.tenants,
+        more_routes=HistoryEndpoints(history).routes(),
+    )
+    yield server
+    await server.close()
+
+
+async def test_the_page_and_its_files_need_no_key_and_have_a_strict_policy(server: TenantServer) -> None:
+    async with server.client() as client:
+        page = await client.get("/console")
+        assert page.status_code == 200
+        named = re.findall(r'(?:src|href)="(/console/[^"]+)"', page.text)
+        assert len(named) >= 3
+        for path in ("/console", "/console/", *named):
+            answer = await client.get(path)
+            assert answer.status_code == 200, path
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert "http" not in policy
+            assert "frame-ancestors 'none'" in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+async def test_the_page_has_nothing_that_the_policy_would_stop(server: TenantServer) -> None:
+    for entry in FOLDER.iterdir():
+        text = entry.read_text()
+        if entry.name.endswith(".html"):
+            assert not re.search(r"<style|<script(?![^>]*\bsrc=)|\son\w+=|\sstyle=", text), entry.name
+        if entry.name.endswith(".js"):
+            assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|\beval\(|new Function", text), (
+                entry.name
+            )
+            assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), entry.name
+
+
+async def test_a_browser_that_has_a_file_is_told_so(server: TenantServer) -> None:
+    async with server.client() as client:
+        etag = (await client.get("/console/console.js")).headers["etag"]
+        again = await client.get("/console/console.js", headers={"if-none-match": etag})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+async def test_no_path_leads_out_of_the_folder(server: TenantServer) -> None:
+    async with server.client() as client:
+        for name in ("%2e%2e%2fchat.html", "%2e%2e", "nothing.js", "console.js%00", "a/b.js"):
+            assert (await client.get(f"/console/{name}")).status_code == 404, name
+
+
+async def test_what_the_console_shows_needs_the_scope_admin(server: TenantServer) -> None:
+    issued = await server.make_key(Scope.INFERENCE)
+    for path in ("/admin/console", "/admin/history"):
+        async with server.client() as client:
+            assert (await client.get(path)).status_code == 401
+        async with server.client(issued.secret) as client:
+            refused = await client.get(path)
+            assert refused.status_code == 403
+            assert "scope 'admin'" in refused.json()["error"]["message"]
+        async with server.client("root") as client:
+            shown = await client.get(path)
+            assert shown.status_code == 200
+            assert shown.headers["cache-control"] == "no-store"
+
+
+async def test_a_cookie_is_no_key(server: TenantServer) -> None:
+    async with server.client() as client:
+        answer = await client.get("/admin/console", headers={"cookie": "penstock-key=root; key=root"})
+    assert answer.status_code == 401
+
+
+async def test_history_refuses_what_it_does_not_know(server: TenantServer) -> None:
+    async with server.client("root") as client:
+        for query, param in (("span=year", "span"), ("modle=x", "modle")):
+            refused = await client.get(f"/admin/history?{query}")
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == param
+        assert (await client.get("/admin/history?span=day&model=no-such&tier=x")).status_code == 200
