@@ -29,6 +29,7 @@ from penstock.api.http.application import (
 from penstock.api.http.authenticate import Authenticate
 from penstock.api.http.browsers import AllowedOrigins, Cors
 from penstock.api.http.errors import on_http_exception, on_penstock_error, on_reader_gone
+from penstock.api.http.request_counts import RequestCounts
 from penstock.api.models import ModelsEndpoints
 from penstock.api.ollama.endpoints import OllamaEndpoints
 from penstock.api.openai.batches import KIND as OPENAI
@@ -84,10 +85,12 @@ def create_app(
     gateway.metrics.register(authenticator.metrics)
     if work is not None:
         gateway.metrics.register(work.runner.metrics)
+    counts = RequestCounts()
+    gateway.metrics.register(counts)
     origins = AllowedOrigins(config.allowed_origins)
     middleware = [
         Middleware(Cors, origins),
-        Middleware(RequestIds, CallerLimits(gateway)),
+        Middleware(RequestIds, CallerLimits(gateway), counts),
         *([Middleware(AccessLog, request_log)] if request_log is not None else []),
         Middleware(Authenticate, authenticator, origins),
     ]
@@ -136,6 +139,7 @@ def create_app(
             ReaderGone: on_reader_gone,
         },
     )
+    counts.set_routes(app.routes)
     app.state.max_body_bytes = config.max_body_bytes
     app.router.redirect_slashes = False
     app.router.default = answer_unknown_path

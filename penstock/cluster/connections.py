@@ -37,6 +37,8 @@ _GAUGES = frozenset(
         "num_disk_blocks",
         "num_disk_bytes",
         "image_cache_tokens",
+        "gpu_memory_bytes",
+        "gpu_memory_used_bytes",
         "step_tokens",
         "kv_fragmentation",
         *_LATEST,

@@ -208,6 +208,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     image_cache_queries: int = 0  # images whose encoder output a prompt needed
     image_cache_hits: int = 0  # of them, images that were encoded already
     image_cache_tokens: int = 0  # whose encoder output is kept now
+    gpu_memory_bytes: int = 0  # of the first rank's device; 0 without a GPU
+    gpu_memory_used_bytes: int = 0  # of that, taken by this process and others
 
     @property
     def num_drafts(self) -> int:

@@ -21,6 +21,7 @@ from penstock.core.messages import EngineReady, ModelCard
 from penstock.core.plan_log import LogHeader
 from penstock.engine.collaborator import (
     Collaborator,
+    MemoryWatch,
     StepWatch,
     refuse_adapters,
     refuse_grammars,
@@ -153,7 +154,7 @@ def build_engine(
         clock,
         vocab_size=card.vocab_size,
         depth=depth,
-        collaborators=_collaborators(loaded, ranks, recorder, disk),
+        collaborators=_collaborators(loaded, ranks, recorder, disk, clock),
         drafter=drafter,
     )
     return Engine(loop, ready, recorder, ranks, loaded.shared_kv)
@@ -194,11 +195,17 @@ def _disk_cache(
 
 
 def _collaborators(
-    loaded: Loaded, ranks: FirstRank | None, recorder: PlanRecorder | None, disk: Collaborator | None
+    loaded: Loaded,
+    ranks: FirstRank | None,
+    recorder: PlanRecorder | None,
+    disk: Collaborator | None,
+    clock: Clock,
 ) -> list[Collaborator]:
     """Return the collaborators, in the order in which requests pass their waiting lists. KV transfers join later, in
     front of the others."""
-    watch = [StepWatch(ranks.check)] if ranks is not None else []
+    watch: list[Collaborator] = [StepWatch(ranks.check)] if ranks is not None else []
+    if loaded.gpu_memory is not None:
+        watch.append(MemoryWatch(loaded.gpu_memory, clock))
     adapters = loaded.adapters if loaded.adapters is not None else refuse_adapters()
     grammars = loaded.grammars if loaded.grammars is not None else refuse_grammars()
     images = loaded.images if loaded.images is not None else refuse_images()

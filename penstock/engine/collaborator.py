@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from penstock.core.clock import Clock
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import EngineStats, RequestRejected
@@ -120,6 +123,29 @@ class StepWatch(Collaborator):
 
     def __init__(self, check: Callable[[], None]) -> None:
         self.before_step = check  # type: ignore[method-assign]
+
+
+class MemoryWatch(Collaborator):
+    """Adds a device's memory to the engine's figures. The driver is asked once a second: figures leave more often,
+    and the driver may take a millisecond."""
+
+    INTERVAL_S = 1.0
+
+    def __init__(self, read: Callable[[], tuple[int, int]], clock: Clock) -> None:
+        """`read` returns the free bytes of the device, and all of its bytes."""
+        self._read = read
+        self._clock = clock
+        self._next_at_s = clock.now()
+        self._free = self._total = 0
+
+    def add_stats(self, stats: EngineStats) -> EngineStats:
+        now = self._clock.now()
+        if now >= self._next_at_s:
+            self._next_at_s = now + self.INTERVAL_S
+            self._free, self._total = self._read()
+        return msgspec.structs.replace(
+            stats, gpu_memory_bytes=self._total, gpu_memory_used_bytes=self._total - self._free
+        )
 
 
 def refuse_adapters() -> Refusal:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,7 @@ def load_decoder(
         kv_facts=_kv_facts(config, card, loaded, ops, kv),
         windows=sizes.windows,
         max_num_seqs=max_rows,
+        gpu_memory=partial(torch.cuda.mem_get_info, ops.device) if is_cuda else None,
     )
 
 

@@ -27,8 +27,8 @@ from penstock.gateway.external.answer import ExternalAnswer
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.guards.policies import GuardPolicies
 from penstock.gateway.images import ImageLoader
+from penstock.gateway.metrics.exchange import MetricsExchange
 from penstock.gateway.metrics.gateway import GatewayMetrics
-from penstock.gateway.metrics.table import MetricsExchange
 from penstock.gateway.models.auto import AutoModel
 from penstock.gateway.models.catalogue import RETRY_AFTER_S, Catalogue
 from penstock.gateway.models.served_model import ServedModel

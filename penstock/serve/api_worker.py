@@ -15,7 +15,7 @@ import uvloop
 from penstock.cluster.fleet import Fleet
 from penstock.dispatch import DispatchConfig
 from penstock.gateway.history.siblings import Siblings
-from penstock.gateway.metrics.table import MetricsExchange
+from penstock.gateway.metrics.exchange import MetricsExchange
 from penstock.serve.api_workers import (
     Begin,
     CutShort,

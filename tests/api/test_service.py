@@ -44,6 +44,23 @@ async def test_metrics() -> None:
     assert 'penstock_request_success_total{finished_reason="stop",model_name="bytes"} 1.0' in answer.text
 
 
+async def test_answers_are_counted_by_route_and_status() -> None:
+    async with direct_client(FakeEngine(script_text("abc"))) as client:
+        await client.post("/v1/completions", json={"prompt": "x"})
+        await client.post("/v1/completions/", json={"prompt": 1.5})
+        for name in ("one", "two"):
+            await client.get(f"/v1/models/{name}")
+            await client.get(f"/nowhere/{name}")
+        page = (await client.get("/metrics")).text
+    counts = {line for line in page.splitlines() if line.startswith("penstock_http_requests_total{")}
+    assert counts == {
+        'penstock_http_requests_total{path="/v1/completions",status="200"} 1.0',
+        'penstock_http_requests_total{path="/v1/completions",status="400"} 1.0',
+        'penstock_http_requests_total{path="/v1/models/{name}",status="404"} 2.0',
+        'penstock_http_requests_total{path="other",status="404"} 2.0',
+    }
+
+
 async def test_tokenize_and_detokenize() -> None:
     engine = FakeEngine(ready=engine_ready(model_card(add_bos_token=True)))
     async with direct_client(engine) as client:

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.core.clock import VirtualClock
 from penstock.core.errors import InvalidRequest, Overloaded
+from penstock.core.messages import EngineStats
 from penstock.core.request import CacheBreakpoint, FinishReason
 from penstock.engine.build import Engine
+from penstock.engine.collaborator import MemoryWatch
 from penstock.kernels.native import NativeOps
 from penstock.simulator.replay import replay
 
@@ -231,3 +234,19 @@ def test_clients_that_leave_a_tiny_cache_with_host_memory_do_not_end_the_engine(
     assert min(stats.num_preemptions, stats.num_blocks_to_host, stats.num_blocks_from_host) > 0
     for request_id in rng.sample(sorted(wanted), 5):
         assert answers[request_id] == tokens(run(oracle, [wanted[request_id]])[request_id])
+
+
+def test_the_memory_of_the_device_is_read_once_a_second() -> None:
+    clock, reads = VirtualClock(), iter([(40, 100), (10, 100)])
+    watch = MemoryWatch(lambda: next(reads), clock)
+
+    def used() -> tuple[int, int]:
+        stats = watch.add_stats(EngineStats(num_running=1))
+        assert stats.num_running == 1
+        return stats.gpu_memory_used_bytes, stats.gpu_memory_bytes
+
+    assert used() == (60, 100)
+    clock.advance(0.5)
+    assert used() == (60, 100)
+    clock.advance(0.5)
+    assert used() == (90, 100)

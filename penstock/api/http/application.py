@@ -24,6 +24,7 @@ from penstock.api.http.errors import (
     is_anthropic,
 )
 from penstock.api.http.limit_headers import Headers, limit_headers, tells_limits
+from penstock.api.http.request_counts import RequestCounts
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.identity import Principal
 from penstock.gateway.answers.stream import ReaderGone
@@ -134,11 +135,14 @@ logger = logging.getLogger(__name__)
 class RequestIds:
     """Names every request in a header, and turns an unforeseen exception into a logged 500. A slash at the end of a
     path is left out. With `limits`, every answer to a caller that is known has its rate-limit headers, however early
-    it was refused."""
+    it was refused. `counts` counts the statuses of answers."""
 
-    def __init__(self, app: ASGIApp, limits: CallerLimits | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, limits: CallerLimits | None = None, counts: RequestCounts | None = None
+    ) -> None:
         self._app = app
         self._limits = limits
+        self._counts = counts
         self._randomness = ""  # in hexadecimal digits, of which each id takes its part
 
     def _new_id(self) -> str:
@@ -164,6 +168,8 @@ class RequestIds:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
+                if self._counts is not None:
+                    self._counts.count(scope, message["status"])
                 headers = [*message.get("headers", ()), (header_name, request_id.encode())]
                 if self._limits is not None and not (are_limits_told(scope) or tells_limits(headers)):
                     headers += await self._limits.headers(scope)

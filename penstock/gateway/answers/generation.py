@@ -120,20 +120,20 @@ class Generation(MeteredAnswer[Choice]):
     def _time_tokens(self, choice: Choice, event: TokenEvent, num_tokens: int) -> None:
         """Note when tokens came. Tokens that came together share the time since the tokens before them."""
         now = self._context.clock.now()
-        metrics = self._metrics
+        metrics, latencies = self._metrics, self._latencies
         metrics.generation_tokens += num_tokens
         if choice.first_token_at is None:
             choice.first_token_at = now
             waited_s = now - self._arrived_at
             metrics.prompt_tokens += choice.num_prompt_tokens
-            metrics.first_token_s.observe(waited_s)
+            latencies.first_token_s.observe(waited_s)
             if event.queue_s is not None:
                 if self._queue_s is None:
                     self._queue_s = event.queue_s
-                metrics.queue_s.observe(event.queue_s)
-                metrics.prefill_s.observe(max(0.0, waited_s - event.queue_s))
+                latencies.queue_s.observe(event.queue_s)
+                latencies.prefill_s.observe(max(0.0, waited_s - event.queue_s))
         else:
-            metrics.inter_token_s.observe((now - choice.last_token_at) / num_tokens, num_tokens)
+            latencies.inter_token_s.observe((now - choice.last_token_at) / num_tokens, num_tokens)
         choice.last_token_at = now
 
     def _count_drafts(self, use: DraftUse, num_tokens: int) -> None:

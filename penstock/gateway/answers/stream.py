@@ -129,6 +129,7 @@ class MeteredAnswer(Generic[ChoiceT]):
         self._n = n
         self._context = context
         self._metrics = context.metrics.of(account.claim.model)
+        self._latencies = self._metrics.latencies(account.claim.tier)
         self._on_end = on_end
         self._arrived_at = context.clock.now()
         self._num_open = len(choices)
@@ -220,8 +221,8 @@ class MeteredAnswer(Generic[ChoiceT]):
         metrics = self._metrics
         metrics.finished[reason] += 1
         if choice.first_token_at is not None:
-            metrics.end_to_end_s.observe(self._context.clock.now() - self._arrived_at)
-            metrics.decode_s.observe(choice.last_token_at - choice.first_token_at)
+            self._latencies.end_to_end_s.observe(self._context.clock.now() - self._arrived_at)
+            self._latencies.decode_s.observe(choice.last_token_at - choice.first_token_at)
             metrics.request_prompt_tokens.observe(choice.num_prompt_tokens)
             metrics.request_generation_tokens.observe(choice.num_tokens)
         self._num_open -= 1

@@ -288,9 +288,9 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
         now = self._context.clock.now()
         if choice.first_token_at is None:
             choice.first_token_at = now
-            self._metrics.first_token_s.observe(now - self._arrived_at)
+            self._latencies.first_token_s.observe(now - self._arrived_at)
         else:
-            self._metrics.inter_token_s.observe(now - choice.last_token_at)
+            self._latencies.inter_token_s.observe(now - choice.last_token_at)
         choice.last_token_at = now
 
     def _pass_on(self, choice: ExternalChoice) -> None:

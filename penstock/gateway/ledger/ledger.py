@@ -154,6 +154,7 @@ class UsageLedger:
         StoreUnavailable; then the rest is tried again next time."""
         async with self._flushing:
             end, unwritten = self._journal.end, self._unwritten[:]
+            num_settled, began_at = self.metrics.num_settled, self._wall_clock()
             self.spending.begin_flush()
             while self._flushed_to != end:
                 rows, reached = await asyncio.to_thread(_read_rows, self._journal, self._flushed_to, end)
@@ -161,6 +162,7 @@ class UsageLedger:
                 self._flushed_to = reached
             await self._insert(unwritten)
             del self._unwritten[: len(unwritten)]
+            self.metrics.note_written(num_settled, began_at)
             if gone := self._journal.forget(self._flushed_to):
                 await asyncio.to_thread(_delete, gone)
             now = asyncio.get_running_loop().time()

@@ -86,8 +86,12 @@ class LedgerMetrics(Collector):
         self.recovered_rows = 0
         self.refused_rows = 0
         self.lost_rows = 0
+        self.num_settled = 0
+        self._num_written = 0  # of those
+        self._written_until = clock()
 
     def count(self, row: UsageRow) -> None:
+        self.num_settled += 1
         self.rows[row.model, row.status] += 1
         self.cost_picodollars[row.model] += row.cost_picodollars
         meter = self._meters.get(row.model)
@@ -95,11 +99,17 @@ class LedgerMetrics(Collector):
             meter = self._meters[row.model] = TokenMeter(self._clock)
         meter.add(row.prompt_tokens - row.cached_tokens, row.completion_tokens)
 
+    def note_written(self, num_settled: int, until: float) -> None:
+        """The database has the first `num_settled` rows of this process: all that were settled before `until`."""
+        self._num_written = num_settled
+        self._written_until = until
+
     def collect(self) -> Iterator[Metric]:
         yield metric_by("usage_rows", self.rows)
         costs = self.cost_picodollars.items()
         yield metric_by("usage_cost_dollars", {model: cost / PICODOLLARS_PER_DOLLAR for model, cost in costs})
         yield from self._speeds()
+        num_unwritten = self.num_settled - self._num_written
         yield from metrics(
             (
                 ("usage_journal_failures", self.journal_failures),
@@ -108,18 +118,28 @@ class LedgerMetrics(Collector):
                 ("usage_refused_rows", self.refused_rows),
                 ("usage_lost_rows", self.lost_rows),
                 ("usage_journal_bytes", self._journal.num_bytes),
+                ("usage_unwritten_rows", num_unwritten),
+                (
+                    "usage_lag_seconds",
+                    max(0.0, self._clock() - self._written_until) if num_unwritten else 0.0,
+                ),
             )
         )
 
     def _speeds(self) -> Iterator[Metric]:
         speeds: dict[tuple[str, ...], float] = {}
         prices: dict[str, float] = {}
+        hours: dict[str, float] = {}
         for model, meter in self._meters.items():
             rate = meter.rate()
             speeds[model, "input"] = rate.input
             speeds[model, "output"] = rate.output
             dollars_per_hour = self._spending.prices.dollars_per_hour(model)
-            if dollars_per_hour is not None and (dollars := rate.dollars_per_million(dollars_per_hour)):
+            if dollars_per_hour is None:
+                continue
+            hours[model] = float(dollars_per_hour)
+            if dollars := rate.dollars_per_million(dollars_per_hour):
                 prices[model] = dollars
         yield metric_by("tokens_per_hour", speeds)
         yield metric_by("accelerator_dollars_per_million_tokens", prices)
+        yield metric_by("accelerator_dollars_per_hour", hours)

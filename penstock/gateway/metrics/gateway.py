@@ -19,9 +19,18 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.replica import EngineClient
 from penstock.core.cluster_view import FleetControl
 from penstock.core.messages import EngineStats
-from penstock.core.request import FinishReason
+from penstock.core.request import FinishReason, Tier
 from penstock.dispatch.replicas import ReplicaRecord
-from penstock.gateway.metrics.table import ENGINE_METRICS, MODEL_METRICS, Declared, add, metric, metric_by
+from penstock.gateway.metrics.table import (
+    ENGINE_METRICS,
+    MODEL_METRICS,
+    TIER,
+    VLLM_PREFIX,
+    Declared,
+    add,
+    metric,
+    metric_by,
+)
 from penstock.router import ReplicaState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -118,6 +127,8 @@ class GatewayMetrics(Collector):
             attribute = _ATTRIBUTES.get(declared.name, declared.name)
             if declared.name == "request_success":
                 yield from self._successes(declared)
+            elif TIER in declared.labels:
+                yield from self._latencies(declared, attribute)
             elif declared.kind == "histogram":
                 yield from self._histograms(declared, attribute)
             else:
@@ -139,6 +150,23 @@ class GatewayMetrics(Collector):
             for model_name, model in self._models.items():
                 histogram: Histogram = getattr(model, attribute)
                 family.add_metric([model_name], histogram.cumulative(), histogram.total)
+            yield family
+
+    def _latencies(self, declared: Declared, attribute: str) -> Iterator[Metric]:
+        """By model and tier; under the name that vLLM uses, by model."""
+        for prefix in declared.prefixes:
+            labels = (declared.labels[0],) if prefix == VLLM_PREFIX else declared.labels
+            family = HistogramMetricFamily(prefix + declared.name, declared.help, labels=labels)
+            for model_name, model in self._models.items():
+                by_tier: dict[Tier, Histogram] = {
+                    tier: getattr(latencies, attribute) for tier, latencies in model.latencies_by_tier.items()
+                }
+                if prefix == VLLM_PREFIX:
+                    whole = added_up(list(by_tier.values()))
+                    family.add_metric([model_name], whole.cumulative(), whole.total)
+                else:
+                    for tier, histogram in by_tier.items():
+                        family.add_metric([model_name, tier.value], histogram.cumulative(), histogram.total)
             yield family
 
 
@@ -212,6 +240,28 @@ class Histogram:
         return pairs
 
 
+def added_up(histograms: Sequence[Histogram]) -> Histogram:
+    """One histogram of the observations of several, which have the same bounds."""
+    whole = Histogram(histograms[0].bounds)
+    whole.counts = [sum(counts) for counts in zip(*(each.counts for each in histograms), strict=True)]
+    whole.total = sum(each.total for each in histograms)
+    return whole
+
+
+class Latencies:
+    """How long the requests of one tier took, and their parts."""
+
+    __slots__ = ("decode_s", "end_to_end_s", "first_token_s", "inter_token_s", "prefill_s", "queue_s")
+
+    def __init__(self) -> None:
+        self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
+        self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
+        self.end_to_end_s = Histogram(REQUEST_BOUNDS_S)
+        self.queue_s = Histogram(REQUEST_BOUNDS_S)
+        self.prefill_s = Histogram(REQUEST_BOUNDS_S)
+        self.decode_s = Histogram(REQUEST_BOUNDS_S)
+
+
 class ModelMetrics:
     """The counters of one model, or of an adapter under its own name. Output streams write them as things happen."""
 
@@ -219,16 +269,28 @@ class ModelMetrics:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished = dict.fromkeys(FinishReason, 0)
-        self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
-        self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
-        self.end_to_end_s = Histogram(REQUEST_BOUNDS_S)
-        self.queue_s = Histogram(REQUEST_BOUNDS_S)
-        self.prefill_s = Histogram(REQUEST_BOUNDS_S)
-        self.decode_s = Histogram(REQUEST_BOUNDS_S)
+        # Other tiers come with their first request: three times as many lines for every adapter would be too many.
+        self.latencies_by_tier = {Tier.DEFAULT: Latencies()}
         self.request_prompt_tokens = Histogram(REQUEST_TOKENS_BOUNDS)
         self.request_generation_tokens = Histogram(REQUEST_TOKENS_BOUNDS)
         self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
         self.stats = EngineStats()  # of the model's engines; an adapter has none of its own
+
+    @property
+    def first_token_s(self) -> Histogram:
+        """Of all tiers, as they stand now."""
+        return added_up([each.first_token_s for each in self.latencies_by_tier.values()])
+
+    @property
+    def inter_token_s(self) -> Histogram:
+        """Of all tiers, as they stand now."""
+        return added_up([each.inter_token_s for each in self.latencies_by_tier.values()])
+
+    def latencies(self, tier: Tier) -> Latencies:
+        found = self.latencies_by_tier.get(tier)
+        if found is None:
+            found = self.latencies_by_tier[tier] = Latencies()
+        return found
 
     def observe_stats(self, stats: EngineStats) -> None:
         """Take over the engines' latest figures. Steps that were reported together count with their mean size."""
@@ -304,6 +366,8 @@ _REPLICA_NAMES = (
     "replica_requests_running",
     "replica_requests_waiting",
     "replica_kv_cache_usage_perc",
+    "replica_gpu_memory_bytes",
+    "replica_gpu_memory_used_bytes",
     "replica_prefix_cache_queries",
     "replica_prefix_cache_hits",
     "replica_drafts",
@@ -316,7 +380,11 @@ _REPLICA_NAMES = (
 
 
 def _replica_values(record: ReplicaRecord, stats: EngineStats) -> dict[str, float]:
-    return {
+    memory = {
+        "replica_gpu_memory_bytes": stats.gpu_memory_bytes,
+        "replica_gpu_memory_used_bytes": stats.gpu_memory_used_bytes,
+    }
+    return (memory if stats.gpu_memory_bytes else {}) | {
         "replica_ready": float(record.state is ReplicaState.READY),
         "replica_requests_running": stats.num_running,
         "replica_requests_waiting": stats.num_waiting,

@@ -1,28 +1,24 @@
 """Every metric of a gateway process in one table: name, kind, help text and labels. Collectors fill in the values.
 
 Names are written without their prefix. Every metric appears as `penstock_NAME`; those with `vllm` set appear under
-the `vllm:` name too, which dashboards know.
-
-`MetricsExchange` joins the metrics of all gateway processes of a server into one page. Each process sends its own
-over a private socket. The counts of a process are added up; metrics with `once`, which all processes repeat from the
-same engines or servers, are taken once.
+the `vllm:` name too, which dashboards know. `vllm:` names have no label for the tier: vLLM knows none.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 PREFIX = "penstock_"
 VLLM_PREFIX = "vllm:"
+
+
+# How the values of several gateway processes become the value of their server. "sum": each process counts its own
+# part. "max": all processes repeat what the same engines or servers told them. "min": the process that is worst off
+# speaks for all. "harmonic": a price for which each process knows only its own part of the goods: 1 / Σ 1/value.
+Join: TypeAlias = Literal["sum", "max", "min", "harmonic"]
 
 
 class Declared(NamedTuple):
@@ -30,7 +26,7 @@ class Declared(NamedTuple):
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
-    once: bool = False
+    join: Join = "sum"
     vllm: bool = False
 
     @property
@@ -51,13 +47,14 @@ def _each(
     kind: Literal["counter", "gauge", "histogram"],
     rows: Rows,
     *labels: str,
-    once: bool = False,
+    join: Join = "sum",
     vllm: bool = False,
 ) -> list[Declared]:
-    return [Declared(name, kind, help_text, labels, once, vllm) for name, help_text in rows]
+    return [Declared(name, kind, help_text, labels, join, vllm) for name, help_text in rows]
 
 
 _MODEL = "model_name"
+TIER = "tier"
 _POOL = (_MODEL, "role")
 _REPLICA = (_MODEL, "replica", "revision", "region")
 
@@ -67,7 +64,7 @@ _ENGINES = [
         ("num_requests_running", "Requests in the running batch."),
         ("num_requests_waiting", "Requests waiting to be scheduled."),
         ("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them."),
-    ), _MODEL, once=True, vllm=True),
+    ), _MODEL, join="max", vllm=True),
     *_each("counter", (
         ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
         ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
@@ -78,20 +75,20 @@ _ENGINES = [
         ("spec_decode_num_drafts", "Drafts that were verified, one per request and step."),
         ("spec_decode_num_draft_tokens", "Tokens of these drafts."),
         ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
-    ), _MODEL, once=True, vllm=True),
+    ), _MODEL, join="max", vllm=True),
     Declared("spec_decode_num_accepted_tokens_per_pos", "counter",
-             "Accepted tokens by their position in a draft; the first is 0.", (_MODEL, "position"), True, True),
+             "Accepted tokens by their position in a draft; the first is 0.", (_MODEL, "position"), "max", True),
     *_each("counter", (
         ("drafter_draft_tokens", "Verified tokens of a drafter by their position in a draft."),
         ("drafter_accepted_tokens", "Accepted tokens of a drafter by their position in a draft."),
-    ), _MODEL, "drafter", "position", once=True),
+    ), _MODEL, "drafter", "position", join="max"),
     *_each("gauge", (
         ("kv_fragmentation", "Share of running requests' KV slots that hold nothing."),
         ("kv_pinned_blocks", "KV blocks held for cache breakpoints."),
         ("kv_host_blocks", "Slots for KV blocks in host memory."),
         ("kv_host_blocks_used", "Slots in host memory that hold a block."),
         ("image_cache_tokens", "Image tokens whose encoded form is kept."),
-    ), _MODEL, once=True),
+    ), _MODEL, join="max"),
     *_each("counter", (
         ("cache_read_tokens", "Prompt tokens read from prefixes kept at breakpoints."),
         ("cache_write_tokens", "Prompt tokens newly kept at breakpoints."),
@@ -109,7 +106,7 @@ _ENGINES = [
         ("image_encoder_seconds", "Time for which the vision tower occupied the device."),
         ("image_cache_queries", "Images whose encoded form a prompt needed."),
         ("image_cache_hits", "Images whose encoded form was there already."),
-    ), _MODEL, once=True),
+    ), _MODEL, join="max"),
 ]
 _REQUESTS = [
     *_each("counter", (
@@ -125,10 +122,12 @@ _REQUESTS = [
         ("request_queue_time_seconds", "From arrival to the first computation."),
         ("request_prefill_time_seconds", "From first computation to first token."),
         ("request_decode_time_seconds", "From the first token to the last."),
+    ), _MODEL, TIER, vllm=True),
+    *_each("histogram", (
         ("request_prompt_tokens", "Prompt tokens per request."),
         ("request_generation_tokens", "Tokens generated per request."),
     ), _MODEL, vllm=True),
-    Declared("iteration_tokens_total", "histogram", "Tokens computed per engine step.", (_MODEL,), True, True),
+    Declared("iteration_tokens_total", "histogram", "Tokens computed per engine step.", (_MODEL,), "max", True),
 ]
 _WAY_IN = [
     Declared("auto_requests", "counter", "Requests for auto, by the model asked first.", (_MODEL,)),
@@ -149,31 +148,33 @@ _WAY_IN = [
     Declared("guard_failures", "counter", "Guards that broke or took too long, by what the policy made of it.",
              ("policy", "rule", "outcome")),
     Declared("settings_reloads", "counter", "Times that the settings file was read again.", ("result",)),
-    Declared("settings_applied_timestamp_seconds", "gauge", "When the settings in use were read."),
+    Declared("settings_applied_timestamp_seconds", "gauge", "When the settings in use were read.", join="min"),
 ]
 _FLEET = [
-    Declared("replicas", "gauge", "Replicas of a pool by state.", (*_POOL, "state"), once=True),
-    Declared("autoscaler_decisions", "counter", "Decisions to change a pool.", (*_POOL, "direction"), once=True),
+    Declared("replicas", "gauge", "Replicas of a pool by state.", (*_POOL, "state"), join="max"),
+    Declared("autoscaler_decisions", "counter", "Decisions to change a pool.", (*_POOL, "direction"), join="max"),
     *_each("gauge", (
         ("replicas_wanted", "Replicas of a pool that serve or are being started."),
         ("pool_queued_prefill_tokens", "Prompt tokens that wait, those of held requests included."),
         ("pool_drain_seconds", "How long the ready replicas take for the queued prefill tokens."),
         ("pool_load", "The largest of the autoscaler's signals, as a share of its target."),
         ("held_requests", "Requests that wait for a first replica."),
-    ), *_POOL, once=True),
+    ), *_POOL, join="max"),
     *_each("gauge", (
         ("replica_ready", "1 while a replica takes new requests, else 0."),
         ("replica_requests_running", "Requests in a replica's running batch."),
         ("replica_requests_waiting", "Requests that wait in a replica's queue."),
         ("replica_kv_cache_usage_perc", "Share of a replica's KV blocks in use."),
-    ), *_REPLICA, once=True),
+        ("replica_gpu_memory_bytes", "Memory of the GPU of a replica's first rank."),
+        ("replica_gpu_memory_used_bytes", "Of that, memory that is taken, by other processes too."),
+    ), *_REPLICA, join="max"),
     *_each("counter", (
         ("replica_prefix_cache_queries", "Prompt tokens that a replica looked up."),
         ("replica_prefix_cache_hits", "Prompt tokens that a replica had cached."),
         ("replica_drafts", "Drafts that a replica verified."),
         ("replica_draft_tokens", "Tokens of these drafts."),
         ("replica_accepted_tokens", "Drafted tokens that a replica accepted."),
-    ), *_REPLICA, once=True),
+    ), *_REPLICA, join="max"),
     *_each("counter", (
         ("replica_requests", "Requests sent to a replica, retries included."),
         ("replica_failures", "Requests that a replica lost or could not take."),
@@ -186,8 +187,8 @@ _FLEET = [
         ("routed_prompt_tokens", "Prompt tokens of requests that were routed."),
         ("matched_prompt_tokens", "Of those, thought to be cached there."),
     )),
-    Declared("external_up", "gauge", "Whether a server answers.", ("server",), once=True),
-    Declared("external_load", "gauge", "Requests at a server, as it tells.", ("server", "state"), once=True),
+    Declared("external_up", "gauge", "Whether a server answers.", ("server",), join="max"),
+    Declared("external_load", "gauge", "Requests at a server, as it tells.", ("server", "state"), join="max"),
     Declared("external_circuit_open", "gauge", "Whether requests avoid a server that failed.", ("server",)),
     Declared("external_requests_running", "gauge", "Requests sent from here and not answered.", ("server",)),
     Declared("external_attempts", "counter", "Requests to a server, by how they ended.", ("server", "outcome")),
@@ -197,7 +198,7 @@ _CALLERS = [
     Declared("limits_admitted", "counter", "Requests that all limits allowed."),
     Declared("limits_refused", "counter", "Requests refused, by the limit to blame.", ("scope", "limit")),
     Declared("limits_subjects", "gauge", "Keys, workspaces and models whose use this process remembers."),
-    Declared("limits_redis_up", "gauge", "Whether shared limits are decided in Redis; 0 is not."),
+    Declared("limits_redis_up", "gauge", "Whether shared limits are decided in Redis; 0 is not.", join="min"),
     Declared("limits_settlements_pending", "gauge", "Ended requests that Redis was not told of yet."),
     *_each("counter", (
         ("limits_redis_errors", "Calls to Redis that failed."),
@@ -222,12 +223,17 @@ _CALLERS = [
     )),
     Declared("usage_journal_bytes", "gauge",
              "Bytes of usage rows that are in the journal, written to the database or not."),
+    Declared("usage_unwritten_rows", "gauge", "Settled requests that the database does not have yet."),
+    Declared("usage_lag_seconds", "gauge", "How long the oldest of them has waited at most.", join="max"),
     Declared("tokens_per_hour", "gauge", "Tokens of finished requests in the last hour; input without cached tokens.",
              (_MODEL, "kind")),
     Declared("accelerator_dollars_per_million_tokens", "gauge",
-             "The accelerators' hour divided by the tokens that this process made of it.", (_MODEL,)),
+             "The accelerators' hour divided by the tokens that this server made of it.", (_MODEL,), "harmonic"),
+    Declared("accelerator_dollars_per_hour", "gauge", "What the accelerators of a model cost.", (_MODEL,), "max"),
 ]
 _CONNECTIONS = [
+    Declared("http_requests", "counter", "HTTP requests by route and by the status of their answer.",
+             ("path", "status")),
     Declared("connections_open", "gauge", "Connections that are open."),
     Declared("websockets_open", "gauge", "WebSockets that are open."),
     *_each("counter", (
@@ -269,92 +275,3 @@ def add(family: Metric, labels: Sequence[str], value: float) -> None:
 def metrics(values: Iterable[tuple[str, float]]) -> list[Metric]:
     """Several metrics without labels."""
     return [metric(name, value) for name, value in values]
-
-
-def is_told_once(family_name: str) -> bool:
-    """Whether all processes report the same value of a metric. `family_name` has the prefix, as on a page."""
-    name = family_name.removeprefix(PREFIX).removeprefix(VLLM_PREFIX)
-    return name in METRICS and METRICS[name].once
-
-
-ANSWER_TIMEOUT_S = 2.0
-MAX_PAGE_BYTES = 1 << 24
-# The last line of every page on the socket: a page without it was cut off. Parsers take the line for a comment.
-_PAGE_END = b"# EOF\n"
-
-
-class MetricsExchange:
-    """Joins the pages of all processes. `sockets` has one path for each process; `number` is this process's place."""
-
-    def __init__(self, sockets: Sequence[str], number: int, render: Callable[[], bytes]) -> None:
-        self._sockets = sockets
-        self._number = number
-        self._render = render
-
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        server = await asyncio.start_unix_server(self._tell, self._sockets[self._number])
-        async with server:
-            yield
-
-    async def page(self) -> bytes:
-        """The page of all processes that answer in time."""
-        others = [path for index, path in enumerate(self._sockets) if index != self._number]
-        pages = await asyncio.gather(*map(_ask, others))
-        return merge([self._render(), *(page for page in pages if page)])
-
-    async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            writer.write(self._render() + _PAGE_END)
-            await writer.drain()
-            writer.close()
-            await writer.wait_closed()
-
-
-def merge(pages: Sequence[bytes]) -> bytes:
-    """Join pages in the Prometheus text format into one page."""
-    families: dict[str, Metric] = {}
-    values: dict[str, dict[tuple[str, frozenset[tuple[str, str]]], Sample]] = {}
-    for page in pages:
-        for family in text_string_to_metric_families(page.decode()):
-            families.setdefault(family.name, family)
-            samples = values.setdefault(family.name, {})
-            for sample in family.samples:
-                key = sample.name, frozenset(sample.labels.items())
-                samples[key] = _joined(samples.get(key), sample, is_told_once(family.name))
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families([_filled(family, values[name]) for name, family in families.items()]))
-    return generate_latest(registry)
-
-
-def _joined(known: Sample | None, sample: Sample, repeats: bool) -> Sample:
-    if known is None:
-        return sample
-    value = max(known.value, sample.value) if repeats else known.value + sample.value
-    return sample._replace(value=value)
-
-
-def _filled(family: Metric, samples: dict[tuple[str, frozenset[tuple[str, str]]], Sample]) -> Metric:
-    whole = Metric(family.name, family.documentation, family.type, family.unit)
-    whole.samples = list(samples.values())
-    return whole
-
-
-class _Families(Collector):
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._families
-
-
-async def _ask(path: str) -> bytes:
-    """One process's page; empty when the process gives no whole answer, because it is starting or has died."""
-    with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_PAGE_BYTES)
-            try:
-                return await reader.readuntil(_PAGE_END)
-            finally:
-                writer.close()
-    return b""

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.core.messages import EngineStats
-from penstock.core.request import FinishReason
+from penstock.core.request import FinishReason, Tier
 from penstock.gateway.history.history import SPANS, History, Ring, Span, show
 from penstock.gateway.history.samples import EngineUse, Sample, Sampler, Traffic, quantile, together
 from penstock.gateway.history.siblings import Siblings
@@ -22,8 +22,8 @@ def answered(metrics: GatewayMetrics, *, first_token_s: float = 0.02, reason: st
     model = metrics.of("m")
     model.prompt_tokens += 10
     model.generation_tokens += 5
-    model.first_token_s.observe(first_token_s)
-    model.inter_token_s.observe(0.004, 4)
+    model.latencies(Tier.DEFAULT).first_token_s.observe(first_token_s)
+    model.latencies(Tier.DEFAULT).inter_token_s.observe(0.004, 4)
     model.finished[FinishReason(reason)] += 1
 
 

@@ -21,7 +21,7 @@ from penstock.gateway.ledger.usage_store import UsageQuery, UsageTotal, insert_r
 from penstock.gateway.prompts import Usage
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.store.tables import usage
-from tests.gateway.ledger.samples import NOON, claim, open_ledger, outcome
+from tests.gateway.ledger.samples import NOON, WallClock, claim, open_ledger, outcome
 
 
 def stored_rows(folder: Path) -> dict[str, Any]:
@@ -240,6 +240,35 @@ class TestTrouble:
             assert ledger.metrics.flush_failures == 1
             monkeypatch.setattr(Database, "run", real_run)
             assert (await total(ledger)).requests == 2
+
+    async def test_the_lag_behind_the_database_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def lag(ledger: UsageLedger) -> tuple[float, float]:
+            found = {family.name: family.samples for family in ledger.metrics.collect()}
+            names = ("penstock_usage_unwritten_rows", "penstock_usage_lag_seconds")
+            rows, seconds = (found[name][0].value for name in names)
+            return rows, seconds
+
+        async def away(*args: Any, **options: Any) -> Any:
+            raise StoreUnavailable("gone")
+
+        clock = WallClock()
+        async with open_ledger(tmp_path, clock=clock) as ledger:
+            clock.now += 3_600
+            await ledger.flush()
+            assert lag(ledger) == (0, 0.0), "an idle hour is no lag"
+            with monkeypatch.context() as patch:
+                patch.setattr(Database, "run", away)
+                for name in ("a", "b"):
+                    ledger.begin(claim(name))
+                    ledger.settle(claim(name), outcome())
+                    clock.now += 20
+                with pytest.raises(StoreUnavailable):
+                    await ledger.flush()
+                assert lag(ledger) == (2, 40.0)
+            await ledger.flush()
+            assert lag(ledger) == (0, 0.0)
 
     async def test_it_starts_without_a_database_and_leaves_the_journal(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from penstock.core.clock import VirtualClock
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.messages import DrafterStats, EngineStats
 from penstock.core.plan import TokenEvent
-from penstock.core.request import FinishReason
+from penstock.core.request import FinishReason, Tier
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.metrics.gateway import Histogram
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
@@ -91,6 +91,22 @@ async def test_a_request_is_counted() -> None:
     assert found["vllm:request_decode_time_seconds_sum"] == 0.75
     assert found["vllm:request_generation_tokens_sum"] == 4
     assert found["vllm:request_prompt_tokens_sum"] == 3
+
+
+async def test_latencies_are_told_by_tier() -> None:
+    engine, clock = FakeEngine(), VirtualClock()
+    gateway = Gateway(engine, GatewayConfig(), clock)
+    for tier, waited_s in ((Tier.PRIORITY, 0.5), (Tier.BATCH, 4.0)):
+        request = GenerationRequest(prompts=(TextPrompt("hey"),), sampling=SamplingOptions(), tier=tier)
+        generation = await gateway.submit(request)
+        clock.advance(waited_s)
+        engine.emit(engine.added[-1].id, 97, finish_reason=FinishReason.LENGTH)
+        await generation.collect()
+    page = gateway.render_own_metrics().decode()
+    name = "time_to_first_token_seconds_sum"
+    for labels, total in (("priority", 0.5), ("batch", 4.0), ("default", 0.0)):
+        assert f'penstock_{name}{{model_name="bytes",tier="{labels}"}} {total}\n' in page
+    assert f'vllm:{name}{{model_name="bytes"}} 4.5\n' in page, "of all tiers"
 
 
 def test_the_engines_figures_are_shown() -> None:

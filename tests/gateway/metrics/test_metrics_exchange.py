@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from decimal import Decimal
 from pathlib import Path
 
-from penstock.gateway.metrics.table import MetricsExchange
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from penstock.gateway.ledger.metrics import TokensPerHour
+from penstock.gateway.metrics.exchange import MetricsExchange, merge
+from penstock.gateway.metrics.table import Metric, metric, metric_by
 
 
 def page(value: int, num_lines: int = 1) -> bytes:
@@ -40,3 +49,63 @@ async def test_whoever_dies_in_mid_sentence_does_not_count(tmp_path: Path) -> No
     ours = MetricsExchange(sockets, 0, lambda: page(1))
     async with await asyncio.start_unix_server(die_early, sockets[1]):
         assert total(await ours.page()) == 1  # and the third never started
+
+
+def rendered(*families: Metric) -> bytes:
+    class Fixed(Collector):
+        def collect(self) -> Iterable[Metric]:
+            return families
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Fixed())
+    return generate_latest(registry)
+
+
+def values(page: bytes) -> dict[str, float]:
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 8])
+def test_a_million_tokens_cost_the_same_whatever_the_number_of_processes(num_workers: int) -> None:
+    dollars_per_hour, tokens_per_hour = Decimal("3.50"), 7_000_000.0
+    price = TokensPerHour(0.0, tokens_per_hour / num_workers).dollars_per_million(dollars_per_hour)
+    assert price is not None
+    pages = [
+        rendered(
+            metric_by("accelerator_dollars_per_million_tokens", {"m": price}),
+            metric_by("accelerator_dollars_per_hour", {"m": 3.5}),
+            metric_by("tokens_per_hour", {("m", "output"): tokens_per_hour / num_workers}),
+        )
+        for _ in range(num_workers)
+    ]
+    found = values(merge(pages))
+    assert found["penstock_accelerator_dollars_per_million_tokens"] == pytest.approx(0.5)
+    assert found["penstock_accelerator_dollars_per_hour"] == 3.5
+    assert found["penstock_tokens_per_hour"] == tokens_per_hour
+
+
+def test_a_process_without_tokens_does_not_change_the_price() -> None:
+    busy = rendered(metric_by("accelerator_dollars_per_million_tokens", {"m": 0.5}))
+    idle = rendered(metric_by("accelerator_dollars_per_million_tokens", {}))
+    for pages in ([busy, idle], [idle, busy]):
+        assert values(merge(pages)) == {"penstock_accelerator_dollars_per_million_tokens": 0.5}
+
+
+def test_the_process_that_is_worst_off_speaks_for_all() -> None:
+    pages = [
+        rendered(
+            metric("limits_redis_up", is_up),
+            metric("settings_applied_timestamp_seconds", applied_at),
+            metric("usage_lag_seconds", lag_s),
+        )
+        for is_up, applied_at, lag_s in ((1, 200.0, 0.0), (0, 100.0, 40.0), (1, 200.0, 3.0))
+    ]
+    assert values(merge(pages)) == {
+        "penstock_limits_redis_up": 0,
+        "penstock_settings_applied_timestamp_seconds": 100.0,
+        "penstock_usage_lag_seconds": 40.0,
+    }

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from penstock.cluster.fleet import Fleet
 from penstock.core.errors import EngineUnavailable
 from penstock.core.messages import DrafterStats, EngineStats
+from penstock.gateway.metrics.exchange import merge
 from penstock.gateway.metrics.gateway import ReplicaMetrics
-from penstock.gateway.metrics.table import merge
 from tests.cluster.engines import send
 from tests.cluster.fake_replicas import FakeReplicas, make_request, member
 
@@ -22,6 +22,8 @@ async def page() -> bytes:
         num_kv_blocks=10,
         num_kv_blocks_used=4,
         prefix_cache_hits=7,
+        gpu_memory_bytes=100,
+        gpu_memory_used_bytes=60,
         drafters=(DrafterStats("lookup", (3, 2), (2, 1)),),
     )
     fakes["one"].stats = stats
@@ -51,6 +53,9 @@ async def test_each_replica_has_figures_of_its_own() -> None:
     assert value(metrics, "penstock_replica_ready", 'replica="one"') == 1
     assert value(metrics, "penstock_replica_requests_running", 'replica="one"') == 3
     assert value(metrics, "penstock_replica_kv_cache_usage_perc", 'replica="one"') == 0.4
+    assert value(metrics, "penstock_replica_gpu_memory_bytes", 'replica="one"') == 100
+    assert value(metrics, "penstock_replica_gpu_memory_used_bytes", 'replica="one"') == 60
+    assert b'gpu_memory_bytes{model_name="echo",region="",replica="two"' not in metrics, "it has no GPU"
     assert value(metrics, "penstock_replica_drafts_total", 'replica="one"') == 3
     assert value(metrics, "penstock_replica_draft_tokens_total", 'replica="one"') == 5
     assert value(metrics, "penstock_replica_accepted_tokens_total", 'replica="one"') == 3
