@@ -32,6 +32,13 @@ from penstock.api.admin.service import (
     TokenizeResponse,
     TokenizerInfo,
 )
+from penstock.api.admin.settings import (
+    Reloaded,
+    RevertSettings,
+    SettingsHistory,
+    SettingsObject,
+    SettingsVersionObject,
+)
 from penstock.api.admin.tenants import (
     AuditList,
     KeyChangesBody,
@@ -393,7 +400,13 @@ ADMIN: dict[str, Operation] = {
     "PATCH /admin/keys/{id}": Operation(request=KeyChangesBody, response=KeyObject),
     "DELETE /admin/keys/{id}": Operation(response=KeyObject),
     "GET /admin/audit": Operation(query=(*_PAGE, "target"), response=AuditList),
-    "POST /admin/settings/reload": Operation(takes_body=False),
+    "GET /admin/settings": Operation(response=SettingsObject),
+    "PUT /admin/settings": Operation(response=SettingsVersionObject),
+    "PATCH /admin/settings": Operation(response=SettingsVersionObject),
+    "POST /admin/settings/reload": Operation(takes_body=False, response=Reloaded),
+    "POST /admin/settings/revert": Operation(request=RevertSettings, response=SettingsVersionObject),
+    "GET /admin/settings/versions": Operation(query=_PAGE, response=SettingsHistory),
+    "GET /admin/settings/versions/{version}": Operation(response=SettingsVersionObject),
     "GET /admin/adapters": Operation(response=AdapterList),
     "POST /admin/adapters": Operation(request=LoadAdapter, response=AdapterObject),
     "DELETE /admin/adapters/{name:path}": Operation(response=AdapterDeleted),

@@ -16,6 +16,7 @@ MODULES = {
     "gateway": "shared_fleet",
     "top": "top",
     "release": "release",
+    "settings": "settings",
     "pull": "models",
     "list": "models",
     "show": "models",

@@ -21,6 +21,7 @@ from penstock.core.gateway_config import StoreConfig
 from penstock.serve.environment import open_database
 
 if TYPE_CHECKING:
+    from penstock.gateway.store.database import Database
     from penstock.gateway.tenants.directory import Actor, Directory
     from penstock.gateway.tenants.records import Organization, Page, Workspace
 
@@ -35,22 +36,26 @@ after_option = click.option(
 )
 
 
-def in_directory(config: StoreConfig, work: Callable[[Directory], Awaitable[T]]) -> T:
+def in_database(config: StoreConfig, work: Callable[[Database], Awaitable[T]]) -> T:
     """Run `work` on the database that the settings name, and return its result."""
-    from penstock.gateway.tenants.directory import Directory
-
     # Audit entries are also log lines. A command prints its own sentence instead.
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
         logging.getLogger("penstock.audit").setLevel(logging.WARNING)
     database = open_database(config)
 
     async def run() -> T:
-        return await work(Directory(database))
+        return await work(database)
 
     try:
         return asyncio.run(run())
     finally:
         database.close()
+
+
+def in_directory(config: StoreConfig, work: Callable[[Directory], Awaitable[T]]) -> T:
+    from penstock.gateway.tenants.directory import Directory
+
+    return in_database(config, lambda database: work(Directory(database)))
 
 
 def actor_name() -> str:
@@ -102,7 +107,7 @@ def workspaces() -> None:
 @config_options(StoreConfig)
 def create_organization(name: str, as_json: bool, config: StoreConfig) -> None:
     """Make an organisation called NAME."""
-    made = in_directory(config, lambda directory: directory.create_organization(_actor(), name))
+    made = in_directory(config, lambda directory: directory.create_organization(actor(), name))
     _report("Made", made, as_json, config)
 
 
@@ -131,7 +136,7 @@ def list_organizations(limit: int, after: str | None, as_json: bool, config: Sto
 @config_options(StoreConfig)
 def create_workspace(name: str, organization: str, as_json: bool, config: StoreConfig) -> None:
     """Make a workspace called NAME."""
-    made = in_directory(config, lambda directory: directory.create_workspace(_actor(), name, organization))
+    made = in_directory(config, lambda directory: directory.create_workspace(actor(), name, organization))
     _report("Made", made, as_json, config)
 
 
@@ -171,7 +176,7 @@ def _add_changes(group: click.Group, method: str, noun: str, what_ends: str) -> 
     @config_options(StoreConfig)
     def rename(record_id: str, name: str, as_json: bool, config: StoreConfig) -> None:
         work = f"rename_{method}"
-        renamed = in_directory(config, lambda directory: getattr(directory, work)(_actor(), record_id, name))
+        renamed = in_directory(config, lambda directory: getattr(directory, work)(actor(), record_id, name))
         _report("Renamed", renamed, as_json, config)
 
     @group.command(
@@ -183,7 +188,7 @@ def _add_changes(group: click.Group, method: str, noun: str, what_ends: str) -> 
     @config_options(StoreConfig)
     def archive(record_id: str, as_json: bool, config: StoreConfig) -> None:
         work = f"archive_{method}"
-        archived = in_directory(config, lambda directory: getattr(directory, work)(_actor(), record_id))
+        archived = in_directory(config, lambda directory: getattr(directory, work)(actor(), record_id))
         _report("Archived", archived, as_json, config)
 
 
@@ -220,7 +225,8 @@ def _print_page(page: Page[Any], as_json: bool, heads: Sequence[str], rows: Sequ
         say_more(page.has_more, rows[-1][0])
 
 
-def _actor() -> Actor:
+def actor() -> Actor:
+    """The user who runs the command, for the audit log."""
     from penstock.gateway.tenants.directory import Actor
 
     return Actor(actor_name())

@@ -11,6 +11,8 @@
     ├── NotFound                      404  not_found
     ├── RequestTimeout                408  request_timeout       (it did not arrive in time)
     ├── Conflict                      409  conflict              (it exists already, or is in another state)
+    ├── PreconditionFailed            412  precondition_failed   (it was changed meanwhile)
+    ├── PreconditionRequired          428  precondition_required (the request must name what it changes)
     ├── RequestTooLarge               413  request_too_large
     ├── UnsupportedMediaType          415  unsupported_media_type
     ├── HeadTooLarge                  431  request_header_fields_too_large
@@ -147,6 +149,18 @@ class RequestTimeout(PenstockError):
 class Conflict(PenstockError):
     status = 409
     code = "conflict"
+    type = "invalid_request_error"
+
+
+class PreconditionFailed(PenstockError):
+    status = 412
+    code = "precondition_failed"
+    type = "invalid_request_error"
+
+
+class PreconditionRequired(PenstockError):
+    status = 428
+    code = "precondition_required"
     type = "invalid_request_error"
 
 

@@ -89,11 +89,19 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[
             str,
             Meta(
-                description="TOML file with limits, prices, policies, tiers and caches; read again when it changes."
+                description="TOML file with limits, prices, policies, tiers and caches; read again when it changes. "
+                "Not used where the database has settings."
             ),
         ]
         | None
     ) = None
+    seed_settings: Annotated[
+        bool,
+        Meta(
+            description="Write the settings file to the database if the database has no settings; all gateways "
+            "then follow the database."
+        ),
+    ] = False
     redis_url: (
         Annotated[str, Meta(description="redis://… that gateways share limits through. Default: none.")]
         | None

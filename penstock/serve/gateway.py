@@ -117,7 +117,9 @@ async def open_gateway(
         gateway = state.build_gateway(
             fleet, config.gateway, limiter, observer if request_log is not None else None
         )
-        gateway.catalogue.adapters = await open_adapters(config.gateway.names, data_dir(config.store))
+        adapters = await open_adapters(config.gateway.names, data_dir(config.store), database)
+        gateway.catalogue.adapters = adapters
+        await state.follow_adapters(adapters)
         await try_given(gateway.engine, gateway.catalogue)
         if config.external:
             pool = await stack.enter_async_context(open_external_pool(config.external))

@@ -1,4 +1,4 @@
-"""Builds the state of a gateway: the settings file, the limiter, the usage ledger, and stored answers.
+"""Builds the state of a gateway: the settings, the limiter, the usage ledger, and stored answers.
 
 Two decisions are made here: whether limits are shared through Redis, and whether the server keeps a usage ledger.
 """
@@ -15,10 +15,11 @@ from typing import Protocol
 
 from starlette.routing import Route
 
-from penstock.api.admin.fleet import SettingsEndpoints, UsageEndpoints
+from penstock.api.admin.fleet import UsageEndpoints
+from penstock.api.admin.settings import SettingsEndpoints
 from penstock.cluster.replica import EngineClient
 from penstock.core.config import ServeConfig
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, StoreUnavailable
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.installation import install_command
 from penstock.gateway.accounts import Accounts, Limiter, Observer
@@ -27,6 +28,8 @@ from penstock.gateway.ledger.journal import Journal
 from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger
 from penstock.gateway.ledger.prices import PriceSettings, PriceTable
 from penstock.gateway.ledger.spend import LedgerSpendTracker
+from penstock.gateway.models.adapters import KIND as ADAPTERS
+from penstock.gateway.models.adapters import AdapterRegistry
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.refusals import LimiterMetrics
 from penstock.gateway.ratelimits.settings import LimitSettings
@@ -34,8 +37,12 @@ from penstock.gateway.ratelimits.spend import SpendTracker
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.settings.file import SettingsFile
+from penstock.gateway.settings.live import LiveSettings
 from penstock.gateway.settings.settings import Settings
+from penstock.gateway.settings.shared import SharedSettings
+from penstock.gateway.settings.store import SettingsStore
 from penstock.gateway.store.database import Database
+from penstock.gateway.store.versions import Follower
 from penstock.serve.environment import data_dir
 
 
@@ -76,19 +83,23 @@ def build_limiter(
 
 @dataclass(frozen=True, slots=True)
 class GatewayState:
-    """`settings` is None without a settings file, and `ledger` is None if usage is not recorded."""
+    """`ledger` is None if usage is not recorded. `follower` tells of changes in the database."""
 
-    settings: SettingsFile | None
+    shared: SharedSettings
+    follower: Follower
     ledger: UsageLedger | None
     reuse: AnswerReuse
 
+    @property
+    def settings(self) -> LiveSettings:
+        return self.shared.live
+
     def build_limiter(self, config: GatewayConfig, num_processes: int = 1) -> RunningLimiter:
-        """Build the limiter, which follows the settings file and enforces budgets if there is a ledger."""
-        limits = self.settings.current.limits if self.settings else None
+        """Build the limiter, which follows the settings and enforces budgets if there is a ledger."""
         spending = self.ledger.spending if self.ledger else None
+        limits = self.settings.current.limits
         limiter = build_limiter(config, limits, spending=spending, num_processes=num_processes)
-        if self.settings is not None:
-            self.settings.attach(lambda settings: limiter.apply(settings.limits))
+        self.settings.attach(lambda settings: limiter.apply(settings.limits))
         return limiter
 
     def build_gateway(
@@ -98,19 +109,22 @@ class GatewayState:
         limiter: RunningLimiter,
         observer: Observer | None = None,
     ) -> Gateway:
-        """Build a gateway that uses this state, follows the settings file and exports all metrics of both."""
+        """Build a gateway that uses this state, follows the settings and exports all metrics of both."""
         accounts = Accounts(limiter, self.ledger, observer)
         gateway = Gateway(engine, config, accounts=accounts, reuse=self.reuse)
         gateway.metrics.register(limiter.metrics)
         if self.ledger is not None:
             gateway.metrics.register(self.ledger.metrics)
-        if self.settings is not None:
-            gateway.metrics.register(self.settings)
-            self.settings.attach(lambda settings: _apply(gateway, settings))
+        gateway.metrics.register(self.settings)
+        self.settings.attach(lambda settings: _apply(gateway, settings))
         return gateway
 
+    async def follow_adapters(self, adapters: AdapterRegistry) -> None:
+        """Keep the adapters in step with the database."""
+        self.follower.follow(ADAPTERS, adapters.load, seen=await adapters.load())
+
     def routes(self, database: Database) -> list[Route]:
-        return [*UsageEndpoints(self.ledger).routes(), *SettingsEndpoints(self.settings, database).routes()]
+        return [*UsageEndpoints(self.ledger).routes(), *SettingsEndpoints(self.shared, database).routes()]
 
 
 def _apply(gateway: Gateway, settings: Settings) -> None:
@@ -124,10 +138,10 @@ def _apply(gateway: Gateway, settings: Settings) -> None:
 async def open_gateway_state(
     config: ServeConfig, database: Database, *, is_open: bool
 ) -> AsyncIterator[GatewayState]:
-    settings_file = (
-        SettingsFile(Path(config.gateway.settings).expanduser()) if config.gateway.settings else None
-    )
-    settings = settings_file.load() if settings_file is not None else Settings()
+    live, follower = LiveSettings(), Follower(database)
+    file = SettingsFile(Path(config.gateway.settings).expanduser(), live) if config.gateway.settings else None
+    shared = SharedSettings(SettingsStore(database), live, file)
+    settings = await shared.start(follower, seeds=config.gateway.seed_settings)
     wants_ledger = config.ledger.usage_ledger
     if wants_ledger is None:
         # Usage is recorded by default if keys or tokens tell callers apart. One --api-key does not.
@@ -145,12 +159,13 @@ async def open_gateway_state(
         reuse = AnswerReuse(settings.response_cache, keys)
         stack.push_async_callback(keys.close)
         await stack.enter_async_context(running(keys.run()))
-        if settings_file is not None:
-            settings_file.attach(lambda new: reuse.apply(new.response_cache, new.idempotency))
-            if ledger is not None:
-                settings_file.attach(lambda new: ledger.set_prices(PriceTable(new.prices)))
-            await stack.enter_async_context(_reloading(settings_file))
-        yield GatewayState(settings_file, ledger, reuse)
+        live.attach(lambda new: reuse.apply(new.response_cache, new.idempotency))
+        if ledger is not None:
+            live.attach(lambda new: ledger.set_prices(PriceTable(new.prices)))
+        await stack.enter_async_context(running(follower.run()))
+        if file is not None:
+            await stack.enter_async_context(_reloading(file, follower))
+        yield GatewayState(shared, follower, ledger, reuse)
 
 
 def _make_ledger(config: ServeConfig, database: Database, prices: PriceTable) -> UsageLedger:
@@ -172,14 +187,14 @@ def _make_ledger(config: ServeConfig, database: Database, prices: PriceTable) ->
 
 
 @contextlib.asynccontextmanager
-async def _reloading(settings_file: SettingsFile) -> AsyncIterator[None]:
-    """Reload the settings file when it changes, and on SIGHUP."""
+async def _reloading(file: SettingsFile, follower: Follower) -> AsyncIterator[None]:
+    """Reload the settings file when it changes, and on SIGHUP. Where the database has settings, look there."""
     loop = asyncio.get_running_loop()
     reloads: set[asyncio.Task[None]] = set()
 
     async def reload() -> None:
-        with contextlib.suppress(ConfigError):  # `reload` has logged it
-            await settings_file.reload()
+        with contextlib.suppress(ConfigError, StoreUnavailable):  # both have been logged
+            await (follower.look() if file.is_overruled else file.reload())
 
     def on_hangup() -> None:
         task = asyncio.create_task(reload())
@@ -188,7 +203,7 @@ async def _reloading(settings_file: SettingsFile) -> AsyncIterator[None]:
 
     loop.add_signal_handler(signal.SIGHUP, on_hangup)
     try:
-        async with running(settings_file.watch()):
+        async with running(file.watch()):
             yield
     finally:
         loop.remove_signal_handler(signal.SIGHUP)

@@ -67,7 +67,7 @@ async def test_when_there_is_a_ledger(
     config = config_in(tmp_path, settings, usage_ledger=wants)
     async with open_gateway_state(config, database, is_open=is_open) as state:
         assert (state.ledger is not None) == has_ledger
-        assert (state.settings is not None) == (settings is not None)
+        assert (state.shared.file is not None) == (settings is not None)
     assert (tmp_path / "data").exists() == (has_keys or has_ledger), (
         "a server that stores nothing leaves no file"
     )
@@ -78,7 +78,6 @@ async def test_a_hangup_reloads_every_part(tmp_path: Path, database: Database) -
     async with open_gateway_state(config, database, is_open=True) as state:
         limiter = state.build_limiter(config.gateway)
         gateway = state.build_gateway(FakeEngine(), config.gateway, limiter)
-        assert state.settings is not None
         assert state.ledger is not None
         (tmp_path / "settings.toml").write_text(
             PRICES.replace("1", "5")

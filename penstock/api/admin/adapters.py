@@ -95,14 +95,14 @@ class AdapterEndpoints:
         entry = await register(wire.lora_name, wire.lora_path, wire.base_model_name)
         self._gateway.catalogue.check_free(entry)
         await try_adapter(self._gateway.engine, self._gateway.catalogue, entry)
-        await self._gateway.catalogue.adapters.add(entry)
+        await self._gateway.catalogue.adapters.add(entry, principal_of(request).key_id)
         logger.info(
             "adapter %s added from %s by %s", wire.lora_name, wire.lora_path, principal_of(request).key_id
         )
         return entry
 
     async def _unload(self, request: Request, name: str) -> None:
-        await self._gateway.catalogue.adapters.remove(name)
+        await self._gateway.catalogue.adapters.remove(name, principal_of(request).key_id)
         logger.info("adapter %s removed by %s", name, principal_of(request).key_id)
 
 

@@ -1,4 +1,4 @@
-"""What operators ask: /admin/cluster, /admin/releases, /admin/settings/reload and /v1/usage.
+"""What operators ask: /admin/cluster, /admin/releases and /v1/usage.
 
 The middleware has checked that the caller has the scope `admin`; for /v1/usage `usage` is enough. A key with that
 scope sees the usage of its own workspace, and an administrator sees everyone's.
@@ -17,7 +17,7 @@ from penstock.api.http.answers import json_response, private_json
 from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder, integer_of
 from penstock.core.cluster_view import FleetControl, ReleaseOrder, ReleaseView
-from penstock.core.errors import ConfigError, InvalidRequest, NotFound, PermissionDenied
+from penstock.core.errors import InvalidRequest, NotFound, PermissionDenied
 from penstock.core.identity import Scope
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.ledger.ledger import UsageLedger
@@ -29,7 +29,6 @@ from penstock.gateway.ledger.usage_store import (
     parse_page,
     usage_page,
 )
-from penstock.gateway.settings.file import SettingsFile
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.directory import Actor, announce, write_entry
 
@@ -112,41 +111,6 @@ class ClusterEndpoints:
 
 def _shown(release: ReleaseView) -> ReleaseObject:
     return ReleaseObject(**msgspec.structs.asdict(release))
-
-
-class Reloaded(msgspec.Struct, frozen=True):
-    """What changed. Texts are not shown, because they may be private."""
-
-    changes: list[str]
-    object: str = "settings.reload"
-
-
-class SettingsEndpoints:
-    def __init__(self, settings_file: SettingsFile | None, database: Database) -> None:
-        self._settings_file = settings_file
-        self._database = database
-
-    def routes(self) -> list[Route]:
-        return [Route("/admin/settings/reload", self.reload, methods=["POST"])]
-
-    async def reload(self, request: Request) -> Response:
-        if self._settings_file is None:
-            raise NotFound("This server has no settings file.", hint="Start it with --settings FILE.")
-        try:
-            reloaded = Reloaded(await self._settings_file.reload())
-        except ConfigError as error:
-            raise InvalidRequest(
-                f"The settings stay as they are: {error.message}", param=error.param, hint=error.hint
-            ) from error
-        actor = Actor(principal_of(request).key_id, request_id_of(request))
-        announce(
-            await self._database.run(
-                lambda connection: write_entry(
-                    connection, actor, "settings.reload", "settings", at=time.time(), after=reloaded
-                )
-            )
-        )
-        return json_response(reloaded)
 
 
 USAGE_PARAMETERS = frozenset(

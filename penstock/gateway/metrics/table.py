@@ -147,8 +147,15 @@ _WAY_IN = [
              ("policy", "rule", "direction", "action")),
     Declared("guard_failures", "counter", "Guards that broke or took too long, by what the policy made of it.",
              ("policy", "rule", "outcome")),
-    Declared("settings_reloads", "counter", "Times that the settings file was read again.", ("result",)),
-    Declared("settings_applied_timestamp_seconds", "gauge", "When the settings in use were read.", join="min"),
+    Declared("settings_reloads", "counter", "Times that new settings were read.", ("result",)),
+    *_each("gauge", (
+        ("settings_applied_timestamp_seconds", "When the settings in use were read."),
+        ("settings_version", "Version of the database's settings that is in use; 0: the file's."),
+        ("settings_checked_timestamp_seconds", "When the database was last asked for new settings."),
+    ), join="min"),
+    Declared("settings_latest_version", "gauge", "Newest version known; above the one in use where it was refused.",
+             join="max"),
+    Declared("settings_stale", "gauge", "Gateway processes that refused the newest version and use an older one."),
 ]
 _FLEET = [
     Declared("replicas", "gauge", "Replicas of a pool by state.", (*_POOL, "state"), join="max"),

@@ -1,32 +1,33 @@
 """The LoRA adapters that clients can ask for by name: given at the start, or added and removed while serving.
 
-Added adapters are written to a file, which every gateway process of this machine reads again when the file changes,
-and which the next start reads. Engines are told nothing; each request names its adapter, and an engine loads an
-adapter that it does not have. Knows no engine and no HTTP.
+Added adapters are in the database, as a document with versions that every gateway follows, so that one that is added
+at one gateway can be asked for at all of them. Engines are told nothing; each request names its adapter, and an
+engine loads an adapter that it does not have. Knows no engine and no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
+import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
+from sqlalchemy import Connection
 
-from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
+from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound, PreconditionFailed
 from penstock.core.gateway_config import NamesConfig
 from penstock.core.hashing import adapter_digest
 from penstock.core.request import Adapter
+from penstock.gateway.store.database import Database
+from penstock.gateway.store.versions import DocumentVersion, append, lock_kind, read_latest
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "adapters.json"
+KIND = "adapters"  # of the document
+FILE_NAME = "adapters.json"  # where an earlier release kept them
 MAX_NAME_LENGTH = 256
-_Stamp: TypeAlias = tuple[int, int] | None
 
 
 class RegisteredAdapter(msgspec.Struct, frozen=True):
@@ -38,13 +39,12 @@ _decode = msgspec.json.Decoder(list[RegisteredAdapter]).decode
 
 
 class AdapterRegistry:
-    """Used from one event loop. Without a file, what is added is forgotten with the process."""
+    """Used from one event loop. Without a database, what is added is forgotten with the process."""
 
-    def __init__(self, given: Iterable[RegisteredAdapter] = (), file: Path | None = None) -> None:
+    def __init__(self, given: Iterable[RegisteredAdapter] = (), database: Database | None = None) -> None:
         self._given = {entry.adapter.name: entry for entry in given}
         self._added: dict[str, RegisteredAdapter] = {}
-        self._file = file
-        self._stamp: _Stamp = None
+        self._database = database
 
     @property
     def given(self) -> list[RegisteredAdapter]:
@@ -52,12 +52,12 @@ class AdapterRegistry:
         return list(self._given.values())
 
     def find(self, name: str) -> RegisteredAdapter | None:
-        return self._given.get(name) or self._current().get(name)
+        return self._given.get(name) or self._added.get(name)
 
     def all(self) -> list[RegisteredAdapter]:
-        return list({**self._current(), **self._given}.values())
+        return list({**self._added, **self._given}.values())
 
-    async def add(self, entry: RegisteredAdapter) -> None:
+    async def add(self, entry: RegisteredAdapter, actor: str = "") -> None:
         """Add an adapter, or replace the one of the same name. Raises Conflict for a name that was given at the
         start."""
         self._check_not_given(entry.adapter.name)
@@ -65,19 +65,55 @@ class AdapterRegistry:
         def change(adapters: dict[str, RegisteredAdapter]) -> None:
             adapters[entry.adapter.name] = entry
 
-        await self._change(change)
+        await self._change(change, actor, f"added {entry.adapter.name}")
 
-    async def remove(self, name: str) -> RegisteredAdapter:
+    async def remove(self, name: str, actor: str = "") -> RegisteredAdapter:
         self._check_not_given(name)
-        entry = self._current().get(name)
+        entry = self._added.get(name)
         if entry is None:
             raise NotFound(f"There is no adapter {name!r}.", param="lora_name")
 
         def change(adapters: dict[str, RegisteredAdapter]) -> None:
             adapters.pop(name, None)
 
-        await self._change(change)
+        await self._change(change, actor, f"removed {name}")
         return entry
+
+    async def load(self) -> int:
+        """Take over the current version of the database, and return its number. A version that cannot be read leaves
+        the adapters as they were."""
+        if self._database is None or not self._database.exists:
+            return 0
+        latest = await self._database.run(lambda connection: read_latest(connection, KIND), reads_only=True)
+        if latest is None:
+            return 0
+        try:
+            self._added = _adapters(latest)
+        except msgspec.DecodeError as error:
+            logger.error(
+                "the adapters stay as they are: version %d in the database cannot be read: %s",
+                latest.version,
+                error,
+            )
+        return latest.version
+
+    async def seed(self, file: Path) -> None:
+        """Bring in the adapters that an earlier release kept in a file, unless the database has some."""
+        try:
+            entries = _decode(await asyncio.to_thread(file.read_bytes))
+        except FileNotFoundError:
+            return
+        except (OSError, msgspec.DecodeError) as error:
+            logger.error("the adapters in %s are not used: %s", file, error)
+            return
+        assert self._database is not None
+        body = msgspec.json.encode(entries)
+        with contextlib.suppress(PreconditionFailed):
+            await self._database.run(
+                lambda connection: append(
+                    connection, KIND, body, expected=0, actor="seed", note=f"from {file.name}"
+                )
+            )
 
     def _check_not_given(self, name: str) -> None:
         if name in self._given:
@@ -86,21 +122,23 @@ class AdapterRegistry:
                 hint="Change --lora-modules and start the server again.",
             )
 
-    async def _change(self, change: Callable[[dict[str, RegisteredAdapter]], None]) -> None:
-        if self._file is None:
+    async def _change(
+        self, change: Callable[[dict[str, RegisteredAdapter]], None], actor: str, note: str
+    ) -> None:
+        if self._database is None:
             change(self._added)
-        else:
-            self._added = await asyncio.to_thread(_rewrite, self._file, change)
-            self._stamp = _stamp_of(self._file)
+            return
 
-    def _current(self) -> dict[str, RegisteredAdapter]:
-        if self._file is not None and (stamp := _stamp_of(self._file)) != self._stamp:
-            self._stamp = stamp
-            try:
-                self._added = _read(self._file)
-            except (OSError, msgspec.DecodeError) as error:
-                logger.error("the adapters stay as they are: %s cannot be read: %s", self._file, error)
-        return self._added
+        def write(connection: Connection) -> dict[str, RegisteredAdapter]:
+            lock_kind(connection, KIND)  # so that two gateways do not lose each other's changes
+            latest = read_latest(connection, KIND)
+            adapters = {} if latest is None else _adapters(latest)
+            change(adapters)
+            body = msgspec.json.encode(list(adapters.values()))
+            append(connection, KIND, body, expected=None, actor=actor, note=note)
+            return adapters
+
+        self._added = await self._database.run(write)
 
 
 async def register(name: str, folder: str, base_model: str | None = None) -> RegisteredAdapter:
@@ -123,41 +161,18 @@ async def register(name: str, folder: str, base_model: str | None = None) -> Reg
     return RegisteredAdapter(Adapter(name, str(path), digest), base_model)
 
 
-async def open_adapters(names: NamesConfig, folder: Path) -> AdapterRegistry:
-    """The adapters given at the start, and those in the file in `folder`. Raises ConfigError."""
+async def open_adapters(names: NamesConfig, folder: Path, database: Database) -> AdapterRegistry:
+    """The adapters given at the start, and those in the database. Raises ConfigError."""
     try:
         given = [await register(name, path, base_model) for name, path, base_model in names.adapters]
     except InvalidRequest as error:
         raise ConfigError(error.message, hint=error.hint) from error
-    return AdapterRegistry(given, folder / FILE_NAME)
+    registry = AdapterRegistry(given, database)
+    if not await registry.load():
+        await registry.seed(folder / FILE_NAME)
+        await registry.load()
+    return registry
 
 
-def _rewrite(
-    file: Path, change: Callable[[dict[str, RegisteredAdapter]], None]
-) -> dict[str, RegisteredAdapter]:
-    """Change the file under a lock, so that two processes do not lose each other's changes."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        adapters = _read(file)
-        change(adapters)
-        new_file = file.with_suffix(".new")
-        new_file.write_bytes(msgspec.json.encode(list(adapters.values())))
-        os.replace(new_file, file)
-    return adapters
-
-
-def _read(file: Path) -> dict[str, RegisteredAdapter]:
-    try:
-        entries = _decode(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    return {entry.adapter.name: entry for entry in entries}
-
-
-def _stamp_of(file: Path) -> _Stamp:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino
+def _adapters(version: DocumentVersion) -> dict[str, RegisteredAdapter]:
+    return {entry.adapter.name: entry for entry in _decode(version.body or b"[]")}

@@ -1,8 +1,9 @@
-"""Everything that may change while a gateway runs, in one TOML file: limits, prices, safety policies, tiers, caches.
+"""Everything that may change while a gateway runs, in one document: limits, prices, safety policies, tiers, caches.
 
-A file is checked as a whole. `parse_settings` gives settings that every part can use, or a ConfigError that names the
-key and the line. `key_lines` finds the lines: a statement is the fewest lines that parse on their own, so that
-strings and arrays over several lines need no care. `file.SettingsFile` decides when a file is read.
+A document is a TOML file, or JSON from the database. It is checked as a whole: `parse_file` and `check_document` give
+settings that every part can use, or a ConfigError that names the key, and the line in a file. `key_lines` finds the
+lines: a statement is the fewest lines that parse on their own, so that strings and arrays over several lines need no
+care. `live.LiveSettings` puts settings to use.
 """
 
 from __future__ import annotations
@@ -161,11 +162,23 @@ async def _ask_nobody(request: GenerationRequest) -> NoReturn:
     raise AssertionError("settings that are only checked ask no model")
 
 
+Document: TypeAlias = dict[str, Any]  # what was said, without the defaults; fractions are Decimal
+
+
 def parse_settings(text: str, file_name: str) -> Settings:
+    return parse_file(text, file_name)[1]
+
+
+def parse_file(text: str, file_name: str) -> tuple[Document, Settings]:
     try:
         document = tomllib.loads(text, parse_float=Decimal)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file_name} is not valid TOML: {error}.") from error
+    return document, check_document(document, file_name, text)
+
+
+def check_document(document: Document, file_name: str, text: str = "") -> Settings:
+    """The settings of a document. Raises ConfigError with the key, and with the line in `text`, if there is one."""
     try:
         settings = msgspec.convert(document, Settings)
     except msgspec.ValidationError as error:

@@ -125,6 +125,11 @@ class Database:
         """The address of the database for people to read, without the password."""
         return str(self.file) if self.file else self._engine.url.render_as_string(hide_password=True)
 
+    @property
+    def driver_url(self) -> str:
+        """The address with its password, as PostgreSQL's own clients take it. Not for logs."""
+        return self._engine.url.set(drivername=self.dialect).render_as_string(hide_password=False)
+
     async def run(self, work: Work[T], *, reads_only: bool = False) -> T:
         """Run `work` and return its result. The work is committed as a whole, or rolled back when it raises.
 

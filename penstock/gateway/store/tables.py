@@ -287,6 +287,19 @@ releases = Table(
     Column("body", LargeBinary, nullable=False),
 )
 
+# Owner: gateway/store/versions. What all gateways follow: the settings and the adapters. Rows are never changed; the
+# highest version of a kind is the current one.
+document_versions = Table(
+    "document_versions",
+    metadata,
+    Column("kind", String(32), primary_key=True),
+    Column("version", BigInteger, primary_key=True, autoincrement=False),
+    Column("created_at", Double, nullable=False),
+    Column("actor", String(256), nullable=False),
+    Column("note", String(512), nullable=False),
+    Column("body", LargeBinary),  # null: from here on the database says nothing about this kind
+)
+
 
 def create_tables(connection: Connection) -> None:
     """Create every table in a new database. A default organisation with a default workspace is there from the start,

@@ -22,11 +22,21 @@ from penstock.core.gateway_config import GatewayConfig, NamesConfig
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.request import Adapter
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.models.adapters import AdapterRegistry, RegisteredAdapter, open_adapters, register
+from penstock.gateway.models.adapters import (
+    FILE_NAME,
+    KIND,
+    AdapterRegistry,
+    RegisteredAdapter,
+    open_adapters,
+    register,
+)
 from penstock.gateway.models.catalogue import try_adapter, try_given
 from penstock.gateway.models.settings import ModelAccess, ModelSettings
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
+from penstock.gateway.store.database import Database, sqlite_url
+from penstock.gateway.store.versions import append
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
+from tests.gateway.store.ready_made import ready_made_database
 
 SQL = RegisteredAdapter(Adapter("sql", "/adapters/sql", "d1"))
 LEGAL = RegisteredAdapter(Adapter("legal", "/adapters/legal", "d2"), base_model="large")
@@ -224,19 +234,39 @@ def write_adapter(folder: Path, weights: bytes = b"weights") -> str:
 
 
 class TestRegistry:
-    async def test_gateways_share_a_file_and_so_do_lives(self, tmp_path: Path) -> None:
-        file = tmp_path / "state" / "adapters.json"
-        ours, theirs = AdapterRegistry(file=file), AdapterRegistry(file=file)
+    async def test_gateways_share_a_database_and_so_do_lives(self, tmp_path: Path) -> None:
+        ready_made_database(tmp_path).close()
+        ours, theirs = (AdapterRegistry(database=Database(sqlite_url(tmp_path))) for _ in range(2))
         await ours.add(SQL)
+        assert await theirs.load() == 1
         assert theirs.find("sql") == SQL
         await theirs.add(LEGAL)
+        await ours.add(SQL)  # it does not know of the other change
         assert ours.all() == [SQL, LEGAL]
         assert await ours.remove("sql") == SQL
-        assert theirs.find("sql") is None
-        assert AdapterRegistry(file=file).all() == [LEGAL]
+        assert await theirs.load() == 4
+        assert theirs.all() == [LEGAL]
+
+    async def test_a_file_of_an_earlier_release_is_brought_in_once(self, tmp_path: Path) -> None:
+        database = ready_made_database(tmp_path)
+        (tmp_path / FILE_NAME).write_bytes(msgspec.json.encode([SQL]))
+        first = await open_adapters(NamesConfig(), tmp_path, database)
+        assert first.all() == [SQL]
+        await first.remove("sql")
+        assert (await open_adapters(NamesConfig(), tmp_path, database)).all() == []
+        database.close()
+
+    async def test_a_damaged_file_of_an_earlier_release(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / FILE_NAME).write_text("[{")
+        database = Database(sqlite_url(tmp_path / "data"))
+        assert (await open_adapters(NamesConfig(), tmp_path, database)).all() == []
+        assert "are not used" in caplog.text
+        assert not (tmp_path / "data").exists(), "nothing is stored before there is something to store"
 
     async def test_what_was_given_at_the_start_stays(self, tmp_path: Path) -> None:
-        registry = AdapterRegistry([SQL], tmp_path / "adapters.json")
+        registry = AdapterRegistry([SQL], ready_made_database(tmp_path))
         with pytest.raises(Conflict, match="given when the server started"):
             await registry.remove("sql")
         with pytest.raises(Conflict, match="given when the server started"):
@@ -256,7 +286,9 @@ class TestRegistry:
         with pytest.raises(InvalidRequest, match="all of them printable"):
             await register("a\nb", write_adapter(tmp_path / "a"))
         with pytest.raises(ConfigError, match="is no LoRA adapter"):
-            await open_adapters(NamesConfig(adapters=(("a", "/nowhere", None),)), tmp_path)
+            await open_adapters(
+                NamesConfig(adapters=(("a", "/nowhere", None),)), tmp_path, Database("sqlite://")
+            )
 
 
 async def test_adapters_of_the_command_line_are_tried_before_the_first_client(
@@ -269,8 +301,11 @@ async def test_adapters_of_the_command_line_are_tried_before_the_first_client(
     assert "the adapter legal cannot be used" in caplog.text
 
 
-async def test_a_damaged_file_leaves_the_adapters_as_they_were(tmp_path: Path) -> None:
-    registry = AdapterRegistry(file=tmp_path / "adapters.json")
+async def test_a_damaged_version_leaves_the_adapters_as_they_were(tmp_path: Path) -> None:
+    database = ready_made_database(tmp_path)
+    registry = AdapterRegistry(database=database)
     await registry.add(SQL)
-    (tmp_path / "adapters.json").write_text("[{")
+    await database.run(lambda connection: append(connection, KIND, b"[{", expected=1, actor="test"))
+    assert await registry.load() == 2
     assert registry.find("sql") == SQL
+    database.close()

@@ -16,6 +16,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.request import Tier
 from penstock.gateway.settings import file as settings_file
 from penstock.gateway.settings.file import SettingsFile
+from penstock.gateway.settings.live import LiveSettings
 from penstock.gateway.settings.settings import (
     Settings,
     TierSettings,
@@ -167,6 +168,13 @@ name = "two"
         assert nearest_line(lines, ("nowhere",)) is None
 
 
+def opened(path: Path) -> tuple[LiveSettings, SettingsFile]:
+    live = LiveSettings()
+    file = SettingsFile(path, live)
+    live.begin(*file.read())
+    return live, file
+
+
 class TestSettingsFile:
     @pytest.fixture
     def file(self, tmp_path: Path) -> Path:
@@ -178,48 +186,45 @@ class TestSettingsFile:
         self, file: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level(logging.INFO)
-        source, seen = SettingsFile(file), []
-        source.load()
-        source.attach(lambda settings: seen.append(settings.response_cache.ttl_s))
+        live, source, seen = *opened(file), []
+        live.attach(lambda settings: seen.append(settings.response_cache.ttl_s))
         file.write_text("[response_cache]\nttl_s = 2\n")
         assert await source.reload() == ["response_cache.ttl_s: 1.0 → 2.0"]
         assert seen == [1.0, 2.0]
-        assert source.num_applied == 1
+        assert live.num_applied == 1
         assert "setting response_cache.ttl_s: 1.0 → 2.0" in caplog.messages
 
     async def test_a_bad_file_changes_nothing(self, file: Path) -> None:
-        source, seen = SettingsFile(file), []
-        before = source.load()
-        source.attach(lambda settings: seen.append(settings))
+        live, source, seen = *opened(file), []
+        before = live.current
+        live.attach(lambda settings: seen.append(settings))
         file.write_text("[response_cache]\nttl_s = 'x'\n")
         with pytest.raises(ConfigError, match="line 2"):
             await source.reload()
-        assert source.current is before
+        assert live.current is before
         assert seen == [before]
-        assert (source.num_applied, source.num_refused) == (0, 1)
+        assert (live.num_applied, live.num_refused) == (0, 1)
 
     async def test_when_one_part_refuses_the_others_go_back(self, file: Path) -> None:
-        source, seen = SettingsFile(file), []
+        live, source, seen = *opened(file), []
 
         def refuse(settings: Settings) -> None:
             if settings.response_cache.ttl_s == 2.0:
                 raise ConfigError("no")
 
-        source.load()
-        source.attach(lambda settings: seen.append(settings.response_cache.ttl_s))
-        source.attach(refuse)
+        live.attach(lambda settings: seen.append(settings.response_cache.ttl_s))
+        live.attach(refuse)
         file.write_text("[response_cache]\nttl_s = 2\n")
         with pytest.raises(ConfigError):
             await source.reload()
         assert seen == [1.0, 2.0, 1.0]
-        assert source.current.response_cache.ttl_s == 1.0
+        assert live.current.response_cache.ttl_s == 1.0
 
     async def test_a_changed_file_is_noticed_and_a_bad_one_is_tried_once(
         self, file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(settings_file, "POLL_S", 0.001)
-        source = SettingsFile(file)
-        source.load()
+        live, source = opened(file)
         num_looks = 0
 
         def look(path: Path) -> Any:
@@ -231,26 +236,26 @@ class TestSettingsFile:
         monkeypatch.setattr(settings_file, "_stamp_of", look)
         watching = asyncio.create_task(source.watch())
         await until(lambda: num_looks >= 3)
-        assert source.num_applied == 0
+        assert live.num_applied == 0
         file.write_text("nonsense")
-        await until(lambda: source.num_refused)
+        await until(lambda: live.num_refused)
         enough = num_looks + 3
         await until(lambda: num_looks >= enough)
-        assert source.num_refused == 1
+        assert live.num_refused == 1
         file.unlink()
         enough = num_looks + 3
         await until(lambda: num_looks >= enough)
-        assert source.num_refused == 1
+        assert live.num_refused == 1
         replacement = file.with_suffix(".new")
         replacement.write_text("[response_cache]\nttl_s = 3\n")
         os.replace(replacement, file)
-        await until(lambda: source.num_applied)
-        assert source.current.response_cache.ttl_s == 3.0
+        await until(lambda: live.num_applied)
+        assert live.current.response_cache.ttl_s == 3.0
         watching.cancel()
 
     async def test_a_missing_file_is_a_sentence(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"cannot be read: No such file or directory\."):
-            SettingsFile(tmp_path / "none.toml").load()
+            opened(tmp_path / "none.toml")
 
 
 def test_tiers_default_to_what_keys_allow() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,13 +12,24 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, func, select, text
 
-from penstock.core.errors import AuthenticationFailed, NotFound, PenstockError, StoreUnavailable
+from penstock.core.errors import (
+    AuthenticationFailed,
+    NotFound,
+    PenstockError,
+    PreconditionFailed,
+    StoreUnavailable,
+)
 from penstock.core.identity import Scope
 from penstock.gateway.files import FileStore
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses
+from penstock.gateway.settings.live import LiveSettings
+from penstock.gateway.settings.shared import SharedSettings
+from penstock.gateway.settings.store import SettingsStore
+from penstock.gateway.store import versions
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import keys, metadata, tenant_revision, workspaces
+from penstock.gateway.store.versions import Follower
 from penstock.gateway.tenants.keyring import TRUST_S
 from penstock.gateway.tenants.records import KeyChanges, NewKey
 from penstock.gateway.uploads import UploadPlan, Uploads
@@ -72,6 +84,30 @@ async def test_the_registry_of_a_shared_fleet(url: str) -> None:
         assert await registry.records() == {"a": b"binary\0\xff"}
     finally:
         await registry.close()
+
+
+async def test_a_change_of_settings_is_announced(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "SLOW_POLL_S", 3600.0)
+    ours, theirs = Database(url), Database(url)
+    live, follower = LiveSettings(), Follower(theirs)
+    await SharedSettings(SettingsStore(theirs), live, None).start(follower, seeds=False)
+    following = asyncio.create_task(follower.run())
+    async with asyncio.timeout(30):
+        while not follower._hears:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(versions, "POLL_S", 3600.0)
+        await SettingsStore(ours).replace(ACTOR, {"response_cache": {"ttl_s": 7}}, 0)
+        while live.source.version != 1:
+            await asyncio.sleep(0.001)
+    assert live.current.response_cache.ttl_s == 7
+    changes = [SettingsStore((ours, theirs)[number % 2]).replace(ACTOR, {}, 1) for number in range(6)]
+    outcomes = await asyncio.gather(*changes, return_exceptions=True)
+    assert sum(isinstance(outcome, PreconditionFailed) for outcome in outcomes) == 5
+    following.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await following
+    ours.close()
+    theirs.close()
 
 
 def test_several_processes_start_on_an_empty_database_at_once(url: str) -> None:

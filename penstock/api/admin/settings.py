@@ -1,0 +1,184 @@
+"""The settings while a server runs: /admin/settings.
+
+A change names the version that it was made from (`If-Match`), and is refused if another change came first. The
+middleware has checked that the caller has the scope `admin`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.api.http.answers import json_response
+from penstock.api.http.context import headers_of, principal_of, request_id_of
+from penstock.api.http.parsing import BodyDecoder, integer_of, read_body
+from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound, PreconditionRequired
+from penstock.gateway.settings.settings import Document
+from penstock.gateway.settings.shared import SharedSettings
+from penstock.gateway.settings.store import SettingsVersion, encode, parse_json
+from penstock.gateway.store.database import Database
+from penstock.gateway.store.versions import MAX_BODY_BYTES
+from penstock.gateway.tenants.directory import Actor, announce, write_entry
+
+_ETAG = re.compile(r'(?:W/)?"?(\d{1,18})"?')
+
+
+class SettingsObject(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings in use at the gateway that answers. `version` is that of the database, 0 where it has none."""
+
+    version: int
+    source: str
+    settings: Document
+    latest_version: int
+    refusal: str | None = None  # why the latest version is not in use
+    object: Literal["settings"] = "settings"
+
+
+class SettingsVersionObject(SettingsVersion, frozen=True, kw_only=True):
+    object: Literal["settings.version"] = "settings.version"
+
+
+class SettingsHistory(msgspec.Struct, frozen=True, kw_only=True):
+    data: list[SettingsVersionObject]
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class RevertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+
+
+class Reloaded(msgspec.Struct, frozen=True):
+    """What changed. Texts are not shown, because they may be private."""
+
+    changes: list[str]
+    object: Literal["settings.reload"] = "settings.reload"
+
+
+class SettingsEndpoints:
+    def __init__(self, shared: SharedSettings, database: Database) -> None:
+        self._shared = shared
+        self._database = database
+        self._revert = BodyDecoder(RevertSettings)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/admin/settings", self.show, methods=["GET"]),
+            Route("/admin/settings", self.replace, methods=["PUT"]),
+            Route("/admin/settings", self.change, methods=["PATCH"]),
+            Route("/admin/settings/reload", self.reload, methods=["POST"]),
+            Route("/admin/settings/revert", self.revert, methods=["POST"]),
+            Route("/admin/settings/versions", self.history, methods=["GET"]),
+            Route("/admin/settings/versions/{version}", self.show_version, methods=["GET"]),
+        ]
+
+    async def show(self, request: Request) -> Response:
+        live = self._shared.live
+        return _answer(
+            SettingsObject(
+                version=live.source.version,
+                source=live.source.name,
+                settings=live.source.document,
+                latest_version=live.latest_version,
+                refusal=live.refusal,
+            ),
+            live.source.version,
+        )
+
+    async def replace(self, request: Request) -> Response:
+        expected = _expected(request)
+        document = parse_json(await read_body(request, MAX_BODY_BYTES))
+        return await self._done(await self._shared.store.replace(_actor(request), document, expected))
+
+    async def change(self, request: Request) -> Response:
+        """The body is a JSON merge patch. Where the database has no settings, it changes those of this gateway's
+        file."""
+        expected = _expected(request)
+        patch = parse_json(await read_body(request, MAX_BODY_BYTES))
+        base = self._shared.live.source.document
+        return await self._done(await self._shared.store.patch(_actor(request), patch, expected, base=base))
+
+    async def revert(self, request: Request) -> Response:
+        expected = _expected(request)
+        version = (await self._revert.read(request)).version
+        return await self._done(await self._shared.store.revert(_actor(request), version, expected))
+
+    async def history(self, request: Request) -> Response:
+        before = integer_of(request, "after", default=0, low=1, high=10**9)
+        page = await self._shared.store.history(
+            limit=integer_of(request, "limit", default=20, low=1, high=100), before=before or None
+        )
+        return _answer(SettingsHistory(data=list(map(_shown, page.data)), has_more=page.has_more))
+
+    async def show_version(self, request: Request) -> Response:
+        text = request.path_params["version"]
+        if not (text.isascii() and text.isdecimal() and len(text) < 19):
+            raise NotFound(f"There is no version {text[:20]!r} of the settings.", param="version")
+        return _answer(_shown(await self._shared.store.version(int(text))))
+
+    async def reload(self, request: Request) -> Response:
+        file = self._shared.file
+        if file is None:
+            raise NotFound("This server has no settings file.", hint="Start it with --settings FILE.")
+        if file.is_overruled:
+            raise Conflict(
+                "The settings are in the database, so the file is not used.",
+                hint="To bring the file in, run: penstock settings apply FILE",
+            )
+        try:
+            reloaded = Reloaded(await file.reload())
+        except ConfigError as error:
+            raise InvalidRequest(
+                f"The settings stay as they are: {error.message}", param=error.param, hint=error.hint
+            ) from error
+        actor = _actor(request)
+        announce(
+            await self._database.run(
+                lambda connection: write_entry(
+                    connection, actor, "settings.reload", "settings", at=time.time(), after=reloaded
+                )
+            )
+        )
+        return json_response(reloaded)
+
+    async def _done(self, made: SettingsVersion) -> Response:
+        await self._shared.catch_up()  # the gateway that made the change does not wait to hear of it
+        return _answer(_shown(made), made.version)
+
+
+def _expected(request: Request) -> int | None:
+    """The version that a change was made from; None for any."""
+    given = headers_of(request).get(b"if-match", b"").decode("latin-1").strip()
+    if not given:
+        raise PreconditionRequired(
+            "A change of the settings names the version that it was made from.",
+            hint='Send it as a header, such as If-Match: "3"; If-Match: * changes whatever is there.',
+        )
+    if given == "*":
+        return None
+    match = _ETAG.fullmatch(given)
+    if match is None:
+        raise InvalidRequest(f"If-Match holds the number of a version, not {given[:40]!r}.", param="If-Match")
+    return int(match[1])
+
+
+def _answer(shown: msgspec.Struct, version: int | None = None) -> Response:
+    """Prices keep their digits as numbers. The answer may hold private texts, which no cache on the way may keep."""
+    response = Response(encode(shown), headers={"cache-control": "no-store"}, media_type="application/json")
+    if version is not None:
+        response.headers["etag"] = f'"{version}"'
+    return response
+
+
+def _shown(version: SettingsVersion) -> SettingsVersionObject:
+    return SettingsVersionObject(**msgspec.structs.asdict(version))
+
+
+def _actor(request: Request) -> Actor:
+    return Actor(principal_of(request).key_id, request_id_of(request))
