@@ -57,10 +57,12 @@ class SharedSettings:
         if latest is None or latest.settings is None:
             await self._return_to_file()
             return
+        if latest.version == self.live.latest_version:
+            return  # in use, or refused, already
         try:
             self.live.use(check_document(latest.settings, _name(latest)), _source(latest))
         except ConfigError as error:
-            if self.live.refusal is None or self.live.latest_version != latest.version:
+            if self.live.latest_version != latest.version:  # not said and counted by `use`
                 self.live.refuse(error, latest.version)
             return
         self._overrule_file()

@@ -112,7 +112,7 @@ def _version(row: Row[Any] | None) -> DocumentVersion | None:
     return None if row is None else DocumentVersion(**row._mapping)
 
 
-POLL_S = 0.5  # without announcements; a change arrives within a second
+POLL_S = 0.25  # without announcements; a change arrives within a second
 SLOW_POLL_S = 10.0  # beside announcements that are known to arrive
 _RETRY_S = 2.0  # after a failure, so that an outage does not fill the log
 _PROOF_TIMEOUT_S = 2.0
