@@ -26,13 +26,14 @@ from penstock.kvcache.block import Block, BlockState, IntegrityError
 class PinHeap:
     """Holds every pin. The pin of an active block takes effect when the block's last reference goes."""
 
-    def __init__(self, blocks: list[Block]) -> None:
+    def __init__(self, blocks: list[Block], max_blocks: int) -> None:
+        """`blocks` grows up to `max_blocks`."""
         self._blocks = blocks
         self._count = 0
         self._expiries: list[
             tuple[float, int, int]
         ] = []  # heap of (until, -depth, block id), stale ones included
-        self._max_entries = 2 * len(blocks) + 64
+        self._max_entries = 2 * max_blocks + 64
 
     def __len__(self) -> int:
         return self._count
@@ -107,13 +108,14 @@ class PinHeap:
 
 
 class EvictionOrder:
-    def __init__(self, blocks: list[Block], index: Mapping[BlockHash, Block]) -> None:
+    def __init__(self, blocks: list[Block], index: Mapping[BlockHash, Block], max_blocks: int) -> None:
+        """`blocks` grows up to `max_blocks`."""
         self._blocks = blocks
         self._index = index  # read only: finds the block that a tail hangs on
         self._num_cached = 0
         self._cached_children: dict[BlockHash, int] = {}  # parent hash -> cached blocks that follow it
         self._tails: list[tuple[int, int]] = []  # heap of (last_use, block id), stale entries included
-        self._max_entries = 2 * len(blocks) + 64
+        self._max_entries = 2 * max_blocks + 64
 
     def __len__(self) -> int:
         return self._num_cached

@@ -22,7 +22,7 @@ class HostTier:
         self._slots = [Block(slot) for slot in range(num_slots)]
         self._free = list(range(num_slots - 1, -1, -1))
         self.index: dict[BlockHash, Block] = {}  # hash to slot; only this class changes it
-        self._pins = PinHeap(self._slots)
+        self._pins = PinHeap(self._slots, len(self._slots))
         self._plain: OrderedDict[BlockHash, Block] = OrderedDict()  # not retained, the oldest first
         self.num_lost = 0  # dropped before their time, though a client had asked to retain them
 

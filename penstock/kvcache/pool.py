@@ -54,10 +54,11 @@ class BlockPool:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.index: dict[BlockHash, Block] = {}  # only this class changes it
-        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is reused first
-        self.cached = EvictionOrder(self._blocks, self.index)
-        self.pins = PinHeap(self._blocks)  # shared with Retention, which decides what is pinned
+        # Records are made when blocks are first handed out: a large cache, or a simulation of many, starts at once.
+        self._blocks: list[Block] = []
+        self._free: list[int] = []  # of blocks that were used; a stack: the block freed last is reused first
+        self.cached = EvictionOrder(self._blocks, self.index, num_blocks)
+        self.pins = PinHeap(self._blocks, num_blocks)  # shared with Retention, which decides what is pinned
         self.host = HostTier(num_host_blocks)
         self.events = EventLog(max_pending_hashes=2 * num_blocks + 1024)
         self.states = None if states is None else StatePool(self, states)
@@ -89,7 +90,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Return the number of blocks that `allocate` could hand out now."""
-        num_available = len(self._free) + len(self.cached)
+        num_available = self.num_blocks - len(self._blocks) + len(self._free) + len(self.cached)
         return num_available if self._lodgers is None else num_available + self._lodgers.num_evictable
 
     def next_use(self) -> int:
@@ -99,7 +100,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.num_blocks - len(self._blocks) + len(self._free)
 
     @property
     def num_cached(self) -> int:
@@ -112,7 +113,7 @@ class BlockPool:
     @property
     def num_pinned(self) -> int:
         """Return the number of blocks held by a pin alone. A pinned block that requests use counts as active."""
-        return self.num_blocks - len(self._free) - len(self.cached) - self._num_active
+        return len(self._blocks) - len(self._free) - len(self.cached) - self._num_active
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
         """Count the leading hashes that are indexed, here or in host memory. Changes nothing."""
@@ -153,15 +154,22 @@ class BlockPool:
         None, and changes nothing, when there are too few."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} blocks")
-        free = self._free
-        if count > len(free) and count > self.num_available:
-            return None
-        while len(free) < count:
-            self._make_room()
-        blocks = self._blocks
-        taken = [free.pop() for _ in range(count)]
+        free, blocks = self._free, self._blocks
+        num_new = max(0, count - len(free))
+        if num_new > self.num_blocks - len(blocks):
+            if count > self.num_available:
+                return None
+            num_new = self.num_blocks - len(blocks)
+            while len(free) + num_new < count:
+                self._make_room()
+        taken = [free.pop() for _ in range(count - num_new)]
         for block_id in taken:
             blocks[block_id].references = 1
+        for block_id in range(len(blocks), len(blocks) + num_new):
+            block = Block(block_id)
+            block.references = 1
+            blocks.append(block)
+            taken.append(block_id)
         self._num_active += count
         return taken
 

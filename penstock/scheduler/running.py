@@ -54,6 +54,7 @@ class RunningSet:
         self._sequences: dict[int, Sequence] = {}  # by number, in order of admission
         self._released: list[str] = []
         self._slots = SlotUse()
+        self._num_started = 0
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -73,6 +74,8 @@ class RunningSet:
     def start(self, sequence: Sequence) -> None:
         """Add a request with its first table."""
         sequence.is_prefilling = True
+        self._num_started += 1
+        sequence.turn = self._num_started
         self._sequences[sequence.number] = sequence
         self._headroom.enter(sequence)
         self._slots.num_slots += sequence.blocks.num_slots

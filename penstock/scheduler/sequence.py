@@ -104,6 +104,7 @@ class Sequence:
         "state",
         "stop_token_ids",
         "table",
+        "turn",
         "waited_s",
         "was_held",
     )
@@ -150,6 +151,7 @@ class Sequence:
         self.drafting = Drafting()
 
         self.table: BlockTable | None = None  # set exactly while running
+        self.turn = 0  # the order in which requests last began to run
         self.has_row = False  # running, and a chunk was planned: the executor knows the table
         # Written by Headroom, while running: blocks that the table is predicted to need beside its present ones, and
         # blocks that come free when the request ends.

@@ -71,6 +71,7 @@ class FleetControl:
         for member in self._fleet.members.values():
             if not member.is_alive or member.state is ReplicaState.STARTING:
                 continue
+            self._driver.settle(member, now)
             stats = member.stats()
             kv_events = tuple(member.replica.cache.take_events())
             for gateway in range(len(self._driver.dispatchers)):
@@ -95,11 +96,13 @@ class FleetControl:
             return
         member = self._fleet.all_members[fault.replica]
         if isinstance(fault, SlowDown):
+            self._driver.touch(member, now)
             member.replica.slowdown = fault.factor
             if fault.until_s is not None:
                 full_speed = SlowDown(fault.until_s, fault.replica, 1.0)
                 events.at(fault.until_s, Rank.FAULT, partial(self._strike, full_speed))
         elif isinstance(fault, Kill) and member.is_alive and member.id in self._fleet.members:
+            self._driver.tell_all(member, now)
             member.is_alive = False
             events.at(now + fault.noticed_after_s, Rank.FAULT, partial(self._notice, fault, member))
 
@@ -131,6 +134,8 @@ class FleetControl:
     def _signals(self, now: float) -> Signals:
         driver = self._driver
         members = self._fleet.members.values()
+        for member in members:
+            driver.settle(member, now)
         arrived = driver.arrived_tokens - self._arrived_tokens
         self._arrived_tokens = driver.arrived_tokens
         queued = sum(member.replica.scheduler.stats().num_waiting_tokens for member in members)
@@ -165,6 +170,7 @@ class FleetControl:
                 self._fleet.members[replica_id].state = state
         elif isinstance(action, Stop):
             for replica_id in action.replica_ids:
+                self._driver.tell_all(self._fleet.members[replica_id], now)
                 self._fleet.members.pop(replica_id).is_alive = False
 
     def _ready(self, member: Member, now: float) -> None:

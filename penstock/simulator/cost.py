@@ -16,12 +16,13 @@ from typing import Protocol
 from penstock.core.errors import UsageError
 from penstock.core.plan import StepPlan
 from penstock.core.plan_log import CommitCall, PlanCall, SchedulerCall
+from penstock.scheduler.counted_plan import CountedPlan
 
 _NUM_COEFFICIENTS = 4
 _SINGULAR = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepWork:
     """The work of a step that determines its duration."""
 
@@ -30,12 +31,15 @@ class StepWork:
     context_tokens: int  # KV entries read, counted once per sequence
 
     @classmethod
-    def of(cls, plan: StepPlan) -> StepWork:
-        tokens = context_tokens = 0
+    def of(cls, plan: StepPlan | CountedPlan) -> StepWork:
+        tokens = context_tokens = sequences = 0
+        if isinstance(plan, CountedPlan):
+            tokens = sequences = plan.num_decodes
+            context_tokens = plan.num_entries
         for chunk in plan.chunks:
             tokens += chunk.num_tokens
             context_tokens += chunk.start + chunk.num_tokens
-        return cls(tokens, len(plan.chunks), context_tokens)
+        return cls(tokens, sequences + len(plan.chunks), context_tokens)
 
 
 class StepCost(Protocol):

@@ -31,6 +31,7 @@ from penstock.dispatch import (
     Waits,
     WakeAt,
 )
+from penstock.scheduler.counted_plan import Told
 from penstock.simulator.fleet import Member, SimulatedFleet
 from penstock.simulator.report import Outcome
 from penstock.simulator.workload import Arrival
@@ -54,18 +55,19 @@ class Rank(enum.IntEnum):
 class EventHeap:
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
-        self._heap: list[tuple[float, Rank, int, _EventAction]] = []
+        self._heap: list[tuple[float, int, int, int, _EventAction]] = []
         self._next_sequence = 0
 
-    def at(self, time_s: float, rank: Rank, action: _EventAction) -> None:
-        """Call `action(time_s)` when that time has come."""
-        heapq.heappush(self._heap, (time_s, rank, self._next_sequence, action))
+    def at(self, time_s: float, rank: Rank, action: _EventAction, turn: int = 0) -> None:
+        """Call `action(time_s)` when that time has come: of equal time and rank by ascending `turn`, and then in the
+        order of these calls."""
+        heapq.heappush(self._heap, (time_s, int(rank), turn, self._next_sequence, action))
         self._next_sequence += 1
 
     def run(self) -> None:
         """Run until no event is left."""
         while self._heap:
-            time_s, _, _, action = heapq.heappop(self._heap)
+            time_s, _, _, _, action = heapq.heappop(self._heap)
             self._clock.advance_to(time_s)
             action(time_s)
 
@@ -132,6 +134,7 @@ class Driver:
             case Cancel(replica_id, request_id):
                 member = self.fleet.members[replica_id]
                 if member.is_alive:
+                    self.touch(member, now)
                     member.replica.abort(request_id, now)
                     self._plan_soon(member, now)
             case Fail(request_id, error):
@@ -179,6 +182,8 @@ class Driver:
     def _depart(self, request_id: str, now: float) -> None:
         outcome = self._outcomes.get(request_id)
         if outcome is not None:
+            if outcome.replica_id is not None and (member := self.fleet.members.get(outcome.replica_id)):
+                self.tell_all(member, now, request_id)
             self.carry_out(outcome.gateway, self.dispatchers[outcome.gateway].abort(request_id, now), now)
             outcome.finish_reason = FinishReason.ABORT
             self._end(outcome, now)
@@ -192,6 +197,7 @@ class Driver:
         outcome.replica_id = member.id
         if not member.is_alive:
             return  # the death was not noticed yet: no answer
+        self.touch(member, now)
         try:
             member.replica.add(outcome.arrival, action.request, now)
         except PenstockError as error:
@@ -205,40 +211,76 @@ class Driver:
         member = self.fleet.members.get(replica_id)
         if member is not None and member.is_alive:
             self.num_resyncs += 1
-            self.events.at(
-                now + self._message_delay_s, Rank.REPORT, lambda _: member.replica.cache.restart_events()
-            )
+            self.events.at(now + self._message_delay_s, Rank.REPORT, partial(self._restart_events, member))
+
+    def _restart_events(self, member: Member, now: float) -> None:
+        self.settle(member, now)
+        member.replica.cache.restart_events()
+
+    def settle(self, member: Member, now: float) -> None:
+        """Bring a replica up to date. Call this before anything reads from it."""
+        if member.is_alive and member.replica.settle(now):
+            self._plan_soon(member, now)
+
+    def touch(self, member: Member, now: float) -> None:
+        """Bring a replica up to date, and let it look ahead no further. Call this before anything changes it."""
+        self.settle(member, now)
+        member.replica.stop_coasting()
+        if member.is_alive:
+            self._expect_commit(member)
+
+    def tell_all(self, member: Member, now: float, request_id: str | None = None) -> None:
+        """Deliver the tokens that a replica has committed and not told yet: of one request, or of all."""
+        if member.is_alive:
+            self.settle(member, now)
+            self._tell(member, member.replica.tell(request_id), now)
 
     def _plan_soon(self, member: Member, now: float) -> None:
         if not member.is_planning:
             member.is_planning = True
-            self.events.at(now, Rank.PLAN, partial(self._plan, member))
+            self.events.at(now, Rank.PLAN, partial(self._plan, member), member.number)
 
     def _plan(self, member: Member, now: float) -> None:
         member.is_planning = False
         if not member.is_alive:
             return
         replica = member.replica
-        for done_s in replica.submit(now):
-            self.events.at(done_s, Rank.COMMIT, partial(self._commit, member))
+        replica.submit(now)
         self._tell(member, replica.take_events(), now)
+        self._expect_commit(member, replica.coast())
         if replica.is_idle and replica.scheduler.has_work:
             wakeup_s = replica.scheduler.next_wakeup(now)
             if wakeup_s is None or wakeup_s <= now:
                 raise RuntimeError(
                     f"{member.id} has requests, plans nothing and waits for nothing, at {now:.3f} s"
                 )
-            self.events.at(wakeup_s, Rank.PLAN, partial(self._plan_soon, member))
+            self.events.at(wakeup_s, Rank.PLAN, partial(self._plan_soon, member), member.number)
+
+    def _expect_commit(self, member: Member, due_s: float | None = None) -> None:
+        """Come back when the oldest step is done, or at `due_s`."""
+        if due_s is None:
+            due_s = member.replica.next_commit_s
+        if due_s != member.due_s:
+            member.due_s = due_s
+            if due_s is not None:
+                self.events.at(due_s, Rank.COMMIT, partial(self._commit, member), member.number)
 
     def _commit(self, member: Member, now: float) -> None:
-        if member.is_alive:
-            self._tell(member, member.replica.commit(now), now)
-            self._plan_soon(member, now)
+        if member.due_s != now or not member.is_alive:
+            return  # the replica looked further ahead meanwhile, or less far
+        member.due_s = None
+        member.replica.settle(now)
+        self._tell(member, member.replica.commit(now), now)
+        self._plan_soon(member, now)
 
-    def _tell(self, member: Member, events: list[TokenEvent], now: float) -> None:
-        for event in events:
-            gateway = self._outcomes[event.request_id].gateway
-            self.carry_out(gateway, self.dispatchers[gateway].news(member.id, (event,), now), now)
+    def _tell(self, member: Member, told: list[Told], now: float) -> None:
+        for each in told:
+            outcome = self._outcomes[each.event.request_id]
+            outcome.earlier_s = each.times_s
+            self.carry_out(
+                outcome.gateway, self.dispatchers[outcome.gateway].news(member.id, (each.event,), now), now
+            )
+            outcome.earlier_s = ()
 
     def _deliver(self, event: TokenEvent, now: float) -> None:
         outcome = self._outcomes[event.request_id]

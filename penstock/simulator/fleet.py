@@ -8,18 +8,20 @@ done.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from msgspec.structs import replace
 
 from penstock.core.messages import EngineStats
-from penstock.core.plan import NO_DRAFTS, Chunk, Draft, SampledToken, StepPlan, StepResult, TokenEvent
+from penstock.core.plan import NO_DRAFTS, Chunk, Draft, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.dispatch import FleetStatus, ReplicaStatus
 from penstock.kvcache import KVCache
 from penstock.router import Replica, ReplicaState
+from penstock.scheduler.counted import CountedScheduler
+from penstock.scheduler.counted_plan import CountedPlan, Told
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.cost import StepCost, StepWork
 from penstock.simulator.workload import Arrival
@@ -27,10 +29,44 @@ from penstock.simulator.workload import Arrival
 _WRONG_TOKEN_ID = -1  # no answer has it
 
 
+_COASTING_STEPS = 64  # planned in one go
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     plan: StepPlan
     result: StepResult
+    done_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        return self.plan.num_tokens
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.result.elapsed_s
+
+
+@dataclass(slots=True)
+class _CountedStep:
+    plan: CountedPlan
+    num_tokens: int
+    elapsed_s: float
+    done_s: float
+    sampled: list[SampledToken]
+
+
+class Answers:
+    """The answers of requests that a replica has, as `CountedScheduler` asks for them."""
+
+    def __init__(self) -> None:
+        self.arrivals: dict[str, Arrival] = {}
+
+    def length(self, request_id: str) -> int:
+        return self.arrivals[request_id].num_output_tokens
+
+    def tokens(self, request_id: str, start: int, stop: int) -> Sequence[int]:
+        return self.arrivals[request_id].output_tokens(start, stop)
 
 
 class SimulatedReplica:
@@ -46,16 +82,20 @@ class SimulatedReplica:
         *,
         depth: int = 1,
         acceptance: float | None = None,
+        answers: Answers | None = None,
     ) -> None:
+        """`answers`: of a scheduler that counts decodes."""
         self.scheduler = scheduler
         self.cache = cache
+        self._counted = scheduler if isinstance(scheduler, CountedScheduler) else None
         self._cost = cost
         self._depth = depth
         self._acceptance = acceptance
         self._rng = Random(0)
-        self._arrivals: dict[str, Arrival] = {}
+        self._arrivals: dict[str, Arrival] = {} if answers is None else answers.arrivals
         self._num_output_tokens: dict[str, int] = {}
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[_Step | _CountedStep] = deque()
+        self._ahead: deque[tuple[float, float]] = deque()  # seconds and ends of steps that will be planned
         self._executor_free_s = 0.0
         self.num_steps = 0
         self.num_tokens_computed = 0
@@ -84,38 +124,100 @@ class SimulatedReplica:
         self.scheduler.abort(request_id, now)
         self._forget(request_id)
 
-    def submit(self, now: float) -> list[float]:
-        """Plan as far ahead as `depth` allows. Returns when each new step will be done, in order."""
-        done_s = []
+    def submit(self, now: float) -> None:
+        """Plan as far ahead as `depth` allows."""
         while len(self._in_flight) < self._depth:
-            plan = self.scheduler.plan(now, NO_DRAFTS if self._acceptance is None else self._drafts())
+            plan: StepPlan | CountedPlan | None
+            if self._counted is not None:
+                plan = self._counted.plan_step(now)
+            else:
+                plan = self.scheduler.plan(now, NO_DRAFTS if self._acceptance is None else self._drafts())
             if plan is None:
                 break
-            result = self._execute(plan)
-            self._in_flight.append(_Step(plan, result))
-            self._executor_free_s = max(now, self._executor_free_s) + result.elapsed_s
-            done_s.append(self._executor_free_s)
-        return done_s
+            step = self._execute(plan, now)
+            self._in_flight.append(step)
+            self._executor_free_s = step.done_s
 
-    def commit(self, now: float) -> list[TokenEvent]:
+    @property
+    def next_commit_s(self) -> float | None:
+        """Return when the oldest step is done; None if nothing is computed."""
+        return self._in_flight[0].done_s if self._in_flight else None
+
+    def commit(self, now: float) -> list[Told]:
         """Commit the oldest step, which is done."""
         step = self._in_flight.popleft()
+        self._count(step)
+        if isinstance(step, _CountedStep):
+            assert self._counted is not None
+            told = self._counted.commit_step(step.plan, step.elapsed_s, step.sampled, now)
+        else:
+            told = [Told(event) for event in self.scheduler.commit(step.plan, step.result, now)]
+        return self._told(told)
+
+    def coast(self) -> float | None:
+        """Look ahead over steps in which requests decode and nothing else happens. Returns when the first commit
+        behind them is due; None if there are none. Call `settle` before anything reads from this replica, and
+        `stop_coasting` before anything changes it."""
+        scheduler = self._counted
+        if scheduler is None or len(self._in_flight) < self._depth or not scheduler.may_coast:
+            return None
+        steps = scheduler.coasting_steps(_COASTING_STEPS)
+        if not steps:
+            return None
+        ends_s = [step.done_s for step in self._in_flight]
+        free_s, slowdown, step_s = self._executor_free_s, self.slowdown, self._cost.step_s
+        for place, (count, num_entries) in enumerate(steps):
+            elapsed_s = slowdown * step_s(StepWork(count, count, num_entries))
+            free_s = max(ends_s[place], free_s) + elapsed_s
+            ends_s.append(free_s)
+            self._ahead.append((elapsed_s, free_s))
+        return ends_s[len(steps)]
+
+    def settle(self, now: float) -> bool:
+        """Carry out the steps that `coast` looked at, up to now. Returns whether the last commit is due now: the plan
+        that follows it is then still to be made, and the look ahead is over."""
+        ahead, in_flight = self._ahead, self._in_flight
+        scheduler = self._counted
+        while ahead and (done_s := in_flight[0].done_s) <= now:
+            assert scheduler is not None
+            step = in_flight.popleft()
+            assert isinstance(step, _CountedStep)
+            self._count(step)
+            scheduler.coast_commit(step.plan, step.elapsed_s, done_s)
+            if done_s == now:
+                ahead.clear()
+                return True
+            elapsed_s, self._executor_free_s = ahead.popleft()
+            plan = scheduler.coast_plan()
+            in_flight.append(_CountedStep(plan, plan.num_decodes, elapsed_s, self._executor_free_s, []))
+        return False
+
+    def stop_coasting(self) -> None:
+        self._ahead.clear()
+
+    def _count(self, step: _Step | _CountedStep) -> None:
+        num_tokens, elapsed_s = step.num_tokens, step.elapsed_s
         self.num_steps += 1
-        self.num_tokens_computed += step.plan.num_tokens
-        self.busy_s += step.result.elapsed_s
-        self.last_step = step.plan.num_tokens, step.result.elapsed_s
-        return self._told(self.scheduler.commit(step.plan, step.result, now))
+        self.num_tokens_computed += num_tokens
+        self.busy_s += elapsed_s
+        self.last_step = num_tokens, elapsed_s
 
-    def take_events(self) -> list[TokenEvent]:
-        """Return the events of requests that ended without a step."""
-        return self._told(self.scheduler.take_events())
+    def take_events(self) -> list[Told]:
+        """Return the events of requests that ended without a step, and tokens that are owed."""
+        owed = [] if self._counted is None else self._counted.take_told()
+        return self._told(owed + [Told(event) for event in self.scheduler.take_events()])
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        sampled = []
-        for chunk in plan.chunks:
-            if chunk.samples:
-                sampled.append(self._sample(chunk))
-        return StepResult(plan.step_id, tuple(sampled), self.slowdown * self._cost.step_s(StepWork.of(plan)))
+    def tell(self, request_id: str | None = None) -> list[Told]:
+        """Return the tokens that were committed and not told yet: of one request, or of all."""
+        return [] if self._counted is None else self._told(self._counted.tell(request_id))
+
+    def _execute(self, plan: StepPlan | CountedPlan, now: float) -> _Step | _CountedStep:
+        sampled = [self._sample(chunk) for chunk in plan.chunks if chunk.samples]
+        elapsed_s = self.slowdown * self._cost.step_s(StepWork.of(plan))
+        done_s = max(now, self._executor_free_s) + elapsed_s
+        if isinstance(plan, CountedPlan):
+            return _CountedStep(plan, plan.num_tokens, elapsed_s, done_s, sampled)
+        return _Step(plan, StepResult(plan.step_id, tuple(sampled), elapsed_s), done_s)
 
     def _sample(self, chunk: Chunk) -> SampledToken:
         arrival = self._arrivals[chunk.request_id]
@@ -143,13 +245,14 @@ class SimulatedReplica:
             drafts[request_id] = Draft(tuple(tokens), "simulated")
         return drafts
 
-    def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        for event in events:
+    def _told(self, told: list[Told]) -> list[Told]:
+        for each in told:
+            event = each.event
             if event.finish_reason is not None:
                 self._forget(event.request_id)
             else:
                 self._num_output_tokens[event.request_id] += len(event.token_ids)
-        return events
+        return told
 
     def _forget(self, request_id: str) -> None:
         self._arrivals.pop(request_id, None)
@@ -167,7 +270,9 @@ class Member:
     replica: SimulatedReplica
     state: ReplicaState
     is_alive: bool = True
+    number: int = 0  # in the order of starting
     is_planning: bool = False  # a plan is already due at this instant
+    due_s: float | None = None  # when the driver looks at this replica next
     num_taken: int = 0  # requests, ever
 
     def stats(self) -> EngineStats:
@@ -192,7 +297,9 @@ class SimulatedFleet:
         self.all_members: list[Member] = []  # also those that are gone, in order of starting
 
     def start(self, state: ReplicaState) -> Member:
-        member = Member(f"replica-{len(self.all_members)}", self._build(), state)
+        member = Member(
+            f"replica-{len(self.all_members)}", self._build(), state, number=len(self.all_members)
+        )
         self.members[member.id] = member
         self.all_members.append(member)
         return member

@@ -6,7 +6,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from penstock.core.figures import percentile
 from penstock.core.plan import TokenEvent
@@ -32,10 +32,12 @@ class Outcome:
     num_cached_tokens: int = 0
     queue_s: float | None = None  # from arrival to the first planned chunk; None if nothing was ever planned
     num_failures: int = 0  # attempts that a replica failed
+    earlier_s: Sequence[float] = ()  # when the first tokens of the event came that is delivered now
 
     def note(self, event: TokenEvent, now: float) -> None:
         self.token_ids += event.token_ids
-        self.token_times_s += [now] * len(event.token_ids)
+        self.token_times_s += self.earlier_s
+        self.token_times_s += [now] * (len(event.token_ids) - len(self.earlier_s))
         if event.num_cached_tokens is not None:
             self.num_cached_tokens = event.num_cached_tokens
         if event.queue_s is not None:
@@ -90,6 +92,20 @@ class Samples:
         self._sum += value
         self._maximum = max(self._maximum, value)
 
+    def extend(self, values: Sequence[float]) -> None:
+        """Add values in order, at once where none has to be left out."""
+        if not values:
+            return
+        if self._stride > 1 or len(self._kept) + len(values) > self._max_kept:
+            for value in values:
+                self.add(value)
+            return
+        self._kept.extend(values)
+        self._count += len(values)
+        for value in values:
+            self._sum += value
+        self._maximum = max(self._maximum, *values)
+
     def summary(self) -> Summary:
         if not self._count:
             return Summary()
@@ -113,7 +129,8 @@ class _Times:
     def __init__(self) -> None:
         self.ttft_s, self.itl_s, self.tpot_s, self.e2e_s, self.queue_s = (Samples() for _ in range(5))
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: Outcome, itl_s: Sequence[float]) -> None:
+        """`itl_s`: the times between the tokens of this answer."""
         arrived_s, times_s = outcome.arrival.time_s, outcome.token_times_s
         assert outcome.end_s is not None
         self.e2e_s.add(outcome.end_s - arrived_s)
@@ -123,13 +140,7 @@ class _Times:
             self.ttft_s.add(times_s[0] - arrived_s)
         if len(times_s) > 1:
             self.tpot_s.add((times_s[-1] - times_s[0]) / (len(times_s) - 1))
-            last_s = times_s[0]
-            for time_s, together in groupby(times_s):  # tokens that come together share the time
-                num_tokens = sum(1 for _ in together)
-                if time_s > times_s[0]:
-                    for _ in range(num_tokens):
-                        self.itl_s.add((time_s - last_s) / num_tokens)
-                last_s = time_s
+            self.itl_s.extend(itl_s)
 
     def latency(self) -> Latency:
         return Latency(
@@ -139,6 +150,21 @@ class _Times:
             self.e2e_s.summary(),
             self.queue_s.summary(),
         )
+
+
+def times_between(times_s: Sequence[float]) -> list[float]:
+    """Return the times between tokens. Tokens that come together share the time since the last ones before."""
+    between = [later - earlier for earlier, later in pairwise(times_s)]
+    if 0.0 not in between:
+        return between
+    between = []
+    last_s = times_s[0]
+    for time_s, together in groupby(times_s):
+        num_tokens = sum(1 for _ in together)
+        if time_s > times_s[0]:
+            between += [(time_s - last_s) / num_tokens] * num_tokens
+        last_s = time_s
+    return between
 
 
 class Tally:
@@ -174,8 +200,9 @@ class Tally:
         )
         times = self._times_by_tier.setdefault(outcome.arrival.request.tier.value, _Times())
         if outcome.finish_reason in _ANSWERED:
-            self._times.add(outcome)
-            times.add(outcome)
+            itl_s = times_between(outcome.token_times_s)
+            self._times.add(outcome, itl_s)
+            times.add(outcome, itl_s)
         if outcome.token_times_s:
             self._recent.append((now, outcome.token_times_s[0] - outcome.arrival.time_s))
 

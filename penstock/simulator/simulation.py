@@ -15,11 +15,12 @@ from penstock.core.plan import StateSlots, WindowLayout
 from penstock.dispatch import DispatchConfig, Dispatcher
 from penstock.kvcache import KVCache
 from penstock.router import ReplicaState
+from penstock.scheduler.counted import CountedScheduler
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.control import ControlTimes, FleetControl
 from penstock.simulator.cost import LLAMA_8B_ON_H200, StepCost
 from penstock.simulator.driver import Driver
-from penstock.simulator.fleet import SimulatedFleet, SimulatedReplica
+from penstock.simulator.fleet import Answers, SimulatedFleet, SimulatedReplica
 from penstock.simulator.report import Outcome, ReplicaReport, Report, Tally
 from penstock.simulator.workload import END_TOKEN_ID, Arrival, Fault, Workload, generate
 
@@ -37,6 +38,9 @@ class ReplicaConfig:
     draft_acceptance: float | None = None  # the chance of each drafted token; None: no speculation
     states: StateSlots | None = None  # of a model whose layers have a fixed state, which takes no drafts
     windows: WindowLayout | None = None  # of a model whose layers have windows
+    counts_decodes: bool = (
+        True  # False: plan every token by itself, which is slower and gives the same figures
+    )
 
     def build(self) -> SimulatedReplica:
         cache = KVCache(
@@ -50,11 +54,17 @@ class ReplicaConfig:
         config = self.scheduler
         if self.draft_acceptance is None or self.states is not None:
             config = msgspec.structs.replace(config, max_draft_tokens=0)
-        scheduler = Scheduler(
-            config, cache, max_model_len=self.max_model_len, eos_token_ids=frozenset({END_TOKEN_ID})
-        )
+        answers, eos_token_ids = Answers(), frozenset({END_TOKEN_ID})
+        if self.counts_decodes and not config.max_draft_tokens:
+            scheduler: Scheduler = CountedScheduler(
+                config, cache, max_model_len=self.max_model_len, eos_token_ids=eos_token_ids, answers=answers
+            )
+        else:
+            scheduler = Scheduler(
+                config, cache, max_model_len=self.max_model_len, eos_token_ids=eos_token_ids
+            )
         return SimulatedReplica(
-            scheduler, cache, self.cost, depth=self.depth, acceptance=self.draft_acceptance
+            scheduler, cache, self.cost, depth=self.depth, acceptance=self.draft_acceptance, answers=answers
         )
 
 

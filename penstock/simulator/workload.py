@@ -126,6 +126,13 @@ class Arrival:
             return END_TOKEN_ID
         return self.request.prompt_token_ids[0] + index
 
+    def output_tokens(self, start: int, stop: int) -> list[int]:
+        """Return the tokens of the simulated model at these positions of the answer."""
+        first, end = self.request.prompt_token_ids[0], self.num_output_tokens - 1
+        if stop <= end:
+            return list(range(first + start, first + stop))
+        return [self.output_token(index) for index in range(start, stop)]
+
 
 def generate(workload: Workload, rng: Random, *, block_size: int = 16) -> Iterator[Arrival]:
     """Yield arrivals in order of time. A conversation goes on whether or not its last turn was answered by then."""

@@ -1,0 +1,441 @@
+"""The scheduler for a driver that knows its answers beforehand, such as the simulator: decodes are counted instead of
+being planned and committed token by token.
+
+A request that decodes does the same in every step: one more token is planned, and one is committed. What it changes
+besides happens at steps that are known when its prompt is done: the plan that needs another block, the commit that
+fills a block which others may find, the plan that no longer has it, the commit that ends it. So a step costs what
+happens in it, however many requests decode, and the counts of a request are brought up to date when something looks
+at them. Everything else (admission, prompts, the queue, tenants, blocks, endings) is the code of `Scheduler`, and
+plans and commits have the same effects in the same order; a test holds the two to each other.
+
+Where a request cannot be counted (a deadline, a grammar, a stop token), and where blocks run out, the scheduler goes
+back to plans with a chunk for each token, until its steps in flight are committed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from operator import attrgetter
+
+from msgspec.structs import replace
+
+from penstock.core.engine_config import SchedulerConfig
+from penstock.core.plan import SampledToken, StepPlan, TokenEvent
+from penstock.core.request import Request
+from penstock.kvcache.cache import KVCache
+from penstock.scheduler.counted_plan import Answers, CountedPlan, Decode, Told, is_countable
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, State, seniority
+from penstock.scheduler.step_builder import StepBuilder, StepLoad
+from penstock.scheduler.tenants import OUTPUT_TOKEN_WEIGHT
+
+_TIMES_KEPT = 4096  # before times of commits that nobody needs any more are dropped
+_by_turn = attrgetter("sequence.turn")
+
+
+class CountedScheduler(Scheduler):
+    """Use `plan_step` and `commit_step` in place of `plan` and `commit`, and `plan` and `commit` for the plans that
+    are not counted."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCache,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        answers: Answers,
+    ) -> None:
+        super().__init__(config, cache, max_model_len=max_model_len, eos_token_ids=eos_token_ids)
+        self._answers = answers
+        self._counts = not (
+            config.max_draft_tokens
+            or cache.windows is not None
+            or cache.states is not None
+            or cache.num_host_blocks
+            or cache.tail_slots != cache.block_size
+        )
+        self._decodes: dict[int, Decode] = {}  # by number of the request
+        self._prefilling: dict[int, Sequence] = {}
+        self._joins_all = False  # requests decode that are not counted
+        self._num_uncountable = 0  # requests that have not ended
+        self._counted: deque[CountedPlan] = deque()  # planned, not yet committed
+        self._num_planned = 0  # counted plans
+        self._num_committed = 0
+        # What happens at which plan or commit. An entry counts while its request decodes as it did then.
+        self._growing: dict[int, list[Decode]] = {}
+        self._leaving: dict[int, list[Decode]] = {}
+        self._noted: dict[int, list[Decode]] = {}  # commits that may fill a block or end an answer
+        self._num_in_step = 0  # decodes of the next plan
+        self._num_entries = 0  # tokens that they have computed
+        self._times_s: list[float] = []  # of commits
+        self._untold: list[Told] = []
+
+    def plan_step(self, now: float) -> CountedPlan | StepPlan | None:
+        """Return the next step, as `plan` does: counted, or with a chunk for each token."""
+        if not self._counts or self._num_uncountable:
+            return self._plan_rows(now)
+        if self._joins_all:
+            self._join_all()
+        self.cache.retention.expire(now)
+        self._end_overdue(now)
+        self._queue.promote(now)
+        if len(self._queue):
+            self._update_all()
+        growing = self._due_to_grow()
+        if self._needs_room(growing):
+            return self._plan_rows(now)
+        load = self._plan_decodes(growing)
+        step = StepBuilder(
+            self._config.max_num_batched_tokens,
+            self._predictor,
+            self._itl_target_s,
+            self._tile_tokens,
+            self.cache.block_size,
+        )
+        step.load = load
+        step.num_tokens_left -= load.decode_sequences
+        if self._prefilling or len(self._queue):
+            prefills = sorted(self._prefilling.values(), key=seniority)
+            self._add_prefills(step, prefills, now, may_admit=True)
+        if not step.chunks and not load.decode_sequences:
+            return None
+        return self._planned(step)
+
+    def _plan_rows(self, now: float) -> StepPlan | None:
+        self.stop_counting()
+        self._joins_all = True
+        return self.plan(now)
+
+    def _needs_room(self, growing: list[Sequence]) -> bool:
+        """Say whether requests may have to be preempted."""
+        if self._num_in_step > self._config.max_num_batched_tokens or self._running.num_spare(growing) < 0:
+            return True
+        waiting = self._queue.first()
+        if waiting is None or TIER_RANK[waiting.request.tier] == BATCH_RANK:
+            return False
+        lacks = self._admission.num_missing_blocks(waiting) or len(self._running) >= self._config.max_num_seqs
+        return bool(lacks) and any(sequence.rank == BATCH_RANK for sequence in self._running.sequences)
+
+    def _plan_decodes(self, growing: list[Sequence]) -> StepLoad:
+        """Plan the next token of every request that decodes. The plan is made if there is any."""
+        index = self._num_planned + 1
+        for decode in self._leaving.pop(index, ()):
+            self._leave_plans(decode)
+        if growing:
+            self._running.grow(growing)
+        if index in self._growing:
+            self._note_growth(index)
+        count = self._num_in_step
+        self._num_entries += count
+        self._running.decoded(count)
+        return StepLoad(decode_sequences=count, decode_context_tokens=self._num_entries)
+
+    def _planned(self, step: StepBuilder) -> CountedPlan:
+        self._num_planned += 1
+        self._num_steps += 1
+        load = step.load
+        plan = CountedPlan(
+            self._num_planned,
+            load,
+            load.decode_sequences,
+            load.decode_context_tokens,
+            step.chunks,
+            step.sampling,
+        )
+        self._counted.append(plan)
+        for sequence in step.sampling.values():
+            del self._prefilling[sequence.number]
+            self._join(sequence)
+        self._running.take_released()
+        return plan
+
+    def commit_step(
+        self, plan: CountedPlan, elapsed_s: float, tokens: list[SampledToken], now: float
+    ) -> list[Told]:
+        """Take the samples of the oldest counted plan: `tokens` are those of prompts that ended in it. Returns the
+        events for clients. Tokens of answers that go on are told later."""
+        self._commit_one(plan, elapsed_s, now)
+        told = self._take_noted(plan.index, now)
+        for sequence in plan.rows or ():
+            if sequence.state is not State.ENDED:
+                index = sequence.num_known - sequence.num_prompt
+                (token_id,) = self._answers.tokens(sequence.request_id, index, index + 1)
+                sampled = SampledToken(sequence.request_id, token_id)
+                told.append(Told(self._take_sample(sequence, sampled, now)))
+        for sampled in tokens:
+            sequence = plan.sampling[sampled.request_id]
+            if sequence.state is not State.ENDED:
+                told.append(Told(self._take_sample(sequence, sampled, now)))
+        return told
+
+    def _commit_one(self, plan: CountedPlan, elapsed_s: float, now: float) -> None:
+        if not self._counted or self._counted.popleft() is not plan:
+            raise ValueError(f"counted step {plan.index} is committed out of order")
+        self._predictor.observe(plan.load, elapsed_s)
+        self._num_committed += 1
+        self._times_s.append(now)
+        if len(self._times_s) > _TIMES_KEPT:
+            self._drop_times()
+
+    def _take_noted(self, index: int, now: float) -> list[Told]:
+        """End the answers that end with this commit, and publish the blocks that it fills."""
+        noted = self._noted.pop(index, None)
+        if noted is None:
+            return []
+        told = []
+        before = None
+        for decode in sorted(noted, key=_by_turn) if len(noted) > 1 else noted:
+            sequence = decode.sequence
+            if decode is before or self._decodes.get(sequence.number) is not decode:
+                continue
+            before = decode
+            if decode.end == index:
+                self._update(decode, index - 1)
+                told.append(self._end_answer(decode, now))
+                continue
+            self._update(decode, index)
+            publish_at = sequence.publish_at
+            if publish_at is not None and sequence.num_computed >= publish_at <= sequence.num_known:
+                self._publish(sequence, now)
+            self._note_publication(decode)
+        return told
+
+    def _end_answer(self, decode: Decode, now: float) -> Told:
+        sequence = decode.sequence
+        index = len(sequence.output_token_ids)
+        (token_id,) = self._answers.tokens(sequence.request_id, index, index + 1)
+        event = self._take_sample(sequence, SampledToken(sequence.request_id, token_id), now)
+        assert event.finish_reason is not None, f"{sequence.request_id} goes on behind the end of its answer"
+        before = sequence.output_token_ids[decode.num_told : -1]
+        if not before:
+            return Told(event)
+        times_s = self._last_times(len(before) + 1)[:-1]
+        return Told(replace(event, token_ids=(*before, *event.token_ids)), times_s)
+
+    def take_told(self) -> list[Told]:
+        """Return events that are owed since `stop_counting`."""
+        told, self._untold = self._untold, []
+        return told
+
+    def tell(self, request_id: str | None = None) -> list[Told]:
+        """Return events with all tokens that were committed and not told yet: of one request, or of all."""
+        told = self.take_told()
+        for decode in sorted(self._decodes.values(), key=_by_turn):
+            sequence = decode.sequence
+            if request_id is not None and sequence.request_id != request_id:
+                continue
+            self._update(decode, self._num_committed)
+            tokens = tuple(sequence.output_token_ids[decode.num_told :])
+            if tokens:
+                decode.num_told += len(tokens)
+                told.append(Told(TokenEvent(sequence.request_id, tokens), self._last_times(len(tokens))))
+        return told
+
+    # Coasting: steps in which requests decode, and nothing else happens.
+
+    @property
+    def may_coast(self) -> bool:
+        """Say whether the next steps, and those in flight, are decodes alone, unless another call comes."""
+        return (
+            self._counts
+            and self._num_in_step > 0
+            and not self._prefilling
+            and not self._joins_all
+            and not self._num_uncountable
+            and not self._steps
+            and not len(self._queue)
+            and not self._events
+            and not len(self.cache.pool.pins)
+            and not any(plan.sampling or plan.rows for plan in self._counted)
+        )
+
+    def coasting_steps(self, most: int) -> list[tuple[int, int]]:
+        """Return the decodes and the KV entries of the next plans, which are not made yet: one for each of the next
+        commits, at most `most`, up to the first that ends an answer. Plans that could lack blocks are left out."""
+        num_spare = self.cache.num_available
+        count, num_entries = self._num_in_step, self._num_entries
+        again: dict[int, int] = {}  # requests that have grown by then and need more slots
+        steps = []
+        for ahead in range(1, most + 1):
+            index = self._num_planned + ahead
+            if self._ends_answer(self._num_committed + ahead):
+                break
+            for decode in self._leaving.get(index, ()):
+                if not decode.has_left:
+                    count -= 1
+                    num_entries -= decode.computed + index - decode.first
+            if index in self._growing or index in again:
+                num_growing = len(self._growing.get(index, ())) + again.get(index, 0)
+                again[index + self.cache.tail_slots] = num_growing
+                num_spare -= num_growing
+            if num_spare < 0 or not count:
+                break
+            num_entries += count
+            steps.append((count, num_entries))
+        return steps
+
+    def _ends_answer(self, commit: int) -> bool:
+        return any(
+            decode.end == commit and self._is_current(decode) for decode in self._noted.get(commit, ())
+        )
+
+    def coast_commit(self, plan: CountedPlan, elapsed_s: float, now: float) -> None:
+        """Commit the oldest step in flight, which ends no answer."""
+        self._commit_one(plan, elapsed_s, now)
+        if plan.index in self._noted:
+            self._take_noted(plan.index, now)
+
+    def coast_plan(self) -> CountedPlan:
+        """Make the next plan of `coasting_steps`."""
+        index = self._num_planned + 1
+        load = self._plan_decodes(self._due_to_grow() if index in self._growing else [])
+        self._num_planned = index
+        self._num_steps += 1
+        plan = CountedPlan(index, load, load.decode_sequences, load.decode_context_tokens)
+        self._counted.append(plan)
+        return plan
+
+    # Where something looks at a request.
+
+    def add(self, request: Request, now: float) -> None:
+        self._update_all()
+        super().add(request, now)
+        if request.id in self._sequences and not is_countable(request):
+            self._num_uncountable += 1
+
+    def abort(self, request_id: str, now: float) -> None:
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and (decode := self._decodes.get(sequence.number)) is not None:
+            self._update(decode, self._num_committed)
+        super().abort(request_id, now)
+
+    def check_integrity(self) -> None:
+        self._update_all()
+        super().check_integrity()
+        assert self._num_in_step == sum(not decode.has_left for decode in self._decodes.values())
+
+    def stop_counting(self) -> None:
+        """Write the requests of counted steps down, so that they can be preempted. Their tokens so far are told."""
+        if not self._decodes:
+            return
+        self._untold = self.tell()
+        decodes = sorted(self._decodes.values(), key=_by_turn)
+        for plan in self._counted:
+            if plan.rows is None:
+                plan.rows = [each.sequence for each in decodes if each.first <= plan.index <= each.last]
+        self._decodes.clear()
+        self._growing.clear()
+        self._leaving.clear()
+        self._noted.clear()
+        self._num_in_step = self._num_entries = 0
+
+    def _start(self, sequence: Sequence, now: float) -> None:
+        super()._start(sequence, now)
+        self._prefilling[sequence.number] = sequence
+
+    def _stop(self, sequence: Sequence) -> None:
+        self._prefilling.pop(sequence.number, None)
+        decode = self._decodes.pop(sequence.number, None)
+        if decode is not None:
+            self._update_planned(decode)
+            self._leave_plans(decode)
+        super()._stop(sequence)
+
+    def _end(self, sequence: Sequence, now: float) -> None:
+        super()._end(sequence, now)
+        if not is_countable(sequence.request):
+            self._num_uncountable -= 1
+
+    def _take_sample(self, sequence: Sequence, sampled: SampledToken, now: float) -> TokenEvent:
+        decode = self._decodes.get(sequence.number)
+        if decode is not None:
+            self._update_planned(decode)
+        return super()._take_sample(sequence, sampled, now)
+
+    # The counts of one request.
+
+    def _join_all(self) -> None:
+        """Count the requests that decode. Samples that are still in flight are committed first."""
+        self._joins_all = False
+        self._prefilling = {}
+        for sequence in self._running.sequences:
+            if sequence.is_prefilling:
+                self._prefilling[sequence.number] = sequence
+            elif sequence.number not in self._decodes:
+                self._join(sequence)
+
+    def _join(self, sequence: Sequence) -> None:
+        first = self._num_planned + 1
+        decode = Decode(sequence, first, self._answers.length(sequence.request_id))
+        self._decodes[sequence.number] = decode
+        self._num_in_step += 1
+        self._num_entries += decode.computed
+        self._leaving.setdefault(max(decode.last + 1, first), []).append(decode)
+        self._growing.setdefault(first + sequence.blocks.num_slots - decode.computed, []).append(decode)
+        if decode.end >= first:
+            self._noted.setdefault(decode.end, []).append(decode)
+        self._note_publication(decode)
+
+    def _note_publication(self, decode: Decode) -> None:
+        """Look at a request again when its next block may be full."""
+        publish_at = decode.sequence.publish_at
+        if publish_at is not None:
+            due = decode.first + publish_at - decode.expected - 1
+            commit = max(due, self._num_committed + 1, decode.first)
+            self._noted.setdefault(commit, []).append(decode)
+
+    def _due_to_grow(self) -> list[Sequence]:
+        """Return the requests that need more slots in the next plan, in the order in which they began to run."""
+        index = self._num_planned + 1
+        due = [each for each in self._growing.get(index, ()) if each.last >= index and self._is_current(each)]
+        for decode in due:
+            self._update_planned(decode)
+        return [decode.sequence for decode in (sorted(due, key=_by_turn) if len(due) > 1 else due)]
+
+    def _note_growth(self, index: int) -> None:
+        grown = [decode for decode in self._growing.pop(index) if self._is_current(decode)]
+        self._growing.setdefault(index + self.cache.tail_slots, []).extend(grown)
+
+    def _leave_plans(self, decode: Decode) -> None:
+        if not decode.has_left:
+            decode.has_left = True
+            self._num_in_step -= 1
+            self._num_entries -= decode.computed + self._num_planned + 1 - decode.first
+
+    def _is_current(self, decode: Decode) -> bool:
+        return self._decodes.get(decode.sequence.number) is decode
+
+    def _update_all(self) -> None:
+        for decode in self._decodes.values():
+            self._update(decode, self._num_committed)
+
+    def _update(self, decode: Decode, committed: int) -> None:
+        """Bring the counts of a request up to date with all plans, and with so many commits."""
+        self._update_planned(decode)
+        if committed < decode.first:
+            return
+        sequence = decode.sequence
+        sequence.num_known = decode.expected + min(committed, decode.last) - decode.first + 1
+        output = sequence.output_token_ids
+        count = sequence.num_known - sequence.num_prompt
+        if count > len(output):
+            sequence.account.service += OUTPUT_TOKEN_WEIGHT * (count - len(output))
+            output += self._answers.tokens(sequence.request_id, len(output), count)
+
+    def _update_planned(self, decode: Decode) -> None:
+        num_planned = min(self._num_planned, decode.last) - decode.first + 1
+        if num_planned > 0:
+            decode.sequence.num_computed = decode.computed + num_planned
+            decode.sequence.num_expected = decode.expected + num_planned
+
+    def _last_times(self, count: int) -> list[float]:
+        """Return the times of the last commits."""
+        return self._times_s[len(self._times_s) - count :]
+
+    def _drop_times(self) -> None:
+        """Forget the times of tokens that were told."""
+        first = min((each.first + each.num_told - (each.expected - each.sequence.num_prompt)
+                     for each in self._decodes.values()), default=self._num_committed + 1)  # fmt: skip
+        num_kept = max(0, self._num_committed + 1 - first)
+        self._times_s = self._last_times(num_kept) if num_kept else []
