@@ -38,7 +38,7 @@ input = 0.15
 output = 0.60
 """
 
-_PENSTOCK = [sys.executable, "-c", "from penstock.main import main; main()"]
+PENSTOCK = [sys.executable, "-c", "from penstock.main import main; main()"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class ServerState:
             folder = Path(name)
             settings = folder / "settings.toml"
             settings.write_text(_SETTINGS)
-            command = [*_PENSTOCK, "keys", "create", "--name", "bench", "--json", "--data-dir", str(folder)]
+            command = [*PENSTOCK, "keys", "create", "--name", "bench", "--json", "--data-dir", str(folder)]
             key = subprocess.run(command, check=True, capture_output=True)
             yield cls(folder, settings, json.loads(key.stdout)["secret"])
 
@@ -77,7 +77,7 @@ class ServerState:
 def echo_server() -> Iterator[EchoServer]:
     port = free_port()
     with ServerState.made() as state:
-        command = [*_PENSTOCK, "serve", "echo", "--port", str(port), "--usage-ledger"]
+        command = [*PENSTOCK, "serve", "echo", "--port", str(port), "--usage-ledger"]
         command += ["--data-dir", str(state.data_dir), "--settings", str(state.settings)]
         with started(command, port, "/ready") as gateway:
             engine = next(child for child in gateway.children() if "worker" in " ".join(child.cmdline()))

@@ -1,5 +1,5 @@
-"""An OpenAI-compatible server that answers every chat at once with the same 16 tokens: what other gateways stand in
-front of in benchmarks. Does as little as a server can.
+"""An OpenAI-compatible server that answers every chat at once with the same 16 tokens: what gateways stand in front
+of in benchmarks. Does as little as a server can. A stream's events leave one by one, as those of an engine do.
 
     python -m bench.instant_upstream PORT
 """
@@ -9,29 +9,38 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import uvloop
 
 from bench.sockets import HOST
 
+MODEL = "echo"
 NUM_TOKENS = 16
 _TEXT = "rivers. "
+_USAGE = {"prompt_tokens": 8, "completion_tokens": NUM_TOKENS, "total_tokens": 8 + NUM_TOKENS}
 
 
 def _whole_answer() -> bytes:
     message = {"role": "assistant", "content": _TEXT * NUM_TOKENS}
     choice = {"index": 0, "message": message, "finish_reason": "length"}
-    usage = {"prompt_tokens": 8, "completion_tokens": NUM_TOKENS, "total_tokens": 8 + NUM_TOKENS}
-    body = json.dumps(_header("chat.completion") | {"choices": [choice], "usage": usage}).encode()
-    return _head("application/json", f"Content-Length: {len(body)}") + body
+    return _json_answer(_header("chat.completion") | {"choices": [choice], "usage": _USAGE})
 
 
-def _event_stream() -> bytes:
+def _model_list() -> bytes:
+    """What gateways ask for; also enough for questions after health and metadata."""
+    described = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "bench"}
+    return _json_answer({"object": "list", "data": [described], "model_path": MODEL, "status": "ok"})
+
+
+def _stream_pieces() -> list[bytes]:
     events = [_event({"role": "assistant", "content": _TEXT}, None) for _ in range(NUM_TOKENS)]
-    body = b"".join([*events, _event({}, "length"), b"data: [DONE]\n\n"])
-    chunk = b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
-    return _head("text/event-stream", "Transfer-Encoding: chunked") + chunk
+    usage = json.dumps(_header("chat.completion.chunk") | {"choices": [], "usage": _USAGE}).encode()
+    end = _event({}, "length") + b"data: " + usage + b"\n\ndata: [DONE]\n\n"
+    head = _head("text/event-stream", "Transfer-Encoding: chunked")
+    first, *others = map(_chunk, events)
+    return [head + first, *others, _chunk(end) + b"0\r\n\r\n"]
 
 
 def _event(delta: dict[str, str], finish_reason: str | None) -> bytes:
@@ -40,7 +49,16 @@ def _event(delta: dict[str, str], finish_reason: str | None) -> bytes:
 
 
 def _header(kind: str) -> dict[str, Any]:
-    return {"id": "chatcmpl-1", "object": kind, "created": 1_700_000_000, "model": "echo"}
+    return {"id": "chatcmpl-1", "object": kind, "created": 1_700_000_000, "model": MODEL}
+
+
+def _chunk(body: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(body), body)
+
+
+def _json_answer(shape: dict[str, Any]) -> bytes:
+    body = json.dumps(shape).encode()
+    return _head("application/json", f"Content-Length: {len(body)}") + body
 
 
 def _head(content_type: str, length: str) -> bytes:
@@ -49,11 +67,13 @@ def _head(content_type: str, length: str) -> bytes:
 
 class InstantAnswers(asyncio.Protocol):
     WHOLE = _whole_answer()
-    STREAM = _event_stream()
+    MODELS = _model_list()
+    STREAM = _stream_pieces()
 
     def __init__(self) -> None:
         self._received = b""
         self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
@@ -68,8 +88,19 @@ class InstantAnswers(asyncio.Protocol):
             if len(rest) < length:
                 return
             body, self._received = rest[:length], rest[length:]
-            wants_stream = b'"stream":true' in body.replace(b" ", b"")
-            self._transport.write(self.STREAM if wants_stream else self.WHOLE)
+            if not head.startswith(b"POST"):
+                self._transport.write(self.MODELS)
+            elif b'"stream":true' in body.replace(b" ", b""):
+                self._write_next(iter(self.STREAM))
+            else:
+                self._transport.write(self.WHOLE)
+
+    def _write_next(self, pieces: Iterator[bytes]) -> None:
+        piece = next(pieces, None)
+        if piece is not None:
+            assert self._transport is not None
+            self._transport.write(piece)
+            self._loop.call_soon(self._write_next, pieces)  # what is written in one turn leaves in one packet
 
 
 async def serve(port: int) -> None:

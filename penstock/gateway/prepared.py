@@ -38,6 +38,7 @@ IMAGES_SKIPPED = RequestWarning(
 )
 # What is reserved for an external server's answer when the request names no limit.
 ASSUMED_MAX_TOKENS = 1024
+MAX_WHOLE_TOKENS = 512  # of an answer that an external server is asked for in one piece
 
 
 @dataclass(slots=True)
@@ -183,9 +184,18 @@ def prepare_for_server(work: PreparedRequest, model: ExternalModel) -> None:
         max_tokens=request.sampling.max_tokens or work.default_max_tokens,
         context=None if work.refuses_long_outputs else model.max_model_len,
         region=work.region,
+        is_whole=_may_ask_whole(work),
     )
     asked = request.sampling.max_tokens or ASSUMED_MAX_TOKENS
     work.warnings = _warnings(request, min(call.max_tokens or asked for call in work.calls))
+
+
+def _may_ask_whole(work: PreparedRequest) -> bool:
+    """Whether a server should be asked for the answer in one piece, which costs both sides much less than a stream. A
+    long answer would be silent for too long for what lies between, and at a deadline only a stream leaves a part."""
+    max_tokens = work.request.sampling.max_tokens or work.default_max_tokens
+    is_short = max_tokens is not None and max_tokens <= MAX_WHOLE_TOKENS
+    return work.request.is_read_whole and is_short and work.deadline is None
 
 
 def _warnings(request: GenerationRequest, max_tokens: int) -> tuple[RequestWarning, ...]:

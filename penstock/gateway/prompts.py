@@ -221,6 +221,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     text: AnswerText = AnswerText()
     truncates_to: int | None = None  # the last tokens of a longer prompt; -1: as many as fit
     cache_salt: str = ""  # must be equal, beside the workspace, for a cached prefix to be reused
+    is_read_whole: bool = False  # the client sees nothing of an answer before its end
 
 
 class Usage(msgspec.Struct, frozen=True):

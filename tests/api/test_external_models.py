@@ -29,7 +29,7 @@ from penstock.gateway.models.settings import ModelSettings
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
-from tests.cluster.external.openai_server import OpenAIServer, serving, text_chunks
+from tests.cluster.external.openai_server import OpenAIServer, listening, serving, text_chunks
 from tests.gateway.fake_engine import FakeEngine, script_text
 from tests.gateway.guards.read_settings import guard_settings
 
@@ -302,7 +302,12 @@ async def test_a_deadline_ends_an_answer_where_it_is() -> None:
 async def test_a_client_that_leaves_is_heard_of_over_there() -> None:
     server = OpenAIServer(script=lambda body: [*text_chunks("a")[:2], 30.0])
     async with platform(server) as ours:
-        body = {"id": "1", "model": "theirs", "prompt": "x"}
+        body = {
+            "id": "1",
+            "model": "theirs",
+            "prompt": "x",
+            "max_tokens": 1000,
+        }  # too many to be asked for whole
         asking = asyncio.create_task(ours.http.post("/v1/completions", json=body))
         async with asyncio.timeout(10):
             while not ours.gateway.num_live or not server.bodies:
@@ -329,22 +334,20 @@ async def test_a_platform_without_engines_of_its_own() -> None:
 async def test_another_penstock_behind_ours() -> None:
     """Which is an OpenAI-compatible server like any other, and tells its load under vLLM's names."""
     theirs = create_app(Gateway(FakeEngine(script_text("from afar")), GatewayConfig()), ServerConfig())
-    server = ExternalServer(
-        ExternalServerConfig(url="http://afar", models={"far": "bytes"}),
-        transport=httpx.ASGITransport(theirs),
-    )
-    pool = ExternalPool([server])
-    await pool.probe()
-    gateway = Gateway(FakeEngine(), GatewayConfig())
-    gateway.catalogue.external = ExternalModels(pool)
-    app = create_app(gateway, ServerConfig())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-        answer = (await client.post("/v1/chat/completions", json=CHAT | {"model": "far"})).json()
-        assert answer["choices"][0]["message"]["content"] == "from afar"
-        assert answer["usage"]["completion_tokens"] == len("from afar") + 1
-    assert server.load is not None
-    assert server.max_model_lens == {"far": 256}
-    await pool.close()
+    async with listening(theirs) as url:
+        server = ExternalServer(ExternalServerConfig(url=url, models={"far": "bytes"}))
+        pool = ExternalPool([server])
+        await pool.probe()
+        gateway = Gateway(FakeEngine(), GatewayConfig())
+        gateway.catalogue.external = ExternalModels(pool)
+        app = create_app(gateway, ServerConfig())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            answer = (await client.post("/v1/chat/completions", json=CHAT | {"model": "far"})).json()
+            assert answer["choices"][0]["message"]["content"] == "from afar"
+            assert answer["usage"]["completion_tokens"] == len("from afar") + 1
+        assert server.load is not None
+        assert server.max_model_lens == {"far": 256}
+        await pool.close()
 
 
 async def test_a_reader_that_falls_behind_loses_the_request() -> None:

@@ -50,7 +50,7 @@ class AnthropicEndpoints:
         wire = await self._decoder.read(request)
         generation = wire.to_generation()
         request_id = request_id_of(request)
-        submitted = self._gateway.submit(with_context(request, generation))
+        submitted = self._gateway.submit(with_context(request, generation, is_read_whole=not wire.stream))
         if wire.stream:
             events = MessageEvents(request_id)
             return await EventStream.open(

@@ -106,7 +106,9 @@ def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode("latin-1")
 
 
-def with_context(connection: HTTPConnection, request: GenerationRequest) -> GenerationRequest:
+def with_context(
+    connection: HTTPConnection, request: GenerationRequest, *, is_read_whole: bool = False
+) -> GenerationRequest:
     headers = headers_of(connection)
     note_model(connection, request.model)
     return msgspec.structs.replace(
@@ -117,6 +119,7 @@ def with_context(connection: HTTPConnection, request: GenerationRequest) -> Gene
         cache_response_s=_cache_seconds(_text(headers.get(_CACHE_HEADER))),
         region=_region(_text(headers.get(_REGION_HEADER)) or ""),
         timeout_s=_timeout_s(headers.get(_TIMEOUT_HEADER)),
+        is_read_whole=is_read_whole,
     )
 
 

@@ -198,7 +198,7 @@ class OpenAIEndpoints:
 
         async def submit() -> AnswerStream:
             nonlocal prompts
-            answer = await self._submit(request, generation)
+            answer = await self._submit(request, generation, is_read_whole=not wire.stream)
             if not wire.echo and wire.prompt_logprobs is None:
                 return answer
             try:
@@ -243,7 +243,7 @@ class OpenAIEndpoints:
 
         async def submit() -> AnswerStream:
             nonlocal prompts
-            answer = await self._submit(request, generation)
+            answer = await self._submit(request, generation, is_read_whole=not wire.stream)
             if wire.prompt_logprobs is not None:
                 shown = ShownPrompts(n=generation.n, scored_top=wire.prompt_logprobs)
                 answer = prompts = EchoedAnswer(answer, shown, self._vocabulary_of)
@@ -267,8 +267,10 @@ class OpenAIEndpoints:
 
         return await answer_whole(request, submit(), build)
 
-    async def _submit(self, request: Request, generation: GenerationRequest) -> AnswerStream:
-        return await self._gateway.submit(with_context(request, generation))
+    async def _submit(
+        self, request: Request, generation: GenerationRequest, *, is_read_whole: bool
+    ) -> AnswerStream:
+        return await self._gateway.submit(with_context(request, generation, is_read_whole=is_read_whole))
 
     async def _shown_prompts(self, wire: CompletionRequest, generation: GenerationRequest) -> ShownPrompts:
         texts: list[str] = []

@@ -8,14 +8,13 @@ that were sent to it. Used from one event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.cluster.external.server import ExternalServer, ServerDown, ServerLoad
+from penstock.cluster.external.server import ExternalServer, OnChunks, ServerDown, ServerLoad
 from penstock.cluster.external.wire import ExternalCall, RequestRefused, StreamChunk
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import EngineUnavailable, PenstockError
@@ -75,6 +74,7 @@ class ExternalPool:
         self._breaker = CircuitBreaker(breaker or BreakerConfig())
         self._chance = random.Random()
         self._replicas: tuple[Replica, ...] = ()
+        self._models: Mapping[str, int | None] = {}
         self._describe()
         self.num_retries = 0
 
@@ -82,11 +82,7 @@ class ExternalPool:
     def models(self) -> Mapping[str, int | None]:
         """Return the names that requests may use, with the context length if a server reports it. A model stays while
         its servers are away."""
-        found: dict[str, int | None] = {}
-        for member in self._members.values():
-            for name in member.server.models:
-                found[name] = found.get(name) or member.server.max_model_lens.get(name)
-        return found
+        return self._models
 
     @property
     def is_ready(self) -> bool:
@@ -120,8 +116,9 @@ class ExternalPool:
     async def close(self) -> None:
         await asyncio.gather(*(member.server.close() for member in self._members.values()))
 
-    async def stream(self, call: ExternalCall) -> AsyncGenerator[StreamChunk, None]:
-        """Stream the answer of a server. Raises a PenstockError. Close the stream to cancel the request."""
+    async def send(self, call: ExternalCall, on_chunks: OnChunks) -> None:
+        """Send a request to a server, and pass on the chunks of the answer until its end; those that came together
+        are passed on together. Raises a PenstockError. Cancel this to cancel the request."""
         now = self._clock.now()
         deadline_s = None if call.timeout_s is None else now + call.timeout_s
         hashes = hash_text(call.tenant, call.text)
@@ -131,17 +128,14 @@ class ExternalPool:
         while True:
             member = self._choose(call, hashes, failed)
             attempts += 1
-            has_begun = False
+            relay = _Relay(self, call, on_chunks)
             try:
-                async with contextlib.aclosing(self._attempt(member, call)) as chunks:
-                    async for chunk in chunks:
-                        has_begun = has_begun or chunk.says_something
-                        yield chunk
+                await self._attempt(member, call, relay)
                 return
             except RequestRefused as refused:
                 failure = Failure(
                     attempts=attempts,
-                    num_emitted_tokens=int(has_begun),
+                    num_emitted_tokens=int(relay.has_begun),
                     is_retryable=refused.elsewhere,
                     can_continue=False,
                     deadline_s=deadline_s,
@@ -153,6 +147,9 @@ class ExternalPool:
                 logger.info("request %s is sent to another server: %s", call.id, refused)
             self.num_retries += 1
             await asyncio.sleep(decision.pause_s)
+
+    def note_first_token(self, call: ExternalCall) -> None:
+        self._router.first_token(call.id, self._clock.now())
 
     def _choose(self, call: ExternalCall, hashes: Sequence[bytes], failed: set[str]) -> _Member:
         now = self._clock.now()
@@ -182,19 +179,13 @@ class ExternalPool:
             for name, member in self._members.items()
         )
 
-    async def _attempt(self, member: _Member, call: ExternalCall) -> AsyncGenerator[StreamChunk, None]:
+    async def _attempt(self, member: _Member, call: ExternalCall, relay: _Relay) -> None:
         member.breaker = self._breaker.sent(member.breaker, self._clock.now())
         member.num_running += 1
-        has_begun = False
         outcome = "abandoned"
         try:
-            async with contextlib.aclosing(member.server.stream(call)) as chunks:
-                async for chunk in chunks:
-                    if not has_begun and chunk.says_something:
-                        has_begun = True
-                        self._router.first_token(call.id, self._clock.now())
-                    yield chunk
-            if not has_begun:
+            await member.server.send(call, relay)
+            if not relay.has_begun:
                 raise _said_nothing(member.server.name)
             outcome = "served"
             member.breaker = self._breaker.succeeded(member.breaker)
@@ -233,7 +224,12 @@ class ExternalPool:
         member.state = ReplicaState.READY
 
     def _describe(self) -> None:
-        """Tell the router which servers there are."""
+        """Tell the router which servers there are, and note their models."""
+        found: dict[str, int | None] = {}
+        for member in self._members.values():
+            for model in member.server.models:
+                found[model] = found.get(model) or member.server.max_model_lens.get(model)
+        self._models = found
         replicas = tuple(
             Replica(
                 id=name,
@@ -253,6 +249,23 @@ class ExternalPool:
                 self._router.heartbeat(
                     name, EngineStats(num_running=load.num_running, num_waiting=load.num_waiting)
                 )
+
+
+class _Relay:
+    """Passes on the chunks of one attempt, and knows whether the client has seen anything of them."""
+
+    def __init__(self, pool: ExternalPool, call: ExternalCall, on_chunks: OnChunks) -> None:
+        self.has_begun = False
+        self._pool = pool
+        self._call = call
+        self._on_chunks = on_chunks
+
+    def __call__(self, chunks: list[StreamChunk]) -> None:
+        if not self.has_begun and any(chunk.says_something for chunk in chunks):
+            self.has_begun = True
+            if not self._call.is_whole:  # whose first token nobody saw
+                self._pool.note_first_token(self._call)
+        self._on_chunks(chunks)
 
 
 def _said_nothing(name: str) -> RequestRefused:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any, TypeAlias
 
-import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.cluster.external.http import Answer, HttpClient, HttpError
 from penstock.cluster.external.wire import (
     ExternalCall,
     ModelPage,
@@ -37,23 +38,37 @@ class LineTooLong(Exception):
     """A line is larger than any event: the stream is no event stream."""
 
 
-async def event_data(source: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield the data of each event, up to the event that ends the stream. Lines end at line feeds only: text may hold
-    characters at which other decoders split."""
-    pending = b""
-    async for piece in source:
-        *lines, pending = (pending + piece).split(b"\n")
+class EventLines:
+    """Cuts a stream of server-sent events into the data of its events, up to the event that ends the stream. Lines
+    end at line feeds only: text may hold characters at which other decoders split."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self.has_ended = False  # by its own last event
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """The data of the events that this piece completes. Raises LineTooLong."""
+        if self._pending:
+            piece = self._pending + piece
+        *lines, self._pending = piece.split(b"\n")
+        if len(self._pending) > MAX_LINE_BYTES:
+            raise LineTooLong
+        return self._data(lines)
+
+    def end(self) -> list[bytes]:
+        """What is left of a stream that its server closed."""
+        return self._data([self._pending])
+
+    def _data(self, lines: Sequence[bytes]) -> list[bytes]:
+        found: list[bytes] = []
         for line in lines:
-            if line.startswith(b"data:"):
+            if line.startswith(b"data:") and not self.has_ended:
                 data = line[5:].strip()
                 if data == _DONE:
-                    return
-                if data:
-                    yield data
-        if len(pending) > MAX_LINE_BYTES:
-            raise LineTooLong
-    if pending.startswith(b"data:") and (rest := pending[5:].strip()) and rest != _DONE:
-        yield rest
+                    self.has_ended = True
+                elif data:
+                    found.append(data)
+        return found
 
 
 # In the order of preference; the first that a server shows counts. All label sets of a name are added up: a server
@@ -113,15 +128,16 @@ def _first(found: dict[str, list[float]], names: Sequence[str]) -> list[float] |
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 5.0
-SILENCE_TIMEOUT_S = 600.0  # between two pieces of an answer; the wait for the first may be as long
+MAX_MODELS_BYTES = 4 << 20
 MAX_ERROR_BYTES = 64 << 10
 MAX_METRICS_BYTES = 4 << 20
 _NO_METRICS = frozenset({401, 403, 404, 405, 501})  # will not change while the server runs
 
 _decode_chunk = msgspec.json.Decoder(StreamChunk).decode
 _decode_models = msgspec.json.Decoder(ModelPage).decode
+_to_json = msgspec.json.Encoder().encode
+OnChunks: TypeAlias = Callable[[list[StreamChunk]], None]
 
 
 class ServerDown(Exception):
@@ -132,9 +148,7 @@ class ExternalServer:
     """A connection to one server. `models` maps the names that clients use to the server's own names. Call `close` at
     the end."""
 
-    def __init__(
-        self, config: ExternalServerConfig, transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, config: ExternalServerConfig) -> None:
         self.name = server_name(config)
         self.region = config.region
         self.models: Mapping[str, str] = dict(config.models)
@@ -144,28 +158,21 @@ class ExternalServer:
         self._shows_metrics = True
         self._shows_cached_tokens = config.shows_cached_tokens
         self._salts_cache = False  # whether the server keeps prompts with different salts apart
-        self._root = server_root(config)
         headers = {} if config.api_key is None else {"authorization": f"Bearer {config.api_key}"}
-        self._http = httpx.AsyncClient(
-            headers={**headers, "user-agent": "penstock"},
-            timeout=httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            transport=transport,
-            trust_env=False,
-        )
+        self._http = HttpClient(server_root(config), headers)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def probe(self) -> None:
         """Ask the server for its models and its load. Raises ServerDown."""
         try:
-            answer = await self._http.get(f"{self._root}/v1/models", timeout=PROBE_TIMEOUT_S)
-            if answer.status_code != 200:
-                raise ServerDown(f"/v1/models answers {answer.status_code}")
-            page = _decode_models(answer.content)
-        except httpx.HTTPError as error:
-            raise ServerDown(_describe(error)) from error
+            status, body = await self._get("/v1/models", MAX_MODELS_BYTES)
+            if status != 200:
+                raise ServerDown(f"/v1/models answers {status}")
+            page = _decode_models(body)
+        except HttpError as error:
+            raise ServerDown(str(error)) from error
         except msgspec.DecodeError as error:
             raise ServerDown("/v1/models is not a list of models") from error
         if self._lists_models:
@@ -178,33 +185,33 @@ class ExternalServer:
 
     async def _read_metrics(self) -> None:
         """Return the load by the server's metrics, if it has any."""
-        with contextlib.suppress(httpx.HTTPError, ValueError):
-            answer = await self._http.get(f"{self._root}/metrics", timeout=PROBE_TIMEOUT_S)
-            self._shows_metrics = answer.status_code not in _NO_METRICS
-            if answer.status_code == 200 and len(answer.content) <= MAX_METRICS_BYTES:
-                self.load = read_load(answer.text)
+        with contextlib.suppress(HttpError, ValueError):
+            status, page = await self._get("/metrics", MAX_METRICS_BYTES)
+            self._shows_metrics = status not in _NO_METRICS
+            if status == 200 and len(page) <= MAX_METRICS_BYTES:
+                self.load = read_load(page.decode("utf-8", "replace"))
 
-    async def stream(self, call: ExternalCall) -> AsyncGenerator[StreamChunk, None]:
-        """Stream the answer. Raises RequestRefused. Closing the stream closes the connection, so that the server
-        stops too."""
-        body = {**call.body, "model": self.models[call.model], "stream": True}
-        if self._salts_cache:  # workspaces can neither read nor time each other's prefixes
-            body["cache_salt"] = blake2b(call.tenant.encode(), digest_size=16).hexdigest()
-        hides_cached = not self._salts_cache and not self._shows_cached_tokens
+    async def _get(self, path: str, max_bytes: int) -> tuple[int, bytes]:
+        return await self._http.get(path, timeout_s=PROBE_TIMEOUT_S, max_bytes=max_bytes)
+
+    async def send(self, call: ExternalCall, on_chunks: OnChunks) -> None:
+        """Send a request, and pass on the chunks of its answer; those that came together are passed on together. An
+        answer that is asked for whole is one chunk. Raises RequestRefused. Cancelling this closes the connection, so
+        that the server stops too."""
         try:
-            async with self._http.stream("POST", f"{self._root}/v1/{call.api}", json=body) as answer:
-                if answer.status_code != 200:
+            answer = await self._http.post(f"/v1/{call.api}", _to_json(self._body(call)))
+            try:
+                if answer.status != 200:
                     raise await self._refusal(answer)
-                async for data in event_data(answer.aiter_bytes()):
-                    chunk = _decode_chunk(data)
-                    if chunk.error is not None:
-                        raise refusal(self.name, 500, data)
-                    yield chunk.without_cached_tokens() if hides_cached else chunk
-        except httpx.HTTPError as error:
+                if call.is_whole:
+                    self._pass_on_whole(call, await answer.read_all(MAX_LINE_BYTES), on_chunks)
+                else:
+                    await self._pass_on_events(answer, on_chunks)
+            finally:
+                answer.release()
+        except HttpError as error:
             raise RequestRefused(
-                EngineUnavailable(
-                    f"The external server {self.name!r} cannot be reached: {_describe(error)}."
-                ),
+                EngineUnavailable(f"The external server {self.name!r} cannot be reached: {error}."),
                 elsewhere=True,
             ) from error
         except (msgspec.DecodeError, LineTooLong) as error:
@@ -215,19 +222,57 @@ class ExternalServer:
                 elsewhere=True,
             ) from error
 
-    async def _refusal(self, answer: httpx.Response) -> RequestRefused:
-        body = b""
-        async for piece in answer.aiter_bytes():
-            body += piece
-            if len(body) > MAX_ERROR_BYTES:
-                break
-        return refusal(self.name, answer.status_code, body, _retry_after_s(answer.headers))
+    def _body(self, call: ExternalCall) -> dict[str, Any]:
+        body = {**call.body, "model": self.models[call.model], "stream": not call.is_whole}
+        if not call.is_whole:
+            body["stream_options"] = {"include_usage": True}
+        if self._salts_cache:  # workspaces can neither read nor time each other's prefixes
+            body["cache_salt"] = blake2b(call.tenant.encode(), digest_size=16).hexdigest()
+        return body
+
+    def _pass_on_whole(self, call: ExternalCall, data: bytes, on_chunks: OnChunks) -> None:
+        chunks, problem = self._chunks([data])
+        if problem is not None:
+            raise problem
+        on_chunks([chunk.as_whole(call.estimated_tokens) for chunk in chunks])
+
+    async def _pass_on_events(self, answer: Answer, on_chunks: OnChunks) -> None:
+        lines = EventLines()
+
+        def take(events: Sequence[bytes]) -> None:
+            chunks, problem = self._chunks(events)
+            if chunks:
+                on_chunks(chunks)
+            if problem is not None:
+                raise problem
+
+        def take_piece(piece: bytes) -> None:
+            if not lines.has_ended:
+                take(lines.feed(piece))
+
+        await answer.deliver(take_piece)
+        if not lines.has_ended:
+            take(lines.end())
+
+    def _chunks(self, events: Sequence[bytes]) -> tuple[list[StreamChunk], Exception | None]:
+        """The chunks of these events, up to the first that is none or tells of an error, and that error."""
+        chunks: list[StreamChunk] = []
+        for data in events:
+            try:
+                chunk = _decode_chunk(data)
+            except msgspec.DecodeError as error:
+                return chunks, error
+            if chunk.error is not None:
+                return chunks, refusal(self.name, 500, data)
+            shows_all = self._salts_cache or self._shows_cached_tokens
+            chunks.append(chunk if shows_all else chunk.without_cached_tokens())
+        return chunks, None
+
+    async def _refusal(self, answer: Answer) -> RequestRefused:
+        body = await answer.read_all(MAX_ERROR_BYTES)
+        return refusal(self.name, answer.status, body, _retry_after_s(answer.headers))
 
 
-def _retry_after_s(headers: httpx.Headers) -> float | None:
-    text = headers.get("retry-after", "")
-    return float(text) if text.isascii() and text.isdecimal() and len(text) < 6 else None  # it may be a date
-
-
-def _describe(error: httpx.HTTPError) -> str:
-    return str(error) or type(error).__name__
+def _retry_after_s(headers: Mapping[bytes, bytes]) -> float | None:
+    text = headers.get(b"retry-after", b"")
+    return float(text) if text.isdigit() and len(text) < 6 else None  # it may be a date

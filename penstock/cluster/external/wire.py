@@ -40,6 +40,7 @@ class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
     region: str = ""
     affinity_key: str = ""
     timeout_s: float | None = None
+    is_whole: bool = False  # whether the server is asked for the answer in one piece, instead of a stream
 
     @property
     def estimated_tokens(self) -> int:
@@ -103,6 +104,13 @@ class WireDelta(msgspec.Struct, frozen=True):
             self.content or self.reasoning_content or self.reasoning or self.refusal or self.tool_calls
         )
 
+    def numbered(self) -> WireDelta:
+        """With indexes for the calls of tools, which a whole answer leaves out."""
+        if not self.tool_calls:
+            return self
+        calls = [msgspec.structs.replace(call, index=index) for index, call in enumerate(self.tool_calls)]
+        return msgspec.structs.replace(self, tool_calls=calls)
+
 
 class WireAlternative(msgspec.Struct, frozen=True):
     token: str
@@ -128,6 +136,7 @@ class WireLogprobs(msgspec.Struct, frozen=True):
 
 class WireChoice(msgspec.Struct, frozen=True):
     delta: WireDelta | None = None  # of a chat
+    message: WireDelta | None = None  # of a chat that is answered whole
     text: str | None = None  # of a completion
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # vLLM: the stop string, or the token, that ended it
@@ -184,7 +193,24 @@ class StreamChunk(msgspec.Struct, frozen=True):
     @property
     def says_something(self) -> bool:
         """Say whether a chunk holds anything for the client. The first chunk of most servers only names a role."""
-        return any(choice.says_something for choice in self.choices)
+        for choice in self.choices:  # noqa: SIM110 (asked for every token)
+            if choice.says_something:
+                return True
+        return False
+
+    def as_whole(self, estimated_prompt_tokens: int) -> StreamChunk:
+        """A whole answer in the shape of a stream's only chunk. Usage that the server does not tell is estimated."""
+        choices = [
+            choice
+            if choice.message is None
+            else msgspec.structs.replace(choice, delta=choice.message.numbered())
+            for choice in self.choices
+        ]
+        usage = self.usage
+        if usage is None:
+            texts = [(choice.delta and choice.delta.content) or choice.text or "" for choice in choices[:1]]
+            usage = WireUsage(estimated_prompt_tokens, sum(map(estimated_tokens, texts)))
+        return msgspec.structs.replace(self, choices=choices, usage=usage)
 
 
 class WireModel(msgspec.Struct, frozen=True):

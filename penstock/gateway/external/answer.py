@@ -7,7 +7,6 @@ turns chunks into deltas without waiting.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -278,19 +277,25 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
             self.warnings = (*others, warning)
 
     async def _read(self, pool: ExternalPool, call: ExternalCall, choice: ExternalChoice) -> None:
-        async with contextlib.aclosing(pool.stream(call)) as chunks:
-            async for chunk in chunks:
-                if choice.push(chunk):
-                    self._time_token(choice)
-                    self._pass_on(choice)
+        def take(chunks: list[StreamChunk]) -> None:
+            num_new = sum([choice.push(chunk) for chunk in chunks])
+            if num_new:
+                self._time_tokens(choice, num_new, is_whole=call.is_whole)
+                self._pass_on(choice)
 
-    def _time_token(self, choice: ExternalChoice) -> None:
+        await pool.send(call, take)
+
+    def _time_tokens(self, choice: ExternalChoice, count: int, *, is_whole: bool) -> None:
+        """Note when `count` tokens came, which came together. Of a whole answer, nobody knows when it began."""
         now = self._context.clock.now()
         if choice.first_token_at is None:
             choice.first_token_at = now
-            self._latencies.first_token_s.observe(now - self._arrived_at)
+            if not is_whole:
+                self._latencies.first_token_s.observe(now - self._arrived_at)
         else:
             self._latencies.inter_token_s.observe(now - choice.last_token_at)
+        if count > 1:
+            self._latencies.inter_token_s.observe(0.0, count - 1)
         choice.last_token_at = now
 
     def _pass_on(self, choice: ExternalChoice) -> None:

@@ -178,6 +178,7 @@ def calls_for(
     max_tokens: int | None,
     context: int | None,
     region: str,
+    is_whole: bool = False,
 ) -> list[ExternalCall]:
     """One call for each answer: the n answers of a prompt follow each other, with consecutive seeds. `context` is the
     length of the model's context where `max_tokens` is to be cut to it."""
@@ -190,7 +191,6 @@ def calls_for(
         if max_tokens is not None:
             room = None if context is None else context - estimated_tokens(text)
             body["max_tokens"] = max_tokens if room is None or room < 1 else min(max_tokens, room)
-        body["stream_options"] = {"include_usage": True}
         for sibling in range(request.n):
             seed = request.sampling.seed
             calls.append(
@@ -203,6 +203,7 @@ def calls_for(
                     tenant=request.principal.workspace_id,
                     region=region,
                     affinity_key=request.prompt_cache_key or "",
+                    is_whole=is_whole,
                 )
             )
     return calls

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import uvicorn
@@ -13,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 Script = Callable[[dict[str, Any]], Sequence[dict[str, Any] | float | Response]]
 
@@ -29,6 +31,31 @@ def text_chunks(
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason, **choice}]})
     told = usage or {"prompt_tokens": 7, "completion_tokens": len(pieces), "total_tokens": 7 + len(pieces)}
     return [*chunks, {"choices": [], "usage": told}]
+
+
+def whole_answer(steps: Sequence[dict[str, Any] | float | Response]) -> dict[str, Any]:
+    """What a server says at once that would have streamed these chunks."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    whole: dict[str, Any] = {"choices": []}
+    text = ""
+    for step in steps:
+        if not isinstance(step, dict):
+            continue
+        for choice in step.get("choices", ()):
+            text += choice.get("text", "")
+            delta = choice.pop("delta", {})
+            message["content"] += delta.pop("content", None) or ""
+            for call in delta.pop("tool_calls", ()):
+                calls = message.setdefault("tool_calls", [])
+                if call["index"] < len(calls):
+                    calls[call["index"]]["function"]["arguments"] += call["function"].get("arguments", "")
+                else:
+                    calls.append({name: value for name, value in call.items() if name != "index"})
+            message |= delta
+            kind = {"text": text} if "text" in choice else {"message": message}
+            whole["choices"] = [{**choice, **kind}]
+        whole |= {name: value for name, value in step.items() if name != "choices"}
+    return whole
 
 
 class OpenAIServer:
@@ -76,6 +103,8 @@ class OpenAIServer:
         steps = self.script(body)
         if steps and isinstance(steps[0], Response):
             return steps[0]
+        if not body.get("stream"):
+            return JSONResponse(whole_answer(copy.deepcopy(steps)))
 
         async def events() -> AsyncIterator[bytes]:
             is_whole = False
@@ -94,20 +123,24 @@ class OpenAIServer:
 
 
 @asynccontextmanager
+async def listening(app: ASGIApp) -> AsyncIterator[str]:
+    """The URL of an application that listens on a port of its own, on this event loop."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.001)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+@asynccontextmanager
 async def serving(*servers: OpenAIServer) -> AsyncIterator[None]:
     """Each on a port of its own, on this event loop; a server's `url` says where."""
-    running = []
-    for server in servers:
-        config = uvicorn.Config(server.app(), host="127.0.0.1", port=0, log_level="critical", lifespan="off")
-        listening = uvicorn.Server(config)
-        task = asyncio.create_task(listening.serve())
-        while not listening.started:
-            await asyncio.sleep(0.001)
-        server.url = f"http://127.0.0.1:{listening.servers[0].sockets[0].getsockname()[1]}"
-        running.append((listening, task))
-    try:
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            server.url = await stack.enter_async_context(listening(server.app()))
         yield
-    finally:
-        for listening, task in running:
-            listening.should_exit = listening.force_exit = True
-            await task

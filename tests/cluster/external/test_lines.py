@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cluster.external import server
-from penstock.cluster.external.server import LineTooLong, event_data
+from penstock.cluster.external.server import EventLines, LineTooLong
 
 TEXT = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), min_size=1).filter(
     lambda text: text.strip() == text and text.encode().strip() == text.encode() and text != "[DONE]"
@@ -18,14 +15,11 @@ TEXT = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"
 
 
 def read(data: bytes, cuts: list[int]) -> list[bytes]:
-    async def source() -> AsyncIterator[bytes]:
-        for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
-            yield data[start:end]
-
-    async def collect() -> list[bytes]:
-        return [event async for event in event_data(source())]
-
-    return asyncio.run(collect())
+    lines = EventLines()
+    events: list[bytes] = []
+    for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+        events += lines.feed(data[start:end])
+    return events + lines.end()
 
 
 @settings(max_examples=50)

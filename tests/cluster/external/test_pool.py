@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from penstock.cluster.external.pool import MAX_MISSED_PROBES, ExternalPool
 from penstock.cluster.external.server import ExternalServer
-from penstock.cluster.external.wire import ExternalCall
+from penstock.cluster.external.wire import ExternalCall, StreamChunk, WireDelta
 from penstock.core.clock import VirtualClock
 from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import (
@@ -59,14 +59,13 @@ async def pool_of(*servers: OpenAIServer, **options: Any) -> AsyncIterator[Exter
 
 
 async def ask(pool: ExternalPool, asked: ExternalCall | None = None) -> str:
-    return "".join(
-        [
-            (choice.delta.content or "")
-            async for chunk in pool.stream(asked or call())
-            for choice in chunk.choices
-            if choice.delta is not None
-        ]
-    )
+    deltas: list[WireDelta | None] = []
+
+    def take(chunks: list[StreamChunk]) -> None:
+        deltas.extend(choice.delta for chunk in chunks for choice in chunk.choices)
+
+    await pool.send(asked or call(), take)
+    return "".join(delta.content or "" for delta in deltas if delta is not None)
 
 
 def fails(status: int, message: str = "no", **headers: str) -> list[JSONResponse]:
@@ -152,14 +151,16 @@ async def test_what_is_no_stream_of_chunks_is_an_error() -> None:
             await ask(pool)
 
 
-async def test_closing_the_stream_reaches_the_server() -> None:
+async def test_cancelling_a_request_reaches_the_server() -> None:
     server = OpenAIServer(script=lambda body: [*text_chunks("a", "b")[:2], 30.0, *text_chunks("c")])
     async with pool_of(server) as pool:
-        stream = pool.stream(call())
-        while not (await anext(stream)).says_something:
-            pass
+        has_begun = asyncio.Event()
+        sending = asyncio.create_task(
+            pool.send(call(), lambda chunks: has_begun.set() if chunks[-1].says_something else None)
+        )
+        await has_begun.wait()
         assert pool.views()[0].num_running == 1
-        await stream.aclose()
+        sending.cancel()
         async with asyncio.timeout(10):
             while not server.num_abandoned:
                 await asyncio.sleep(0.01)

@@ -4,7 +4,6 @@ account is settled once."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.cluster.external.server import OnChunks
 from penstock.cluster.external.wire import ExternalCall, StreamChunk
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.gateway_config import GatewayConfig
@@ -49,14 +49,14 @@ class ScriptedPool:
         self.plans = {f"r-{number}": plan for number, plan in enumerate(plans)}
         self.num_open = 0
 
-    async def stream(self, call: ExternalCall) -> AsyncGenerator[StreamChunk, None]:
+    async def send(self, call: ExternalCall, on_chunks: OnChunks) -> None:
         plan = self.plans[call.id]
         chunks = text_chunks(*plan.pieces)
         self.num_open += 1
         try:
             for chunk in chunks if plan.is_whole else chunks[:-2]:
                 await asyncio.sleep(0)
-                yield msgspec.convert(chunk, StreamChunk)
+                on_chunks([msgspec.convert(chunk, StreamChunk)])
             if plan.ending == "fails":
                 raise EngineUnavailable("It fell over.")
         finally:

@@ -63,7 +63,6 @@ def chat(*messages: ChatMessage, **fields: Any) -> ChatPrompt:
 def test_a_plain_chat_says_no_more_than_it_must() -> None:
     assert body(chat()) == {
         "messages": [{"role": "user", "content": "Hello"}],
-        "stream_options": {"include_usage": True},
     }
 
 

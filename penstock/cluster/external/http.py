@@ -1,0 +1,412 @@
+"""A small HTTP/1.1 client for one server: connections that are kept alive, one exchange at a time on each.
+
+Knows no JSON and no events. The parser is llhttp's strict one, as in our own server. What does not fit the rules (a
+second answer, bytes that nobody asked for, a length that is not kept) ends the connection, so that no answer can be
+taken for the answer to another request. Used from one event loop.
+
+    HttpError
+    ├── ConnectFailed    no connection: nothing was sent
+    └── AnswerBroken     the answer ended early, was too slow, or is not HTTP
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self, cast
+from urllib.parse import unquote, urlsplit
+
+import certifi
+import httptools
+
+from penstock.core.errors import ConfigError
+
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 600.0  # between two pieces of an answer; the wait for the first may be as long
+IDLE_TIMEOUT_S = 30.0  # of a connection that is kept for the next request
+MAX_IDLE_CONNECTIONS = 64
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 200
+
+
+class HttpError(Exception):
+    """An exchange failed below the level of HTTP statuses."""
+
+
+class ConnectFailed(HttpError):
+    """There is no connection: nothing was sent."""
+
+
+class AnswerBroken(HttpError):
+    """The answer ended early, was too slow, or is not HTTP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens, as its URL tells."""
+
+    host: str
+    port: int
+    is_tls: bool
+    authority: str  # for the header Host
+    path: str  # before the paths of requests
+    credentials: str | None  # of the URL, as basic authentication
+
+    @classmethod
+    def of(cls, url: str) -> Self:
+        """Raises ConfigError for a URL without a host, or with characters that could end a line of HTTP."""
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not host or parts.scheme not in ("http", "https") or not _is_plain(url):
+            raise ConfigError(f"The external server {url!r} has no URL that begins with http:// or https://.")
+        is_tls = parts.scheme == "https"
+        credentials = None
+        if parts.username is not None:
+            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            credentials = f"Basic {base64.b64encode(pair.encode()).decode()}"
+        return cls(
+            host=host,
+            port=port or (443 if is_tls else 80),
+            is_tls=is_tls,
+            authority=parts.netloc.rpartition("@")[2],
+            path=parts.path.rstrip("/"),
+            credentials=credentials,
+        )
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a text can stand in the head of a request."""
+    return text.isascii() and text.isprintable() and " " not in text
+
+
+class Answer(asyncio.Protocol):
+    """A connection, and the answer that comes over it. `HttpClient` makes and keeps them. Whoever gets one from
+    `post` looks at `status` and `headers`, then calls `deliver` or `read_all`, and `release` at the end, however it
+    ended."""
+
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+        self._loop = client.loop
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._silence_timer: asyncio.TimerHandle | None = None
+        self._heard_at = 0.0
+        self._silence_s = SILENCE_TIMEOUT_S
+        self._is_busy = False
+        self._error: HttpError | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.was_reused = False
+        self._head_bytes = 0
+        self._num_headers = 0
+        self._is_head_complete = False
+        self._is_complete = False
+        self._can_stay = False  # whether the server takes another request over this connection
+        self._ends_at_close = False
+        self._pieces: list[bytes] = []  # that came before anybody asked for them
+        self._sink: Callable[[bytes], None] | None = None
+        self._sink_error: Exception | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any byte of the answer is here."""
+        return self._head_bytes > 0
+
+    def begin(self, request: bytes, silence_s: float) -> None:
+        """Send a request. The answer of the one before must be complete."""
+        assert self._transport is not None
+        self.was_reused = False
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+            self._reset()
+            self.was_reused = True
+        self._is_busy = True
+        self._heard_at = self._loop.time()
+        self._silence_s = silence_s
+        self._silence_timer = self._loop.call_later(silence_s, self._check_silence)
+        self._transport.write(request)
+
+    async def wait_head(self) -> None:
+        """Raises AnswerBroken."""
+        while not self._is_head_complete:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+
+    async def deliver(self, sink: Callable[[bytes], None]) -> None:
+        """Hand over the body, piece by piece, as soon as each arrives. `sink` must not wait; what it raises ends the
+        answer, and is raised here. Raises AnswerBroken."""
+        self._sink = sink
+        self._hand_over()
+        while not (self._is_complete or self._sink_error or self._error):
+            await self._wait()
+        if self._sink_error is not None:
+            raise self._sink_error
+        if not self._is_complete:
+            assert self._error is not None
+            raise self._error
+
+    async def read_all(self, max_bytes: int) -> bytes:
+        """The whole body. Raises AnswerBroken, also for a body of more than `max_bytes`."""
+        pieces: list[bytes] = []
+        num_bytes = 0
+
+        def take(piece: bytes) -> None:
+            nonlocal num_bytes
+            num_bytes += len(piece)
+            if num_bytes > max_bytes:
+                raise AnswerBroken("its answer is too large")
+            pieces.append(piece)
+
+        await self.deliver(take)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _hand_over(self) -> None:
+        """Give what has come to the sink, once there is one."""
+        if self._sink is None or not self._pieces or self._sink_error is not None:
+            return
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        try:
+            self._sink(data)
+        except Exception as error:  # the reader's own, which it is told where it waits
+            self._sink_error = error
+            self._wake()
+
+    def release(self) -> None:
+        """Keep the connection for the next request, if this one has come to its end; else close it, by which the
+        server learns that nobody waits any more."""
+        if not self._is_busy:
+            return
+        self._is_busy = False
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
+            self._silence_timer = None
+        self._sink = None
+        is_whole = self._is_complete and not self._pieces and self._error is None and self._sink_error is None
+        if is_whole and self._can_stay and self.is_open:
+            self._idle_timer = self._loop.call_later(IDLE_TIMEOUT_S, self.close)
+            self._client.keep(self)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        self._client.forget(self)
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, message: str) -> None:
+        if self._error is None:
+            self._error = AnswerBroken(message)
+        self._wake()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _check_silence(self) -> None:
+        left_s = self._heard_at + self._silence_s - self._loop.time()
+        if left_s > 0:
+            self._silence_timer = self._loop.call_later(left_s, self._check_silence)
+        else:
+            self._fail("it was silent for too long")
+
+    # What the transport calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their type
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_busy or self._is_complete:
+            self._fail("it sent more than was asked for")
+            self._client.forget(self)
+            return
+        self._heard_at = self._loop.time()
+        if not self._is_head_complete:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._fail("its answer is not HTTP")
+            return
+        if not self._is_head_complete:
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._fail("the head of its answer is too large")
+            return
+        if self._pieces and self._sink is not None:
+            self._hand_over()
+        if self._is_complete or self._sink is None:
+            self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._client.forget(self)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        if self._is_head_complete and self._ends_at_close and error is None and self._error is None:
+            self._is_complete = True
+        elif not self._is_complete and self._error is None:
+            self._error = AnswerBroken("it closed the connection" if error is None else str(error))
+        self._wake()
+
+    # What the parser calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            raise ValueError("too many headers")
+        self.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # an interim answer: another head follows
+            self.headers.clear()
+            return
+        self.status = status
+        self._is_head_complete = True
+        headers = self.headers
+        self._ends_at_close = b"content-length" not in headers and b"transfer-encoding" not in headers
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces.append(body)
+
+    def on_message_begin(self) -> None:
+        if self._is_complete:
+            raise ValueError("a second answer")
+
+    def on_message_complete(self) -> None:
+        if self._is_head_complete:
+            self._is_complete = True
+            self._can_stay = not self._ends_at_close and self._parser.should_keep_alive()
+
+
+class HttpClient:
+    """Sends requests to one server. `headers` go with every request. Call `close` at the end."""
+
+    def __init__(self, url: str, headers: dict[str, str]) -> None:
+        self.address = Address.of(url)
+        lines = {"host": self.address.authority, "accept-encoding": "identity", "user-agent": "penstock"}
+        if self.address.credentials is not None:
+            lines["authorization"] = self.address.credentials
+        lines |= headers
+        for name, value in lines.items():
+            if not (value.isascii() and value.isprintable()):
+                raise ConfigError(f"The header {name} for {self.address.authority} has forbidden characters.")
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode("latin-1")
+        self._tls = _trusting() if self.address.is_tls else None
+        self._idle: list[Answer] = []
+        self._open: set[Answer] = set()
+        self._is_closed = False
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    async def get(self, path: str, *, timeout_s: float, max_bytes: int) -> tuple[int, bytes]:
+        """The status and the body, of at most `max_bytes`. Raises HttpError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._send(b"GET %b HTTP/1.1\r\n%b\r\n" % (self._path(path), self._head))
+                try:
+                    return answer.status, await answer.read_all(max_bytes)
+                finally:
+                    answer.release()
+        except TimeoutError as error:
+            raise AnswerBroken("it did not answer in time") from error
+
+    async def post(self, path: str, body: bytes, *, silence_s: float = SILENCE_TIMEOUT_S) -> Answer:
+        """Send a JSON body, and wait for the head of the answer. The caller releases the answer. Raises HttpError."""
+        head = b"POST %b HTTP/1.1\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        return await self._send(head % (self._path(path), self._head, len(body)) + body, silence_s)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for answer in tuple(self._open):
+            answer.close()
+
+    def keep(self, answer: Answer) -> None:
+        if self._is_closed or len(self._idle) >= MAX_IDLE_CONNECTIONS:
+            answer.close()
+        else:
+            self._idle.append(answer)
+
+    def forget(self, answer: Answer) -> None:
+        if answer in self._open:
+            self._open.discard(answer)
+            if answer in self._idle:
+                self._idle.remove(answer)
+
+    def _path(self, path: str) -> bytes:
+        return f"{self.address.path}{path}".encode("ascii")
+
+    async def _send(self, request: bytes, silence_s: float = SILENCE_TIMEOUT_S) -> Answer:
+        while True:
+            answer = await self._connection()
+            answer.begin(request, silence_s)
+            try:
+                await answer.wait_head()
+            except AnswerBroken:
+                was_stale = answer.was_reused and not answer.has_begun
+                answer.release()
+                # A server may close a connection that it kept just when it is used again. Nothing was answered, and
+                # the next connection is another one.
+                if self._is_closed or not was_stale:
+                    raise
+            except BaseException:
+                answer.release()
+                raise
+            else:
+                return answer
+
+    async def _connection(self) -> Answer:
+        """The connection that was used last, because those before it may be left to end."""
+        while self._idle:
+            answer = self._idle.pop()
+            if answer.is_open:
+                return answer
+        address = self.address
+        answer = Answer(self)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self.loop.create_connection(lambda: answer, address.host, address.port, ssl=self._tls)
+        except TimeoutError as error:
+            raise ConnectFailed("no connection in time") from error
+        except (OSError, UnicodeError) as error:  # the latter for a name that can be none
+            raise ConnectFailed(_plainly(error)) from error
+        self._open.add(answer)
+        return answer
+
+
+def _plainly(error: OSError | UnicodeError) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _trusting() -> ssl.SSLContext:
+    """Trusts the certificates of the system (`SSL_CERT_FILE` counts) and those of the usual authorities."""
+    context = ssl.create_default_context()
+    context.load_verify_locations(certifi.where())
+    return context

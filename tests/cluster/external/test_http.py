@@ -1,0 +1,259 @@
+"""The HTTP client against servers that behave in every way: real sockets, bytes as a test scripts them."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from penstock.cluster.external import http
+from penstock.cluster.external.http import Address, AnswerBroken, ConnectFailed, HttpClient
+from penstock.core.errors import ConfigError
+from tests.api.test_browsers import self_signed
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class ScriptedServer:
+    """Answers the n-th request with the n-th piece of its script, then closes the connection."""
+
+    def __init__(self, *answers: bytes, closes_after: int = 1000) -> None:
+        self.answers = list(answers)
+        self.closes_after = closes_after
+        self.requests: list[bytes] = []
+        self.num_connections = 0
+        self.num_left_by_client = 0
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        for _ in range(self.closes_after):
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except (asyncio.IncompleteReadError, ConnectionError):
+                self.num_left_by_client += 1
+                break
+            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
+            self.requests.append(head + await reader.readexactly(length))
+            if not self.answers:
+                break
+            writer.write(self.answers.pop(0))
+        writer.close()
+
+
+@asynccontextmanager
+async def client_of(server: ScriptedServer, tls: ssl.SSLContext | None = None) -> AsyncIterator[HttpClient]:
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls)
+    port = listening.sockets[0].getsockname()[1]
+    server.url = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
+    client = HttpClient(server.url, {"authorization": "Bearer secret"})
+    try:
+        async with asyncio.timeout(20):
+            yield client
+    finally:
+        await client.close()
+        listening.close()
+
+
+async def ask(client: HttpClient, body: bytes = b"{}") -> tuple[int, bytes]:
+    answer = await client.post("/v1/x", body)
+    try:
+        return answer.status, await answer.read_all(1 << 20)
+    finally:
+        answer.release()
+
+
+async def test_connections_are_used_again() -> None:
+    server = ScriptedServer(OK, OK, b"HTTP/1.1 503 No\r\nretry-after: 3\r\ncontent-length: 0\r\n\r\n", OK)
+    async with client_of(server) as client:
+        assert [await ask(client, b'{"a":1}') for _ in range(2)] == [(200, b"hi")] * 2
+        assert await ask(client) == (503, b"")
+        assert await client.get("/metrics", timeout_s=5, max_bytes=10) == (200, b"hi")
+    assert server.num_connections == 1
+    assert server.requests[0].startswith(b"POST /v1/x HTTP/1.1\r\nhost: 127.0.0.1:")
+    assert b"\r\nauthorization: Bearer secret\r\n" in server.requests[0]
+    assert server.requests[0].endswith(b'content-length: 7\r\n\r\n{"a":1}')
+
+
+def test_on_the_loop_that_serves() -> None:
+    """Whose transports are of other types."""
+
+    async def exchange() -> tuple[int, bytes]:
+        async with client_of(ScriptedServer(OK)) as client:
+            return await ask(client)
+
+    assert uvloop.run(exchange()) == (200, b"hi")
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nh\r\n1;x=y\r\ni\r\n0\r\n\r\n", b"hi"),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nlink: x\r\n\r\n" + OK, b"hi"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nhi", b"hi"),
+        (b"HTTP/1.1 204 Nothing\r\n\r\n", b""),
+    ],
+)
+async def test_kinds_of_answers(answer: bytes, body: bytes) -> None:
+    async with client_of(ScriptedServer(answer)) as client:
+        assert (await ask(client))[1] == body
+
+
+async def test_an_answer_may_end_with_its_connection() -> None:
+    server = ScriptedServer(b"HTTP/1.1 200 OK\r\n\r\nhi", closes_after=1)
+    async with client_of(server) as client:
+        assert await ask(client) == (200, b"hi")
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\nhi", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nhi", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", "not HTTP"),
+        (b"HTTP/1.1 101 Switch\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", "not HTTP"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 300 + b"\r\n", "not HTTP|too large"),
+        (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000, "too large"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi", "closed"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\nhi", "closed"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2000000\r\n\r\n" + b"x" * 2_000_000, "too large"),
+        (b"", "closed"),
+    ],
+)
+async def test_answers_that_are_none(answer: bytes, problem: str) -> None:
+    server = ScriptedServer(answer, closes_after=1)
+    async with client_of(server) as client:
+        with pytest.raises(AnswerBroken, match=problem):
+            await ask(client)
+        server.answers, server.closes_after = [OK], 1000
+        assert await ask(client) == (200, b"hi"), "over a connection of its own"
+    assert server.num_connections == 2
+
+
+async def test_a_second_answer_is_nobodys() -> None:
+    """What a server sends unasked must not become the answer to the next request."""
+    server = ScriptedServer(OK + OK.replace(b"hi", b"no"), OK)
+    async with client_of(server) as client:
+        assert await ask(client) == (200, b"hi")
+        assert await ask(client) == (200, b"hi")
+    assert server.num_connections == 2
+
+
+async def test_what_comes_between_requests_ends_the_connection() -> None:
+    class Chatty(ScriptedServer):
+        async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.writer = writer
+            await super().serve(reader, writer)
+
+    server = Chatty(OK, OK)
+    async with client_of(server) as client:
+        await ask(client)
+        server.writer.write(OK.replace(b"hi", b"no"))
+        while not server.num_left_by_client:
+            await asyncio.sleep(0.001)
+        assert await ask(client) == (200, b"hi")
+    assert server.num_connections == 2
+
+
+async def test_a_kept_connection_that_the_server_closes_costs_no_request() -> None:
+    server = ScriptedServer(OK, OK, OK, closes_after=1)
+    async with client_of(server) as client:
+        for _ in range(3):
+            assert await ask(client) == (200, b"hi")
+    assert server.num_connections == 3
+
+
+async def test_silence_ends_an_answer() -> None:
+    part = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi"
+    async with client_of(ScriptedServer(part, part)) as client:
+        answer = await client.post("/", b"{}", silence_s=0.05)
+        with pytest.raises(AnswerBroken, match="silent"):
+            await answer.deliver(lambda piece: None)
+        answer.release()
+        with pytest.raises(AnswerBroken, match="in time"):
+            await client.get("/", timeout_s=0.01, max_bytes=10)
+
+
+async def test_cancelling_closes_the_connection() -> None:
+    server = ScriptedServer(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi")
+    async with client_of(server) as client:
+        asking = asyncio.create_task(ask(client))
+        while not server.requests:
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        while not server.num_left_by_client:
+            await asyncio.sleep(0.001)
+
+
+async def test_what_a_reader_raises_is_raised_where_it_waits() -> None:
+    def refuse(piece: bytes) -> None:
+        raise KeyError(piece)
+
+    async with client_of(ScriptedServer(OK)) as client:
+        answer = await client.post("/", b"{}")
+        with pytest.raises(KeyError):
+            await answer.deliver(refuse)
+        answer.release()
+        assert not answer.is_open
+
+
+async def test_nobody_listens() -> None:
+    client = HttpClient("http://127.0.0.1:1", {})
+    with pytest.raises(ConnectFailed, match=r"."):
+        await client.post("/", b"{}")
+    with pytest.raises(ConnectFailed):
+        await HttpClient(f"http://{'x' * 70}.invalid", {}).post("/", b"{}")
+
+
+async def test_idle_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_IDLE_CONNECTIONS", 2)
+    server = ScriptedServer(*[OK] * 4)
+    async with client_of(server) as client:
+        answers = [await client.post("/", b"{}") for _ in range(4)]
+        for answer in answers:
+            await answer.read_all(10)
+            answer.release()
+        assert [answer.is_open for answer in answers] == [True, True, False, False]
+
+
+async def test_certificates_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, key = self_signed(tmp_path)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(certificate, key)
+    async with client_of(ScriptedServer(OK), tls) as client:
+        with pytest.raises(ConnectFailed, match="certificate"):
+            await ask(client)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    async with client_of(ScriptedServer(OK), tls) as client:
+        assert await ask(client) == (200, b"hi")
+
+
+def test_addresses() -> None:
+    address = Address.of("https://me:p%40ss@[::1]:8443/base/")
+    assert (address.host, address.port, address.authority, address.path) == (
+        "::1",
+        8443,
+        "[::1]:8443",
+        "/base",
+    )
+    assert address.credentials == "Basic bWU6cEBzcw=="
+    assert Address.of("https://host").port == 443
+    for url in (
+        "http://host:99999",
+        "http://host/a b",
+        "http://host\r\nx: y",
+        "http://",
+        "ftp://host",
+        "host",
+    ):
+        with pytest.raises(ConfigError):
+            Address.of(url)
+    with pytest.raises(ConfigError):
+        HttpClient("http://host", {"authorization": "Bearer a\r\nx: y"})
