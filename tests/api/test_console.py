@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from importlib import resources
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from penstock.api.admin.history import HistoryEndpoints
@@ -34,13 +35,17 @@ async def server(tmp_path: Path) -> AsyncIterator[TenantServer]:
     await server.close()
 
 
-async def test_the_page_and_its_files_need_no_key_and_have_a_strict_policy(server: TenantServer) -> None:
+@pytest.mark.parametrize("page_path", ["/console", "/"])
+async def test_the_pages_and_their_files_need_no_key_and_have_a_strict_policy(
+    server: TenantServer, page_path: str
+) -> None:
     async with server.client() as client:
-        page = await client.get("/console")
+        page = await client.get(page_path)
         assert page.status_code == 200
+        assert page.headers["content-type"].startswith("text/html")
         named = re.findall(r'(?:src|href)="(/console/[^"]+)"', page.text)
         assert len(named) >= 3
-        for path in ("/console", "/console/", *named):
+        for path in (page_path, "/console/", *named):
             answer = await client.get(path)
             assert answer.status_code == 200, path
             policy = answer.headers["content-security-policy"]
@@ -61,6 +66,15 @@ async def test_the_page_has_nothing_that_the_policy_would_stop(server: TenantSer
                 entry.name
             )
             assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), entry.name
+
+
+async def test_every_file_that_a_script_imports_is_there(server: TenantServer) -> None:
+    async with server.client() as client:
+        for entry in FOLDER.iterdir():
+            if not entry.name.endswith(".js"):
+                continue
+            for name in re.findall(r'(?:from|module:) "\./([\w.]+)"', entry.read_text()):
+                assert (await client.get(f"/console/{name}")).status_code == 200, f"{entry.name} wants {name}"
 
 
 async def test_a_browser_that_has_a_file_is_told_so(server: TenantServer) -> None:

@@ -1,8 +1,6 @@
-"""Health, metrics, tokenization, keys and the chat page."""
+"""Health, metrics, tokenization and keys."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 
@@ -124,25 +122,3 @@ async def test_the_right_key_opens(header: str) -> None:
     async with direct_client(FakeEngine(), api_key="right") as client:
         answer = await client.get("/v1/models", headers={"authorization": header})
     assert answer.status_code == 200
-
-
-async def test_chat_page_is_one_file_that_calls_nobody_else() -> None:
-    async with direct_client(FakeEngine()) as client:
-        answer = await client.get("/")
-    assert answer.headers["content-type"].startswith("text/html")
-    assert answer.text.lstrip().lower().startswith("<!doctype html>")
-    assert "/v1/chat/completions" in answer.text
-    assert not re.search(r"(?:https?:)?//[a-z0-9-]+\.[a-z]", answer.text), "no external address"
-    assert not re.search(r"<(?:link|img|iframe|script\s+src)|@import|url\(", answer.text)
-    assert "innerHTML" not in answer.text, "text from the model is never parsed as HTML"
-    assert not re.search(r"\son[a-z]+=|\sstyle=", answer.text), (
-        "the policy would forbid inline handlers and styles"
-    )
-
-
-async def test_chat_page_policy_allows_exactly_its_own_script_and_style() -> None:
-    async with direct_client(FakeEngine()) as client:
-        policy = (await client.get("/")).headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert policy.count("'sha256-") == 2
-    assert "unsafe" not in policy

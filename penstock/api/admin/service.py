@@ -1,11 +1,6 @@
-"""What operators and tools ask a server: health, version, metrics, tokenization; and the chat page for people."""
+"""What operators and tools ask a server: health, version, metrics, tokenization."""
 
 from __future__ import annotations
-
-import base64
-import hashlib
-import re
-from importlib import resources
 
 import msgspec
 from starlette.requests import Request
@@ -79,12 +74,9 @@ class ServiceEndpoints:
         self._gateway = gateway
         self._tokenize_decoder = BodyDecoder(TokenizeRequest)
         self._detokenize_decoder = BodyDecoder(DetokenizeRequest)
-        self._page = resources.files("penstock.api").joinpath("static/chat.html").read_bytes()
-        self._page_policy = _content_security_policy(self._page)
 
     def routes(self) -> list[Route]:
         return [
-            Route("/", self.chat_page, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/ready", self.ready, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
@@ -109,15 +101,6 @@ class ServiceEndpoints:
 
     async def metrics(self, request: Request) -> Response:
         return Response(await self._gateway.metrics_page(), headers={"content-type": CONTENT_TYPE})
-
-    async def chat_page(self, request: Request) -> Response:
-        headers = {
-            "content-security-policy": self._page_policy,
-            "content-type": "text/html; charset=utf-8",
-            "referrer-policy": "no-referrer",
-            "x-content-type-options": "nosniff",
-        }
-        return Response(self._page, headers=headers)
 
     async def tokenizer_info(self, request: Request) -> Response:
         card = self._model(request, request.query_params.get("model")).card
@@ -175,18 +158,4 @@ async def _tokens(wire: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
     adds_special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
     return await model.tokenizer.encode(
         rendered.text, add_special_tokens=adds_special, plain_ranges=rendered.plain_ranges
-    )
-
-
-def _content_security_policy(page: bytes) -> str:
-    """Only the page's own script and style run, and it talks to this server alone."""
-
-    def hashes(tag: bytes) -> str:
-        contents = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), page, re.DOTALL)
-        digests = [base64.b64encode(hashlib.sha256(content).digest()).decode() for content in contents]
-        return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-    return (
-        f"default-src 'none'; connect-src 'self'; script-src {hashes(b'script')}; style-src {hashes(b'style')}; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )

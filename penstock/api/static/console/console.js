@@ -17,6 +17,7 @@ import { announce, element, replace } from "./dom.js";
 // One line per page: the name in the address, the title, the module, and whether the page needs the scope `admin`.
 const PAGES = [
   { name: "overview", title: "Overview", module: "./overview.js", isAdmin: true },
+  { name: "playground", title: "Playground", module: "./playground.js", isAdmin: false },
 ];
 
 const KEY = "penstock-key";
