@@ -117,7 +117,7 @@ from penstock.api.scoring.endpoints import (
     ScoreList,
 )
 from penstock.api.scoring.rerank import RerankRequest, RerankResponse
-from penstock.core.cluster_view import ClusterView, ReleaseOrder
+from penstock.core.cluster_view import ClusterView, HostOrder, ReleaseOrder
 from penstock.gateway.history.history import HistoryView
 from penstock.gateway.ledger.usage_store import UsagePage
 
@@ -415,6 +415,7 @@ ADMIN: dict[str, Operation] = {
     "GET /admin/cluster": Operation(response=ClusterView),
     "GET /admin/console": Operation(response=ConsoleObject),
     "GET /admin/history": Operation(response=HistoryView, query=HISTORY_PARAMETERS),
+    "POST /admin/cluster": Operation(request=HostOrder, response=ClusterView),
     "GET /admin/releases": Operation(response=ReleaseList),
     "POST /admin/releases": Operation(request=ReleaseOrder, response=ReleaseObject),
     "POST /admin/releases/promote": Operation(request=WhichModel, response=ReleaseObject),

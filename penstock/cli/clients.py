@@ -34,6 +34,9 @@ class AdminClient(_Client):
     def cluster(self) -> ClusterView:
         return self._ask("GET", "/admin/cluster", ClusterView)
 
+    def operate(self, order: dict[str, Any]) -> ClusterView:
+        return self._ask("POST", "/admin/cluster", ClusterView, order)
+
     def start_release(self, order: dict[str, Any]) -> ReleaseView:
         return self._ask("POST", "/admin/releases", ReleaseView, order)
 

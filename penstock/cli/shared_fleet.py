@@ -1,4 +1,4 @@
-"""`penstock engine` and `penstock gateway`: the roles of a fleet that is spread over several machines."""
+"""`penstock engine`, `penstock gateway` and `penstock control`: the roles of a fleet on several machines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def engine(config: ServeConfig) -> None:
     from penstock.serve import shared_fleet
     from penstock.serve.control import planned_replicas
 
-    shared_fleet.check_role(config, runs_engines=True)
+    shared_fleet.check_role(config, "engine")
     more = [msgspec.structs.replace(each, engine=fetch_drafter(each.engine)) for each in config.models]
     config = msgspec.structs.replace(config, engine=fetch_drafter(config.engine), models=tuple(more))
     models = [config.engine, *(each.engine for each in config.models)]
@@ -68,7 +68,7 @@ def gateway(config: ServeConfig) -> None:
     """
     from penstock.serve import shared_fleet
 
-    shared_fleet.check_role(config, runs_engines=False)
+    shared_fleet.check_role(config, "gateway")
     is_open = check_exposure(config.server, config.tenants, has_keys=keys_were_made(config))
     if config.store.database_url is None:
         logger.warning(
@@ -81,4 +81,32 @@ def gateway(config: ServeConfig) -> None:
             print_banner(ready, url, is_open=is_open)
 
         shared_fleet.run_gateway(config, is_open=is_open, on_ready=on_ready)
+    logger.info("stopped")
+
+
+@click.command(cls=PenstockCommand, short_help="Decide for a shared fleet: scaling, releases, places.")
+@config_options(ServeConfig)
+def control(config: ServeConfig) -> None:
+    """Decide for a shared fleet: how many replicas there are and on which hosts, and which revision answers.
+
+    Start it on several machines. One process leads, and the others stand by: when the leader is lost, another goes on
+    within 10 s. Hosts start more replicas than their own if `penstock engine` has --max-replicas. Without bounds
+    here, the number of replicas moves between what hosts started and what they have room for.
+
+    \b
+      export PENSTOCK_REGISTRY=redis://10.0.0.2:6379/0 PENSTOCK_JOIN_TOKEN=…
+      penstock control --control-host 10.0.0.7 --min-replicas 2 --max-replicas 8
+    """
+    from penstock.serve import fleet_control, shared_fleet
+
+    shared_fleet.check_role(config, "control")
+    if config.store.database_url is None:
+        logger.warning(
+            "this process keeps releases in a file of its own; --database-url names a database to share"
+        )
+
+    def on_ready(name: str) -> None:
+        click.echo(f"{name}: ready to lead the fleet.")
+
+    fleet_control.run_control(config, on_ready=on_ready)
     logger.info("stopped")

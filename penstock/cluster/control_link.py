@@ -8,12 +8,15 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+from penstock import __version__
 from penstock.cluster.control_messages import (
+    Channel,
     Directive,
     FromControl,
+    OperateHost,
     PromoteRelease,
     Refused,
     ReleaseShown,
@@ -28,7 +31,7 @@ from penstock.cluster.control_messages import (
 )
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.release_traffic import ReleaseTraffic
-from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, ReleaseView
+from penstock.core.cluster_view import ClusterView, HostOrder, PoolView, ReleaseOrder, ReleaseView
 from penstock.core.errors import EngineUnavailable, error_from_code
 
 logger = logging.getLogger(__name__)
@@ -39,11 +42,44 @@ MAX_LINE_BYTES = 1 << 24
 _AWAY = "The control plane of this server does not answer."
 
 
+class SocketChannel:
+    """Implements `control_messages.Channel` over a private socket of this machine."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @staticmethod
+    async def connect(socket: Path) -> SocketChannel:
+        return SocketChannel(*await asyncio.open_unix_connection(str(socket), limit=MAX_LINE_BYTES))
+
+    async def ask(self, line: bytes) -> bytes:
+        self._writer.write(line)
+        answer = await self._reader.readline()
+        if not answer:
+            raise ConnectionResetError("it has closed the connection")
+        return answer
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class ControlLink:
-    def __init__(self, socket: Path, fleet: Fleet, *, interval_s: float = REPORT_INTERVAL_S) -> None:
-        self._socket = socket
+    """`connect` makes a connection; it raises OSError while the control plane is away. `name` is that of a gateway of
+    a shared fleet."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[Channel]],
+        fleet: Fleet,
+        *,
+        interval_s: float = REPORT_INTERVAL_S,
+        name: str = "",
+    ) -> None:
+        self._connect = connect
         self._fleet = fleet
         self._interval_s = interval_s
+        self._name = name
         self.traffic = ReleaseTraffic(fleet, self._only_model)
         self._directive = Directive(number=-1)
         self._is_urgent = asyncio.Event()
@@ -56,18 +92,36 @@ class ControlLink:
         return self._directive.pools
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Yields when the gateway follows its first directive: before that, revisions cannot be chosen."""
+    async def running(self, *, must_connect: bool = True) -> AsyncIterator[None]:
+        """With `must_connect`, yields when the gateway follows its first directive: before that, revisions cannot be
+        chosen. Gateways of a shared fleet start without a control plane too."""
         self._fleet.on_wait = self._is_urgent.set
-        reader, writer = await self._connect()
-        await self._exchange(reader, writer)
-        reporting = asyncio.create_task(self._keep_reporting(reader, writer))
+        channel: Channel | None = None
+        if must_connect:
+            channel = await self._connect()
+            await self._exchange(channel)
+        reporting = asyncio.create_task(self._keep_reporting(channel))
         try:
             yield
         finally:
             reporting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reporting
+
+    def follow(self, directive: Directive) -> bool:
+        """Follow a directive, unless a later one is known: an earlier leader of a shared fleet may still send some.
+        Returns whether it is followed."""
+        if directive.number < self._directive.number:
+            logger.warning("a directive of an earlier leader is refused")
+            return False
+        self._directive = directive
+        self.traffic.follow(directive.releases)
+        return True
+
+    async def operate(self, order: HostOrder) -> ClusterView:
+        answer = await self._ask(OperateHost(order))
+        assert isinstance(answer, Shown)
+        return answer.view
 
     async def cluster(self) -> ClusterView:
         answer = await self._ask(ShowCluster())
@@ -91,14 +145,10 @@ class ControlLink:
     async def _ask(self, message: ToControl) -> FromControl:
         """Send an order over a connection of its own: it may take a while, and reports go on meanwhile."""
         try:
-            reader, writer = await self._connect()
+            with contextlib.closing(await self._connect()) as channel:
+                line = await channel.ask(encode_line(message))
         except OSError as error:
             raise EngineUnavailable(_AWAY, retry_after_s=1.0) from error
-        with contextlib.closing(writer):
-            writer.write(encode_line(message))
-            line = await reader.readline()
-        if not line:
-            raise EngineUnavailable(_AWAY, retry_after_s=1.0)
         answer: FromControl = decode_from_control(line)
         if isinstance(answer, Refused):
             refusal = error_from_code(answer.code, answer.message)
@@ -106,44 +156,38 @@ class ControlLink:
             raise refusal
         return answer
 
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_unix_connection(str(self._socket), limit=MAX_LINE_BYTES)
-
-    async def _keep_reporting(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _keep_reporting(self, channel: Channel | None) -> None:
         while True:
+            channel = channel or await self._reconnect()
             try:
                 while True:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(self._interval_s):
                             await self._is_urgent.wait()
                     self._is_urgent.clear()
-                    await self._exchange(reader, writer)
+                    await self._exchange(channel)
             except OSError as error:
-                logger.warning("the control plane does not answer (%s)", error)
+                logger.warning("the control plane does not answer (%s)", error or "too late")
             except Exception:  # the next report may succeed
                 logger.exception("a report to the control plane failed")
             finally:
-                writer.close()
-            reader, writer = await self._reconnect()
+                channel.close()
+                channel = None
 
-    async def _reconnect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _reconnect(self) -> Channel:
         while True:
-            await asyncio.sleep(RECONNECT_S)
             with contextlib.suppress(OSError):
                 return await self._connect()
+            await asyncio.sleep(RECONNECT_S)
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _exchange(self, channel: Channel) -> None:
         """Report until the control plane knows that this gateway follows the newest directive."""
         while True:
             before = self._directive.number
-            writer.write(encode_line(self._report()))
-            line = await reader.readline()
-            if not line:
-                raise ConnectionResetError("it has closed the connection")
-            directive = decode_from_control(line)
+            directive = decode_from_control(await channel.ask(encode_line(self._report())))
             assert isinstance(directive, Directive)
-            self._directive = directive
-            self.traffic.follow(directive.releases)
+            if not self.follow(directive):
+                raise ConnectionAbortedError("it is no longer the leader")
             if directive.number == before:
                 return
 
@@ -158,6 +202,8 @@ class ControlLink:
         models.update(pool.model for pool in self.pools)
         return Report(
             directive_number=self._directive.number,
+            gateway=self._name,
+            version=__version__,
             samples=traffic.take_samples(),
             models={
                 model: traffic.take_report(

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
 from penstock.control.release import Evidence, Figures, ReleaseConfig, ReleaseState
-from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, ReleaseView
+from penstock.core.cluster_view import ClusterView, HostOrder, PoolView, ReleaseOrder, ReleaseView
 from penstock.core.figures import percentile
 
 
@@ -43,6 +43,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     directive_number: int  # of the directive that this gateway follows
+    gateway: str = ""  # the name of a gateway of a shared fleet
+    version: str = ""
     samples: tuple[Sample, ...] = ()
     models: dict[str, ModelReport] = {}
     token_s: dict[str, float] = {}  # by replica id: seconds that one more uncached prompt token takes there
@@ -67,7 +69,11 @@ class RollBackRelease(msgspec.Struct, frozen=True, tag="roll_back_release"):
     model: str | None
 
 
-ToControl: TypeAlias = Report | ShowCluster | StartRelease | PromoteRelease | RollBackRelease
+class OperateHost(msgspec.Struct, frozen=True, tag="operate"):
+    order: HostOrder
+
+
+ToControl: TypeAlias = Report | ShowCluster | StartRelease | PromoteRelease | RollBackRelease | OperateHost
 
 
 class ActiveRelease(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +116,16 @@ def encode_line(message: ToControl | FromControl) -> bytes:
 
 decode_to_control = msgspec.json.Decoder(ToControl).decode
 decode_from_control = msgspec.json.Decoder(FromControl).decode
+
+
+class Channel(Protocol):
+    """A connection of a gateway to the control plane. Both methods raise OSError when the control plane is away."""
+
+    async def ask(self, line: bytes) -> bytes:
+        """Send a message and return the answer."""
+        ...
+
+    def close(self) -> None: ...
 
 
 MAX_TIMES = 20_000  # of each kind, for percentiles; older ones are dropped

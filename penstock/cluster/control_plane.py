@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import msgspec
 from penstock.cluster.control_messages import (
     Directive,
     FromControl,
+    OperateHost,
     PromoteRelease,
     RecentTimes,
     Refused,
@@ -35,12 +36,11 @@ from penstock.cluster.control_messages import (
 )
 from penstock.cluster.release_record import ReleaseStore, serving_spec
 from penstock.cluster.releases import ReleaseService, Resolve
-from penstock.cluster.replica import Member, ReplicaSpec
+from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
 from penstock.cluster.scaling import PoolScaler
-from penstock.cluster.supervisor import Supervisor
 from penstock.control.autoscaler import AutoscalerConfig
-from penstock.core.cluster_view import ClusterView, PoolView, ReplicaView, RoutingView
-from penstock.core.errors import PenstockError
+from penstock.core.cluster_view import ClusterView, GatewayView, HostOrder, PoolView, ReplicaView, RoutingView
+from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.messages import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,8 @@ _TIMES_WINDOW_S = 60.0  # over which the latencies of each replica are shown
 @dataclass(slots=True)
 class _Gateway:
     directive_number: int = -1
+    name: str = ""
+    version: str = ""
 
 
 @dataclass(slots=True)
@@ -92,23 +94,36 @@ class ControlPlane:
 
     def __init__(
         self,
-        manager: Supervisor,
+        manager: ReplicaManager,
         pools: Sequence[tuple[ReplicaSpec, AutoscalerConfig | None]],
         store: ReleaseStore,
         resolve_weights: Resolve,
         *,
         drain_timeout_s: float = 60.0,
         look_interval_s: float = LOOK_INTERVAL_S,
+        first_directive: int = 0,
+        publish: Callable[[Directive], Awaitable[None]] | None = None,
+        operate: Callable[[HostOrder], Awaitable[None]] | None = None,
+        described: Callable[[ClusterView], ClusterView] = lambda view: view,
+        is_looking: Callable[[], bool] = lambda: True,
     ) -> None:
+        """In a shared fleet, `first_directive` is greater than the numbers of earlier leaders, `publish` gets every
+        new directive, `operate` carries out orders about hosts, `described` adds hosts to the view, and
+        `is_looking` says whether enough is known for decisions."""
         self._manager = manager
         self._base_revisions = {spec.model: spec.revision for spec, _ in pools}
         self._store = store
         self._look_interval_s = look_interval_s
+        self._drain_timeout_s = drain_timeout_s
+        self._publish = publish
+        self._operate = operate
+        self._described = described
+        self._is_looking = is_looking
         self.pools = [PoolScaler(manager, spec, scaling, drain_timeout_s) for spec, scaling in pools]
         self.releases = ReleaseService(
-            self.pools, manager, store, resolve_weights, self._announce, interval_s=look_interval_s
+            self.pools, manager, store, resolve_weights, self.announce, interval_s=look_interval_s
         )
-        self._directive_number = 0
+        self._directive_number = first_directive
         self._gateways: dict[int, _Gateway] = {}
         self._num_gateways = 0  # that ever came
         self._heard = asyncio.Condition()
@@ -132,10 +147,24 @@ class ControlPlane:
             pool.spec = spec
         return tuple(pool.spec for pool in self.pools)
 
+    async def add_pool(self, spec: ReplicaSpec, scaling: AutoscalerConfig | None) -> PoolScaler:
+        """Look after another pool from now on, with its releases."""
+        records = await self._store.load()
+        pool = PoolScaler(self._manager, serving_spec(spec, records), scaling, self._drain_timeout_s)
+        is_new = spec.model not in self._base_revisions
+        self._base_revisions[spec.model] = spec.revision
+        self.pools.append(pool)
+        if is_new:
+            await self.releases.resume(records, {spec.model: spec.revision})
+        return pool
+
     @contextlib.asynccontextmanager
-    async def running(self, socket: Path) -> AsyncIterator[None]:
-        """Serve gateways, and look after pools and releases, once the first replicas are there."""
-        server = await asyncio.start_unix_server(self._serve, str(socket), limit=MAX_LINE_BYTES)
+    async def running(self, socket: Path | None = None) -> AsyncIterator[None]:
+        """Serve gateways, on a socket of this machine if one is named, and look after pools and releases, once the
+        first replicas are there."""
+        server = None
+        if socket is not None:
+            server = await asyncio.start_unix_server(self._serve, str(socket), limit=MAX_LINE_BYTES)
         await self.releases.resume(await self._store.load(), self._base_revisions)
         looking = asyncio.create_task(self._keep_looking())
         try:
@@ -147,7 +176,8 @@ class ControlPlane:
             await self.releases.close()
             for pool in self.pools:
                 await pool.close()
-            server.close()
+            if server is not None:
+                server.close()
 
     def report(self, gateway_number: int, report: Report) -> Directive:
         now = asyncio.get_running_loop().time()
@@ -174,7 +204,7 @@ class ControlPlane:
         members = self._manager.members()
         present = {member.id for member in members}
         self._times = {name: times for name, times in self._times.items() if name in present}
-        return ClusterView(
+        view = ClusterView(
             replicas=tuple(
                 replica_view(
                     member, self._manager.stats(member.id), self._times.get(member.id, ReplicaTimes()), now
@@ -190,7 +220,17 @@ class ControlPlane:
                 num_matched_tokens=self._num_matched_tokens,
             ),
             at=time.time(),
+            gateways=tuple(
+                GatewayView(
+                    name=gateway.name,
+                    version=gateway.version,
+                    follows=gateway.directive_number >= self._directive_number,
+                )
+                for gateway in self._gateways.values()
+                if gateway.name
+            ),
         )
+        return self._described(view)
 
     def _note(self, report: Report, now: float) -> None:
         """Note the cluster for operators."""
@@ -211,16 +251,20 @@ class ControlPlane:
                 async with asyncio.timeout(self._look_interval_s):
                     await self._should_look.wait()
             self._should_look.clear()
+            if not self._is_looking():
+                continue
             for pool in self.pools:
                 try:
                     pool.look(loop.time(), time.time())
                 except Exception:  # one failure must not end all scaling
                     logger.exception("the autoscaler stumbled over %s", pool.spec.model)
 
-    async def _announce(self) -> None:
+    async def announce(self) -> None:
         """Wait until every gateway follows the present state of releases, or the time for that is over."""
         self._directive_number += 1
         number = self._directive_number
+        if self._publish is not None:
+            await self._publish(self.directive(asyncio.get_running_loop().time()))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEARD_TIMEOUT_S), self._heard:
                 await self._heard.wait_for(
@@ -232,23 +276,32 @@ class ControlPlane:
         number = self._num_gateways
         try:
             while line := await reader.readline():
-                writer.write(encode_line(await self._answer(number, decode_to_control(line))))
+                writer.write(await self.answer(number, line))
                 await writer.drain()
-                async with self._heard:
-                    self._heard.notify_all()
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             logger.warning("a gateway's report could not be read: %s", error)
         finally:
-            self._gateways.pop(number, None)
-            for pool in self.pools:
-                pool.figures.forget(number)
+            self.forget(number)
             writer.close()
+
+    async def answer(self, number: int, line: bytes) -> bytes:
+        """Answer a message of a gateway. Gateways have numbers. Raises MsgspecError."""
+        answer = encode_line(await self._answer(number, decode_to_control(line)))
+        async with self._heard:
+            self._heard.notify_all()
+        return answer
+
+    def forget(self, number: int) -> None:
+        """Forget a gateway that has gone."""
+        self._gateways.pop(number, None)
+        for pool in self.pools:
+            pool.figures.forget(number)
 
     async def _answer(self, number: int, message: ToControl) -> FromControl:
         try:
             match message:
                 case Report():
-                    self._gateways.setdefault(number, _Gateway())
+                    self._gateways.setdefault(number, _Gateway(name=message.gateway, version=message.version))
                     return self.report(number, message)
                 case ShowCluster():
                     return Shown(self.view())
@@ -258,6 +311,11 @@ class ControlPlane:
                     return ReleaseShown(await self.releases.promote(model))
                 case RollBackRelease(model=model):
                     return ReleaseShown(await self.releases.roll_back(model))
+                case OperateHost(order=order):
+                    if self._operate is None:
+                        raise InvalidRequest("This server is one machine, and has no hosts to operate.")
+                    await self._operate(order)
+                    return Shown(self.view())
         except PenstockError as error:
             return Refused(error.code, error.message, error.param, error.hint)
         except Exception as error:

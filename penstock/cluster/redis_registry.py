@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
@@ -45,6 +46,44 @@ end
 return living
 """
 
+# The lease of the leader is a hash of its holder, its epoch, and its end in milliseconds.
+_LEAD = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local found = redis.call('HMGET', KEYS[1], 'holder', 'epoch', 'ends')
+local epoch = tonumber(found[2] or '0')
+local is_held = tonumber(found[3] or '0') > now
+if is_held and found[1] ~= ARGV[1] then
+  return 0
+end
+if not is_held then
+  epoch = math.max(epoch, tonumber(ARGV[3])) + 1
+end
+redis.call('HSET', KEYS[1], 'holder', ARGV[1], 'epoch', string.format('%.0f', epoch),
+           'ends', string.format('%.0f', now + tonumber(ARGV[2])))
+return epoch
+"""
+
+_RESIGN = """
+if redis.call('HGET', KEYS[1], 'holder') == ARGV[1] then
+  redis.call('HSET', KEYS[1], 'ends', '0')
+end
+return 1
+"""
+
+_WRITE = """
+if tonumber(redis.call('HGET', KEYS[1], 'epoch') or '0') ~= tonumber(ARGV[3]) then
+  return 0
+end
+if ARGV[4] == '1' then
+  redis.call('HDEL', KEYS[2], ARGV[1])
+else
+  redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+end
+redis.call('PUBLISH', KEYS[3], ARGV[1])
+return 1
+"""
+
 
 class RedisRegistry:
     """Implements `registry.Registry`. `fleet` keeps several fleets in one Redis apart."""
@@ -53,9 +92,14 @@ class RedisRegistry:
         """Raises ValueError for a URL that cannot be read."""
         self._client: Redis = Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
         self._records_key = f"{KEY_PREFIX}:{fleet}:hosts"
+        self._leader_key = f"{KEY_PREFIX}:{fleet}:leader"
+        self._documents_key = f"{KEY_PREFIX}:{fleet}:documents"
         self._channel = f"{KEY_PREFIX}:{fleet}:changes"
         self._publish = self._client.register_script(_PUBLISH)
         self._records = self._client.register_script(_RECORDS)
+        self._lead = self._client.register_script(_LEAD)
+        self._resign = self._client.register_script(_RESIGN)
+        self._write = self._client.register_script(_WRITE)
         self._changes: PubSub | None = None
 
     async def publish(self, name: str, record: bytes, lease_s: float) -> None:
@@ -67,6 +111,26 @@ class RedisRegistry:
         with _registry_errors():
             found = await self._records(keys=[self._records_key])
         return {name.decode(): record for name, record in zip(found[::2], found[1::2], strict=True)}
+
+    async def lead(self, candidate: str, lease_s: float, above: int) -> int | None:
+        with _registry_errors():
+            arguments: list[str | bytes | int] = [candidate, int(lease_s * 1000), above]
+            return int(await self._lead(keys=[self._leader_key], args=arguments)) or None
+
+    async def resign(self, candidate: str) -> None:
+        with _registry_errors():
+            await self._resign(keys=[self._leader_key], args=[candidate])
+
+    async def write(self, name: str, document: bytes | None, epoch: int) -> bool:
+        with _registry_errors():
+            keys = [self._leader_key, self._documents_key, self._channel]
+            arguments: list[str | bytes | int] = [name, document or b"", epoch, int(document is None)]
+            return bool(await self._write(keys=keys, args=arguments))
+
+    async def documents(self) -> dict[str, bytes]:
+        with _registry_errors():
+            found: dict[Any, Any] = await self._client.hgetall(self._documents_key)
+        return {name.decode(): document for name, document in found.items()}
 
     async def wait_for_change(self, timeout_s: float) -> None:
         started_s = time.monotonic()

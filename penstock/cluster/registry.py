@@ -4,32 +4,27 @@ A host publishes one record, which it renews while it lives. A gateway drops the
 longer names them, or was not renewed for `LEASE_S`. A gateway that cannot read the registry keeps the replicas that
 it knows: engines and gateways talk to each other directly, so requests go on.
 
-Hosts and gateways share a join token. A record without a valid signature is ignored, so that only a holder of the
-token can add an engine to the fleet. Engines answer only to clients whose CURVE key was derived from the token, so
-that reading the registry is not enough to reach an engine. Knows no particular registry: `redis_registry` and
-`serve.database_registry` implement `Registry`.
+The registry also knows the leader, which decides for the fleet (`leadership`), and keeps the documents that the
+leader has written (`documents`). Everything in it is signed with the join token. Knows no particular registry:
+`redis_registry` and `serve.database_registry` implement `Registry`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-import zmq
-from zmq.utils import z85
+from msgspec.structs import replace
 
+from penstock.cluster.host_record import HostRecord, decode_record, encode_record
+from penstock.cluster.join_tokens import JoinTokens
 from penstock.cluster.replica import Member
-from penstock.cluster.transport import KeyPair
 from penstock.core.errors import ConfigError
-from penstock.core.messages import WIRE_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +32,6 @@ LEASE_S = 10.0  # how long a host counts as alive after it renewed its record
 RENEW_S = 3.0
 RETRY_S = 1.0
 POLL_S = 0.5  # between two readings of a registry that cannot tell of changes
-MIN_TOKEN_CHARS = 20
 
 
 class RegistryError(Exception):
@@ -56,8 +50,25 @@ class Registry(Protocol):
         ...
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Return soon after a record has changed, and at the latest after `timeout_s`."""
+        """Return soon after a record or a document has changed, and at the latest after `timeout_s`."""
         ...
+
+    async def lead(self, candidate: str, lease_s: float, above: int) -> int | None:
+        """Take the lease of the leader, or renew it. Returns the epoch of the lease; None while another candidate
+        holds it. A new lease has an epoch greater than all before it and than `above`: a registry that has lost its
+        memory is told of earlier epochs in this way."""
+        ...
+
+    async def resign(self, candidate: str) -> None:
+        """End the lease of a leader, so that another need not wait."""
+        ...
+
+    async def write(self, name: str, document: bytes | None, epoch: int) -> bool:
+        """Replace a document, which has no lease; None removes it. Returns False, and changes nothing, unless `epoch`
+        is that of the latest lease."""
+        ...
+
+    async def documents(self) -> dict[str, bytes]: ...
 
     async def close(self) -> None: ...
 
@@ -67,11 +78,13 @@ class MemoryRegistry:
 
     def __init__(self) -> None:
         self._records: dict[str, tuple[bytes, float]] = {}
+        self._documents: dict[str, bytes] = {}
+        self._leader, self._epoch, self._lease_end_s = "", 0, 0.0
         self._changed = asyncio.Event()
 
     async def publish(self, name: str, record: bytes, lease_s: float) -> None:
         self._records[name] = record, time.monotonic() + lease_s
-        self._changed.set()
+        self._tell()
 
     async def records(self) -> dict[str, bytes]:
         now = time.monotonic()
@@ -81,110 +94,64 @@ class MemoryRegistry:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
-        self._changed.clear()
+
+    async def lead(self, candidate: str, lease_s: float, above: int) -> int | None:
+        now = time.monotonic()
+        if self._lease_end_s > now and self._leader != candidate:
+            return None
+        if self._lease_end_s <= now:
+            self._leader, self._epoch = candidate, max(self._epoch, above) + 1
+        self._lease_end_s = now + lease_s
+        return self._epoch
+
+    async def resign(self, candidate: str) -> None:
+        if self._leader == candidate:
+            self._lease_end_s = 0.0
+
+    async def write(self, name: str, document: bytes | None, epoch: int) -> bool:
+        if epoch != self._epoch:
+            return False
+        if document is None:
+            self._documents.pop(name, None)
+        else:
+            self._documents[name] = document
+        self._tell()
+        return True
+
+    async def documents(self) -> dict[str, bytes]:
+        return dict(self._documents)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def close(self) -> None:
         pass
 
 
-@dataclass(frozen=True, slots=True)
-class JoinTokens:
-    """The secrets that the machines of a fleet share. The first token signs; each of them is accepted, so that a new
-    token can be rolled out before the old one is taken away."""
-
-    tokens: tuple[str, ...] = field(repr=False)
-
-    @staticmethod
-    def parse(text: str) -> JoinTokens:
-        """Read tokens that are separated by commas."""
-        tokens = tuple(token.strip() for token in text.split(",") if token.strip())
-        if not tokens or any(len(token) < MIN_TOKEN_CHARS for token in tokens):
-            raise ConfigError(
-                f"A join token has at least {MIN_TOKEN_CHARS} characters.",
-                hint="Make one with: openssl rand -hex 32, and give the same one to every machine of the fleet.",
-            )
-        return JoinTokens(tokens)
-
-    def client_keys(self) -> KeyPair:
-        """Return the CURVE keys that a machine with the first token connects with."""
-        return _client_keys(self.tokens[0])
-
-    def accepted_clients(self) -> tuple[str, ...]:
-        """Return the public keys of all machines that may connect to an engine."""
-        return tuple(_client_keys(token).public for token in self.tokens)
-
-    def sign(self, body: bytes) -> bytes:
-        return _mac(self.tokens[0], body).encode() + b"\n" + body
-
-    def verified(self, record: bytes) -> bytes | None:
-        """Return the body of a record, or None if no token signed it."""
-        mac, _, body = record.partition(b"\n")
-        is_signed = any(hmac.compare_digest(mac, _mac(token, body).encode()) for token in self.tokens)
-        return body if is_signed else None
-
-
-def _client_keys(token: str) -> KeyPair:
-    secret = z85.encode(hashlib.sha256(b"penstock client of engines\0" + token.encode()).digest())
-    return KeyPair(zmq.curve_public(secret).decode(), secret.decode())
-
-
-def _mac(token: str, body: bytes) -> str:
-    return hmac.new(token.encode(), b"penstock host record\0" + body, hashlib.sha256).hexdigest()
-
-
-class HostRecord(msgspec.Struct, frozen=True):
-    """The replicas of one machine that runs engines."""
-
-    host: str
-    members: tuple[Member, ...]
-
-
-class _Envelope(msgspec.Struct, frozen=True):
-    """A host's record with the version of the messages that its engines understand. The version can be read even if
-    the record itself belongs to another version."""
-
-    wire_version: int
-    record: msgspec.Raw
-
-
-_decode_envelope = msgspec.json.Decoder(_Envelope).decode
-_decode_record = msgspec.json.Decoder(HostRecord).decode
-
-
-def encode_record(record: HostRecord, tokens: JoinTokens) -> bytes:
-    return tokens.sign(msgspec.json.encode(_Envelope(WIRE_VERSION, msgspec.Raw(msgspec.json.encode(record)))))
-
-
-def decode_record(data: bytes, tokens: JoinTokens) -> HostRecord:
-    """Raises ValueError, with the rest of a sentence about the host, for a record that cannot be used."""
-    body = tokens.verified(data)
-    if body is None:
-        raise ValueError("was not signed with this fleet's join token")
-    try:
-        envelope = _decode_envelope(body)
-        if envelope.wire_version != WIRE_VERSION:
-            raise ValueError(
-                f"speaks version {envelope.wire_version} of the messages, and this machine speaks {WIRE_VERSION}"
-            )
-        return _decode_record(envelope.record)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"is not understood: {error}") from error
-
-
 class Publisher:
-    """Keeps the record of one host in the registry. Call `tell` whenever the host's replicas change."""
+    """Keeps the record of one host in the registry. Call `tell` whenever the host's replicas change, and
+    `describe` for the rest of the record."""
 
     def __init__(self, registry: Registry, tokens: JoinTokens, host: str) -> None:
         self._registry = registry
         self._tokens = tokens
         self.host = host
-        self._members: tuple[Member, ...] = ()
+        self._record = HostRecord(host, ())
         self._changed = asyncio.Event()
         self._is_away = False
 
     def tell(self, members: tuple[Member, ...]) -> None:
-        self._members = members
-        self._changed.set()
+        self.describe(replace(self._record, members=members))
+
+    @property
+    def record(self) -> HostRecord:
+        return self._record
+
+    def describe(self, record: HostRecord) -> None:
+        if record != self._record:
+            self._record = record
+            self._changed.set()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -197,19 +164,17 @@ class Publisher:
             with contextlib.suppress(asyncio.CancelledError):
                 await publishing
             with contextlib.suppress(RegistryError):
-                await self._publish(())
+                await self._publish(HostRecord(self.host, (), is_leaving=True))
 
-    async def _publish(self, members: tuple[Member, ...]) -> None:
-        await self._registry.publish(
-            self.host, encode_record(HostRecord(self.host, members), self._tokens), LEASE_S
-        )
+    async def _publish(self, record: HostRecord) -> None:
+        await self._registry.publish(self.host, encode_record(record, self._tokens), LEASE_S)
 
     async def _keep_publishing(self) -> None:
         while True:
             self._changed.clear()
             pause_s = RENEW_S
             try:
-                await self._publish(self._members)
+                await self._publish(self._record)
                 if self._is_away:
                     logger.info("the registry answers again")
                 self._is_away = False
@@ -226,24 +191,29 @@ class Publisher:
 @dataclass(slots=True)
 class _KnownHost:
     data: bytes
-    members: tuple[Member, ...]
+    record: HostRecord
     seen_s: float
 
 
 class Follower:
-    """Tells a gateway which replicas the hosts of the fleet have. `on_change` gets all of them."""
+    """Tells a gateway which replicas the hosts of the fleet have. `on_change` gets all of them, `on_records` the
+    records of all hosts by name, and `on_documents` the documents of the leader, which are not verified yet."""
 
     def __init__(
         self,
         registry: Registry,
         tokens: JoinTokens,
-        on_change: Callable[[tuple[Member, ...]], None],
+        on_change: Callable[[tuple[Member, ...]], None] | None = None,
         *,
+        on_records: Callable[[Mapping[str, HostRecord]], None] | None = None,
+        on_documents: Callable[[Mapping[str, bytes]], None] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._tokens = tokens
         self._on_change = on_change
+        self._on_records = on_records
+        self._on_documents = on_documents
         self._now = now
         self._hosts: dict[str, _KnownHost] = {}
         self._refused: dict[str, bytes] = {}  # records that were complained about
@@ -251,14 +221,14 @@ class Follower:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        return tuple(member for name in sorted(self._hosts) for member in self._hosts[name].members)
+        return tuple(member for name in sorted(self._hosts) for member in self._hosts[name].record.members)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Follow the registry until the context ends. The first reading has succeeded when this yields, so that a
         wrong address is reported at once: raises ConfigError."""
         try:
-            self._take(await self._registry.records())
+            await self._read()
         except RegistryError as error:
             raise ConfigError(f"The registry does not answer: {str(error).rstrip('.')}.") from error
         following = asyncio.create_task(self._keep_following())
@@ -273,7 +243,7 @@ class Follower:
         while True:
             try:
                 await self._registry.wait_for_change(POLL_S)
-                self._take(await self._registry.records())
+                await self._read()
                 if self._is_away:
                     logger.info("the registry answers again")
                 self._is_away = False
@@ -286,25 +256,36 @@ class Follower:
                     host.seen_s = self._now()
                 await asyncio.sleep(RETRY_S)
 
+    async def _read(self) -> None:
+        records = await self._registry.records()
+        documents = None if self._on_documents is None else await self._registry.documents()
+        self._take(records)
+        if self._on_documents is not None and documents is not None:
+            self._on_documents(documents)
+
     def _take(self, records: dict[str, bytes]) -> None:
         """Take over one reading of the registry."""
         now = self._now()
-        before = self.members
+        before = {name: host.record for name, host in self._hosts.items()}
+        members_before = self.members
         for name, data in records.items():
             known = self._hosts.get(name)
             if known is not None and known.data == data:
                 known.seen_s = now
-            elif (members := self._members_of(name, data)) is not None:
-                self._hosts[name] = _KnownHost(data, members, now)
+            elif (record := self._usable(name, data)) is not None:
+                self._hosts[name] = _KnownHost(data, record, now)
         # A registry that lost its records gets them again from living hosts, within the lease.
         for name in [name for name, host in self._hosts.items() if now - host.seen_s > LEASE_S]:
             logger.warning("the host %s has not renewed its record for %.0f s", name, LEASE_S)
             del self._hosts[name]
-        if self.members != before:
+        if self._on_change is not None and self.members != members_before:
             self._on_change(self.members)
+        after = {name: host.record for name, host in self._hosts.items()}
+        if self._on_records is not None and after != before:
+            self._on_records(after)
 
-    def _members_of(self, name: str, data: bytes) -> tuple[Member, ...] | None:
-        """Return the replicas of a host, or None after complaining once about a record that cannot be used."""
+    def _usable(self, name: str, data: bytes) -> HostRecord | None:
+        """Return the record of a host, or None after complaining once about a record that cannot be used."""
         try:
             record = decode_record(data, self._tokens)
         except ValueError as error:
@@ -312,4 +293,4 @@ class Follower:
                 logger.warning("the host %s is left out: its record %s", name, error)
             self._refused[name] = data
             return None
-        return record.members if record.host == name else None
+        return record if record.host == name else None

@@ -12,12 +12,11 @@ from math import ceil
 
 from penstock.cluster.control_messages import EvidenceCollector
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore
-from penstock.cluster.replica import ReplicaSpec
+from penstock.cluster.replica import ReplicaManager, ReplicaSpec
 from penstock.cluster.scaling import PoolScaler
-from penstock.cluster.supervisor import Supervisor
 from penstock.control.release import Happening, Releases, ReleaseState, Stage
 from penstock.core.cluster_view import GateView, ReleaseView
-from penstock.core.errors import PenstockError
+from penstock.core.errors import PenstockError, StoreUnavailable, Superseded
 from penstock.router import ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ class ReleaseRun:
         self,
         record: ReleaseRecord,
         pools: Sequence[PoolScaler],
-        manager: Supervisor,
+        manager: ReplicaManager,
         store: ReleaseStore,
         announce: Callable[[], Awaitable[None]],
         interval_s: float,
@@ -183,6 +182,8 @@ class ReleaseRun:
         """Start the replicas that the candidate needs for this share. If that fails, the candidate has lost."""
         try:
             await self._start_missing(self.record.candidate, self._counts(share))
+        except (StoreUnavailable, Superseded):
+            raise  # says nothing about the candidate: nobody could be told to start it
         except PenstockError as error:
             await self._happen(Happening.CANDIDATE_LOST, f"it cannot be started: {error.message}")
             return False
@@ -257,6 +258,8 @@ class ReleaseRun:
         record = self.record.at(state)
         try:
             await self._store.save(record)
+        except Superseded:
+            raise  # another control process decides now
         except PenstockError as error:
             # A database that is away must not keep a bad candidate in service.
             logger.error("the release's state could not be written down: %s", error.message)

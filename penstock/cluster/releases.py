@@ -17,8 +17,8 @@ import msgspec
 from penstock.cluster.control_messages import ActiveRelease, Report
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore, changed
 from penstock.cluster.release_run import ReleaseRun
+from penstock.cluster.replica import ReplicaManager
 from penstock.cluster.scaling import PoolScaler
-from penstock.cluster.supervisor import Supervisor
 from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
 from penstock.core.errors import Conflict, InvalidRequest, ModelNotFound, NotFound
@@ -34,7 +34,7 @@ class ReleaseService:
     def __init__(
         self,
         pools: Sequence[PoolScaler],
-        manager: Supervisor,
+        manager: ReplicaManager,
         store: ReleaseStore,
         resolve_weights: Resolve,
         announce: Callable[[], Awaitable[None]],
@@ -55,13 +55,13 @@ class ReleaseService:
         model."""
         self._base_revisions |= base_revisions
         for record in records:
-            if record.model not in self._base_revisions:
+            if record.model not in base_revisions:
                 continue
             if not record.state.is_over and record.base_revision != self._base_revisions[record.model]:
                 record = await self._abandoned(record)
             self._runs[record.model] = self._run(record)
-        for run in self._runs.values():
-            if not run.state.is_over:
+        for model, run in self._runs.items():
+            if model in base_revisions and not run.state.is_over:
                 logger.info("going on with release %s, which is %s", run.record.id, run.state.stage)
                 run.begin()
 

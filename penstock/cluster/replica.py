@@ -85,6 +85,32 @@ class Launcher(Protocol):
         ...
 
 
+class ReplicaManager(Protocol):
+    """Starts and stops the replicas of a fleet: `supervisor.Supervisor` on one machine, `hosts.Hosts` on many."""
+
+    def members(self) -> tuple[Member, ...]:
+        """Return all replicas that are not gone."""
+        ...
+
+    def stats(self, replica_id: str) -> EngineStats: ...
+
+    def ready(self, replica_id: str) -> EngineReady | None: ...
+
+    async def launch(self, spec: ReplicaSpec) -> str:
+        """Start a replica and return its id when it is ready. Raises the error of a failed start."""
+        ...
+
+    async def drain(self, replica_id: str, timeout_s: float) -> bool:
+        """Send the replica no new requests and wait until its requests are finished."""
+        ...
+
+    def resume(self, replica_id: str) -> bool:
+        """Take a replica out of draining. Returns whether it serves again."""
+        ...
+
+    async def stop(self, replica_id: str) -> None: ...
+
+
 class EngineClient(Protocol):
     @property
     def ready(self) -> EngineReady | None:

@@ -15,8 +15,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from penstock.cluster.control_messages import RecentRate, RecentTimes, Report, Sample
-from penstock.cluster.replica import Member, ReplicaSpec
-from penstock.cluster.supervisor import Supervisor
+from penstock.cluster.documents import PoolState
+from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
 from penstock.control.autoscaler import (
     Action,
     Autoscaler,
@@ -73,6 +73,16 @@ def autoscaling(config: ScalingConfig, num_replicas: int) -> AutoscalerConfig | 
     )
 
 
+def _shifted(state: AutoscalerState, by_s: float) -> AutoscalerState:
+    """Return the same state with its times on another clock. Milliseconds are exact enough, and stay the same."""
+    times = {
+        name: round(value + by_s, 3)
+        for name in ("last_up_s", "last_change_s", "roomy_since_s", "idle_since_s")
+        if (value := getattr(state, name)) is not None
+    }
+    return replace(state, **times)
+
+
 class PoolFigures:
     """Adds up what all gateways report about one pool."""
 
@@ -127,7 +137,7 @@ class PoolScaler:
 
     def __init__(
         self,
-        manager: Supervisor,
+        manager: ReplicaManager,
         spec: ReplicaSpec,
         config: AutoscalerConfig | None,
         drain_timeout_s: float,
@@ -147,6 +157,35 @@ class PoolScaler:
         self._num_downs = 0
         self._last_decision = ""
         self._last_decision_at: float | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{self.spec.model}/{self.spec.role}"
+
+    def configure(self, config: AutoscalerConfig | None) -> None:
+        """Scale within other bounds from now on."""
+        self._config = config
+
+    @property
+    def decided(self) -> tuple[AutoscalerState, int, int]:
+        """Return what changes with decisions."""
+        return self._state, self._num_ups, self._num_downs
+
+    def kept(self, now: float, wall_s: float) -> PoolState:
+        """Return the state that the next leader of a shared fleet continues with."""
+        return PoolState(
+            state=_shifted(self._state, wall_s - now),
+            num_scale_ups=self._num_ups,
+            num_scale_downs=self._num_downs,
+            last_decision=self._last_decision,
+            last_decision_at=self._last_decision_at,
+        )
+
+    def restore(self, kept: PoolState, now: float, wall_s: float) -> None:
+        """Continue where an earlier leader was."""
+        self._state = _shifted(kept.state, now - wall_s)
+        self._num_ups, self._num_downs = kept.num_scale_ups, kept.num_scale_downs
+        self._last_decision, self._last_decision_at = kept.last_decision, kept.last_decision_at
 
     def members(self) -> list[Member]:
         """Return all replicas of this pool, of every revision."""

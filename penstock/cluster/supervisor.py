@@ -33,6 +33,7 @@ class _Slot:
     """A slot that one replica fills. When the replica dies, another one takes the slot."""
 
     process: ReplicaProcess
+    name: str
     watcher: asyncio.Task[None] | None = None
     num_restarts: int = 0
     is_leaving: bool = field(default=False)  # no successor is started any more
@@ -59,12 +60,13 @@ class Supervisor:
         self._num_processes = 0
         self.on_change: list[Callable[[tuple[Member, ...]], None]] = []  # called with all members
 
-    async def launch(self, spec: ReplicaSpec) -> str:
+    async def launch(self, spec: ReplicaSpec, slot_name: str = "") -> str:
         """Start a replica and return its id when it is ready. Raises the engine's own error when the engine cannot
-        start. From then on, a replica that ends is replaced, whatever the reason."""
+        start. From then on, a replica that ends is replaced, whatever the reason. `slot_name` is the same for the
+        replica and its successors."""
         # When several replicas load at once, the progress of the first is shown.
         on_progress = self._on_progress if not self._slots else None
-        slot = _Slot(self._new_process(spec, on_progress))
+        slot = _Slot(self._new_process(spec, on_progress), slot_name)
         self._slots.append(slot)
         self._tell()
         try:
@@ -80,6 +82,10 @@ class Supervisor:
         return tuple(
             slot.process.member() for slot in self._slots if slot.process.state is not ReplicaState.GONE
         )
+
+    def slots(self) -> dict[str, str]:
+        """Return the names of slots by the ids of the replicas in them."""
+        return {slot.process.id: slot.name for slot in self._slots}
 
     def stats(self, replica_id: str) -> EngineStats:
         """Return the statistics of the replica's latest heartbeat."""

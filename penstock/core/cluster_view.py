@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -17,6 +17,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     role: str = "both"
     region: str = ""
+    host: str = ""  # of a shared fleet
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
@@ -115,6 +116,34 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     num_matched_tokens: int = 0  # tokens that the chosen replica was thought to hold
 
 
+class HostView(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine with engines of a shared fleet."""
+
+    name: str
+    state: str  # ready, cordoned, draining, leaving
+    num_replicas: int
+    max_replicas: int
+    version: str = ""
+    epoch: int = 0  # of the latest leader that it obeyed
+
+
+class GatewayView(msgspec.Struct, frozen=True, kw_only=True):
+    """One gateway of a shared fleet."""
+
+    name: str
+    version: str = ""
+    follows: bool = True  # the present directive, which says what share of requests each revision answers
+
+
+class LeaderView(msgspec.Struct, frozen=True, kw_only=True):
+    """The control process that decides for a shared fleet."""
+
+    name: str
+    epoch: int
+    version: str = ""
+    since: float = 0.0  # Unix seconds
+
+
 class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[ReplicaView, ...]
     pools: tuple[PoolView, ...]
@@ -122,6 +151,10 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     routing: RoutingView
     at: float  # Unix seconds
     object: str = "cluster"
+    # Of shared fleets only.
+    hosts: tuple[HostView, ...] = ()
+    gateways: tuple[GatewayView, ...] = ()
+    leader: LeaderView | None = None  # None: there is none, or this server is no shared fleet
 
 
 class ReleaseOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,6 +165,14 @@ class ReleaseOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weights: str | None = None  # as for `penstock serve MODEL`; None: the stable revision's
     settings: dict[str, Any] = {}  # engine settings by name, such as {"max_num_seqs": 64}
     policy: dict[str, Any] = {}  # shares, times and thresholds that differ from the defaults
+
+
+class HostOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An order of an operator of a shared fleet."""
+
+    action: Literal["cordon", "uncordon", "drain", "move"]
+    target: str  # a host; for move a replica
+    to: str | None = None  # for move: the host that gets the replica; None: where there is room
 
 
 class FleetControl(Protocol):
@@ -150,3 +191,7 @@ class FleetControl(Protocol):
     async def promote_release(self, model: str | None) -> ReleaseView: ...
 
     async def roll_back_release(self, model: str | None) -> ReleaseView: ...
+
+    async def operate(self, order: HostOrder) -> ClusterView:
+        """Carry out an order about hosts. Returns the fleet after that."""
+        ...

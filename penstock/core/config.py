@@ -88,6 +88,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str,
         Meta(description="Address of this machine at which gateways of a shared fleet reach its engines."),
     ] = "127.0.0.1"
+    control_host: Annotated[
+        str,
+        Meta(
+            description="Address of this machine at which gateways of a shared fleet reach penstock control."
+        ),
+    ] = "127.0.0.1"
     ray_address: (
         Annotated[
             str,

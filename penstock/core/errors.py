@@ -11,6 +11,7 @@
     ├── NotFound                      404  not_found
     ├── RequestTimeout                408  request_timeout       (it did not arrive in time)
     ├── Conflict                      409  conflict              (it exists already, or is in another state)
+    │   └── Superseded                409  superseded            (another control process has taken over)
     ├── PreconditionFailed            412  precondition_failed   (it was changed meanwhile)
     ├── PreconditionRequired          428  precondition_required (the request must name what it changes)
     ├── RequestTooLarge               413  request_too_large
@@ -150,6 +151,12 @@ class Conflict(PenstockError):
     status = 409
     code = "conflict"
     type = "invalid_request_error"
+
+
+class Superseded(Conflict):
+    """A control process tried to act after another had taken over."""
+
+    code = "superseded"
 
 
 class PreconditionFailed(PenstockError):

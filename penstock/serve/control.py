@@ -24,7 +24,7 @@ import msgspec
 from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
-from penstock.cluster.control_link import ControlLink
+from penstock.cluster.control_link import ControlLink, SocketChannel
 from penstock.cluster.control_plane import ControlPlane
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.release_record import ReleaseRecord, revision_of
@@ -37,6 +37,7 @@ from penstock.core.errors import ConfigError, InvalidRequest, UsageError
 from penstock.dispatch import Role
 from penstock.gateway.store.database import Database, insert_into
 from penstock.gateway.store.tables import releases
+from penstock.serve.database_registry import raise_epoch
 from penstock.serve.environment import model_hub, open_database, visible_gpus
 
 logger = logging.getLogger(__name__)
@@ -45,9 +46,21 @@ _decode = msgspec.json.Decoder(ReleaseRecord).decode
 MAX_LOADED = 1000  # the latest releases; older ones are not shown
 
 
+RELEASES = "releases"  # the lease of the process that decides about the releases in a database
+
+
 class DatabaseReleases:
-    def __init__(self, database: Database) -> None:
+    """Implements `ReleaseStore`. With an epoch, it writes only while no later leader has claimed the releases."""
+
+    def __init__(self, database: Database, epoch: int | None = None) -> None:
         self._database = database
+        self._epoch = epoch
+
+    @staticmethod
+    async def of_leader(database: Database, epoch: int) -> DatabaseReleases:
+        """Claim the releases for the leader of a shared fleet. Raises Superseded if a later leader has them."""
+        await database.run(lambda connection: raise_epoch(connection, RELEASES, epoch))
+        return DatabaseReleases(database, epoch)
 
     async def load(self) -> tuple[ReleaseRecord, ...]:
         if not self._database.exists:
@@ -55,7 +68,12 @@ class DatabaseReleases:
         return await self._database.run(_load, reads_only=True)
 
     async def save(self, record: ReleaseRecord) -> None:
-        await self._database.run(lambda connection: _save(connection, record))
+        def work(connection: Connection) -> None:
+            if self._epoch is not None:
+                raise_epoch(connection, RELEASES, self._epoch)
+            _save(connection, record)
+
+        await self._database.run(work)
 
 
 def _load(connection: Connection) -> tuple[ReleaseRecord, ...]:
@@ -121,7 +139,7 @@ async def open_control(
 @contextlib.asynccontextmanager
 async def open_link(socket: Path, fleet: Fleet) -> AsyncIterator[ControlLink]:
     """Connect a gateway's fleet to the control plane."""
-    link = ControlLink(socket, fleet)
+    link = ControlLink(lambda: SocketChannel.connect(socket), fleet)
     fleet.observers.append(link.traffic)
     fleet.choose_revisions(link.traffic.choose_revision)
     async with link.running():

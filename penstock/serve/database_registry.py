@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TypeVar
 
-from sqlalchemy import Connection, Double, cast, delete, func, select
+from sqlalchemy import Connection, Double, cast, delete, func, select, update
 
 from penstock.cluster.registry import RegistryError
-from penstock.core.errors import PenstockError
-from penstock.gateway.store.database import Database, insert_into
-from penstock.gateway.store.tables import fleet_hosts
+from penstock.core.errors import PenstockError, Superseded
+from penstock.gateway.store.database import Database, Work, insert_into
+from penstock.gateway.store.tables import fleet_documents, fleet_hosts, fleet_leases
 
+T = TypeVar("T")
+LEADER = "leader"
 UNIX_EPOCH_DAY = 2_440_587.5  # as SQLite counts days
 
 
@@ -28,10 +31,7 @@ class DatabaseRegistry:
             connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
             connection.execute(delete(fleet_hosts).where(fleet_hosts.c.expires_at < ends - 2 * lease_s))
 
-        try:
-            await self._database.run(work)
-        except PenstockError as error:
-            raise RegistryError(error.message) from error
+        await self._run(work)
 
     async def records(self) -> dict[str, bytes]:
         def work(connection: Connection) -> dict[str, bytes]:
@@ -40,16 +40,84 @@ class DatabaseRegistry:
             )
             return {name: bytes(record) for name, record in connection.execute(living)}
 
-        try:
-            return await self._database.run(work, reads_only=True)
-        except PenstockError as error:
-            raise RegistryError(error.message) from error
+        return await self._run(work, reads_only=True)
+
+    async def lead(self, candidate: str, lease_s: float, above: int) -> int | None:
+        return await self._run(lambda connection: take_lease(connection, LEADER, candidate, lease_s, above))
+
+    async def resign(self, candidate: str) -> None:
+        await self._run(lambda connection: end_lease(connection, LEADER, candidate))
+
+    async def write(self, name: str, document: bytes | None, epoch: int) -> bool:
+        def work(connection: Connection) -> bool:
+            # The row stays locked until the document is written, so that no other leader comes between.
+            latest = select(fleet_leases.c.epoch).where(fleet_leases.c.name == LEADER).with_for_update()
+            if connection.scalar(latest) != epoch:
+                return False
+            if document is None:
+                connection.execute(delete(fleet_documents).where(fleet_documents.c.name == name))
+                return True
+            statement = insert_into(connection, fleet_documents).values(name=name, document=document)
+            connection.execute(
+                statement.on_conflict_do_update(index_elements=["name"], set_={"document": document})
+            )
+            return True
+
+        return await self._run(work)
+
+    async def documents(self) -> dict[str, bytes]:
+        def work(connection: Connection) -> dict[str, bytes]:
+            found = connection.execute(select(fleet_documents.c.name, fleet_documents.c.document))
+            return {name: bytes(document) for name, document in found}
+
+        return await self._run(work, reads_only=True)
 
     async def wait_for_change(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
 
     async def close(self) -> None:
         self._database.close()
+
+    async def _run(self, work: Work[T], *, reads_only: bool = False) -> T:
+        try:
+            return await self._database.run(work, reads_only=reads_only)
+        except PenstockError as error:
+            raise RegistryError(error.message) from error
+
+
+def take_lease(connection: Connection, name: str, holder: str, lease_s: float, above: int = 0) -> int | None:
+    """Take a lease or renew it. Returns its epoch; None while another holds it."""
+    _make_row(connection, name)
+    columns = (fleet_leases.c.holder, fleet_leases.c.epoch, fleet_leases.c.expires_at)
+    found = connection.execute(select(*columns).where(fleet_leases.c.name == name).with_for_update()).one()
+    now = _now(connection)
+    is_held = found.expires_at > now
+    if is_held and found.holder != holder:
+        return None
+    epoch = int(found.epoch) if is_held else max(int(found.epoch), above) + 1
+    values = {"holder": holder, "epoch": epoch, "expires_at": now + lease_s}
+    connection.execute(update(fleet_leases).where(fleet_leases.c.name == name).values(**values))
+    return epoch
+
+
+def raise_epoch(connection: Connection, name: str, epoch: int) -> None:
+    """Note that the leader of an epoch writes. Raises Superseded if a later one has written."""
+    _make_row(connection, name)
+    row = fleet_leases.c.name == name
+    latest = connection.scalar(select(fleet_leases.c.epoch).where(row).with_for_update())
+    if latest is not None and int(latest) > epoch:
+        raise Superseded("Another control process leads this fleet now.")
+    connection.execute(update(fleet_leases).where(row).values(epoch=epoch))
+
+
+def _make_row(connection: Connection, name: str) -> None:
+    new = {"name": name, "holder": "", "epoch": 0, "expires_at": 0.0}
+    connection.execute(insert_into(connection, fleet_leases).values(**new).on_conflict_do_nothing())
+
+
+def end_lease(connection: Connection, name: str, holder: str) -> None:
+    is_ours = (fleet_leases.c.name == name) & (fleet_leases.c.holder == holder)
+    connection.execute(update(fleet_leases).where(is_ours).values(expires_at=0.0))
 
 
 def _now(connection: Connection) -> float:

@@ -12,27 +12,32 @@ import importlib
 import logging
 import secrets
 import socket
-import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import uvloop
+from msgspec.structs import replace
 
 from penstock.api.http.browsers import check_web_settings
-from penstock.cluster.control_plane import ReplicaTimes, replica_view
+from penstock.cluster.documents import DocumentReader
 from penstock.cluster.fleet import Fleet, SharedFleet
+from penstock.cluster.fleet_link import FleetLink
+from penstock.cluster.host_record import Offer
+from penstock.cluster.join_tokens import JoinTokens
 from penstock.cluster.local import LocalLauncher, NetworkAddress
-from penstock.cluster.registry import Follower, JoinTokens, Publisher, Registry
+from penstock.cluster.ordered_host import OrderedHost
+from penstock.cluster.registry import Follower, Publisher, Registry
 from penstock.cluster.replica import Launcher, ReplicaSpec
 from penstock.cluster.supervisor import Supervisor
-from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, ReleaseView, RoutingView
 from penstock.core.config import ClusterConfig, ServeConfig
-from penstock.core.errors import ConfigError, InvalidRequest, UsageError
+from penstock.core.errors import ConfigError, UsageError
 from penstock.core.installation import install_command
-from penstock.core.messages import EngineReady, EngineStats, LoadProgress
+from penstock.core.messages import EngineReady, LoadProgress
 from penstock.dispatch import DispatchConfig
-from penstock.serve.environment import bytecode_dir, visible_gpus
+from penstock.serve.environment import bytecode_dir, model_hub, visible_gpus
 from penstock.serve.process import prepare_process, until
 from penstock.serve.server import announce_leave, bind, stop_event
 from penstock.serve.telemetry import configure_server_logging
@@ -81,18 +86,31 @@ def open_registry(cluster: ClusterConfig) -> Registry:
     return DatabaseRegistry(Database(url))
 
 
-def check_role(config: ServeConfig, *, runs_engines: bool) -> None:
+def check_role(config: ServeConfig, role: Literal["engine", "gateway", "control"]) -> None:
     """Refuse settings that a role of a shared fleet cannot follow, before a model is fetched. Raises ConfigError."""
     join_tokens(config.cluster)
     registry_kind(config.cluster)
     cluster, scaling = config.cluster, config.scaling
     if cluster.cluster == "ray":
         raise ConfigError("A shared fleet has its own machines.", hint="--cluster ray is for penstock serve.")
-    if scaling.min_replicas is not None or scaling.max_replicas is not None:
+    if scaling.min_replicas is not None and role != "control":
         raise ConfigError(
-            "The number of engines of a host stays.",
-            hint="--min-replicas and --max-replicas are for penstock serve.",
+            "One host or gateway does not decide how many replicas a fleet has.",
+            hint="--min-replicas is for penstock control and penstock serve.",
         )
+    if scaling.min_replicas == 0:
+        raise ConfigError("A shared fleet keeps at least one replica of each model.")
+    if scaling.max_replicas is not None and role == "gateway":
+        raise ConfigError(
+            "A gateway starts no engines.", hint="Give --max-replicas to penstock engine or penstock control."
+        )
+    if role == "control":
+        return
+    if role == "engine" and scaling.max_replicas is not None and scaling.max_replicas < cluster.replicas:
+        raise ConfigError(
+            "--max-replicas is less than --replicas.", hint="It is the most that the leader may start."
+        )
+    runs_engines = role == "engine"
     if not runs_engines and (cluster.replicas > 1 or cluster.prefill_replicas or cluster.decode_replicas):
         raise ConfigError(
             "A gateway starts no engines.", hint="Give the number of replicas to penstock engine."
@@ -140,24 +158,51 @@ def run_engines(
         name=host,
         client_keys=tokens.client_keys(),
     )
-    uvloop.run(_run_engines(config, specs, supervisor, Publisher(registry, tokens, host), registry, on_ready))
+    publisher, reader = Publisher(registry, tokens, host), DocumentReader(tokens)
+    ordered = OrderedHost(supervisor, publisher, reader, specs, offers_of(config, specs), _localised)
+    follower = Follower(registry, tokens, on_documents=ordered.take)
+    uvloop.run(_run_engines(config, Host(supervisor, publisher, ordered, follower, registry), on_ready))
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The parts of a machine with engines."""
+
+    supervisor: Supervisor
+    publisher: Publisher
+    ordered: OrderedHost
+    follower: Follower
+    registry: Registry
+
+
+def offers_of(config: ServeConfig, specs: Sequence[ReplicaSpec]) -> list[Offer]:
+    """Return what this host runs, and may run if the leader wants more."""
+    counts = Counter((spec.model, spec.role) for spec in specs)
+    first = {(spec.model, spec.role): spec for spec in reversed(specs)}
+    most = config.scaling.max_replicas or 0
+    return [
+        Offer(spec=first[key], replicas=count, max_replicas=max(count, most)) for key, count in counts.items()
+    ]
+
+
+async def _localised(spec: ReplicaSpec) -> ReplicaSpec:
+    """Return a spec with the path of its weights on this machine, after fetching them if necessary."""
+    path = await asyncio.to_thread(model_hub().ensure, spec.engine.model.model)
+    return replace(spec, model_path=str(path))
 
 
 async def _run_engines(
-    config: ServeConfig,
-    specs: Sequence[ReplicaSpec],
-    supervisor: Supervisor,
-    publisher: Publisher,
-    registry: Registry,
-    on_ready: Callable[[EngineReady, str], None] | None,
+    config: ServeConfig, host: Host, on_ready: Callable[[EngineReady, str], None] | None
 ) -> None:
     stop = stop_event()
-    supervisor.on_change.append(publisher.tell)
+    supervisor, publisher = host.supervisor, host.publisher
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(registry.close)
+        stack.push_async_callback(host.registry.close)
+        await stack.enter_async_context(host.follower.running())
         await stack.enter_async_context(publisher.running())
         stack.push_async_callback(supervisor.close)
-        launched = await until(_launch(supervisor, specs), stop)
+        await stack.enter_async_context(host.ordered.taking_orders())
+        launched = await until(host.ordered.start_own(), stop)
         if launched is None:
             return
         ready = supervisor.ready(launched[0])
@@ -166,11 +211,8 @@ async def _run_engines(
         await stop.wait()
         logger.info("draining: running answers get %.0f s to finish", config.server.drain_timeout)
         stop.clear()  # a second signal cuts answers short, and their gateways send them elsewhere
+        host.ordered.leave()
         await until(_drain(supervisor, config.server.drain_timeout), stop)
-
-
-async def _launch(supervisor: Supervisor, specs: Sequence[ReplicaSpec]) -> list[str]:
-    return await asyncio.gather(*map(supervisor.launch, specs))
 
 
 async def _drain(supervisor: Supervisor, timeout_s: float) -> None:
@@ -209,16 +251,18 @@ async def _run_gateway(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(registry.close)
         stack.callback(fleet.close)
-        await stack.enter_async_context(Follower(registry, tokens, fleet.update).running())
+        name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
+        link = FleetLink(fleet, tokens, name)
+        follower = Follower(registry, tokens, fleet.update, on_documents=link.take)
+        await stack.enter_async_context(follower.running())
+        await stack.enter_async_context(link.running())
         await asyncio.to_thread(importlib.import_module, "penstock.serve.gateway")  # takes a second
         from penstock.serve.gateway import open_gateway
 
         ready = await until(_first_engine(fleet), stop)
         if ready is None:
             return
-        async with open_gateway(
-            config, fleet, listener, is_open=is_open, control=SharedControl(fleet)
-        ) as running:
+        async with open_gateway(config, fleet, listener, is_open=is_open, control=link) as running:
             if on_ready is not None:
                 host, port = listener.getsockname()[:2]
                 scheme = "http" if config.server.ssl_certfile is None else "https"
@@ -238,51 +282,3 @@ async def _first_engine(fleet: Fleet) -> EngineReady:
         return await waiting
     finally:
         waiting.cancel()
-
-
-class SharedControl:
-    """Implements `FleetControl` for a gateway whose engines are started on other machines."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-
-    @property
-    def pools(self) -> tuple[PoolView, ...]:
-        return ()
-
-    async def cluster(self) -> ClusterView:
-        fleet = self._fleet
-        now = asyncio.get_running_loop().time()
-        routing = RoutingView(
-            num_gateways=1,
-            reasons=dict(fleet.reasons),
-            num_prompt_tokens=fleet.routed_tokens,
-            num_matched_tokens=fleet.matched_tokens,
-        )
-        connections = fleet.connections.by_id
-        replicas = [
-            replica_view(
-                member,
-                connections[member.id].client.stats if member.id in connections else EngineStats(),
-                ReplicaTimes(),
-                now,
-            )
-            for member in fleet.members
-        ]
-        return ClusterView(replicas=tuple(replicas), pools=(), releases=(), routing=routing, at=time.time())
-
-    async def start_release(self, order: ReleaseOrder) -> ReleaseView:
-        raise _no_releases()
-
-    async def promote_release(self, model: str | None) -> ReleaseView:
-        raise _no_releases()
-
-    async def roll_back_release(self, model: str | None) -> ReleaseView:
-        raise _no_releases()
-
-
-def _no_releases() -> InvalidRequest:
-    return InvalidRequest(
-        "Releases need the engines of one server, and this gateway belongs to a shared fleet.",
-        hint="Start engines with the new weights beside the old ones, then end the old ones with SIGTERM.",
-    )

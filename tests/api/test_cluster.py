@@ -10,8 +10,8 @@ import pytest_asyncio
 
 from penstock.api.admin.fleet import ClusterEndpoints
 from penstock.api.app import create_app
-from penstock.core.cluster_view import ClusterView, PoolView, ReleaseOrder, ReleaseView
-from penstock.core.errors import Conflict, InvalidRequest
+from penstock.core.cluster_view import ClusterView, HostOrder, PoolView, ReleaseOrder, ReleaseView
+from penstock.core.errors import Conflict, InvalidRequest, NotFound
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.metrics.gateway import PoolMetrics
@@ -45,6 +45,11 @@ class FakeControl:
     async def roll_back_release(self, model: str | None) -> ReleaseView:
         return RELEASE
 
+    async def operate(self, order: HostOrder) -> ClusterView:
+        if order.target == "nowhere":
+            raise NotFound("There is no host 'nowhere' in this fleet.")
+        return VIEW
+
 
 @pytest_asyncio.fixture
 async def server(tmp_path: Path) -> AsyncIterator[TenantServer]:
@@ -71,6 +76,7 @@ async def test_only_administrators_see_it(server: TenantServer) -> None:
     async with server.client(key.secret) as client:
         for method, path in (
             ("GET", "/admin/cluster"),
+            ("POST", "/admin/cluster"),
             ("GET", "/admin/releases"),
             ("POST", "/admin/releases"),
             ("POST", "/admin/releases/promote"),
@@ -87,12 +93,15 @@ async def test_orders_reach_the_control_plane_and_the_audit_log(server: TenantSe
         assert made.json()["object"] == "release"
         assert (await admin.post("/admin/releases/promote", json={"model": "m"})).status_code == 200
         assert (await admin.post("/admin/releases/rollback")).status_code == 200
+        drained = await admin.post("/admin/cluster", json={"action": "drain", "target": "north"})
+        assert drained.json()["object"] == "cluster"
         listed = (await admin.get("/admin/releases")).json()
         entries = (await admin.get("/admin/audit")).json()["data"]
     assert server.control.orders[0].settings == {"max_num_seqs": 64}  # type: ignore[attr-defined]
     assert [release["id"] for release in listed["data"]] == ["rel_1"]
     actions = [entry["action"] for entry in entries if entry["target"] == "rel_1"]
     assert actions == ["release.rollback", "release.promote", "release.start"]
+    assert [entry["action"] for entry in entries if entry["target"] == "north"] == ["cluster.drain"]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +110,8 @@ async def test_orders_reach_the_control_plane_and_the_audit_log(server: TenantSe
         ("/admin/releases", {"wieghts": "x"}, 400),
         ("/admin/releases", {"weights": "missing"}, 400),
         ("/admin/releases/promote", {"model": "idle"}, 409),
+        ("/admin/cluster", {"action": "explode", "target": "north"}, 400),
+        ("/admin/cluster", {"action": "cordon", "target": "nowhere"}, 404),
     ],
 )
 async def test_what_is_wrong_is_said(

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from penstock.cli import clients
 from penstock.cli.app import penstock
-from penstock.core.cluster_view import ClusterView
+from penstock.core.cluster_view import ClusterView, GatewayView, HostView, LeaderView
 from tests.cluster.views import RELEASE, VIEW
 
 
@@ -151,3 +151,50 @@ def test_no_server_is_a_sentence() -> None:
     result = run("top", "--once", "--url", "http://127.0.0.1:9")
     assert result.exit_code == 1
     assert "No server answers" in result.stderr
+
+
+FLEET = msgspec.structs.replace(
+    VIEW,
+    replicas=tuple(msgspec.structs.replace(replica, host="north") for replica in VIEW.replicas),
+    hosts=(HostView(name="north", state="cordoned", num_replicas=2, max_replicas=4, version="1", epoch=3),),
+    gateways=(GatewayView(name="west", version="1", follows=False),),
+    leader=LeaderView(name="first", epoch=3, version="1", since=VIEW.at - 7.0),
+)
+
+
+def test_cluster_status_shows_hosts_gateways_and_the_leader(server: Played) -> None:
+    assert "leader    none" in run("cluster", "status").stdout
+    server.views = [FLEET]
+    shown = run("cluster", "status").stdout
+    for words in (
+        "first, number 3, for 7 s",
+        "north  cordoned, 2 of at most 4",
+        "replica-1  ready",
+        "west  is behind",
+    ):
+        assert words in shown
+    assert msgspec.json.decode(run("cluster", "status", "--json").stdout, type=ClusterView) == FLEET
+
+
+def test_orders_about_hosts(server: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.cluster.WAIT_INTERVAL_S", 0.0)
+    empty = msgspec.structs.replace(FLEET, replicas=())
+    server.views = [FLEET, FLEET, VIEW, empty]  # nobody leads for a moment
+    assert run("cluster", "drain", "north", "--wait").exit_code == 0
+    assert server.views == [empty]
+    run("cluster", "cordon", "north")
+    run("cluster", "uncordon", "north")
+    run("cluster", "move", "north-1", "--to", "south", "--wait")
+    orders = [body for method, path, body in server.requests if method == "POST" and path == "/admin/cluster"]
+    assert [(order["action"], order["target"]) for order in orders] == [
+        ("drain", "north"),
+        ("cordon", "north"),
+        ("uncordon", "north"),
+        ("move", "north-1"),
+    ]
+    assert orders[-1]["to"] == "south"
+    server.views = [FLEET]
+    result = run("cluster", "drain", "north", "--wait", "--timeout", "0")
+    assert "still has replicas" in result.stderr
+    server.status = 404
+    assert "No." in run("cluster", "cordon", "nowhere").stderr

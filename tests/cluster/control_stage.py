@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.cluster.control_link import ControlLink
+from penstock.cluster.control_link import ControlLink, SocketChannel
 from penstock.cluster.control_plane import ControlPlane
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
@@ -145,7 +145,7 @@ async def open_stage(
             supervisor.on_change.append(fleet.update)
             stack.callback(supervisor.on_change.remove, fleet.update)
             fleet.update(supervisor.members())
-            link = ControlLink(socket, fleet, interval_s=INTERVAL_S)
+            link = ControlLink(lambda: SocketChannel.connect(socket), fleet, interval_s=INTERVAL_S)
             fleet.observers.append(link.traffic)
             fleet.choose_revisions(link.traffic.choose_revision)
             await fleet.wait_ready()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
@@ -15,7 +16,12 @@ from penstock.router import Replica, ReplicaState
 class FakeManager:
     """Has the methods of `supervisor.Supervisor` that pools and releases call."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "replica", *, is_quick: bool = False) -> None:
+        """`is_quick`: replicas become ready at once."""
+        self.name = name
+        self._is_quick = is_quick
+        self._slots: dict[str, str] = {}
+        self.on_change: list[Callable[[tuple[Member, ...]], None]] = []
         self._members: dict[str, Member] = {}
         self._stats: dict[str, EngineStats] = {}
         self._changed = asyncio.Event()
@@ -34,11 +40,15 @@ class FakeManager:
     def ready(self, replica_id: str) -> EngineReady | None:
         return None
 
-    async def launch(self, spec: ReplicaSpec) -> str:
+    def slots(self) -> dict[str, str]:
+        return dict(self._slots)
+
+    async def launch(self, spec: ReplicaSpec, slot_name: str = "") -> str:
         if self.failure is not None:
             raise self.failure
         self.num_launched += 1
-        replica_id = f"replica-{self.num_launched}"
+        replica_id = f"{self.name}-{self.num_launched}"
+        self._slots[replica_id] = slot_name
         replica = Replica(
             id=replica_id,
             models=frozenset((spec.model,)),
@@ -47,6 +57,9 @@ class FakeManager:
         )
         self._members[replica_id] = Member(replica=replica, spec=spec, endpoint="")
         self._stats[replica_id] = EngineStats(num_kv_blocks=100)
+        self._tell()
+        if self._is_quick:
+            self.finish_starting()
         try:
             await self._until(lambda: self._state(replica_id) is not ReplicaState.STARTING)
         except asyncio.CancelledError:
@@ -72,7 +85,7 @@ class FakeManager:
 
     async def stop(self, replica_id: str) -> None:
         self._find(replica_id)
-        del self._members[replica_id]
+        del self._members[replica_id], self._slots[replica_id]
         self._tell()
 
     def finish_starting(self) -> None:
@@ -103,6 +116,8 @@ class FakeManager:
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        for callback in tuple(self.on_change):
+            callback(self.members())
 
     async def _until(self, condition) -> None:  # type: ignore[no-untyped-def]
         while not condition():

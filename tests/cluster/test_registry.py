@@ -11,17 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from penstock.cluster.host_record import HostRecord, decode_record, encode_record
+from penstock.cluster.join_tokens import JoinTokens
 from penstock.cluster.redis_registry import RedisRegistry
 from penstock.cluster.registry import (
     LEASE_S,
     Follower,
-    HostRecord,
-    JoinTokens,
     MemoryRegistry,
     Publisher,
     Registry,
     RegistryError,
-    encode_record,
 )
 from penstock.cluster.replica import Member
 from penstock.core.errors import ConfigError
@@ -55,7 +54,7 @@ def redis() -> Iterator[RedisServer]:
 async def opened(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Registry]:
     registry: Registry
     if kind == "redis":
-        registry = RedisRegistry(request.getfixturevalue("redis").url)
+        registry = RedisRegistry(request.getfixturevalue("redis").url, tmp_path.name)
     elif kind == "database":
         registry = DatabaseRegistry(Database(f"sqlite:///{tmp_path / 'fleet.db'}"))
     else:
@@ -211,3 +210,53 @@ async def test_replicas_stay_known_while_the_registry_is_away(monkeypatch: pytes
             await until(lambda: [each.id for each in follower.members] == ["a-2"])
         await until(lambda: not follower.members)
     assert [len(members) for members in seen] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis", "database"])
+async def test_one_candidate_leads_at_a_time(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    async with opened(kind, request, tmp_path) as registry:
+        first = await registry.lead("a", 60.0, 7)
+        assert first is not None
+        assert first > 7
+        assert await registry.lead("b", 60.0, 0) is None
+        assert await registry.lead("a", 60.0, 0) == first  # renewed
+        await registry.resign("b")  # is not its to give up
+        assert await registry.lead("b", 60.0, 0) is None
+        await registry.resign("a")
+        second = await registry.lead("b", 0.05, 0)
+        assert second is not None
+        assert second > first
+        async with asyncio.timeout(20):
+            while (third := await registry.lead("a", 60.0, 0)) is None:
+                await asyncio.sleep(0.01)
+        assert third > second
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis", "database"])
+async def test_only_the_latest_leader_writes_documents(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    async with opened(kind, request, tmp_path) as registry:
+        first = await registry.lead("x", 60.0, 100)
+        assert first is not None
+        assert await registry.write("one", b"\0\xff", first)
+        assert await registry.write("two", b"2", first)
+        await registry.resign("x")
+        second = await registry.lead("y", 60.0, 0)
+        assert second is not None
+        assert not await registry.write("one", b"late", first)  # as a paused leader would
+        assert not await registry.write("two", None, first)
+        assert await registry.documents() == {"one": b"\0\xff", "two": b"2"}
+        assert await registry.write("two", None, second)
+        assert await registry.documents() == {"one": b"\0\xff"}
+
+
+def test_a_record_of_another_version_is_read_without_what_is_unknown() -> None:
+    body = msgspec.json.decode(msgspec.json.encode(HostRecord("north", (member("one"),))))
+    body["colour"] = "blue"
+    body["members"][0]["spec"]["engine"]["scheduler"]["unheard_of"] = 1
+    envelope = {"wire_version": WIRE_VERSION, "record": body}
+    read = decode_record(TOKENS.sign(msgspec.json.encode(envelope)), TOKENS)
+    assert read == HostRecord("north", (member("one"),))

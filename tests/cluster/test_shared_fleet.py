@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import pytest
 
 from penstock.cluster.fleet import Fleet, SharedFleet
+from penstock.cluster.join_tokens import JoinTokens
 from penstock.cluster.local import LocalLauncher, NetworkAddress
-from penstock.cluster.registry import Follower, JoinTokens, MemoryRegistry, Publisher
+from penstock.cluster.registry import Follower, MemoryRegistry, Publisher
 from penstock.cluster.supervisor import Supervisor
 from penstock.cluster.transport import KeyPair, ZmqEngineClient
 from penstock.router import ReplicaState

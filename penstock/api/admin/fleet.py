@@ -16,7 +16,7 @@ from starlette.routing import Route
 from penstock.api.http.answers import json_response, private_json
 from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder, integer_of
-from penstock.core.cluster_view import FleetControl, ReleaseOrder, ReleaseView
+from penstock.core.cluster_view import FleetControl, HostOrder, ReleaseOrder, ReleaseView
 from penstock.core.errors import InvalidRequest, NotFound, PermissionDenied
 from penstock.core.identity import Scope
 from penstock.gateway.external.models import ExternalModels
@@ -61,10 +61,12 @@ class ClusterEndpoints:
         self._database = database
         self._order = BodyDecoder(ReleaseOrder)
         self._which = BodyDecoder(WhichModel)
+        self._host_order = BodyDecoder(HostOrder)
 
     def routes(self) -> list[Route]:
         return [
             Route("/admin/cluster", self.show, methods=["GET"]),
+            Route("/admin/cluster", self.operate, methods=["POST"]),
             Route("/admin/releases", self.list_releases, methods=["GET"]),
             Route("/admin/releases", self.start, methods=["POST"]),
             Route("/admin/releases/promote", self.promote, methods=["POST"]),
@@ -76,6 +78,21 @@ class ClusterEndpoints:
         if self._external is not None:
             replicas = (*view.replicas, *self._external.replica_views())
             view = msgspec.structs.replace(view, replicas=replicas)
+        return private_json(view)
+
+    async def operate(self, request: Request) -> Response:
+        """Carry out an order about the hosts of a shared fleet."""
+        order = await self._host_order.read(request)
+        view = await self._control.operate(order)
+        actor = Actor(principal_of(request).key_id, request_id_of(request))
+        action = f"cluster.{order.action}"
+        announce(
+            await self._database.run(
+                lambda connection: write_entry(
+                    connection, actor, action, order.target, at=time.time(), after=order
+                )
+            )
+        )
         return private_json(view)
 
     async def list_releases(self, request: Request) -> Response:

@@ -224,6 +224,25 @@ fleet_hosts = Table(
     Column("expires_at", Double, nullable=False),
 )
 
+# Owner: serve/database_registry. Who may decide for a shared fleet, and for the releases in this database. The epoch
+# rises whenever the holder changes.
+fleet_leases = Table(
+    "fleet_leases",
+    metadata,
+    Column("name", String(128), primary_key=True),
+    Column("holder", String(256), nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("expires_at", Double, nullable=False),
+)
+
+# Owner: serve/database_registry. What the leader of a shared fleet has decided.
+fleet_documents = Table(
+    "fleet_documents",
+    metadata,
+    Column("name", String(256), primary_key=True),
+    Column("document", LargeBinary, nullable=False),
+)
+
 # Owner: gateway/responses. One that runs in the background is not final and may be replaced.
 responses = Table(
     "responses",

@@ -1,0 +1,276 @@
+"""The work of a leader of a shared fleet: pools that follow what hosts offer, replicas that move, and the documents
+that the next leader continues with. `control` decides about scaling and releases, `hosts` carries orders out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from penstock.cluster.control_messages import Directive
+from penstock.cluster.control_plane import ControlPlane, ReplicaTimes, replica_view
+from penstock.cluster.documents import DIRECTIVE, SCALING, SERVING, ScalingDocument, Serving
+from penstock.cluster.host_record import Offer
+from penstock.cluster.hosts import Hosts
+from penstock.cluster.leadership import Writer
+from penstock.cluster.release_record import ReleaseStore
+from penstock.cluster.replica import ReplicaSpec
+from penstock.cluster.scaling import PoolScaler, autoscaling
+from penstock.control.autoscaler import AutoscalerConfig
+from penstock.core.cluster_view import ClusterView, HostOrder, HostView, LeaderView
+from penstock.core.config import ScalingConfig
+from penstock.core.errors import InvalidRequest, PenstockError, Superseded
+from penstock.router import ReplicaState
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 1.0
+SETTLE_S = 2.0  # for the first reports of all gateways
+DIRECTIVES_PER_EPOCH = 1 << 20  # so that the numbers of directives rise from leader to leader
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderSettings:
+    name: str
+    host: str  # the address that gateways reach
+    scaling: ScalingConfig
+    drain_timeout_s: float
+    look_interval_s: float = LOOK_INTERVAL_S
+    settle_s: float = SETTLE_S
+
+
+class Term:
+    """`scaling` is the state that an earlier leader left."""
+
+    def __init__(
+        self,
+        settings: LeaderSettings,
+        writer: Writer,
+        hosts: Hosts,
+        store: ReleaseStore,
+        scaling: ScalingDocument,
+    ) -> None:
+        self._settings = settings
+        self._writer = writer
+        self._hosts = hosts
+        self._inherited = scaling
+        self._decided: object = None
+        self._bases: dict[str, ReplicaSpec] = {}  # by pool: the spec of the hosts' own settings
+        self._serving: dict[str, ReplicaSpec] | None = None  # as it was last written
+        self._moving: dict[str, asyncio.Task[None]] = {}  # by replica
+        self._settled_s = time.monotonic() + settings.settle_s
+        self.view = LeaderView(name=settings.name, epoch=writer.epoch)
+        self.plane = ControlPlane(
+            hosts,
+            [],
+            store,
+            _by_name,
+            drain_timeout_s=settings.drain_timeout_s,
+            look_interval_s=settings.look_interval_s,
+            first_directive=writer.epoch * DIRECTIVES_PER_EPOCH,
+            publish=self._publish,
+            operate=self.operate,
+            described=self._described,
+            is_looking=lambda: time.monotonic() >= self._settled_s,
+        )
+
+    async def keep_looking(self) -> None:
+        """Follow the hosts, until this process no longer leads."""
+        is_announced = False
+        while True:
+            try:
+                await self._look()
+                if not is_announced:
+                    await self.plane.announce()
+                    is_announced = True
+            except Superseded as error:
+                logger.warning("leader %d stops: %s", self._writer.epoch, error.message)
+                return
+            except PenstockError as error:
+                logger.warning("leader %d tries again: %s", self._writer.epoch, error.message)
+            except Exception:  # one failure must not end all decisions
+                logger.exception("leader %d stumbled", self._writer.epoch)
+            await asyncio.sleep(self._settings.look_interval_s)
+
+    async def operate(self, order: HostOrder) -> None:
+        """Carry out an order of an operator about hosts."""
+        hosts = self._hosts
+        match order.action:
+            case "cordon":
+                await hosts.cordon(order.target, True)
+            case "uncordon":
+                await hosts.cordon(order.target, False)
+            case "drain":
+                await hosts.cordon(order.target, True, is_draining=True)
+                self._empty_draining_hosts()
+            case "move":
+                host = hosts.host_of(order.target)
+                if host == order.to:
+                    raise InvalidRequest(f"The replica {order.target} is on {host} already.", param="to")
+                hosts.check_room(order.target, order.to)
+                work = hosts.move(order.target, order.to, self._settings.drain_timeout_s)
+                self._begin(order.target, work)
+
+    async def close(self) -> None:
+        tasks = tuple(self._moving.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look(self) -> None:
+        await self._follow_offers()
+        await self._write_serving()
+        self._convert()
+        self._empty_draining_hosts()
+        await self._hosts.tidy()
+        await self._keep_scaling()
+
+    async def _follow_offers(self) -> None:
+        """Have a pool for every model and role that hosts offer, within the room that they have."""
+        offers: dict[str, list[Offer]] = {}
+        for offer in self._hosts.offers():
+            offers.setdefault(f"{offer.spec.model}/{offer.spec.role}", []).append(offer)
+        pools = {pool.key: pool for pool in self.plane.pools}
+        for key, found in offers.items():
+            scaling = _bounds(self._settings.scaling, found)
+            self._bases[key] = base = _usual(found, self._bases.get(key))
+            if (pool := pools.get(key)) is not None:
+                pool.configure(scaling)
+                continue
+            pool = await self.plane.add_pool(base, scaling)
+            if (kept := self._inherited.pools.get(key)) is not None:
+                pool.restore(kept, asyncio.get_running_loop().time(), time.time())
+
+    async def _write_serving(self) -> None:
+        """Tell hosts that start of promoted revisions."""
+        specs = {
+            Serving.key(base): pool.spec
+            for pool in self.plane.pools
+            if (base := self._bases.get(pool.key)) is not None and base.revision != pool.spec.revision
+        }
+        if specs != self._serving:
+            await self._writer.write(SERVING, Serving(specs=specs))
+            self._serving = specs
+
+    def _convert(self) -> None:
+        """Replace replicas of a revision that a promoted one has replaced: their host started during the release."""
+        for pool in self.plane.pools:
+            base = self._bases.get(pool.key)
+            if base is None or base.revision == pool.spec.revision or pool.is_releasing:
+                continue
+            for member in pool.serving(base.revision):
+                if member.replica.state is ReplicaState.READY:
+                    self._begin(member.id, self._replace(pool, member.id))
+
+    async def _replace(self, pool: PoolScaler, replica_id: str) -> None:
+        await self._hosts.launch(pool.spec, to=self._hosts.host_of(replica_id))
+        await self._hosts.drain(replica_id, self._settings.drain_timeout_s)
+
+    def _empty_draining_hosts(self) -> None:
+        for host, orders in self._hosts.orders.items():
+            record = self._hosts.records.get(host)
+            if record is None or not orders.is_draining:
+                continue
+            wants = {slot.name: slot.want for slot in orders.slots}
+            for member in record.members:
+                if wants.get(record.slots.get(member.id, ""), "serve") == "serve":
+                    self._begin(member.id, self._empty(member.id))
+
+    async def _empty(self, replica_id: str) -> None:
+        timeout_s = self._settings.drain_timeout_s
+        try:
+            await self._hosts.move(replica_id, None, timeout_s)
+        except Superseded:
+            raise
+        except PenstockError as error:
+            logger.warning("the replica %s ends without a successor: %s", replica_id, error.message)
+            await self._hosts.end(replica_id, timeout_s)
+
+    def _begin(self, replica_id: str, work: Coroutine[Any, Any, None]) -> None:
+        """Work on one replica, unless that has begun already."""
+        if replica_id in self._moving:
+            work.close()
+            return
+        task = self._moving[replica_id] = asyncio.create_task(_calmly(work))
+        task.add_done_callback(lambda _: self._moving.pop(replica_id, None))
+
+    async def _keep_scaling(self) -> None:
+        decided = {pool.key: pool.decided for pool in self.plane.pools}
+        if decided != self._decided:
+            now, wall_s = asyncio.get_running_loop().time(), time.time()
+            kept = {pool.key: pool.kept(now, wall_s) for pool in self.plane.pools}
+            await self._writer.write(SCALING, ScalingDocument({**self._inherited.pools, **kept}))
+            self._decided = decided
+
+    async def _publish(self, directive: Directive) -> None:
+        await self._writer.write(DIRECTIVE, replace(directive, pools=()))
+
+    def _described(self, view: ClusterView) -> ClusterView:
+        names = {member.id: name for name, record in self._hosts.records.items() for member in record.members}
+        now = asyncio.get_running_loop().time()
+        departing = [
+            replica_view(member, self._hosts.stats(member.id), ReplicaTimes(), now)
+            for member in self._hosts.departing()
+        ]
+        return replace(
+            view,
+            replicas=tuple(
+                replace(each, host=names.get(each.id, "")) for each in (*view.replicas, *departing)
+            ),
+            hosts=tuple(map(self._host, sorted(self._hosts.records))),
+            leader=self.view,
+        )
+
+    def _host(self, name: str) -> HostView:
+        record = self._hosts.records[name]
+        orders = self._hosts.orders.get(name)
+        state = "ready"
+        if record.is_leaving:
+            state = "leaving"
+        elif orders is not None and orders.is_cordoned:
+            state = "draining" if orders.is_draining else "cordoned"
+        return HostView(
+            name=name,
+            state=state,
+            num_replicas=len(record.members),
+            max_replicas=sum(offer.max_replicas for offer in record.offers),
+            version=record.version,
+            epoch=record.epoch,
+        )
+
+
+async def _calmly(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except PenstockError as error:
+        logger.warning("a replica stays where it is: %s", error.message)
+
+
+async def _by_name(name: str) -> str:
+    """Leave weights to the hosts: each finds them on its own machine."""
+    return name
+
+
+def _bounds(scaling: ScalingConfig, offers: list[Offer]) -> AutoscalerConfig | None:
+    """Without bounds of the control process, a pool scales between what hosts start and what they have room for."""
+    num_started = sum(offer.replicas for offer in offers)
+    room = sum(offer.max_replicas for offer in offers)
+    if scaling.max_replicas is None and room > num_started:
+        scaling = replace(scaling, max_replicas=max(room, scaling.min_replicas or 0))
+    return autoscaling(scaling, num_started)
+
+
+def _usual(offers: list[Offer], before: ReplicaSpec | None) -> ReplicaSpec:
+    """Return the spec of most hosts; the one before, if as many have it."""
+    counts = Counter(offer.spec.revision for offer in offers)
+    if before is not None and before.revision in counts:
+        counts[before.revision] += 1
+    revision = counts.most_common(1)[0][0]
+    return next(offer.spec for offer in offers if offer.spec.revision == revision)

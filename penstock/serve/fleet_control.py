@@ -1,0 +1,59 @@
+"""Runs the control plane of a shared fleet: `penstock control`. Any number of such processes may run; one leads, and
+the others stand by."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from collections.abc import Callable
+
+import uvloop
+
+from penstock.cluster.fleet_leader import FleetLeader
+from penstock.cluster.fleet_term import LeaderSettings
+from penstock.cluster.leadership import Leadership
+from penstock.cluster.registry import Registry
+from penstock.cluster.release_record import ReleaseStore
+from penstock.core.config import ServeConfig
+from penstock.gateway.store.database import Database
+from penstock.serve.control import DatabaseReleases
+from penstock.serve.environment import open_database
+from penstock.serve.process import until
+from penstock.serve.server import stop_event
+from penstock.serve.shared_fleet import join_tokens, open_registry
+
+
+def run_control(config: ServeConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
+    """Campaign for the lead of the fleet, and lead when it is won, until SIGTERM or SIGINT. `on_ready` is called with
+    the name of this process."""
+    tokens = join_tokens(config.cluster)
+    registry = open_registry(config.cluster)
+    name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
+    leadership = Leadership(registry, name)
+    database = open_database(config.store)
+    settings = LeaderSettings(
+        name, config.cluster.control_host, config.scaling, drain_timeout_s=config.server.drain_timeout
+    )
+
+    async def open_store(epoch: int) -> ReleaseStore:
+        return await DatabaseReleases.of_leader(database, epoch)
+
+    leader = FleetLeader(settings, registry, tokens, leadership, open_store)
+    uvloop.run(_run(leader, leadership, registry, database, lambda: on_ready and on_ready(name)))
+
+
+async def _run(
+    leader: FleetLeader,
+    leadership: Leadership,
+    registry: Registry,
+    database: Database,
+    on_ready: Callable[[], object],
+) -> None:
+    stop = stop_event()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(database.close)
+        stack.push_async_callback(registry.close)
+        await stack.enter_async_context(leadership.running())
+        on_ready()
+        await until(leader.keep_leading(), stop)
