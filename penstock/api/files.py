@@ -3,7 +3,6 @@ files in parts."""
 
 from __future__ import annotations
 
-import asyncio
 import mimetypes
 from functools import partial
 from typing import Annotated, Literal
@@ -11,16 +10,17 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.api.http.answers import json_response
+from penstock.api.http.blobs import blob_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import is_anthropic
 from penstock.api.http.limit_headers import timestamp
 from penstock.api.http.multipart import UploadReader
 from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, text_of
-from penstock.core.errors import InvalidRequest, NotFound
+from penstock.core.errors import InvalidRequest
 from penstock.gateway.files import FileStore, StoredFile
 from penstock.gateway.store.database import Order
 from penstock.gateway.uploads import MAX_PART_BYTES, MAX_PARTS, UploadPlan, Uploads, plan_of
@@ -162,13 +162,15 @@ class FilesEndpoints:
 
     async def read_file(self, request: Request) -> Response:
         file = await self._file_of(request)
-        path = self._files.folder.path(file.id)
-        if not await asyncio.to_thread(path.exists):
-            raise NotFound(f"The bytes of the file {file.id} are gone.")
         # Whatever it holds, a browser must not run it as a page of this server.
         headers = {"x-content-type-options": "nosniff", "content-security-policy": "sandbox"}
-        return FileResponse(
-            path, headers=headers, media_type="application/octet-stream", filename=file.filename
+        return await blob_response(
+            self._files.blobs,
+            file.id,
+            missing=f"The bytes of the file {file.id} are gone.",
+            media_type="application/octet-stream",
+            filename=file.filename,
+            headers=headers,
         )
 
     async def _file_of(self, request: Request) -> StoredFile:

@@ -163,6 +163,16 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ]
         | None
     ) = None
+    files_url: (
+        Annotated[
+            str,
+            Meta(
+                description="Place of the bytes of files and batches: s3://bucket/prefix, or a folder that all "
+                "gateways share. Default: files in the data folder."
+            ),
+        ]
+        | None
+    ) = None
 
 
 class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,108 +1,33 @@
 """The files of workspaces: upload, list, read, delete, expire. This module knows no HTTP.
 
-A file of another workspace looks as if it did not exist. The metadata are in the database and the bytes in a
-`FileFolder`, one file per id. Bytes are written beside, flushed to the disk and then renamed, so that a file appears
-under its id whole or not at all. Bytes are on the disk before the row that names them is committed, and a row is
+A file of another workspace looks as if it did not exist. The metadata are in the database. The bytes are a blob in a
+folder or a bucket, under the file's id. Bytes are stored before the row that names them is committed, and a row is
 deleted before its bytes, so that a crash leaves at most bytes that no row names.
 
-An upload reserves room in its workspace's quota before its bytes reach the disk. The reservation is a row in the
+An upload reserves room in its workspace's quota before its bytes are stored. The reservation is a row in the
 table of files that no client sees; it becomes the file's row at the end, and expires if the process dies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import os
-import re
+import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 from sqlalchemy import Connection, Row, Select, delete, func, insert, or_, select
 
-from penstock.core.errors import NotFound, RequestTooLarge
+from penstock.core.errors import NotFound, RequestTooLarge, StoreUnavailable
+from penstock.gateway.blobs.blobs import Blobs, BlobWriter, is_blob_id
 from penstock.gateway.store import tables
 from penstock.gateway.store.database import Database, Order, read_page
 
-_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_UNFINISHED = ".part"
-# Longer than any upload may take; what is older was left behind by a process that died.
-_ABANDONED_AFTER_S = 24 * 3600.0
-
-
-def is_file_id(text: str) -> bool:
-    """Whether it could be one: nothing that a path or a database would read otherwise."""
-    return _ID.fullmatch(text) is not None
-
-
-class FileFolder:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def path(self, file_id: str) -> Path:
-        if not is_file_id(file_id):
-            raise ValueError(f"not the id of a file: {file_id!r}")
-        return self._path / file_id
-
-    def exists(self, file_id: str) -> bool:
-        return self.path(file_id).exists()
-
-    def begin(self, file_id: str) -> BinaryIO:
-        """Open a file for writing that nobody sees yet. Then `publish` or `abandon` it.
-
-        Two that write under one id do not meet: who publishes last, wins."""
-        self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = self.path(file_id).with_suffix(f".{secrets.token_hex(6)}{_UNFINISHED}")
-        return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
-
-    def publish(self, file_id: str, file: BinaryIO) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-        os.replace(file.name, self.path(file_id))
-        folder = os.open(self._path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    def abandon(self, file: BinaryIO) -> None:
-        file.close()
-        Path(file.name).unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def writing(self, file_id: str) -> Iterator[BinaryIO]:
-        """Published at the end of the block, abandoned when it raises."""
-        file = self.begin(file_id)
-        try:
-            yield file
-        except BaseException:
-            self.abandon(file)
-            raise
-        self.publish(file_id, file)
-
-    def copy(self, source_id: str, target_id: str) -> None:
-        """Give the same bytes a second id; each can be removed on its own."""
-        target = self.path(target_id)
-        target.unlink(missing_ok=True)
-        os.link(self.path(source_id), target)
-
-    def remove(self, file_id: str) -> None:
-        self.path(file_id).unlink(missing_ok=True)
-
-    def remove_abandoned(self) -> None:
-        oldest = time.time() - _ABANDONED_AFTER_S
-        for path in self._path.glob(f"*{_UNFINISHED}"):
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime < oldest:
-                    path.unlink()
-
+logger = logging.getLogger(__name__)
 
 _WRITE_BYTES = 1 << 20  # how much of an upload is gathered before a thread writes it
 _MAX_FILENAME_CHARS = 512
@@ -146,7 +71,7 @@ def stored_name(filename: str) -> str:
 
 
 def insert_file(connection: Connection, file: StoredFile) -> None:
-    """For a transaction that does more than that. The bytes must be in the folder."""
+    """For a transaction that does more than that. The bytes must be stored."""
     connection.execute(insert(tables.files).values(msgspec.structs.asdict(file)))
 
 
@@ -154,19 +79,19 @@ class FileStore:
     def __init__(
         self,
         database: Database,
-        data_dir: Path,
+        blobs: Blobs,
         config: FilesConfig | None = None,
         *,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.folder = FileFolder(data_dir / "files")
+        self.blobs = blobs
         self.config = config or FilesConfig()
         self.database = database
         self._wall_clock = wall_clock
 
     async def upload(self, workspace_id: str, *, prefix: str = "file-") -> Upload:
         file_id = new_file_id(prefix)
-        file = await asyncio.to_thread(self.folder.begin, file_id)
+        file = await asyncio.to_thread(self.blobs.begin, file_id)
         return Upload(self, workspace_id, file_id, file)
 
     async def create(
@@ -196,7 +121,7 @@ class FileStore:
         try:
             await self.database.run(lambda connection: _replace_reservation(connection, file))
         except Exception:
-            await asyncio.to_thread(self.folder.remove, file.id)
+            await self.remove_bytes(file.id)
             raise
         return file
 
@@ -216,7 +141,7 @@ class FileStore:
 
     async def get(self, workspace_id: str, file_id: str) -> StoredFile:
         row = None
-        if is_file_id(file_id):
+        if is_blob_id(file_id):
             row = await self.database.run(
                 lambda connection: connection.execute(self._find(workspace_id, file_id)).one_or_none(),
                 reads_only=True,
@@ -252,7 +177,14 @@ class FileStore:
                 )
             )
         )
-        await asyncio.to_thread(self.folder.remove, file_id)
+        await self.remove_bytes(file_id)
+
+    async def remove_bytes(self, file_id: str) -> None:
+        """Remove the bytes of a file whose row is gone. Bytes that cannot be removed now stay, unseen."""
+        try:
+            await asyncio.to_thread(self.blobs.remove, file_id)
+        except StoreUnavailable:
+            logger.warning("the bytes of the deleted file %s stay in the object store", file_id)
 
     async def remove_expired(self) -> int:
         """Remove expired files, which are invisible already, and return how many there were."""
@@ -266,8 +198,8 @@ class FileStore:
 
         expired = await self.database.run(remove)
         for file_id in expired:
-            await asyncio.to_thread(self.folder.remove, file_id)
-        await asyncio.to_thread(self.folder.remove_abandoned)
+            await self.remove_bytes(file_id)
+        await asyncio.to_thread(self.blobs.remove_abandoned)
         return len(expired)
 
     def _reserve(
@@ -311,10 +243,10 @@ class FileStore:
 
 
 class Upload:
-    """Bytes on their way to the disk, in large pieces that another thread writes. The caller passes the upload to
+    """Bytes on their way to their place, in large pieces that another thread writes. The caller passes the upload to
     `FileStore.create`, or abandons it."""
 
-    def __init__(self, store: FileStore, workspace_id: str, file_id: str, file: BinaryIO) -> None:
+    def __init__(self, store: FileStore, workspace_id: str, file_id: str, file: BlobWriter) -> None:
         self.workspace_id = workspace_id
         self.file_id = file_id
         self._store = store
@@ -337,16 +269,16 @@ class Upload:
             await self._write_pending()
 
     async def publish(self) -> int:
-        """Move the file to its place, and return its size in bytes."""
+        """Make the file visible, and return its size in bytes."""
         await self._write_pending(reserved_ahead=0)
-        await asyncio.to_thread(self._store.folder.publish, self.file_id, self._file)
+        await asyncio.to_thread(self._store.blobs.publish, self.file_id, self._file)
         return self._num_bytes
 
     async def abandon(self) -> None:
         """Does nothing after `publish`."""
         if self._file.closed:
             return
-        await asyncio.to_thread(self._store.folder.abandon, self._file)
+        await asyncio.to_thread(self._store.blobs.abandon, self._file)
         if self._num_reserved:
             await self._store.release(self.file_id)
 

@@ -124,9 +124,14 @@ class ImageLoader:
         file = await self.files.get(workspace_id, part.file_id)
         if file.num_bytes > self._config.max_image_bytes:
             raise _too_large(part, self._config.max_image_bytes)
-        path = self.files.folder.path(file.id)
+        blobs = self.files.blobs
+
+        def read() -> bytes:
+            with blobs.open(file.id) as opened:
+                return opened.read()
+
         try:
-            return await self._in_thread(path.read_bytes)
+            return await self._in_thread(read)
         except OSError as error:
             raise InvalidRequest(f"The file {part.file_id!r} is gone.", param=part.param) from error
 

@@ -17,6 +17,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, delete, func, select, update
 
 from penstock.core.errors import Conflict, InvalidRequest, NotFound, RequestTooLarge
+from penstock.gateway.blobs.blobs import is_blob_id
 from penstock.gateway.files import (
     PART,
     UPLOAD,
@@ -24,7 +25,6 @@ from penstock.gateway.files import (
     StoredFile,
     Upload,
     insert_file,
-    is_file_id,
     lock_workspace,
     new_file_id,
     stored_name,
@@ -89,7 +89,7 @@ class Uploads:
 
     async def get(self, workspace_id: str, upload_id: str) -> StoredFile:
         found = None
-        if is_file_id(upload_id):
+        if is_blob_id(upload_id):
             query = select(table).where(
                 table.c.id == upload_id,
                 table.c.workspace_id == workspace_id,
@@ -151,7 +151,7 @@ class Uploads:
                 raise InvalidRequest("The bytes of the parts have another md5.", param="md5")
             ended = await self._end(upload, "completed", file)
         except BaseException:
-            await asyncio.to_thread(self.files.folder.remove, file.id)
+            await self.files.remove_bytes(file.id)
             raise
         return ended, file
 
@@ -166,9 +166,9 @@ class Uploads:
     def _join(self, file_id: str, part_ids: Sequence[str]) -> str:
         """Write the bytes of the parts one after another, and return their md5."""
         digest = hashlib.md5(usedforsecurity=False)
-        with self.files.folder.writing(file_id) as target:
+        with self.files.blobs.writing(file_id) as target:
             for part_id in part_ids:
-                with open(self.files.folder.path(part_id), "rb") as part:
+                with self.files.blobs.open(part_id) as part:
                     while data := part.read(_JOINED_BYTES):
                         digest.update(data)
                         target.write(data)
@@ -193,7 +193,7 @@ class Uploads:
             return part_ids
 
         for part_id in await self._database.run(end):
-            await asyncio.to_thread(self.files.folder.remove, part_id)
+            await self.files.remove_bytes(part_id)
         return ended
 
 

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import StoreConfig
 
 if TYPE_CHECKING:
+    from penstock.gateway.blobs.blobs import Blobs
+    from penstock.gateway.blobs.s3 import S3Access
     from penstock.gateway.store.database import Database
     from penstock.models.hub import ModelHub
 
@@ -21,6 +24,7 @@ API_KEY_VARIABLE = "PENSTOCK_API_KEY"  # as --api-key, without showing the key i
 URL_VARIABLE = "PENSTOCK_URL"  # as --url: the server that a command connects to
 
 DATABASE_URL_VARIABLE = "PENSTOCK_DATABASE_URL"  # as --database-url, for a URL with a password in it
+FILES_URL_VARIABLE = "PENSTOCK_FILES_URL"  # as --files-url
 REDIS_URL_VARIABLE = "PENSTOCK_REDIS_URL"  # as --redis-url, for a URL with a password in it
 DATA_DIR_VARIABLE = "PENSTOCK_DATA_DIR"  # as --data-dir
 EXTERNAL_API_KEY_VARIABLE = "PENSTOCK_EXTERNAL_API_KEY"  # the key for servers given with --external
@@ -98,6 +102,45 @@ def open_database(config: StoreConfig) -> Database:
     from penstock.gateway.store.database import Database, sqlite_url
 
     return Database(config.database_url or sqlite_url(data_dir(config)))
+
+
+def open_blobs(config: StoreConfig) -> Blobs:
+    """Return the place for the bytes of files and batches. A bucket is looked for. Raises ConfigError."""
+    from penstock.gateway.blobs.bucket import Bucket
+    from penstock.gateway.blobs.folder import FileFolder
+    from penstock.gateway.blobs.s3 import S3Client
+
+    url = config.files_url
+    if url is None:
+        return FileFolder(data_dir(config) / "files")
+    kind, separator, path = url.partition("://")
+    if kind == "s3" and separator:
+        client = S3Client(url, _s3_access())
+        client.check()
+        return Bucket(client)
+    if separator and kind != "file":
+        raise ConfigError(
+            f"Files cannot be kept at '{kind}://'.", hint="Use s3://bucket/prefix, or the path of a folder."
+        )
+    return FileFolder(Path(path if separator else url).expanduser().absolute())
+
+
+def _s3_access() -> S3Access:
+    """Return the credentials in the variables that Amazon's own tools read."""
+    from penstock.gateway.blobs.s3 import S3Access
+
+    key_id, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
+    if not key_id or not secret:
+        raise ConfigError(
+            "The object store needs credentials.", hint="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+        )
+    return S3Access(
+        key_id,
+        secret,
+        token=os.environ.get("AWS_SESSION_TOKEN") or None,
+        region=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1",
+        endpoint=os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None,
+    )
 
 
 def model_hub() -> ModelHub:

@@ -37,7 +37,7 @@ from penstock.gateway.models.catalogue import try_given
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses
 from penstock.gateway.tenants.authenticator import Tenants
-from penstock.serve.environment import data_dir, open_database
+from penstock.serve.environment import data_dir, open_blobs, open_database
 from penstock.serve.gateway_state import open_gateway_state, running
 from penstock.serve.telemetry import build_observer, build_request_log
 
@@ -127,7 +127,8 @@ async def open_gateway(
             gateway.metrics.register(gateway.catalogue.external)
         # Stored responses alone are no reason to create a database file: without one they stay in memory.
         is_shared = database.exists or num_processes > 1
-        work = StoredWork(database, data_dir(config.store))
+        blobs = await asyncio.to_thread(open_blobs, config.store)
+        work = StoredWork(database, blobs)
         gateway.images.files = work.files
         http, websocket, connections = bounded_protocols(config.server)
         gateway.metrics.register(connections.metrics)

@@ -21,6 +21,8 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.batches.runner import BatchesConfig, StoredWork
+from penstock.gateway.blobs.blobs import Blobs
+from penstock.gateway.blobs.folder import FileFolder
 from penstock.gateway.files import FilesConfig
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.store.database import Database
@@ -49,11 +51,13 @@ class ServedWork:
 
 
 @contextmanager
-def serving_work(engine: FakeEngine, data_dir: Path) -> Iterator[ServedWork]:
+def serving_work(
+    engine: FakeEngine, data_dir: Path, blobs: Blobs | None = None, **files: Any
+) -> Iterator[ServedWork]:
     work = StoredWork(
         Database(f"sqlite:///{data_dir / 'penstock.db'}"),
-        data_dir,
-        files=FilesConfig(max_file_bytes=1 << 20),
+        blobs or FileFolder(data_dir / "files"),
+        files=FilesConfig(**{"max_file_bytes": 1 << 20} | files),
         batches=BatchesConfig(poll_s=0.02),
     )
     tenants: Any = SimpleNamespace(authenticator=WorkspaceKeys(), directory=None)

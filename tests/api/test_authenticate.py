@@ -29,6 +29,7 @@ from penstock.api.http.context import principal_of
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.batches.runner import StoredWork
+from penstock.gateway.blobs.folder import FileFolder
 from penstock.gateway.history.history import History
 from penstock.gateway.tenants.authenticator import Authenticator
 from penstock.gateway.tenants.records import new_secret
@@ -331,7 +332,7 @@ async def test_every_route_asks_for_its_scope(server: TenantServer, tmp_path: Pa
         *SettingsEndpoints(None, server.database).routes(),
         *HistoryEndpoints(History(server.gateway.metrics, server.engine)).routes(),
     ]
-    work = StoredWork(server.database, tmp_path)
+    work = StoredWork(server.database, FileFolder(tmp_path / "files"))
     server.app = create_app(
         server.gateway, ServerConfig(), tenants=server.tenants, work=work, more_routes=more
     )

@@ -21,6 +21,7 @@ from penstock.api.app import create_app
 from penstock.api.openapi import OPERATIONS, PATH, openapi_document
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.batches.runner import StoredWork
+from penstock.gateway.blobs.folder import FileFolder
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.authenticator import Tenants
@@ -32,7 +33,7 @@ def make_app(database: Database, folder: Path) -> Any:
         Gateway(FakeEngine(script_text("fine")), GatewayConfig()),
         ServerConfig(max_body_bytes=1 << 20),
         tenants=Tenants(database, static_key=None, oidc=None, is_open=True),
-        work=StoredWork(database, folder),
+        work=StoredWork(database, FileFolder(folder / "files")),
     )
 
 

@@ -31,7 +31,7 @@ def begin(sdk: openai.OpenAI, num_bytes: int = len(DATA), **options: Any) -> Any
 
 
 def parts_on_disk(served: ServedWork) -> list[Path]:
-    return list(served.work.files.folder.path("x").parent.glob("part_*"))
+    return list(served.work.files.blobs.path("x").parent.glob("part_*"))
 
 
 def test_a_file_in_parts(served: ServedWork) -> None:

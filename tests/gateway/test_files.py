@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import InvalidRequest, NotFound, RequestTooLarge
+from penstock.gateway.blobs.folder import FileFolder
 from penstock.gateway.files import FilesConfig, FileStore, StoredFile
 from penstock.gateway.store.database import Database
 
@@ -28,7 +29,7 @@ def wall() -> Wall:
 @pytest.fixture
 def store(tmp_path: Path, wall: Wall) -> FileStore:
     config = FilesConfig(max_file_bytes=5000, max_workspace_bytes=12_000)
-    return FileStore(Database("sqlite://"), tmp_path, config, wall_clock=wall)
+    return FileStore(Database("sqlite://"), FileFolder(tmp_path / "files"), config, wall_clock=wall)
 
 
 async def keep(
@@ -45,13 +46,13 @@ async def test_what_is_kept_can_be_read(store: FileStore) -> None:
     file = await keep(store, data)
     assert await store.get("w1", file.id) == file
     assert (file.num_bytes, file.filename, file.purpose) == (2560, "a.jsonl", "batch")
-    assert store.folder.path(file.id).read_bytes() == data
+    assert store.blobs.path(file.id).read_bytes() == data
 
 
 async def test_a_deleted_file_is_gone(store: FileStore) -> None:
     file = await keep(store)
     await store.delete("w1", file.id)
-    assert not store.folder.exists(file.id)
+    assert not store.blobs.exists(file.id)
     with pytest.raises(NotFound):
         await store.get("w1", file.id)
     with pytest.raises(NotFound):
@@ -67,7 +68,7 @@ async def test_a_file_of_another_workspace_does_not_exist(store: FileStore) -> N
     assert (await store.page("w2")).files == []
     with pytest.raises(InvalidRequest):
         await store.page("w2", after=file.id)
-    assert store.folder.exists(file.id)
+    assert store.blobs.exists(file.id)
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
@@ -93,8 +94,8 @@ async def test_an_expired_file_is_invisible_and_then_removed(store: FileStore, w
         await store.get("w1", short.id)
     assert [file.id for file in (await store.page("w1")).files] == [forever.id]
     assert await store.remove_expired() == 1
-    assert not store.folder.exists(short.id)
-    assert store.folder.exists(forever.id)
+    assert not store.blobs.exists(short.id)
+    assert store.blobs.exists(forever.id)
 
 
 async def test_an_upload_is_bounded(store: FileStore, tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ async def test_parallel_uploads_cannot_fill_more_than_the_quota(tmp_path: Path, 
     """Room is reserved before bytes reach the disk, so that parallel uploads count against each other."""
     piece = b"x" * (1 << 20)
     config = FilesConfig(max_file_bytes=4 << 20, max_workspace_bytes=6 << 20)
-    store = FileStore(Database("sqlite://"), tmp_path, config, wall_clock=wall)
+    store = FileStore(Database("sqlite://"), FileFolder(tmp_path / "files"), config, wall_clock=wall)
     uploads = [await store.upload("w1") for _ in range(6)]
     refused = 0
     for _ in range(3):
@@ -148,7 +149,7 @@ async def test_the_room_of_an_upload_whose_process_died_is_free_after_a_day(
     tmp_path: Path, wall: Wall
 ) -> None:
     config = FilesConfig(max_workspace_bytes=2 << 20)
-    store = FileStore(Database("sqlite://"), tmp_path, config, wall_clock=wall)
+    store = FileStore(Database("sqlite://"), FileFolder(tmp_path / "files"), config, wall_clock=wall)
     lost = await store.upload("w1")
     await lost.write(b"x" * (1 << 20))
     with pytest.raises(NotFound):
@@ -163,13 +164,13 @@ async def test_the_room_of_an_upload_whose_process_died_is_free_after_a_day(
 async def test_an_unfinished_upload_is_not_a_file(store: FileStore) -> None:
     upload = await store.upload("w1")
     await upload.write(b"half")
-    assert not store.folder.exists(upload.file_id)
+    assert not store.blobs.exists(upload.file_id)
     assert (await store.page("w1")).files == []
 
 
 @pytest.mark.parametrize("file_id", ["../secret", "a/b", "", "file-\n", "x" * 65])
 async def test_ids_cannot_leave_the_folder(store: FileStore, file_id: str) -> None:
     with pytest.raises(ValueError, match="not the id"):
-        store.folder.path(file_id)
+        store.blobs.path(file_id)
     with pytest.raises(NotFound):
         await store.get("w1", file_id)

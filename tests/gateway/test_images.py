@@ -21,6 +21,7 @@ from PIL import Image
 
 from penstock.core.errors import InvalidRequest, NotFound
 from penstock.core.gateway_config import GatewayConfig
+from penstock.gateway.blobs.folder import FileFolder
 from penstock.gateway.external.models import _content
 from penstock.gateway.files import FileStore
 from penstock.gateway.images import ImageFetcher, ImageLoader, check_images, checked_image, decode_data_url
@@ -257,7 +258,7 @@ def test_all_images_of_a_chat_are_loaded_and_an_error_names_its_place() -> None:
 
 def test_an_uploaded_file_is_read_within_its_workspace_only(tmp_path: Path) -> None:
     async def load(workspace_id: str) -> list[ImagePart]:
-        store = FileStore(Database(f"sqlite:///{tmp_path / 'penstock.db'}"), tmp_path)
+        store = FileStore(Database(f"sqlite:///{tmp_path / 'penstock.db'}"), FileFolder(tmp_path / "files"))
         upload = await store.upload("w1")
         await upload.write(png(picture(20, 10)))
         file = await store.create(upload, filename="cat.png", purpose="vision")

@@ -11,22 +11,23 @@ from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.api.anthropic.endpoints import check_version
 from penstock.api.http.answers import json_response
 from penstock.api.http.application import Endpoint, call_endpoint
+from penstock.api.http.blobs import blob_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import anthropic_error_body, anthropic_status
 from penstock.api.http.limit_headers import timestamp
 from penstock.api.http.parsing import BodyDecoder, integer_of, text_of
 from penstock.api.openai.batches import refuse_stream
-from penstock.core.errors import InvalidRequest, NotFound, PenstockError
+from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import Tier
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Counts, LineAnswer, LineResult
 from penstock.gateway.batches.runner import StoredWork
-from penstock.gateway.files import FileFolder
+from penstock.gateway.blobs.blobs import Blobs
 
 KIND = "anthropic"
 MESSAGES_PATH = "/v1/messages"
@@ -143,7 +144,7 @@ class MessageBatchEndpoints:
             expires_at=now + _EXPIRES_AFTER_S,
             counts=Counts(lines=len(wire.requests)),
         )
-        await asyncio.to_thread(_write_input, self._work.files.folder, batch, wire.requests)
+        await asyncio.to_thread(_write_input, self._work.files.blobs, batch, wire.requests)
         await self._work.batches.create(batch)
         self._work.runner.wake()
         return json_response(_message_batch(request, batch))
@@ -172,17 +173,19 @@ class MessageBatchEndpoints:
     async def delete_batch(self, request: Request) -> Response:
         batch = await self._batch_of(request)
         await self._work.batches.delete(batch.workspace_id, batch.id, KIND)
-        await asyncio.to_thread(self._work.files.folder.remove, batch.results_id)
+        await self._work.files.remove_bytes(batch.results_id)
         return json_response(MessageBatchDeleted(batch.id))
 
     async def read_results(self, request: Request) -> Response:
         batch = await self._batch_of(request)
         if batch.is_active:
             raise InvalidRequest(f"The batch {batch.id} has not ended, so there are no results yet.")
-        path = self._work.files.folder.path(batch.results_id)
-        if not await asyncio.to_thread(path.exists):
-            raise NotFound(f"The results of the batch {batch.id} are gone.")
-        return FileResponse(path, media_type="application/x-jsonl")
+        return await blob_response(
+            self._work.files.blobs,
+            batch.results_id,
+            missing=f"The results of the batch {batch.id} are gone.",
+            media_type="application/x-jsonl",
+        )
 
     async def _batch_of(self, request: Request) -> Batch:
         check_version(request)
@@ -211,8 +214,8 @@ class MessageBatchEndpoints:
             seen.add(request.custom_id)
 
 
-def _write_input(folder: FileFolder, batch: Batch, requests: Sequence[RequestOfBatch]) -> None:
-    with folder.writing(batch.input_id) as file:
+def _write_input(blobs: Blobs, batch: Batch, requests: Sequence[RequestOfBatch]) -> None:
+    with blobs.writing(batch.input_id) as file:
         for request in requests:
             # One request, one line: JSON needs no line breaks between its tokens.
             file.write(msgspec.json.format(msgspec.json.encode(request), indent=-1) + b"\n")

@@ -227,7 +227,7 @@ class OpenAIBatchEndpoints:
                 output_expires_after_s=output_expires_after_s,
             ),
         )
-        await asyncio.to_thread(self._work.files.folder.copy, file.id, batch.input_id)
+        await asyncio.to_thread(self._work.files.blobs.copy, file.id, batch.input_id)
         await self._work.batches.create(batch)
         self._work.runner.wake()
         return json_response(_wire_batch(batch))

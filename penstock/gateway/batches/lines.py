@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import BinaryIO
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.batches.batch import Batch, BatchDialect, BatchLine, Counts, LineError, LineResult
-from penstock.gateway.files import FileFolder
+from penstock.gateway.blobs.blobs import Blobs, BlobWriter
 
 MAX_LINE_BYTES = 16 << 20
 MAX_ERRORS_SHOWN = 100
 
 
-def lines_of(batch: Batch, folder: FileFolder, dialect: BatchDialect) -> Iterator[BatchLine]:
+def lines_of(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> Iterator[BatchLine]:
     """Every line of a valid batch. Blank lines do not count."""
-    for number, raw in _raw_lines(batch, folder):
+    for number, raw in _raw_lines(batch, blobs):
         yield dialect.read_line(batch, number, raw)
 
 
-def validate(batch: Batch, folder: FileFolder, dialect: BatchDialect) -> tuple[int, list[LineError]]:
+def validate(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> tuple[int, list[LineError]]:
     """The number of lines, and what is wrong with them."""
     errors: list[LineError] = []
     custom_ids: set[str] = set()
     num_lines = 0
-    for number, raw in _raw_lines(batch, folder):
+    for number, raw in _raw_lines(batch, blobs):
         num_lines = number
         if number > dialect.max_lines:
             message = f"A batch may have at most {dialect.max_lines} lines."
@@ -50,9 +49,9 @@ class OutputWriter:
     """Writes what became of each line, in the order of the input. A line without a result takes the batch's early
     ending for one. Writing again after a crash replaces what was there."""
 
-    def __init__(self, batch: Batch, folder: FileFolder, dialect: BatchDialect) -> None:
+    def __init__(self, batch: Batch, blobs: Blobs, dialect: BatchDialect) -> None:
         self._batch = batch
-        self._folder = folder
+        self._blobs = blobs
         self._dialect = dialect
         self.num_bytes: dict[str, int] = {}  # of each file that has any, by the name of its part
 
@@ -60,13 +59,13 @@ class OutputWriter:
         counts = dict.fromkeys(("succeeded", "errored", "canceled", "expired"), 0)
         num_lines = 0
         with ExitStack() as stack:
-            files: dict[str, BinaryIO] = {}
+            files: dict[str, BlobWriter] = {}
             for result in self._results(read_results):
                 num_lines += 1
                 counts[result.outcome] += 1
                 part = self._part(result)
                 if part not in files:
-                    files[part] = stack.enter_context(self._folder.writing(self.file_id(part)))
+                    files[part] = stack.enter_context(self._blobs.writing(self.file_id(part)))
                 data = self._dialect.result_line(self._batch, result) + b"\n"
                 files[part].write(data)
                 self.num_bytes[part] = self.num_bytes.get(part, 0) + len(data)
@@ -84,7 +83,7 @@ class OutputWriter:
     def _results(self, read_results: Callable[[str, int], list[LineResult]]) -> Iterator[LineResult]:
         recorded = _all_results(self._batch.id, read_results)
         upcoming = next(recorded, None)
-        for line in lines_of(self._batch, self._folder, self._dialect):
+        for line in lines_of(self._batch, self._blobs, self._dialect):
             if upcoming is not None and upcoming.number == line.number:
                 yield upcoming
                 upcoming = next(recorded, None)
@@ -101,9 +100,9 @@ def _all_results(batch_id: str, read_results: Callable[[str, int], list[LineResu
         first_line = results[-1].number + 1
 
 
-def _raw_lines(batch: Batch, folder: FileFolder) -> Iterator[tuple[int, bytes]]:
+def _raw_lines(batch: Batch, blobs: Blobs) -> Iterator[tuple[int, bytes]]:
     number = 0
-    with open(folder.path(batch.input_id), "rb") as file:
+    with blobs.open(batch.input_id) as file:
         while raw := file.readline(MAX_LINE_BYTES + 1):
             if raw.isspace():
                 continue

@@ -41,7 +41,8 @@ from penstock.gateway.batches.batch import (
 )
 from penstock.gateway.batches.lines import OutputWriter, lines_of, validate
 from penstock.gateway.batches.store import BatchStore, ResultWriter
-from penstock.gateway.files import FileFolder, StoredFile
+from penstock.gateway.blobs.blobs import Blobs
+from penstock.gateway.files import StoredFile
 from penstock.gateway.metrics.table import metric, metric_by
 
 _COUNTED: tuple[Outcome, ...] = ("succeeded", "errored")
@@ -72,7 +73,7 @@ class RunContext(msgspec.Struct, frozen=True, kw_only=True):
 
     store: BatchStore
     results: ResultWriter
-    folder: FileFolder
+    blobs: Blobs
     slots: asyncio.Semaphore  # one per line in flight; waiting batches take turns
     metrics: BatchMetrics
     holder: str
@@ -108,7 +109,7 @@ class BatchRun:
             if self.batch.is_active and not self._is_paused:
                 await self._finish()
         except FileNotFoundError:
-            if await asyncio.to_thread(self._context.folder.exists, self.batch.input_id):
+            if await asyncio.to_thread(self._context.blobs.exists, self.batch.input_id):
                 raise
             await self._give_up()
         finally:
@@ -136,7 +137,7 @@ class BatchRun:
 
     async def _validate(self) -> None:
         context = self._context
-        num_lines, errors = await asyncio.to_thread(validate, self.batch, context.folder, self._dialect)
+        num_lines, errors = await asyncio.to_thread(validate, self.batch, context.blobs, self._dialect)
         if errors:
             await self._fail(errors)
             return
@@ -150,12 +151,14 @@ class BatchRun:
             self._context.holder, self.batch.id, BatchStatus.FAILED, details=details
         )
         if not self.batch.is_active:
-            await asyncio.to_thread(self._context.folder.remove, self.batch.input_id)
+            await asyncio.to_thread(self._context.blobs.remove, self.batch.input_id)
 
     async def _give_up(self) -> None:
         """End a batch whose lines are gone, so that there is nothing to run or to write."""
         context = self._context
-        await self._fail([LineError("input_gone", "The lines of the batch are gone from the server's disk.")])
+        await self._fail(
+            [LineError("input_gone", "The lines of the batch are gone from the server's files.")]
+        )
         if self.batch.is_active:  # it was being cancelled, and that stands
             await context.store.finish(
                 context.holder, self.batch, BatchStatus.CANCELLED, self.batch.counts, {}
@@ -208,7 +211,7 @@ class BatchRun:
             self._context.slots.release()
 
     async def _pending_lines(self, recorded: set[int]) -> AsyncIterator[BatchLine]:
-        lines = lines_of(self.batch, self._context.folder, self._dialect)
+        lines = lines_of(self.batch, self._context.blobs, self._dialect)
         pending = (line for line in lines if line.number not in recorded)
         while chunk := await asyncio.to_thread(lambda: list(itertools.islice(pending, _LINES_AT_ONCE))):
             for line in chunk:
@@ -257,13 +260,13 @@ class BatchRun:
         if not self.batch.is_active:
             return
         counts = Counts()
-        writer = OutputWriter(self.batch, context.folder, self._dialect)
+        writer = OutputWriter(self.batch, context.blobs, self._dialect)
         if self.batch.counts.lines:  # or else it was stopped before it was found to be valid
             counts = await asyncio.to_thread(writer.write, context.store.read_results)
         await context.store.finish(
             context.holder, self.batch, _final_status(self.batch), counts, self._listed_files(writer)
         )
-        await asyncio.to_thread(context.folder.remove, self.batch.input_id)
+        await asyncio.to_thread(context.blobs.remove, self.batch.input_id)
         logger.info("batch %s is over: %s", self.batch.id, counts)
 
     def _listed_files(self, writer: OutputWriter) -> dict[str, StoredFile]:

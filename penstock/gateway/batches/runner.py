@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -20,6 +19,7 @@ from penstock.core.errors import PenstockError
 from penstock.gateway.batches.batch import Batch, BatchDialect, BatchStatus
 from penstock.gateway.batches.run import BatchMetrics, BatchRun, RunContext
 from penstock.gateway.batches.store import BatchStore, LeaseLost, ResultWriter, new_holder
+from penstock.gateway.blobs.blobs import Blobs
 from penstock.gateway.files import FilesConfig, FileStore
 from penstock.gateway.store.database import Database
 
@@ -174,7 +174,7 @@ class BatchRunner:
         return RunContext(
             store=self._store,
             results=ResultWriter(self._store, self._holder),
-            folder=self._files.folder,
+            blobs=self._files.blobs,
             slots=asyncio.Semaphore(self._config.max_concurrent_lines),
             metrics=self.metrics,
             holder=self._holder,
@@ -184,16 +184,16 @@ class BatchRunner:
 
 class StoredWork:
     """The files and batches of a server. Nothing is written before one of them is used. Gateways that share a
-    database must share the data folder, too."""
+    database must share the place for bytes, too."""
 
     def __init__(
         self,
         database: Database,
-        data_dir: Path,
+        blobs: Blobs,
         *,
         files: FilesConfig | None = None,
         batches: BatchesConfig | None = None,
     ) -> None:
-        self.files = FileStore(database, data_dir, files)
+        self.files = FileStore(database, blobs, files)
         self.batches = BatchStore(database)
         self.runner = BatchRunner(self.batches, self.files, batches)

@@ -36,7 +36,8 @@ from penstock.gateway.batches.batch import (
     batch_from_row,
     batch_values,
 )
-from penstock.gateway.files import StoredFile, insert_file, is_file_id
+from penstock.gateway.blobs.blobs import is_blob_id
+from penstock.gateway.files import StoredFile, insert_file
 from penstock.gateway.store import tables
 from penstock.gateway.store.database import Database, insert_once, read_page
 from penstock.gateway.store.tables import leases
@@ -364,7 +365,7 @@ def _find(
         tables.batches.c.kind == kind,
     )
     row = None
-    if is_file_id(batch_id):
+    if is_blob_id(batch_id):
         row = connection.execute(query.with_for_update() if to_change else query).one_or_none()
     if row is None:
         raise NotFound(f"There is no batch {batch_id[:64]!r}.")

@@ -155,7 +155,7 @@ idempotent_answers = Table(
     Column("expires_at", Double, nullable=False, index=True),
 )
 
-# Owner: gateway/files. The bytes are in the data folder, under the row's id; a row is written after them.
+# Owner: gateway/files. The bytes are a blob with the row's id; a row is written after them.
 files = Table(
     "files",
     metadata,

@@ -13,6 +13,7 @@ from penstock.core.identity import Principal
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Counts, LineAnswer, LineResult
 from penstock.gateway.batches.runner import BatchesConfig, BatchRunner
 from penstock.gateway.batches.store import BatchStore
+from penstock.gateway.blobs.folder import FileFolder
 from penstock.gateway.files import FileStore
 from penstock.gateway.store.database import Database
 
@@ -97,7 +98,7 @@ class Server:
     ) -> None:
         self.wall = wall
         self.dialect = dialect or ScriptedDialect()
-        self.files = FileStore(database, data_dir, wall_clock=self._now)
+        self.files = FileStore(database, FileFolder(data_dir / "files"), wall_clock=self._now)
         self.store = CountingStore(database, wall_clock=self._now)
         config = BatchesConfig(max_concurrent_lines=4, poll_s=0.005, lease_s=30.0)
         self.runner = CountingRunner(self.store, self.files, config, wall_clock=self._now)
@@ -120,7 +121,7 @@ class Server:
             expires_at=self.wall() + 24 * 3600,
             counts=Counts(),
         )
-        with self.files.folder.writing(batch.input_id) as file:
+        with self.files.blobs.writing(batch.input_id) as file:
             for line in lines:
                 if isinstance(line, str):
                     line = json.dumps({"custom_id": line, "body": line}).encode()
@@ -169,4 +170,4 @@ class Server:
         file_id = getattr(batch.details, f"{part}_file_id")
         if file_id is None:
             return []
-        return [json.loads(line) for line in self.files.folder.path(file_id).read_bytes().splitlines()]
+        return [json.loads(line) for line in self.files.blobs.path(file_id).read_bytes().splitlines()]

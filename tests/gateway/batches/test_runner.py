@@ -61,8 +61,8 @@ async def test_the_output_is_a_file_of_the_workspace(server: Server) -> None:
     assert batch.details.output_file_id is not None
     file = await server.files.get("w1", batch.details.output_file_id)
     assert file.purpose == "batch_output"
-    assert file.num_bytes == server.files.folder.path(file.id).stat().st_size
-    assert not server.files.folder.exists(batch.input_id)
+    assert file.num_bytes == server.files.blobs.path(file.id).stat().st_size
+    assert not server.files.blobs.exists(batch.input_id)
     with pytest.raises(NotFound):
         await server.files.get("w2", file.id)
     with pytest.raises(NotFound):
@@ -207,12 +207,12 @@ async def test_a_batch_that_is_not_valid_fails_whole(
     assert batch.status is BatchStatus.FAILED
     assert [(error.code, error.line) for error in batch.details.errors] == [(code, number)]
     assert not server.dialect.asked
-    assert not server.files.folder.exists(batch.input_id)
+    assert not server.files.blobs.exists(batch.input_id)
 
 
 async def test_a_batch_whose_lines_are_gone_fails(server: Server) -> None:
     batch = await server.hand_in(["a"])
-    server.files.folder.remove(batch.input_id)
+    server.files.blobs.remove(batch.input_id)
     server.runner.start()
     batch = await server.until_over()
     assert batch.status is BatchStatus.FAILED
@@ -228,7 +228,7 @@ async def test_a_cancelled_batch_whose_lines_are_gone(tmp_path: Path) -> None:
     await first.until(lambda batch: batch.counts.succeeded == 1)
     await first.runner.stop()
     await first.store.cancel("w1", "batch_1", "scripted")
-    first.files.folder.remove(batch.input_id)
+    first.files.blobs.remove(batch.input_id)
     second = Server(tmp_path, database, wall)
     second.runner.start()
     assert (await second.until_over()).status is BatchStatus.CANCELLED
@@ -381,5 +381,5 @@ async def test_one_results_file_that_the_workspace_does_not_list(tmp_path: Path)
     server.runner.start()
     batch = await server.until_over()
     assert (await server.files.page("w1")).files == []
-    assert len(server.files.folder.path(batch.results_id).read_bytes().splitlines()) == 2
+    assert len(server.files.blobs.path(batch.results_id).read_bytes().splitlines()) == 2
     await server.runner.stop()

@@ -20,6 +20,7 @@ from penstock.core.errors import (
     StoreUnavailable,
 )
 from penstock.core.identity import Scope
+from penstock.gateway.blobs.folder import FileFolder
 from penstock.gateway.files import FileStore
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses
@@ -234,7 +235,7 @@ def test_objects_events_and_uploads_on_postgresql(url: str, tmp_path: Path) -> N
         page = await objects.page("w", "conversation", limit=1, order="desc", metadata={"x": "1"})
         assert [each.id for each in page.objects] == ["c"]
         assert await objects.delete("w", "conversation", "c")
-        uploads = Uploads(FileStore(database, tmp_path))
+        uploads = Uploads(FileStore(database, FileFolder(tmp_path / "files")))
         upload = await uploads.create("w", "a.txt", UploadPlan(purpose="batch", num_bytes=3))
         part = await uploads.files.upload("w", prefix="part_")
         await part.write(b"abc")
