@@ -36,6 +36,7 @@ from penstock.gateway.prepared import PreparedRequest, prepare_for_engine, prepa
 from penstock.gateway.prompts import GenerationRequest, Prompt
 from penstock.gateway.queue_times import QueueTimes
 from penstock.gateway.reuse.reuse import AnswerReuse
+from penstock.gateway.reuse.shared_cache import EmbeddingCacheSettings, SharedCaches
 from penstock.gateway.settings.settings import TierSettings, least_urgent
 from penstock.gateway.telemetry import current_record
 from penstock.gateway.text.caching import PromptCacheSettings
@@ -68,6 +69,8 @@ class Gateway:
         self.metrics.register(self.guards.metrics)
         self.tiers = TierSettings()
         self.prompt_cache = PromptCacheSettings()
+        self.embedding_cache = EmbeddingCacheSettings()
+        self.shared_caches: SharedCaches | None = None  # set where there is a Redis
         self.images = ImageLoader(config)
         self.reuse = reuse or AnswerReuse(clock=self.clock)
         self.metrics.register(self.reuse)

@@ -36,6 +36,7 @@ from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.ratelimits.spend import SpendTracker
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse
+from penstock.gateway.reuse.shared_cache import SharedCaches
 from penstock.gateway.settings.file import SettingsFile
 from penstock.gateway.settings.live import LiveSettings
 from penstock.gateway.settings.settings import Settings
@@ -89,6 +90,7 @@ class GatewayState:
     follower: Follower
     ledger: UsageLedger | None
     reuse: AnswerReuse
+    caches: SharedCaches | None = None  # in Redis
 
     @property
     def settings(self) -> LiveSettings:
@@ -116,6 +118,9 @@ class GatewayState:
         if self.ledger is not None:
             gateway.metrics.register(self.ledger.metrics)
         gateway.metrics.register(self.settings)
+        gateway.shared_caches = self.caches
+        if self.caches is not None:
+            gateway.metrics.register(self.caches)
         self.settings.attach(lambda settings: _apply(gateway, settings))
         return gateway
 
@@ -132,6 +137,7 @@ def _apply(gateway: Gateway, settings: Settings) -> None:
     gateway.tiers = settings.tiers
     gateway.catalogue.apply(settings.models)
     gateway.prompt_cache = settings.prompt_cache
+    gateway.embedding_cache = settings.embedding_cache
 
 
 @contextlib.asynccontextmanager
@@ -156,7 +162,10 @@ async def open_gateway_state(
         # Idempotency keys are stored in the database if usage is, or if several processes must share them.
         stores_keys = wants_ledger or config.server.api_workers > 1
         keys = IdempotentAnswers(settings.idempotency, database if stores_keys else None)
-        reuse = AnswerReuse(settings.response_cache, keys)
+        caches = SharedCaches.at(config.gateway.redis_url) if config.gateway.redis_url else None
+        if caches is not None:
+            stack.push_async_callback(caches.close)
+        reuse = AnswerReuse(settings.response_cache, keys, shared=caches)
         stack.push_async_callback(keys.close)
         await stack.enter_async_context(running(keys.run()))
         live.attach(lambda new: reuse.apply(new.response_cache, new.idempotency))
@@ -165,7 +174,7 @@ async def open_gateway_state(
         await stack.enter_async_context(running(follower.run()))
         if file is not None:
             await stack.enter_async_context(_reloading(file, follower))
-        yield GatewayState(shared, follower, ledger, reuse)
+        yield GatewayState(shared, follower, ledger, reuse, caches)
 
 
 def _make_ledger(config: ServeConfig, database: Database, prices: PriceTable) -> UsageLedger:

@@ -16,12 +16,25 @@ from prometheus_client.registry import Collector
 
 from penstock.gateway.metrics.table import metric
 
+SHARED_KIND = "embeddings"  # of the entries in Redis
 _ENTRY_BYTES = 200  # what Python needs for an entry besides its vector
 
 
 class CachedVector(msgspec.Struct, frozen=True):
     vector: bytes
     num_tokens: int  # of the text, which need not be tokenized again to be counted
+
+
+encode_vector = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(CachedVector)
+
+
+def decode_vector(data: bytes) -> CachedVector | None:
+    """None for an entry that is damaged."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError:
+        return None
 
 
 class EmbeddingCache(Collector):

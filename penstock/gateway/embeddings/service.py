@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
 from typing import Literal, TypeAlias
 
@@ -20,7 +20,14 @@ from penstock.core.identity import OPEN_PRINCIPAL, Principal, RateLimits
 from penstock.core.messages import ModelCard
 from penstock.core.request import Pooling, Request, SamplingParams, Tier
 from penstock.gateway.accounts import Account, Claim, Outcome
-from penstock.gateway.embeddings.cache import CachedVector, EmbeddingCache, cache_key
+from penstock.gateway.embeddings.cache import (
+    SHARED_KIND,
+    CachedVector,
+    EmbeddingCache,
+    cache_key,
+    decode_vector,
+    encode_vector,
+)
 from penstock.gateway.embeddings.inputs import (
     Input,
     Pair,
@@ -35,6 +42,7 @@ from penstock.gateway.embeddings.run import EmbeddingRun, shortened
 from penstock.gateway.gateway import Gateway, granted_tier
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt, TokenPrompt, Usage
+from penstock.gateway.reuse.shared_cache import entry_name
 from penstock.gateway.telemetry import current_record
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS
 
@@ -78,6 +86,7 @@ class _Text(msgspec.Struct):
     known: CachedVector | None
     tokens: Tokens = Tokens(())
     vector: bytes = b""
+    shared_name: str = ""  # of its entry in Redis; empty if it has none
 
     @property
     def num_tokens(self) -> int:
@@ -149,20 +158,17 @@ class Embeddings:
         generation = self._cache.begin(model.card.name, model)
         workspace_id = request.principal.workspace_id
         texts: list[_Text] = []
-        num_waiting_characters = num_pair_tokens = 0
-        for index, given in enumerate(request.inputs):
-            num_waiting_characters += num_characters(given)
-            if (
-                num_waiting_characters > DIRECT_ENCODE_CHARS
-            ):  # many short texts are as much work as a long one
-                num_waiting_characters = 0
-                await asyncio.sleep(0)
+        num_pair_tokens = 0
+        async for _, given in _unhurried(request.inputs):
             key = cache_key(workspace_id, generation, pooling, request.normalizes, given, request.reading)
-            text = _Text(key, self._cache.get(key) if request.uses_cache else None)
+            texts.append(_Text(key, self._cache.get(key) if request.uses_cache else None))
+        if request.uses_cache:
+            await self._ask_shared(request, model, pooling, texts)
+        async for index, given in _unhurried(request.inputs):
+            text = texts[index]
             if text.known is None:
                 label = request.labels[index] if request.labels else f"input[{index}]"
                 text.tokens = await tokens_of(given, label, model, request.reading)
-            texts.append(text)
             if isinstance(given, Pair):
                 num_pair_tokens += text.num_tokens
                 _check_total(num_pair_tokens, MAX_PAIR_TOKENS, "tokens of pairs")
@@ -170,6 +176,27 @@ class Embeddings:
             num_numbers = sum(text.num_tokens for text in texts) * model.card.embedding_size
             _check_total(num_numbers, MAX_NUMBERS, "numbers in the answer")
         return texts
+
+    async def _ask_shared(
+        self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling, texts: Sequence[_Text]
+    ) -> None:
+        """Look in Redis for the vectors that are not in memory, and give all new texts names there."""
+        caches = self._gateway.shared_caches
+        if caches is None or not self._gateway.embedding_cache.shared:
+            return
+        workspace_id = request.principal.workspace_id
+        unknown = []
+        for given, text in zip(request.inputs, texts, strict=True):
+            if text.known is None:
+                text.shared_name = entry_name(
+                    workspace_id, model.fingerprint, pooling, request.normalizes, given, request.reading
+                )
+                unknown.append(text)
+        found = await caches.get_many(SHARED_KIND, [text.shared_name for text in unknown])
+        for text, entry in zip(unknown, found, strict=True):
+            if entry is not None and (vector := decode_vector(entry.value)) is not None:
+                text.known = vector
+                self._cache.put(text.key, vector)
 
 
 class EmbeddingJob:
@@ -233,7 +260,15 @@ class EmbeddingJob:
         for text, vector in zip(missing, vectors, strict=True):
             text.vector = vector
             if self._cache is not None:
-                self._cache.put(text.key, CachedVector(vector, text.num_tokens))
+                cached = CachedVector(vector, text.num_tokens)
+                self._cache.put(text.key, cached)
+                self._share(text, cached)
+
+    def _share(self, text: _Text, cached: CachedVector) -> None:
+        caches, settings = self._gateway.shared_caches, self._gateway.embedding_cache
+        if caches is not None and text.shared_name:
+            data = encode_vector(cached)
+            caches.put(SHARED_KIND, text.shared_name, data, settings.ttl_s, settings.shared_max_bytes)
 
     def _usage_so_far(self) -> Usage:
         return Usage(self._run.num_embedded_tokens, 0, self._run.num_cached_tokens)
@@ -247,6 +282,17 @@ class EmbeddingJob:
             queue_s=self._run.queue_s,
         )
         self._account.settle(outcome)
+
+
+async def _unhurried(inputs: Sequence[Input]) -> AsyncIterator[tuple[int, Input]]:
+    """All inputs, with pauses for others: many short texts are as much work as a long one."""
+    num_waiting_characters = 0
+    for index, given in enumerate(inputs):
+        num_waiting_characters += num_characters(given)
+        if num_waiting_characters > DIRECT_ENCODE_CHARS:
+            num_waiting_characters = 0
+            await asyncio.sleep(0)
+        yield index, given
 
 
 def _check_total(number: int, most: int, what: str) -> None:

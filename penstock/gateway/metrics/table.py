@@ -140,6 +140,8 @@ _WAY_IN = [
         ("embedding_cache_hits", "Texts whose vector was known."),
         ("embedding_cache_misses", "Texts that had to be embedded."),
     )),
+    Declared("shared_cache_requests", "counter", "Entries asked of, or written to, the caches in Redis.",
+             ("kind", "outcome")),
     Declared("response_cache_bytes", "gauge", "Bytes of answers in the response cache."),
     Declared("embedding_cache_bytes", "gauge", "Memory in use."),
     Declared("guard_checks", "counter", "Prompts and answers that a policy looked at.", ("policy", "direction")),

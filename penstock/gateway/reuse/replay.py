@@ -85,6 +85,8 @@ class ResponseCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     max_ttl_s: Annotated[float, Meta(gt=0)] = 86_400.0  # the longest that a header gets
     max_bytes: Annotated[int, Meta(ge=0)] = 64 << 20
     max_entry_bytes: Annotated[int, Meta(ge=0)] = 1 << 20
+    shared: bool = False  # also in Redis, for all gateways, where there is a Redis
+    shared_max_bytes: Annotated[int, Meta(ge=0)] = 256 << 20  # in Redis
 
 
 class IdempotencySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Decides, before an engine works, whether a request has been answered already.
+"""Decides, before an engine works, whether a request has been answered already, here or at another gateway.
 
 An idempotency key is asked first, then, for callers that opted in, the response cache. A request with neither passes
 at the cost of a few comparisons. Opting in is enough: a sampled answer is cached like a greedy one, because only the
@@ -24,12 +24,15 @@ from penstock.gateway.reuse.idempotency import Generate, IdempotentAnswers, open
 from penstock.gateway.reuse.replay import (
     AnswerCache,
     IdempotencySettings,
+    RecordedAnswer,
     RecordingAnswer,
     ReplayedAnswer,
     ResponseCacheSettings,
     decode_answer,
 )
+from penstock.gateway.reuse.shared_cache import SharedCaches, entry_name
 
+_SHARED_KIND = "responses"
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -41,11 +44,13 @@ class AnswerReuse(Collector):
         cache: ResponseCacheSettings | None = None,
         idempotency: IdempotentAnswers | None = None,
         clock: Clock | None = None,
+        shared: SharedCaches | None = None,
     ) -> None:
         self._settings = cache or ResponseCacheSettings()
         self._cache = AnswerCache(self._settings.max_bytes)
         self.idempotency = idempotency or IdempotentAnswers(IdempotencySettings())
         self._clock = clock or SystemClock()
+        self._shared = shared
         self.num_hits = 0
         self.num_misses = 0
 
@@ -74,16 +79,41 @@ class AnswerReuse(Collector):
     ) -> AnswerStream:
         workspace_id = work.request.principal.workspace_id
         data = self._cache.get(workspace_id, fingerprint, self._clock.now(), ttl_s)
-        if data is not None:
+        recorded = decode_answer(data) if data is not None else None
+        if recorded is None:
+            recorded = await self._find_shared(workspace_id, fingerprint, ttl_s)
+        if recorded is not None:
             self.num_hits += 1
-            return ReplayedAnswer(decode_answer(data), await open_replay(work))
+            return ReplayedAnswer(recorded, await open_replay(work))
         self.num_misses += 1
 
         def keep(answer: bytes) -> None:
-            if self._settings.enabled and len(answer) <= self._settings.max_entry_bytes:
-                self._cache.put(workspace_id, fingerprint, answer, self._clock.now(), ttl_s)
+            settings = self._settings
+            if not settings.enabled or len(answer) > settings.max_entry_bytes:
+                return
+            self._cache.put(workspace_id, fingerprint, answer, self._clock.now(), ttl_s)
+            if self._shared is not None and settings.shared:
+                name = entry_name(workspace_id, fingerprint)
+                self._shared.put(_SHARED_KIND, name, answer, ttl_s, settings.shared_max_bytes)
 
         return RecordingAnswer(await generate(work), self._settings.max_entry_bytes, keep)
+
+    async def _find_shared(
+        self, workspace_id: str, fingerprint: bytes, ttl_s: float
+    ) -> RecordedAnswer | None:
+        """An answer that another gateway, or an earlier life of this one, has kept."""
+        if self._shared is None or not self._settings.shared:
+            return None
+        entry = await self._shared.get(_SHARED_KIND, entry_name(workspace_id, fingerprint))
+        if entry is None or entry.age_s > ttl_s:
+            return None
+        try:
+            recorded = decode_answer(entry.value)
+        except msgspec.DecodeError:
+            return None  # damaged, or written by somebody else
+        stored_at = self._clock.now() - entry.age_s
+        self._cache.put(workspace_id, fingerprint, entry.value, stored_at, ttl_s)
+        return recorded
 
     def _is_idempotent(self, request: GenerationRequest) -> bool:
         return request.idempotency_key is not None and self.idempotency.settings.enabled

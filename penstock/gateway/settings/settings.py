@@ -27,6 +27,7 @@ from penstock.gateway.models.settings import ModelSettings
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.reuse.replay import IdempotencySettings, ResponseCacheSettings
+from penstock.gateway.reuse.shared_cache import EmbeddingCacheSettings
 from penstock.gateway.text.caching import PromptCacheSettings
 
 _URGENCY = {tier: rank for rank, tier in enumerate(Tier)}  # most urgent first
@@ -148,6 +149,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     models: ModelSettings = ModelSettings()
     prompt_cache: PromptCacheSettings = PromptCacheSettings()
     response_cache: ResponseCacheSettings = ResponseCacheSettings()
+    embedding_cache: EmbeddingCacheSettings = EmbeddingCacheSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
 
     def check(self) -> None:
