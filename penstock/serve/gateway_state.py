@@ -168,7 +168,7 @@ async def open_gateway_state(
         reuse = AnswerReuse(settings.response_cache, keys, shared=caches)
         stack.push_async_callback(keys.close)
         await stack.enter_async_context(running(keys.run()))
-        live.attach(lambda new: reuse.apply(new.response_cache, new.idempotency))
+        live.attach(lambda new: reuse.apply(new.response_cache, new.idempotency, new.semantic_cache))
         if ledger is not None:
             live.attach(lambda new: ledger.set_prices(PriceTable(new.prices)))
         await stack.enter_async_context(running(follower.run()))

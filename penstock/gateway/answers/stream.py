@@ -24,7 +24,7 @@ from penstock.gateway.prompts import RequestWarning, Usage
 # The engine ends a request at its deadline; this much later the gateway does it for an engine that hangs.
 ENGINE_GRACE_S = 1.0
 
-CacheStatus: TypeAlias = Literal["hit", "miss"]
+CacheStatus: TypeAlias = Literal["hit", "similar", "miss"]
 
 
 class ReaderGone(Exception):

@@ -70,6 +70,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     tier: Tier = Tier.DEFAULT
     user: str | None = None
     timeout_s: float | None = None
+    is_internal: bool = False  # the gateway's own, for an admitted request: not limited, but in the ledger
 
 
 class EmbeddingAnswer(msgspec.Struct, frozen=True):
@@ -100,18 +101,41 @@ class Embeddings:
         self._gateway = gateway
         self._cache = EmbeddingCache(parse_bytes(gateway.config.embedding_cache_memory))
         gateway.metrics.register(self._cache)
+        gateway.reuse.embed = self.vector_of
 
     def model_of(self, principal: Principal, name: str | None) -> ServedModel:
         return self._gateway.catalogue.permitted(principal, name)
 
+    async def vector_of(self, text: str, request: GenerationRequest, model: str) -> tuple[bytes, bytes]:
+        """The vector of a text that belongs to an admitted request, and the identity of the model that made it."""
+        wanted = EmbeddingRequest(
+            inputs=(text,),
+            endpoint="semantic_cache",
+            model=model,
+            normalizes=True,
+            principal=request.principal,
+            tier=request.tier,
+            is_internal=True,
+        )
+        job = await self.open(wanted)
+        try:
+            vectors = (await job.run()).vectors
+        except BaseException:
+            job.cancel()
+            raise
+        return vectors[0], self._gateway.catalogue.find(model).fingerprint
+
     async def open(self, request: EmbeddingRequest) -> EmbeddingJob:
         """Everything that can be refused is refused here. The job must be run or cancelled."""
         gateway = self._gateway
-        gateway.check_accepting()
-        model = self.model_of(request.principal, request.model)
+        gateway.check_accepting(is_admitted=request.is_internal)
+        if request.is_internal:
+            model = gateway.catalogue.find(request.model)
+        else:
+            model = self.model_of(request.principal, request.model)
         pooling = _checked_pooling(request, model.card)
         signed = gateway.tiers.capped(_as_generation(request))
-        if (record := current_record.get()) is not None:
+        if (record := current_record.get()) is not None and not request.is_internal:
             record.note(signed)
         claim = Claim(
             request_id=request.request_id or uuid.uuid4().hex,
@@ -123,7 +147,7 @@ class Embeddings:
         )
         with ExitStack() as way:
             way.enter_context(gateway.holding_drain())
-            admission = await gateway.accounts.admit(claim)
+            admission = await gateway.accounts.admit(claim, is_limited=not request.is_internal)
             try:
                 texts = await self._texts(request, model, pooling)
                 missing = [text for text in texts if text.known is None]

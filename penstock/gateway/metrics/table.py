@@ -134,6 +134,7 @@ _WAY_IN = [
     Declared("auto_escalations", "counter", "Unsure answers asked for again, of this model.", (_MODEL,)),
     *_each("counter", (
         ("response_cache_hits", "Requests answered from the response cache."),
+        ("response_cache_similar", "Requests answered with the answer to a similar one."),
         ("response_cache_misses", "Requests that the response cache could not answer."),
         ("idempotent_replays", "Requests that got an earlier one's answer."),
         ("idempotency_conflicts", "Idempotency keys that came with another request."),
@@ -143,6 +144,7 @@ _WAY_IN = [
     Declared("shared_cache_requests", "counter", "Entries asked of, or written to, the caches in Redis.",
              ("kind", "outcome")),
     Declared("response_cache_bytes", "gauge", "Bytes of answers in the response cache."),
+    Declared("semantic_cache_bytes", "gauge", "Bytes of answers and vectors in the cache of similar requests."),
     Declared("embedding_cache_bytes", "gauge", "Memory in use."),
     Declared("guard_checks", "counter", "Prompts and answers that a policy looked at.", ("policy", "direction")),
     Declared("guard_findings", "counter", "What rules found, by the action taken.",

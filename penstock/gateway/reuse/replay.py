@@ -144,9 +144,17 @@ class ReplayedAnswer:
     """Gives every recorded batch at once when asked for the next. Settled as cached, with nothing used, before its
     reader sees the end; `usage` still tells what the original used."""
 
-    cache_status: CacheStatus | None = "hit"
+    cache_status: CacheStatus | None
 
-    def __init__(self, recorded: RecordedAnswer, account: Account, *, answer_id: str | None = None) -> None:
+    def __init__(
+        self,
+        recorded: RecordedAnswer,
+        account: Account,
+        *,
+        answer_id: str | None = None,
+        cache_status: CacheStatus = "hit",
+    ) -> None:
+        self.cache_status = cache_status
         self._recorded = recorded
         self._account = account
         self._id = answer_id or account.claim.request_id

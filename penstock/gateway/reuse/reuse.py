@@ -2,12 +2,14 @@
 
 An idempotency key is asked first, then, for callers that opted in, the response cache. A request with neither passes
 at the cost of a few comparisons. Opting in is enough: a sampled answer is cached like a greedy one, because only the
-client knows whether another sample would do.
+client knows whether another sample would do. Last, if the operator wants that, comes the cache of similar requests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 from collections.abc import Iterator
 from functools import partial
 
@@ -16,6 +18,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.clock import Clock, SystemClock
+from penstock.core.errors import PenstockError
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.metrics.table import metrics
 from penstock.gateway.prepared import PreparedRequest
@@ -30,8 +33,13 @@ from penstock.gateway.reuse.replay import (
     ResponseCacheSettings,
     decode_answer,
 )
+from penstock.gateway.reuse.semantic import Embed, Probe, SemanticCache, SemanticCacheSettings, question_of
 from penstock.gateway.reuse.shared_cache import SharedCaches, entry_name
 
+logger = logging.getLogger(__name__)
+
+_EMBED_TIMEOUT_S = 2.0
+_EMBED_PAUSE_S = 10.0  # after a failure
 _SHARED_KIND = "responses"
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -51,13 +59,25 @@ class AnswerReuse(Collector):
         self.idempotency = idempotency or IdempotentAnswers(IdempotencySettings())
         self._clock = clock or SystemClock()
         self._shared = shared
+        self._similar = SemanticCacheSettings()
+        self._semantic = SemanticCache(0)
+        self.embed: Embed | None = None  # set where embeddings can be made
+        self._embed_after = 0.0
+        self.num_similar = 0
         self.num_hits = 0
         self.num_misses = 0
 
-    def apply(self, cache: ResponseCacheSettings, idempotency: IdempotencySettings) -> None:
+    def apply(
+        self,
+        cache: ResponseCacheSettings,
+        idempotency: IdempotencySettings,
+        similar: SemanticCacheSettings | None = None,
+    ) -> None:
         """Use new settings from now on. Cached answers that no longer fit are dropped."""
         self._settings = cache
         self._cache.shrink_to(cache.max_bytes if cache.enabled else 0)
+        self._similar = similar or SemanticCacheSettings()
+        self._semantic.shrink_to(self._similar.max_bytes if self._similar.enabled and cache.enabled else 0)
         self.idempotency.apply(idempotency)
 
     async def answer(self, work: PreparedRequest, generate: Generate) -> AnswerStream:
@@ -85,6 +105,15 @@ class AnswerReuse(Collector):
         if recorded is not None:
             self.num_hits += 1
             return ReplayedAnswer(recorded, await open_replay(work))
+        probe = await self._probe(work)
+        similar_ttl_s = min(ttl_s, self._similar.ttl_s)
+        if probe is not None:
+            now, threshold = self._clock.now(), self._similar.threshold
+            data = self._semantic.find(probe, threshold, now, similar_ttl_s)
+            if data is not None:
+                self.num_similar += 1
+                account = await open_replay(work)
+                return ReplayedAnswer(decode_answer(data), account, cache_status="similar")
         self.num_misses += 1
 
         def keep(answer: bytes) -> None:
@@ -92,11 +121,34 @@ class AnswerReuse(Collector):
             if not settings.enabled or len(answer) > settings.max_entry_bytes:
                 return
             self._cache.put(workspace_id, fingerprint, answer, self._clock.now(), ttl_s)
+            if probe is not None and self._similar.enabled:
+                self._semantic.put(probe, answer, self._clock.now(), similar_ttl_s)
             if self._shared is not None and settings.shared:
                 name = entry_name(workspace_id, fingerprint)
                 self._shared.put(_SHARED_KIND, name, answer, ttl_s, settings.shared_max_bytes)
 
         return RecordingAnswer(await generate(work), self._settings.max_entry_bytes, keep)
+
+    async def _probe(self, work: PreparedRequest) -> Probe | None:
+        """Where to look for similar requests; None if nobody wants that, or there is no vector now."""
+        settings = self._similar
+        if not settings.enabled or settings.model is None or self.embed is None:
+            return None
+        if self._clock.now() < self._embed_after:
+            return None
+        question = question_of(work.request)
+        if question is None:
+            return None
+        try:
+            async with asyncio.timeout(_EMBED_TIMEOUT_S):
+                vector, model = await self.embed(question.text, work.request, settings.model)
+        except (PenstockError, TimeoutError) as error:
+            self._embed_after = self._clock.now() + _EMBED_PAUSE_S
+            cause = error.message if isinstance(error, PenstockError) else "The vector took too long."
+            logger.warning("no similar answers are looked for, for %.0f s: %s", _EMBED_PAUSE_S, cause)
+            return None
+        context = request_fingerprint(question.rest, work.model.fingerprint + model)
+        return Probe(work.request.principal.workspace_id, context, vector)
 
     async def _find_shared(
         self, workspace_id: str, fingerprint: bytes, ttl_s: float
@@ -131,10 +183,12 @@ class AnswerReuse(Collector):
         yield from metrics(
             (
                 ("response_cache_hits", self.num_hits),
+                ("response_cache_similar", self.num_similar),
                 ("response_cache_misses", self.num_misses),
                 ("idempotent_replays", self.idempotency.num_replayed),
                 ("idempotency_conflicts", self.idempotency.num_conflicts),
                 ("response_cache_bytes", self._cache.num_bytes),
+                ("semantic_cache_bytes", self._semantic.num_bytes),
             )
         )
 

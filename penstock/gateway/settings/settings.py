@@ -27,6 +27,7 @@ from penstock.gateway.models.settings import ModelSettings
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.reuse.replay import IdempotencySettings, ResponseCacheSettings
+from penstock.gateway.reuse.semantic import SemanticCacheSettings
 from penstock.gateway.reuse.shared_cache import EmbeddingCacheSettings
 from penstock.gateway.text.caching import PromptCacheSettings
 
@@ -149,6 +150,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     models: ModelSettings = ModelSettings()
     prompt_cache: PromptCacheSettings = PromptCacheSettings()
     response_cache: ResponseCacheSettings = ResponseCacheSettings()
+    semantic_cache: SemanticCacheSettings = SemanticCacheSettings()
     embedding_cache: EmbeddingCacheSettings = EmbeddingCacheSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
 
@@ -157,6 +159,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         self.limits.check()
         self.prices.check()
         self.models.check()
+        self.semantic_cache.check()
         GuardPolicies(_ask_nobody).apply(self.guards)  # also compiles patterns, and forgets the result
 
 
