@@ -24,7 +24,7 @@ from penstock.api.admin.adapters import (
     UnloadAdapter,
 )
 from penstock.api.admin.fleet import USAGE_PARAMETERS, ReleaseList, ReleaseObject, WhichModel
-from penstock.api.admin.history import HISTORY_PARAMETERS, ConsoleObject
+from penstock.api.admin.history import HISTORY_PARAMETERS, REQUEST_PARAMETERS, ConsoleObject, RequestList
 from penstock.api.admin.service import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -117,7 +117,7 @@ from penstock.api.scoring.endpoints import (
     ScoreList,
 )
 from penstock.api.scoring.rerank import RerankRequest, RerankResponse
-from penstock.core.cluster_view import ClusterView, HostOrder, ReleaseOrder
+from penstock.core.cluster_view import ClusterView, HostOrder, ReleaseOrder, ReplicaOrder
 from penstock.gateway.history.history import HistoryView
 from penstock.gateway.ledger.usage_store import UsagePage
 
@@ -414,8 +414,10 @@ ADMIN: dict[str, Operation] = {
     "POST /v1/unload_lora_adapter": Operation(request=UnloadAdapter, content_type="text/plain"),
     "GET /admin/cluster": Operation(response=ClusterView),
     "GET /admin/console": Operation(response=ConsoleObject),
+    "GET /admin/requests": Operation(response=RequestList, query=REQUEST_PARAMETERS),
     "GET /admin/history": Operation(response=HistoryView, query=HISTORY_PARAMETERS),
     "POST /admin/cluster": Operation(request=HostOrder, response=ClusterView),
+    "POST /admin/replicas": Operation(request=ReplicaOrder, response=ClusterView),
     "GET /admin/releases": Operation(response=ReleaseList),
     "POST /admin/releases": Operation(request=ReleaseOrder, response=ReleaseObject),
     "POST /admin/releases/promote": Operation(request=WhichModel, response=ReleaseObject),

@@ -17,6 +17,7 @@ from penstock.cluster.control_messages import (
     Directive,
     FromControl,
     OperateHost,
+    OrderReplica,
     PromoteRelease,
     Refused,
     ReleaseShown,
@@ -31,7 +32,14 @@ from penstock.cluster.control_messages import (
 )
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.release_traffic import ReleaseTraffic
-from penstock.core.cluster_view import ClusterView, HostOrder, PoolView, ReleaseOrder, ReleaseView
+from penstock.core.cluster_view import (
+    ClusterView,
+    HostOrder,
+    PoolView,
+    ReleaseOrder,
+    ReleaseView,
+    ReplicaOrder,
+)
 from penstock.core.errors import EngineUnavailable, error_from_code
 
 logger = logging.getLogger(__name__)
@@ -136,6 +144,11 @@ class ControlLink:
 
     async def roll_back_release(self, model: str | None) -> ReleaseView:
         return await self._release(RollBackRelease(model))
+
+    async def order_replica(self, order: ReplicaOrder) -> ClusterView:
+        answer = await self._ask(OrderReplica(order))
+        assert isinstance(answer, Shown)
+        return answer.view
 
     async def _release(self, message: ToControl) -> ReleaseView:
         answer = await self._ask(message)

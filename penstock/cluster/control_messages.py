@@ -14,7 +14,14 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from penstock.control.release import Evidence, Figures, ReleaseConfig, ReleaseState
-from penstock.core.cluster_view import ClusterView, HostOrder, PoolView, ReleaseOrder, ReleaseView
+from penstock.core.cluster_view import (
+    ClusterView,
+    HostOrder,
+    PoolView,
+    ReleaseOrder,
+    ReleaseView,
+    ReplicaOrder,
+)
 from penstock.core.figures import percentile
 
 
@@ -73,7 +80,13 @@ class OperateHost(msgspec.Struct, frozen=True, tag="operate"):
     order: HostOrder
 
 
-ToControl: TypeAlias = Report | ShowCluster | StartRelease | PromoteRelease | RollBackRelease | OperateHost
+class OrderReplica(msgspec.Struct, frozen=True, tag="order_replica"):
+    order: ReplicaOrder
+
+
+ToControl: TypeAlias = (
+    Report | ShowCluster | StartRelease | PromoteRelease | RollBackRelease | OperateHost | OrderReplica
+)
 
 
 class ActiveRelease(msgspec.Struct, frozen=True, kw_only=True):

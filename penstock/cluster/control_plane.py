@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from penstock.cluster.control_messages import (
     Directive,
     FromControl,
     OperateHost,
+    OrderReplica,
     PromoteRelease,
     RecentTimes,
     Refused,
@@ -39,8 +41,16 @@ from penstock.cluster.releases import ReleaseService, Resolve
 from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
 from penstock.cluster.scaling import PoolScaler
 from penstock.control.autoscaler import AutoscalerConfig
-from penstock.core.cluster_view import ClusterView, GatewayView, HostOrder, PoolView, ReplicaView, RoutingView
-from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.core.cluster_view import (
+    ClusterView,
+    GatewayView,
+    HostOrder,
+    PoolView,
+    ReplicaOrder,
+    ReplicaView,
+    RoutingView,
+)
+from penstock.core.errors import InvalidRequest, NotFound, PenstockError
 from penstock.core.messages import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -229,6 +239,11 @@ class ControlPlane:
                 for gateway in self._gateways.values()
                 if gateway.name
             ),
+            decisions=tuple(
+                sorted(
+                    chain(*(pool.decisions for pool in self.pools)), key=lambda each: each.at, reverse=True
+                )
+            ),
         )
         return self._described(view)
 
@@ -297,6 +312,24 @@ class ControlPlane:
         for pool in self.pools:
             pool.figures.forget(number)
 
+    def _order_replica(self, order: ReplicaOrder) -> None:
+        if order.action == "start":
+            wanted = [
+                pool
+                for pool in self.pools
+                if order.model in (None, pool.spec.model) and pool.spec.role == order.role
+            ]
+        else:
+            wanted = [
+                pool for pool in self.pools if any(member.id == order.replica_id for member in pool.members())
+            ]
+            if not wanted:
+                raise NotFound(f"There is no replica {order.replica_id!r}.")
+        if len(wanted) != 1:
+            served = ", ".join(sorted({f"{pool.spec.model} ({pool.spec.role})" for pool in self.pools}))
+            raise InvalidRequest(f"Name the model and the role to start: there are {served}.", param="model")
+        wanted[0].obey(order, asyncio.get_running_loop().time(), time.time())
+
     async def _answer(self, number: int, message: ToControl) -> FromControl:
         try:
             match message:
@@ -315,6 +348,9 @@ class ControlPlane:
                     if self._operate is None:
                         raise InvalidRequest("This server is one machine, and has no hosts to operate.")
                     await self._operate(order)
+                    return Shown(self.view())
+                case OrderReplica(order=order):
+                    self._order_replica(order)
                     return Shown(self.view())
         except PenstockError as error:
             return Refused(error.code, error.message, error.param, error.hint)

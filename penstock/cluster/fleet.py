@@ -104,6 +104,7 @@ class Fleet:
         self._told: tuple[Member, ...] = ()  # the members as their hosts describe them
         self._reach = None if shared is None else Reachability(shared.heartbeat_timeout_s, self._refresh)
         self.observers: list[FleetObserver] = []
+        self.on_sent: Callable[[Send], None] | None = None  # called with every request that goes to a replica
         self.on_wait: Callable[[], None] = lambda: None  # called when a request begins to wait for a replica
         self._starts_on_demand = starts_on_demand
         self._callers: dict[str, _Caller] = {}  # by request id
@@ -283,6 +284,8 @@ class Fleet:
         connection = self.connections.by_id.get(replica_id)
         if connection is None:
             return  # lost while this action waited for its turn: the dispatcher has sent the request elsewhere
+        if self.on_sent is not None:
+            self.on_sent(action)
         connection.client.add(
             request,
             timeout_s=action.timeout_s,

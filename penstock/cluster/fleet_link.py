@@ -25,6 +25,7 @@ from penstock.core.cluster_view import (
     PoolView,
     ReleaseOrder,
     ReleaseView,
+    ReplicaOrder,
     RoutingView,
 )
 from penstock.core.errors import EngineUnavailable
@@ -85,6 +86,9 @@ class FleetLink:
 
     async def operate(self, order: HostOrder) -> ClusterView:
         return await self._leading().operate(order)
+
+    async def order_replica(self, order: ReplicaOrder) -> ClusterView:
+        return await self._leading().order_replica(order)
 
     def _leading(self) -> ControlLink:
         if self._leader is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
@@ -30,9 +31,9 @@ from penstock.control.autoscaler import (
     Start,
     Stop,
 )
-from penstock.core.cluster_view import PoolView
+from penstock.core.cluster_view import DecisionView, PoolView, ReplicaOrder
 from penstock.core.config import ScalingConfig
-from penstock.core.errors import ConfigError, NotFound, PenstockError
+from penstock.core.errors import ConfigError, Conflict, NotFound, PenstockError
 from penstock.router import ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ MAX_ARRIVAL_WINDOW_S = 10.0
 MIN_WINDOW_S = 1.0
 FIRST_RETRY_S = 1.0  # after a replica could not be started, doubling
 LAST_RETRY_S = 60.0
+MAX_DECISIONS = 50  # of each pool, that operators are shown
 _PHASES = {
     ReplicaState.STARTING: Phase.STARTING,
     ReplicaState.WARMING: Phase.STARTING,
@@ -157,6 +159,7 @@ class PoolScaler:
         self._num_downs = 0
         self._last_decision = ""
         self._last_decision_at: float | None = None
+        self.decisions: deque[DecisionView] = deque(maxlen=MAX_DECISIONS)
 
     @property
     def key(self) -> str:
@@ -262,6 +265,26 @@ class PoolScaler:
             last_decision_at=self._last_decision_at,
         )
 
+    def obey(self, order: ReplicaOrder, now: float, wall_s: float) -> None:
+        """Begin to carry out an operator's order. Raises Conflict for a replica that is not in a state for it."""
+        signals = self.signals(now)
+        if order.action == "start":
+            self._note("start 1: an operator's order", signals, wall_s)
+            self._begin(self._launch())
+            return
+        replica_id = order.replica_id or ""
+        state = next((each.replica.state for each in self.members() if each.id == replica_id), None)
+        is_draining = state is ReplicaState.DRAINING
+        if is_draining is (order.action == "drain") or (
+            order.action == "drain" and state is not ReplicaState.READY
+        ):
+            raise Conflict(f"The replica {replica_id!r} is {state}, so it cannot {order.action}.")
+        self._note(f"{order.action} {replica_id}: an operator's order", signals, wall_s)
+        if order.action == "drain":
+            self._drain(replica_id)
+        else:
+            self._resume(replica_id)
+
     async def remove(self, replica_ids: list[str]) -> None:
         """Drain and stop these replicas, all at the same time."""
         await asyncio.gather(*map(self._leave, replica_ids))
@@ -305,6 +328,20 @@ class PoolScaler:
     def _note(self, decision: str, signals: Signals, wall_s: float) -> None:
         self._last_decision = decision
         self._last_decision_at = wall_s
+        ready = [replica for replica in signals.replicas if replica.phase is Phase.READY]
+        self.decisions.append(
+            DecisionView(
+                at=wall_s,
+                model=self.spec.model,
+                role=self.spec.role,
+                decision=decision,
+                num_replicas=len(signals.replicas),
+                queued_prefill_tokens=signals.queued_prefill_tokens,
+                ttft_p95_s=signals.ttft_p95_s,
+                kv_usage=sum(replica.kv_utilisation for replica in ready) / len(ready) if ready else 0.0,
+                held_requests=signals.held_requests,
+            )
+        )
         ttft = "unknown" if signals.ttft_p95_s is None else f"{signals.ttft_p95_s * 1e3:.0f} ms"
         logger.info(
             "autoscaler, %s: %s (replicas %d, queued prefill tokens %.0f, TTFT p95 %s, held requests %d)",

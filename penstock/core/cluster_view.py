@@ -81,6 +81,20 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
+    """What the autoscaler decided for a pool, or an operator ordered, and the signals at that moment."""
+
+    at: float  # Unix seconds
+    model: str
+    role: str
+    decision: str
+    num_replicas: int
+    queued_prefill_tokens: float
+    ttft_p95_s: float | None
+    kv_usage: float
+    held_requests: int
+
+
 class GateView(msgspec.Struct, frozen=True):
     gate: str
     result: str
@@ -150,6 +164,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     releases: tuple[ReleaseView, ...]  # the active ones, and of each model the last that ended
     routing: RoutingView
     at: float  # Unix seconds
+    decisions: tuple[DecisionView, ...] = ()  # the latest ones, the newest first
     object: str = "cluster"
     # Of shared fleets only.
     hosts: tuple[HostView, ...] = ()
@@ -175,6 +190,16 @@ class HostOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     to: str | None = None  # for move: the host that gets the replica; None: where there is room
 
 
+class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An operator's order about one replica. The autoscaler goes on: where it finds too few or too many replicas, it
+    acts as always."""
+
+    action: Literal["start", "drain", "resume"]
+    replica_id: str | None = None  # to drain or resume
+    model: str | None = None  # of a replica to start; None: the only model
+    role: str = "both"
+
+
 class FleetControl(Protocol):
     """Shows operators the fleet behind a gateway, and takes their orders. A server without a fleet has no such
     object."""
@@ -194,4 +219,8 @@ class FleetControl(Protocol):
 
     async def operate(self, order: HostOrder) -> ClusterView:
         """Carry out an order about hosts. Returns the fleet after that."""
+        ...
+
+    async def order_replica(self, order: ReplicaOrder) -> ClusterView:
+        """Begin to carry out an order. Returns the fleet as it is then."""
         ...

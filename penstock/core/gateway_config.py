@@ -320,6 +320,9 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     log_prompts: Annotated[
         bool, Meta(description="Let access lines hold the text of prompts, which may be personal.")
     ] = False
+    show_prompts: Annotated[
+        bool, Meta(description="Let the console show the text of prompts, which may be personal.")
+    ] = False
     otlp_endpoint: (
         Annotated[
             str, Meta(description="OpenTelemetry collector to send traces to, such as http://localhost:4318.")

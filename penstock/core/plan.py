@@ -252,6 +252,16 @@ class DraftUse(msgspec.Struct, frozen=True, array_like=True):
     num_accepted: int
 
 
+class Prefill(msgspec.Struct, frozen=True, array_like=True):
+    """How an engine came to the first token of a request, for operators who ask why it took so long."""
+
+    seconds: float  # from the first planned chunk to the first token
+    chunks: tuple[
+        tuple[float, int], ...
+    ]  # seconds after the first planned chunk, and tokens; the first ones only
+    waited_for: str | None = None  # what kept the request in the queue: seats, tokens, blocks or prefix
+
+
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """News about one request after a commit: tokens, its end, or both; before them, log-probabilities of the prompt.
 
@@ -271,3 +281,4 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     embedding: bytes | None = None  # the whole answer to a request with pooling
     prompt_logprobs: PromptLogprobs | None = None  # of one chunk, in the order of the prompt
     draft_use: DraftUse | None = None  # of a step that verified drafts
+    prefill: Prefill | None = None  # set on the first event with a token

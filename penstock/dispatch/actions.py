@@ -44,6 +44,8 @@ class Send(msgspec.Struct, frozen=True, tag_field="action", tag="send"):
     request: Request
     timeout_s: float | None
     kv_source: KVSource | None  # another replica that has, or computes, the KV of the prompt
+    reason: str = ""  # why the router chose this replica
+    matched_tokens: int = 0  # of the prompt, that the replica is thought to hold
 
 
 class Cancel(msgspec.Struct, frozen=True, tag_field="action", tag="cancel"):

@@ -171,7 +171,9 @@ class Dispatcher:
             record.emitted += event.token_ids
         if record.num_emitted_before:
             # Another replica told the client about the beginning of this answer.
-            event = msgspec.structs.replace(event, num_cached_tokens=None, queue_s=None, cache_use=None)
+            event = msgspec.structs.replace(
+                event, num_cached_tokens=None, queue_s=None, cache_use=None, prefill=None
+            )
         if event.finish_reason is not None:
             self._finish(record, event.finish_reason, now, actions)
         return event
@@ -238,7 +240,9 @@ class Dispatcher:
         kv_source = None
         if request.sampling.prompt_logprobs is None or request.output_token_ids:
             kv_source = self.kv_sources.choose(routed, decision, replica, now)
-        actions.append(Send(replica.id, request, time_left_s, kv_source))
+        actions.append(
+            Send(replica.id, request, time_left_s, kv_source, decision.reason, decision.matched_tokens)
+        )
 
     def _choose(self, record: RequestRecord, request: Request, now: float) -> tuple[RoutingRequest, Decision]:
         """Choose a replica. Raises when no replica may take the request now."""

@@ -8,7 +8,7 @@ and happens before the reader sees the end of an answer, so that every answer gi
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal, Protocol
 
@@ -17,6 +17,7 @@ import msgspec
 from penstock.core.errors import PenstockError
 from penstock.core.identity import Principal
 from penstock.core.identity import RateLimits as RateLimits
+from penstock.core.plan import Prefill
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.prompts import Usage
 
@@ -46,6 +47,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float = 0.0
     first_token_s: float | None = None  # None when no token came
     queue_s: float | None = None  # of the first answer, as the engine measured it
+    prefill: Prefill | None = None  # of the first answer, as the engine tells
     finish_reasons: tuple[FinishReason, ...] = ()  # of the answers that came to their own end
     draft_tokens: int = 0  # that engines verified
     accepted_draft_tokens: int = 0
@@ -109,6 +111,22 @@ class Observer(Protocol):
         """Note that an account was opened. The function that comes back is called once, when the account is settled.
         Neither may block or raise."""
         ...
+
+
+class Observers:
+    """Several observers as one."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+
+    def begin(self, claim: Claim) -> Callable[[Outcome], None]:
+        ends = [observer.begin(claim) for observer in self._observers]
+
+        def settled(outcome: Outcome) -> None:
+            for end in ends:
+                end(outcome)
+
+        return settled
 
 
 class Account:

@@ -74,6 +74,9 @@ class Gateway:
         self.images = ImageLoader(config)
         self.reuse = reuse or AnswerReuse(clock=self.clock)
         self.metrics.register(self.reuse)
+        self.on_request: Callable[[GenerationRequest], None] | None = (
+            None  # called before anything is done for it
+        )
         self.max_buffer_bytes = config.max_stream_buffer_bytes
         self.catalogue = Catalogue(engine, config)
         self.auto = AutoModel(self.ask, self.catalogue, self.clock)
@@ -168,6 +171,8 @@ class Gateway:
         request = self.tiers.capped(request)
         if (record := current_record.get()) is not None:
             record.note(request)
+        if self.on_request is not None and not is_internal:
+            self.on_request(request)
         timeouts = (
             limit for limit in (request.timeout_s, self.config.request_timeout_s) if limit is not None
         )

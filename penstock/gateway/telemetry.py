@@ -68,7 +68,7 @@ class RequestRecord:
             return
         self.sampling = request.sampling
         if self.keeps_prompts:
-            self.prompts += [_prompt_text(prompt)[:MAX_LOGGED_PROMPT_CHARS] for prompt in request.prompts]
+            self.prompts += [prompt_text(prompt)[:MAX_LOGGED_PROMPT_CHARS] for prompt in request.prompts]
 
     @property
     def own_account(self) -> tuple[Claim, Outcome] | None:
@@ -79,7 +79,8 @@ class RequestRecord:
 current_record: ContextVar[RequestRecord | None] = ContextVar("penstock_request", default=None)
 
 
-def _prompt_text(prompt: Prompt) -> str:
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt as people read it."""
     if isinstance(prompt, TextPrompt):
         return prompt.text
     if isinstance(prompt, ChatPrompt):

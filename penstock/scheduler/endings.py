@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from penstock.core.plan import DraftUse, SampledToken, TokenEvent, TokenLogprobs
+from penstock.core.plan import DraftUse, Prefill, SampledToken, TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason
 from penstock.scheduler.keyed_heap import KeyedHeap
 from penstock.scheduler.prefix import Breakpoints
@@ -54,6 +54,7 @@ def token_event(
     num_taken: int,
     reason: FinishReason | None,
     breakpoints: Breakpoints,
+    now: float,
 ) -> TokenEvent:
     """Return the event of committed tokens: the first `num_taken` of a sample. The first event of a request also
     tells of its cache and its wait."""
@@ -72,6 +73,7 @@ def token_event(
         sequence.num_cached_tokens,
         queue_s(sequence),
         cache_use=breakpoints.use(sequence),
+        prefill=_prefill(sequence, now),
     )
 
 
@@ -97,6 +99,13 @@ def last_event(
         error=error,
         embedding=embedding,
     )
+
+
+def _prefill(sequence: Sequence, now: float) -> Prefill | None:
+    planned_s = sequence.first_planned_s
+    if planned_s is None:
+        return None
+    return Prefill(now - planned_s, tuple(sequence.prefill_chunks), sequence.waited_for)
 
 
 def queue_s(sequence: Sequence) -> float | None:

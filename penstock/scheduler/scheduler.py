@@ -59,6 +59,7 @@ from penstock.scheduler.tenants import (
 
 _STEPS_BETWEEN_DECISIONS = 16  # whether evicted blocks are worth a copy
 TOKENS_AFTER_LATE_MASK = 8  # are planned once the token before them is known
+MAX_TOLD_CHUNKS = 64  # of a prompt, to operators
 _NATURAL_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -135,6 +136,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_preemptions = 0
+        self._shortage: tuple[str, float] = ("", -1.0)  # what the queue waited for last, and when
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request; or raise InvalidRequest or Overloaded, and leave no trace of it."""
@@ -353,28 +355,37 @@ class Scheduler:
                 self._admit_waiting(step, now, max_rank=sequence.rank - aged - 1)
             room = step.prefill_room(sequence.num_computed)
             if not room:
+                self._shortage = "tokens", now
                 return
             if index + 1 < len(prefills) or (may_admit and self._queue.first() is not None):
                 room = share_of_room(room)
             self._prefill(step, sequence, room, now)
         if may_admit:
             self._admit_waiting(step, now, max_rank=BATCH_RANK)
+        elif self._queue.first() is not None:
+            self._shortage = "blocks", now
 
     def _admit_waiting(self, step: StepBuilder, now: float, *, max_rank: int) -> None:
         """Admit requests of this rank or a more urgent one while there are seats, tokens and blocks."""
         while len(self._running) < self._config.max_num_seqs:
             sequence = self._queue.first()
-            if sequence is None or sequence.rank > max_rank or not step.prefill_room(0):
+            if sequence is None or sequence.rank > max_rank:
+                return
+            if not step.prefill_room(0):
+                self._shortage = "tokens", now
                 return
             outcome = self._admission.admit(sequence, is_alone=not self._running)
             if outcome is Outcome.BLOCKED:
+                self._shortage = "blocks", now
                 return
             if outcome is Outcome.HELD:
+                sequence.waited_for = "prefix"
                 sequence.state = State.HELD
                 self._queue.park(sequence)
                 continue
             self._start(sequence, now)
             self._prefill(step, sequence, max(1, step.prefill_room(sequence.num_computed)), now)
+        self._shortage = "seats", now
 
     def _prefill(self, step: StepBuilder, sequence: Sequence, room: int, now: float) -> None:
         """Compute up to `room` tokens of a running prefill: fewer in front of an image that is not encoded yet, or if
@@ -387,6 +398,9 @@ class Scheduler:
             room = self._images.reach(sequence, room, most, step)
         if room:
             step.add_prefill(sequence, room, begins=not sequence.has_row)
+            if sequence.first_planned_s is not None and len(sequence.prefill_chunks) < MAX_TOLD_CHUNKS:
+                chunk = now - sequence.first_planned_s, step.chunks[-1].num_tokens
+                sequence.prefill_chunks.append(chunk)
             self._publish(sequence, now)
             if sequence.request.images:
                 self._images.passed(sequence)
@@ -400,6 +414,9 @@ class Scheduler:
         self.cache.record_lookup(sequence.num_known, sequence.num_computed)
         if not sequence.has_started:
             sequence.first_planned_s = now
+            what, at_s = self._shortage
+            if sequence.waited_for is None and at_s >= sequence.arrival_s < now:
+                sequence.waited_for = what
             self._images.num_images += len(sequence.request.images)
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
             if sequence.marks is not None:
@@ -438,7 +455,7 @@ class Scheduler:
         elif sequence.state is State.SETTLING and sequence.num_known == sequence.num_expected:
             self._requeue(sequence)
 
-        return token_event(sequence, sampled, num_taken, finish_reason, self._breakpoints)
+        return token_event(sequence, sampled, num_taken, finish_reason, self._breakpoints, now)
 
     def _take_scores(self, sequence: Sequence, scored: ScoredChunk, now: float) -> TokenEvent:
         if scored.error is not None:

@@ -92,6 +92,7 @@ class Sequence:
         "output_token_ids",
         "own_blocks",
         "predicted_length",
+        "prefill_chunks",
         "publish_at",
         "queued_s",
         "rank",
@@ -105,6 +106,7 @@ class Sequence:
         "stop_token_ids",
         "table",
         "turn",
+        "waited_for",
         "waited_s",
         "was_held",
     )
@@ -132,7 +134,9 @@ class Sequence:
         self.arrival_s = arrival_s
         self.queued_s = arrival_s  # when the request last entered the queue
         self.waited_s = 0.0  # seconds in the queue, without the present stay
+        self.waited_for: str | None = None  # what the request waited for last, before it began to run
         self.first_planned_s: float | None = None
+        self.prefill_chunks: list[tuple[float, int]] = []  # for operators; see `Prefill`
         self.admitted_s = arrival_s  # when the request last began to run
 
         self.num_prompt = len(request.prompt_token_ids)

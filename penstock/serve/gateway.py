@@ -26,10 +26,12 @@ from penstock.cluster.fleet import Fleet
 from penstock.core.cluster_view import FleetControl
 from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.core.gateway_config import ServerConfig
+from penstock.gateway.accounts import Observers
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.history.history import History
+from penstock.gateway.history.requests import RecentRequests
 from penstock.gateway.history.siblings import Siblings
 from penstock.gateway.metrics.gateway import PoolMetrics, ReplicaMetrics
 from penstock.gateway.models.adapters import open_adapters
@@ -100,6 +102,7 @@ async def open_gateway(
     """Serve `fleet`, which must be ready, until the context ends. `control` answers the admin API. `siblings` are the
     other gateway processes of this server."""
     num_processes = config.server.api_workers
+    siblings = siblings or Siblings()
     async with contextlib.AsyncExitStack() as stack:
         observer = build_observer(config.telemetry)
         stack.push_async_callback(asyncio.to_thread, observer.tracing.close)
@@ -114,9 +117,12 @@ async def open_gateway(
         stack.push_async_callback(limiter.close)
         await limiter.start()
         request_log = build_request_log(config.telemetry, observer)
-        gateway = state.build_gateway(
-            fleet, config.gateway, limiter, observer if request_log is not None else None
-        )
+        recent = RecentRequests(siblings, keeps_prompts=config.telemetry.show_prompts)
+        fleet.on_sent = recent.note_sent
+        observers = Observers([recent, observer]) if request_log is not None else recent
+        gateway = state.build_gateway(fleet, config.gateway, limiter, observers)
+        if recent.keeps_prompts:
+            gateway.on_request = recent.note_prompt
         adapters = await open_adapters(config.gateway.names, data_dir(config.store), database)
         gateway.catalogue.adapters = adapters
         await state.follow_adapters(adapters)
@@ -147,7 +153,11 @@ async def open_gateway(
             else MemoryResponses(),
             objects=ObjectStore(database, max_workspace_bytes=config.gateway.stored_response_bytes),
             request_log=request_log,
-            more_routes=[*state.routes(database), *cluster.routes(), *HistoryEndpoints(history).routes()],
+            more_routes=[
+                *state.routes(database),
+                *cluster.routes(),
+                *HistoryEndpoints(history, recent).routes(),
+            ],
         )
         server = _build_server(app, config.server, http, websocket)
         serving = asyncio.create_task(server.serve(sockets=[listener]))

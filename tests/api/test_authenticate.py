@@ -21,8 +21,9 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 from starlette.websockets import WebSocket
 
-from penstock.api.admin.fleet import SettingsEndpoints, UsageEndpoints
+from penstock.api.admin.fleet import UsageEndpoints
 from penstock.api.admin.history import HistoryEndpoints
+from penstock.api.admin.settings import SettingsEndpoints
 from penstock.api.app import create_app
 from penstock.api.http.authenticate import OPEN_PATHS, Authenticate, scope_of
 from penstock.api.http.context import principal_of
@@ -31,6 +32,10 @@ from penstock.core.identity import Scope
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.blobs.folder import FileFolder
 from penstock.gateway.history.history import History
+from penstock.gateway.history.requests import RecentRequests
+from penstock.gateway.settings.live import LiveSettings
+from penstock.gateway.settings.shared import SharedSettings
+from penstock.gateway.settings.store import SettingsStore
 from penstock.gateway.tenants.authenticator import Authenticator
 from penstock.gateway.tenants.records import new_secret
 from tests.api.conftest import Serve
@@ -276,11 +281,13 @@ async def test_a_websocket_server_without_denial_answers_closes_instead() -> Non
 
 NEEDED = {
     Scope.ADMIN: {
-        *(f"/admin/{kind}" for kind in ("organizations", "workspaces", "keys", "audit", "settings/reload")),
+        *(f"/admin/{kind}" for kind in ("organizations", "workspaces", "keys", "audit")),
         *(f"/admin/{kind}/{{id}}" for kind in ("organizations", "workspaces", "keys")),
         *("/admin/adapters", "/admin/adapters/{name:path}"),
+        *("/admin/settings", "/admin/settings/reload", "/admin/settings/revert"),
+        *("/admin/settings/versions", "/admin/settings/versions/{version}"),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-        *("/admin/console", "/admin/history"),
+        *("/admin/console", "/admin/history", "/admin/requests"),
     },
     Scope.METRICS: {"/metrics"},
     Scope.USAGE: {"/v1/usage"},
@@ -329,8 +336,10 @@ async def test_every_route_asks_for_its_scope(server: TenantServer, tmp_path: Pa
     """A new route must be listed above: whoever adds one decides who may use it."""
     more = [
         *UsageEndpoints(None).routes(),
-        *SettingsEndpoints(None, server.database).routes(),
-        *HistoryEndpoints(History(server.gateway.metrics, server.engine)).routes(),
+        *SettingsEndpoints(
+            SharedSettings(SettingsStore(server.database), LiveSettings(), None), server.database
+        ).routes(),
+        *HistoryEndpoints(History(server.gateway.metrics, server.engine), RecentRequests()).routes(),
     ]
     work = StoredWork(server.database, FileFolder(tmp_path / "files"))
     server.app = create_app(

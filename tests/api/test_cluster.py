@@ -10,7 +10,14 @@ import pytest_asyncio
 
 from penstock.api.admin.fleet import ClusterEndpoints
 from penstock.api.app import create_app
-from penstock.core.cluster_view import ClusterView, HostOrder, PoolView, ReleaseOrder, ReleaseView
+from penstock.core.cluster_view import (
+    ClusterView,
+    HostOrder,
+    PoolView,
+    ReleaseOrder,
+    ReleaseView,
+    ReplicaOrder,
+)
 from penstock.core.errors import Conflict, InvalidRequest, NotFound
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
@@ -23,6 +30,7 @@ from tests.cluster.views import RELEASE, VIEW
 class FakeControl:
     def __init__(self) -> None:
         self.orders: list[ReleaseOrder] = []
+        self.replica_orders: list[ReplicaOrder] = []
 
     @property
     def pools(self) -> tuple[PoolView, ...]:
@@ -48,6 +56,12 @@ class FakeControl:
     async def operate(self, order: HostOrder) -> ClusterView:
         if order.target == "nowhere":
             raise NotFound("There is no host 'nowhere' in this fleet.")
+        return VIEW
+
+    async def order_replica(self, order: ReplicaOrder) -> ClusterView:
+        if order.replica_id == "missing":
+            raise NotFound("There is no replica 'missing'.")
+        self.replica_orders.append(order)
         return VIEW
 
 
@@ -133,3 +147,21 @@ def test_metrics_show_what_the_autoscaler_sees() -> None:
     assert values["penstock_replicas_wanted", ""] == 3
     assert values["penstock_pool_drain_seconds", ""] == 3.0
     assert values["penstock_pool_load", ""] == 1.5  # the queue takes longer than it may, the rest is within
+
+
+async def test_orders_about_replicas_are_checked_and_audited(server: TenantServer) -> None:
+    async with server.client("root") as client:
+        drained = await client.post("/admin/replicas", json={"action": "drain", "replica_id": "replica-1"})
+        assert drained.status_code == 200
+        assert drained.json()["object"] == "cluster"
+        for body, status in (
+            ({"action": "drain"}, 400),
+            ({"action": "kill", "replica_id": "replica-1"}, 400),
+            ({"action": "start", "modle": "x"}, 400),
+            ({"action": "drain", "replica_id": "missing"}, 404),
+        ):
+            assert (await client.post("/admin/replicas", json=body)).status_code == status, body
+        log = (await client.get("/admin/audit")).json()["data"]
+    assert [(entry["action"], entry["target"]) for entry in log] == [("replica.drain", "replica-1")]
+    orders = server.control.replica_orders  # type: ignore[attr-defined]
+    assert [order.replica_id for order in orders] == ["replica-1"]

@@ -15,6 +15,7 @@ from penstock.api.app import create_app
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.history.history import History
+from penstock.gateway.history.requests import RecentRequests
 from tests.api.tenant_server import TenantServer
 from tests.gateway.fake_engine import FakeEngine, script_text
 
@@ -29,7 +30,7 @@ async def server(tmp_path: Path) -> AsyncIterator[TenantServer]:
         server.gateway,
         ServerConfig(),
         tenants=server.tenants,
-        more_routes=HistoryEndpoints(history).routes(),
+        more_routes=HistoryEndpoints(history, RecentRequests()).routes(),
     )
     yield server
     await server.close()
@@ -92,7 +93,7 @@ async def test_no_path_leads_out_of_the_folder(server: TenantServer) -> None:
 
 async def test_what_the_console_shows_needs_the_scope_admin(server: TenantServer) -> None:
     issued = await server.make_key(Scope.INFERENCE)
-    for path in ("/admin/console", "/admin/history"):
+    for path in ("/admin/console", "/admin/history", "/admin/requests"):
         async with server.client() as client:
             assert (await client.get(path)).status_code == 401
         async with server.client(issued.secret) as client:

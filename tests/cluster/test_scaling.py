@@ -11,8 +11,9 @@ import pytest
 from penstock.cluster.control_messages import ModelReport, Report, Sample
 from penstock.cluster.scaling import PoolScaler, autoscaling
 from penstock.control.autoscaler import AutoscalerConfig
+from penstock.core.cluster_view import ReplicaOrder
 from penstock.core.config import ScalingConfig
-from penstock.core.errors import ConfigError, ModelLoadError
+from penstock.core.errors import ConfigError, Conflict, ModelLoadError
 from tests.cluster.control_stage import SPEC, open_stage
 from tests.cluster.fake_manager import FakeManager
 
@@ -164,3 +165,28 @@ async def test_real_processes_come_and_go_and_come_back(tmp_path: Path) -> None:
         decisions = stage.links[0].pools[0]
         assert decisions.num_scale_ups >= 2
         assert decisions.num_scale_downs >= 1
+
+
+async def test_an_operator_starts_drains_and_resumes(pool: Pool) -> None:
+    def order(action: str, replica_id: str | None = None) -> None:
+        pool.scaler.obey(ReplicaOrder(action=action, replica_id=replica_id), pool.now, 1000.0)  # type: ignore[arg-type]
+
+    order("start")
+    await asyncio.sleep(0)
+    assert pool.manager.states() == ["ready", "starting"]
+    pool.manager.finish_starting()
+    pool.manager.load(num_running=1)  # so that the drain does not end at once
+    order("drain", "replica-2")
+    await asyncio.sleep(0)
+    assert pool.manager.states() == ["ready", "draining"]
+    for action, replica_id in (("drain", "replica-2"), ("resume", "replica-1")):
+        with pytest.raises(Conflict, match=replica_id):
+            order(action, replica_id)
+    order("resume", "replica-2")
+    assert pool.manager.states() == ["ready", "ready"]
+    assert [each.decision for each in pool.scaler.decisions][1:] == [
+        "start 1: an operator's order",
+        "drain replica-2: an operator's order",
+        "resume replica-2: an operator's order",
+    ]
+    assert pool.scaler.decisions[0].decision == "start 1: below the floor"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.errors import Overloaded
+from penstock.core.plan import Prefill
 from penstock.core.request import FinishReason, Tier
 from tests.scheduler.strict import Driver, make_request
 
@@ -181,3 +182,33 @@ def test_the_queue_timeout_ends_only_what_never_started() -> None:
     assert driver.finished["running"].finish_reason is FinishReason.LENGTH
     assert driver.finished["waiting"].finish_reason is FinishReason.ERROR
     assert "in the queue" in (driver.finished["waiting"].error or "")
+
+
+def prefills(driver: Driver) -> dict[str, Prefill]:
+    return {name: event.prefill for name, event in driver.first_events.items() if event.prefill is not None}
+
+
+def test_the_first_token_says_what_a_request_waited_for_and_in_which_chunks_it_was_computed() -> None:
+    driver = one_at_a_time(max_num_batched_tokens=64)
+    driver.add(make_request("long", 100, 2))
+    driver.run()
+    told = prefills(driver)
+    assert told["seated"].waited_for is None
+    assert told["long"].waited_for == "seats"
+    assert [num_tokens for _, num_tokens in told["long"].chunks] == [64, 36]
+    assert told["long"].chunks[0][0] == 0.0
+    assert 0.0 < told["long"].chunks[1][0] <= told["long"].seconds
+
+
+def test_a_request_without_room_for_its_prompt_waits_for_tokens_or_blocks() -> None:
+    driver = Driver(max_num_batched_tokens=64)
+    driver.add(make_request("first", 120, 2))
+    driver.add(make_request("second", 60, 2))
+    driver.run()
+    assert prefills(driver)["second"].waited_for == "tokens"
+    driver = Driver(num_blocks=8, max_num_batched_tokens=64)
+    driver.add(make_request("first", 16, 8))
+    driver.step()
+    driver.add(make_request("second", 24, 2))
+    driver.run()
+    assert prefills(driver)["second"].waited_for == "blocks"

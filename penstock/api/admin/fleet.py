@@ -16,7 +16,7 @@ from starlette.routing import Route
 from penstock.api.http.answers import json_response, private_json
 from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder, integer_of
-from penstock.core.cluster_view import FleetControl, HostOrder, ReleaseOrder, ReleaseView
+from penstock.core.cluster_view import FleetControl, HostOrder, ReleaseOrder, ReleaseView, ReplicaOrder
 from penstock.core.errors import InvalidRequest, NotFound, PermissionDenied
 from penstock.core.identity import Scope
 from penstock.gateway.external.models import ExternalModels
@@ -62,11 +62,13 @@ class ClusterEndpoints:
         self._order = BodyDecoder(ReleaseOrder)
         self._which = BodyDecoder(WhichModel)
         self._host_order = BodyDecoder(HostOrder)
+        self._replica_order = BodyDecoder(ReplicaOrder)
 
     def routes(self) -> list[Route]:
         return [
             Route("/admin/cluster", self.show, methods=["GET"]),
             Route("/admin/cluster", self.operate, methods=["POST"]),
+            Route("/admin/replicas", self.order_replica, methods=["POST"]),
             Route("/admin/releases", self.list_releases, methods=["GET"]),
             Route("/admin/releases", self.start, methods=["POST"]),
             Route("/admin/releases/promote", self.promote, methods=["POST"]),
@@ -90,6 +92,22 @@ class ClusterEndpoints:
             await self._database.run(
                 lambda connection: write_entry(
                     connection, actor, action, order.target, at=time.time(), after=order
+                )
+            )
+        )
+        return private_json(view)
+
+    async def order_replica(self, request: Request) -> Response:
+        order = await self._replica_order.read(request)
+        if order.action != "start" and order.replica_id is None:
+            raise InvalidRequest(f"Name the replica to {order.action}.", param="replica_id")
+        view = await self._control.order_replica(order)
+        actor = Actor(principal_of(request).key_id, request_id_of(request))
+        target = order.replica_id or order.model or "replica"
+        announce(
+            await self._database.run(
+                lambda connection: write_entry(
+                    connection, actor, f"replica.{order.action}", target[:64], at=time.time(), after=order
                 )
             )
         )

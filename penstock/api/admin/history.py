@@ -1,4 +1,4 @@
-"""What the console asks a running server: /admin/console, and /admin/history for the recent past.
+"""What the console asks a running server: /admin/console, and /admin/history and /admin/requests for the recent past.
 
 The middleware has checked that the caller has the scope `admin`.
 """
@@ -14,38 +14,60 @@ from starlette.routing import Route
 
 from penstock import __version__
 from penstock.api.http.answers import private_json
-from penstock.api.http.parsing import choice_of
+from penstock.api.http.parsing import choice_of, integer_of
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.history.history import SPANS, History
+from penstock.gateway.history.requests import RecentRequests, RequestView
 
 HISTORY_PARAMETERS = ("span", "model", "tier")
+REQUEST_PARAMETERS = ("limit", "status", "model")
+STATUSES = ("any", "running", "completed", "cancelled", "failed")
+MAX_REQUESTS = 500
 
 
 class ConsoleObject(msgspec.Struct, frozen=True, kw_only=True):
     """What this server is, for the console's pages."""
 
     version: str
+    shows_prompts: bool  # whether the operator lets the console show prompts
     object: Literal["console"] = "console"
 
 
+class RequestList(msgspec.Struct, frozen=True):
+    """The last requests, the newest first."""
+
+    data: list[RequestView]
+    object: Literal["list"] = "list"
+
+
 class HistoryEndpoints:
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, recent: RecentRequests) -> None:
         self._history = history
+        self._recent = recent
 
     def routes(self) -> list[Route]:
         return [
             Route("/admin/console", self.show_console, methods=["GET"]),
             Route("/admin/history", self.show_history, methods=["GET"]),
+            Route("/admin/requests", self.list_requests, methods=["GET"]),
         ]
 
     async def show_console(self, request: Request) -> Response:
-        return private_json(ConsoleObject(version=__version__))
+        return private_json(ConsoleObject(version=__version__, shows_prompts=self._recent.keeps_prompts))
 
     async def show_history(self, request: Request) -> Response:
         check_parameters(request, HISTORY_PARAMETERS)
         span = choice_of(request, "span", default="live", choices=tuple(SPANS))
         model, tier = (request.query_params.get(name) for name in ("model", "tier"))
         return private_json(await self._history.view(span, model, tier))
+
+    async def list_requests(self, request: Request) -> Response:
+        check_parameters(request, REQUEST_PARAMETERS)
+        limit = integer_of(request, "limit", default=100, low=1, high=MAX_REQUESTS)
+        status = choice_of(request, "status", default="any", choices=STATUSES)
+        model = request.query_params.get("model")
+        found = await self._recent.latest(limit, status=None if status == "any" else status, model=model)
+        return private_json(RequestList(found))
 
 
 def check_parameters(request: Request, known: tuple[str, ...]) -> None:

@@ -122,14 +122,16 @@ class Generation(MeteredAnswer[Choice]):
         now = self._context.clock.now()
         metrics, latencies = self._metrics, self._latencies
         metrics.generation_tokens += num_tokens
+        latencies.output_tokens += num_tokens
         if choice.first_token_at is None:
             choice.first_token_at = now
             waited_s = now - self._arrived_at
             metrics.prompt_tokens += choice.num_prompt_tokens
+            latencies.prompt_tokens += choice.num_prompt_tokens
             latencies.first_token_s.observe(waited_s)
             if event.queue_s is not None:
                 if self._queue_s is None:
-                    self._queue_s = event.queue_s
+                    self._queue_s, self._prefill = event.queue_s, event.prefill
                 latencies.queue_s.observe(event.queue_s)
                 latencies.prefill_s.observe(max(0.0, waited_s - event.queue_s))
         else:

@@ -15,6 +15,7 @@ from typing import Generic, Literal, Protocol, Self, TypeAlias, TypeVar
 from penstock.cluster.replica import EngineClient
 from penstock.core.clock import Clock
 from penstock.core.errors import Overloaded, PenstockError
+from penstock.core.plan import Prefill
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.accounts import Account, Outcome, RateLimits
 from penstock.gateway.answers.choice import Delta, merged
@@ -106,6 +107,9 @@ class AnyChoice(Protocol):
 ChoiceT = TypeVar("ChoiceT", bound=AnyChoice)
 
 
+_FAILURES = (FinishReason.ERROR, FinishReason.DEADLINE)
+
+
 class MeteredAnswer(Generic[ChoiceT]):
     """An AnswerStream whose tokens are timed, and whose account is settled before the end is seen.
 
@@ -134,6 +138,7 @@ class MeteredAnswer(Generic[ChoiceT]):
         self._arrived_at = context.clock.now()
         self._num_open = len(choices)
         self._queue_s: float | None = None
+        self._prefill: Prefill | None = None
         self._dirty: list[ChoiceT] = []
         self._error: PenstockError | ReaderGone | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -220,6 +225,8 @@ class MeteredAnswer(Generic[ChoiceT]):
     def _close(self, choice: ChoiceT, reason: FinishReason) -> None:
         metrics = self._metrics
         metrics.finished[reason] += 1
+        self._latencies.num_ended += 1
+        self._latencies.num_failed += reason in _FAILURES
         if choice.first_token_at is not None:
             self._latencies.end_to_end_s.observe(self._context.clock.now() - self._arrived_at)
             self._latencies.decode_s.observe(choice.last_token_at - choice.first_token_at)
@@ -244,6 +251,7 @@ class MeteredAnswer(Generic[ChoiceT]):
             duration_s=self._context.clock.now() - self._arrived_at,
             first_token_s=min(begun) - self._arrived_at if begun else None,
             queue_s=self._queue_s,
+            prefill=self._prefill,
             finish_reasons=tuple(choice.finish_reason for choice in self._choices if choice.finish_reason),
         )
 

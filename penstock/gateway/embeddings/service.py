@@ -266,7 +266,10 @@ class EmbeddingJob:
         finally:
             self._on_over()
         self._take(vectors)
-        self._gateway.metrics.of(self._account.claim.model).prompt_tokens += self._run.num_embedded_tokens
+        claim = self._account.claim
+        metrics = self._gateway.metrics.of(claim.model)
+        metrics.prompt_tokens += self._run.num_embedded_tokens
+        metrics.latencies(claim.tier).prompt_tokens += self._run.num_embedded_tokens
         usage = Usage(
             prompt_tokens=sum(text.num_tokens for text in self._texts),
             completion_tokens=0,

@@ -314,8 +314,10 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
     def _close(self, choice: ExternalChoice, reason: FinishReason) -> None:
         # Only now is it known how many there were.
         self._metrics.generation_tokens += choice.num_tokens
+        self._latencies.output_tokens += choice.num_tokens
         if choice.first_token_at is not None:
             self._metrics.prompt_tokens += choice.num_prompt_tokens
+            self._latencies.prompt_tokens += choice.num_prompt_tokens
         super()._close(choice, reason)
 
     def _time_out(self) -> None:

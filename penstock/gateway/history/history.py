@@ -166,7 +166,7 @@ def show(
         span=span,
         interval_s=interval_s,
         models=sorted(models),
-        tiers=sorted(tiers - {""}),
+        tiers=sorted(tiers),
         points=points,
         total=Figures(**_figures(_whole(chosen))) if chosen else Figures(),
         series=series,

@@ -16,7 +16,6 @@ from penstock.gateway.metrics.gateway import (
     FIRST_TOKEN_BOUNDS_S,
     INTER_TOKEN_BOUNDS_S,
     GatewayMetrics,
-    ModelMetrics,
 )
 
 
@@ -154,19 +153,18 @@ class Sampler:
 
 def read_traffic(metrics: GatewayMetrics) -> dict[tuple[str, str], Traffic]:
     """All that was counted since the process began, by model and tier."""
-    return {(name, ""): _counted(model) for name, model in metrics.models.items()}
-
-
-def _counted(model: ModelMetrics) -> Traffic:
-    failures = sum(count for reason, count in model.finished.items() if reason in ("error", "deadline"))
-    return Traffic(
-        sum(model.finished.values()),
-        failures,
-        model.prompt_tokens,
-        model.generation_tokens,
-        _added(model.first_token_s.counts, ()),
-        _added(model.inter_token_s.counts, ()),
-    )
+    return {
+        (name, tier.value): Traffic(
+            of_tier.num_ended,
+            of_tier.num_failed,
+            of_tier.prompt_tokens,
+            of_tier.output_tokens,
+            _added(of_tier.first_token_s.counts, ()),
+            _added(of_tier.inter_token_s.counts, ()),
+        )
+        for name, model in metrics.models.items()
+        for tier, of_tier in model.latencies_by_tier.items()
+    }
 
 
 def _engine_use(stats: EngineStats, before: EngineStats | None) -> EngineUse:

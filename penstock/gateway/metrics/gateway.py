@@ -249,11 +249,23 @@ def added_up(histograms: Sequence[Histogram]) -> Histogram:
 
 
 class Latencies:
-    """How long the requests of one tier took, and their parts."""
+    """How long the requests of one tier took, and their parts; and how many there were, for the history."""
 
-    __slots__ = ("decode_s", "end_to_end_s", "first_token_s", "inter_token_s", "prefill_s", "queue_s")
+    __slots__ = (
+        "decode_s",
+        "end_to_end_s",
+        "first_token_s",
+        "inter_token_s",
+        "num_ended",
+        "num_failed",
+        "output_tokens",
+        "prefill_s",
+        "prompt_tokens",
+        "queue_s",
+    )
 
     def __init__(self) -> None:
+        self.num_ended = self.num_failed = self.prompt_tokens = self.output_tokens = 0
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)
         self.end_to_end_s = Histogram(REQUEST_BOUNDS_S)

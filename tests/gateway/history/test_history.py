@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.core.messages import EngineStats
-from penstock.core.request import FinishReason, Tier
+from penstock.core.request import Tier
 from penstock.gateway.history.history import SPANS, History, Ring, Span, show
 from penstock.gateway.history.samples import EngineUse, Sample, Sampler, Traffic, quantile, together
 from penstock.gateway.history.siblings import Siblings
@@ -18,13 +18,14 @@ from tests.gateway.fake_engine import FakeEngine
 NOW = 1_800_000_000
 
 
-def answered(metrics: GatewayMetrics, *, first_token_s: float = 0.02, reason: str = "stop") -> None:
-    model = metrics.of("m")
-    model.prompt_tokens += 10
-    model.generation_tokens += 5
-    model.latencies(Tier.DEFAULT).first_token_s.observe(first_token_s)
-    model.latencies(Tier.DEFAULT).inter_token_s.observe(0.004, 4)
-    model.finished[FinishReason(reason)] += 1
+def answered(metrics: GatewayMetrics, *, is_failure: bool = False, tier: Tier = Tier.DEFAULT) -> None:
+    counts = metrics.of("m").latencies(tier)
+    counts.prompt_tokens += 10
+    counts.output_tokens += 5
+    counts.first_token_s.observe(0.02)
+    counts.inter_token_s.observe(0.004, 4)
+    counts.num_ended += 1
+    counts.num_failed += is_failure
 
 
 class Clock:
@@ -43,7 +44,7 @@ async def test_the_page_shows_what_happened_in_each_interval() -> None:
     metrics, clock = GatewayMetrics(), Clock()
     history = history_of(metrics, clock)
     answered(metrics)
-    answered(metrics, reason="error")
+    answered(metrics, is_failure=True)
     clock.now += 2
     history.take()
     clock.now += 2
@@ -81,6 +82,20 @@ async def test_a_model_can_be_picked_out() -> None:
     history.take()
     assert (await history.view("live", model="other")).total.requests == 0
     assert (await history.view("live", model="m")).total.requests == 1
+
+
+async def test_tiers_are_told_apart() -> None:
+    metrics, clock = GatewayMetrics(), Clock()
+    history = history_of(metrics, clock)
+    answered(metrics)
+    answered(metrics, tier=Tier.BATCH)
+    answered(metrics, tier=Tier.BATCH)
+    clock.now += 2
+    history.take()
+    view = await history.view("live")
+    assert view.tiers == ["batch", "default"]
+    assert [(row.tier, row.requests) for row in view.series] == [("batch", 2), ("default", 1)]
+    assert (await history.view("live", tier="batch")).total.requests == 2
 
 
 def test_engines_are_seen_once_per_process_and_cache_hits_as_a_share() -> None:

@@ -4,12 +4,12 @@
 import { element, replace, table } from "./dom.js";
 import { shortTime, time } from "./format.js";
 
-const WIDTH = 640, HEIGHT = 190, LEFT = 58, RIGHT = 10, TOP = 10, BOTTOM = 24;
+const HEIGHT = 190, LEFT = 58, RIGHT = 10, TOP = 10, BOTTOM = 24;
 const MAX_TABLE_ROWS = 24;
 
 // A chart that `draw(times, series)` fills in: series [{name, values, tone}], where a value of null is a gap. The
 // tones are classes tone-1 … tone-4.
-export function lineChart(title, format, { floor = 0, ceiling = null } = {}) {
+export function lineChart(title, format, { floor = 0, ceiling = null, width: WIDTH = 640, mark = shortTime } = {}) {
   const picture = element("svg:svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "chart", role: "img",
     "aria-label": title, tabindex: 0, preserveAspectRatio: "none" });
   const reading = element("p", { class: "reading", "aria-live": "off" });
@@ -43,7 +43,7 @@ export function lineChart(title, format, { floor = 0, ceiling = null } = {}) {
     }
     for (const index of marks(times.length)) {
       const anchor = index === 0 ? "start" : index === times.length - 1 ? "end" : "middle";
-      parts.push(element("svg:text", { class: `mark ${anchor}`, x: x(index), y: HEIGHT - 6 }, shortTime(times[index])));
+      parts.push(element("svg:text", { class: `mark ${anchor}`, x: x(index), y: HEIGHT - 6 }, mark(times[index])));
     }
     series.forEach((line, number) => {
       const tone = line.tone ?? `tone-${number + 1}`;

@@ -17,6 +17,11 @@ import { announce, element, replace } from "./dom.js";
 // One line per page: the name in the address, the title, the module, and whether the page needs the scope `admin`.
 const PAGES = [
   { name: "overview", title: "Overview", module: "./overview.js", isAdmin: true },
+  { name: "fleet", title: "Fleet", module: "./fleet.js", isAdmin: true },
+  { name: "releases", title: "Releases", module: "./releases.js", isAdmin: true },
+  { name: "requests", title: "Requests", module: "./recent.js", isAdmin: true },
+  { name: "keys", title: "Keys and workspaces", module: "./keys.js", isAdmin: true },
+  { name: "usage", title: "Usage and cost", module: "./usage.js", isAdmin: true },
   { name: "playground", title: "Playground", module: "./playground.js", isAdmin: false },
 ];
 

@@ -1,0 +1,193 @@
+"""Remembers the last requests of a gateway process, with the times of their parts: what waited, where, and for what.
+
+Holds no prompt unless the operator asked for that. Counts are bounded: the oldest requests are forgotten.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Literal
+
+import msgspec
+
+from penstock.core.request import Tier
+from penstock.dispatch import Send
+from penstock.gateway.accounts import Claim, Outcome
+from penstock.gateway.history.siblings import Siblings
+from penstock.gateway.prompts import GenerationRequest
+from penstock.gateway.telemetry import MAX_LOGGED_PROMPT_CHARS, prompt_text
+
+TOPIC = "requests"
+MAX_ENDED = 500  # requests of each process
+MAX_RUNNING = 5000  # records of requests that have begun; a record beyond that is dropped
+MAX_ROUTES = 8  # attempts of one request that are shown
+MAX_PROMPTS = 500
+Status = Literal["running", "completed", "cancelled", "failed"]
+
+
+class Route(msgspec.Struct, frozen=True):
+    """One attempt: the replica that a request went to, and why."""
+
+    replica_id: str
+    reason: str
+    matched_tokens: int  # of the prompt, that the replica was thought to hold
+    after_s: float  # since the request was admitted
+
+
+class RequestView(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. Its timeline: `before_engine_s` until the engine had it, `queue_s` in the engine's queue,
+    `prefill_s` until the first token, then the rest of `duration_s`."""
+
+    id: str
+    at: float  # Unix seconds: admitted, with its prompts tokenized
+    model: str
+    tier: Tier
+    endpoint: str
+    workspace_id: str
+    key_id: str
+    status: Status
+    max_output_tokens: int
+    prompt_tokens: int
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    duration_s: float | None = None  # None while it runs
+    first_token_s: float | None = None
+    before_engine_s: float | None = None
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    chunks: tuple[tuple[float, int], ...] = ()  # of the prefill: seconds after its begin, and tokens
+    waited_for: str | None = None  # seats, tokens, blocks or prefix
+    routes: tuple[Route, ...] = ()
+    finish_reasons: tuple[str, ...] = ()
+    error_code: str | None = None
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    is_replayed: bool = False  # an answer given before was given again
+    prompt: str | None = None  # only where the operator asked for prompts to be shown
+    object: Literal["request"] = "request"
+
+
+class _Running:
+    __slots__ = ("at", "claim", "routes")
+
+    def __init__(self, claim: Claim, at: float) -> None:
+        self.claim = claim
+        self.at = at
+        self.routes: list[Route] = []
+
+
+_decode = msgspec.json.Decoder(list[RequestView]).decode
+
+
+class RecentRequests:
+    """An `accounts.Observer`. Gateways tell of a request when its account opens and ends; the fleet tells of every
+    replica that the request goes to."""
+
+    def __init__(
+        self,
+        siblings: Siblings | None = None,
+        *,
+        keeps_prompts: bool = False,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        self._wall_time = wall_time
+        self.keeps_prompts = keeps_prompts
+        self._running: dict[str, _Running] = {}
+        self._ended: deque[RequestView] = deque(maxlen=MAX_ENDED)
+        self._prompts: OrderedDict[str, str] = OrderedDict()
+        self._siblings = siblings or Siblings()
+        self._siblings.answers[TOPIC] = self._encoded
+
+    def begin(self, claim: Claim) -> Callable[[Outcome], None]:
+        running = _Running(claim, self._wall_time())
+        if len(self._running) < MAX_RUNNING:
+            self._running[claim.request_id] = running
+
+        def settled(outcome: Outcome) -> None:
+            if self._running.get(claim.request_id) is running:
+                del self._running[claim.request_id]
+            prompt = self._prompts.get(claim.request_id)
+            self._ended.append(_ended(running, outcome, prompt))
+
+        return settled
+
+    def note_prompt(self, request: GenerationRequest) -> None:
+        """Keep the beginning of a request's prompts. Called only where the operator asked for that."""
+        if request.request_id:
+            texts = [prompt_text(prompt)[:MAX_LOGGED_PROMPT_CHARS] for prompt in request.prompts[:4]]
+            self._prompts[request.request_id] = "\n\n".join(texts)
+            while len(self._prompts) > MAX_PROMPTS:
+                self._prompts.popitem(last=False)
+
+    def note_sent(self, send: Send) -> None:
+        """Note the replica that a request goes to. An engine's id for a request ends with the number of the
+        answer."""
+        running = self._running.get(send.request.id.rpartition("-")[0])
+        if running is not None and len(running.routes) < MAX_ROUTES:
+            after_s = max(0.0, self._wall_time() - running.at)
+            running.routes.append(Route(send.replica_id, send.reason, send.matched_tokens, after_s))
+
+    async def latest(
+        self, limit: int, *, status: str | None = None, model: str | None = None
+    ) -> list[RequestView]:
+        """The last requests of all processes, the newest first."""
+        answers = await self._siblings.ask(TOPIC)
+        found = chain.from_iterable(map(_decode, answers))
+        wanted = [
+            view
+            for view in found
+            if (status is None or view.status == status) and (model is None or view.model == model)
+        ]
+        wanted.sort(key=lambda view: view.at, reverse=True)
+        return wanted[:limit]
+
+    def _encoded(self, detail: str) -> bytes:
+        running = (_begun(each, self._prompts.get(name)) for name, each in self._running.items())
+        views: Iterable[RequestView] = chain(self._ended, running)
+        return msgspec.json.encode(list(views))
+
+
+def _begun(running: _Running, prompt: str | None) -> RequestView:
+    claim = running.claim
+    return RequestView(
+        id=claim.request_id,
+        at=running.at,
+        model=claim.model,
+        tier=claim.tier,
+        endpoint=claim.endpoint,
+        workspace_id=claim.principal.workspace_id,
+        key_id=claim.principal.key_id,
+        status="running",
+        max_output_tokens=claim.max_output_tokens,
+        prompt_tokens=claim.input_tokens,
+        routes=tuple(running.routes),
+        prompt=prompt,
+    )
+
+
+def _ended(running: _Running, outcome: Outcome, prompt: str | None) -> RequestView:
+    prefill = outcome.prefill
+    before_engine_s = None
+    if outcome.first_token_s is not None and outcome.queue_s is not None and prefill is not None:
+        before_engine_s = max(0.0, outcome.first_token_s - outcome.queue_s - prefill.seconds)
+    return msgspec.structs.replace(
+        _begun(running, prompt),
+        status=outcome.status,
+        cached_tokens=outcome.usage.cached_tokens,
+        completion_tokens=outcome.usage.completion_tokens,
+        duration_s=outcome.duration_s,
+        first_token_s=outcome.first_token_s,
+        before_engine_s=before_engine_s,
+        queue_s=outcome.queue_s,
+        prefill_s=prefill.seconds if prefill else None,
+        chunks=prefill.chunks if prefill else (),
+        waited_for=prefill.waited_for if prefill else None,
+        finish_reasons=tuple(str(reason) for reason in outcome.finish_reasons),
+        error_code=outcome.error_code,
+        draft_tokens=outcome.draft_tokens,
+        accepted_draft_tokens=outcome.accepted_draft_tokens,
+        is_replayed=outcome.is_cached,
+    )
