@@ -120,6 +120,7 @@ from penstock.api.scoring.rerank import RerankRequest, RerankResponse
 from penstock.core.cluster_view import ClusterView, HostOrder, ReleaseOrder, ReplicaOrder
 from penstock.gateway.history.history import HistoryView
 from penstock.gateway.ledger.usage_store import UsagePage
+from penstock.gateway.simulations import SimulationChoices, SimulationObject, SimulationOrder
 
 PATH = "/openapi.json"
 JSON = "application/json"
@@ -415,6 +416,8 @@ ADMIN: dict[str, Operation] = {
     "GET /admin/cluster": Operation(response=ClusterView),
     "GET /admin/console": Operation(response=ConsoleObject),
     "GET /admin/requests": Operation(response=RequestList, query=REQUEST_PARAMETERS),
+    "GET /admin/simulations": Operation(response=SimulationChoices),
+    "POST /admin/simulations": Operation(request=SimulationOrder, response=SimulationObject),
     "GET /admin/history": Operation(response=HistoryView, query=HISTORY_PARAMETERS),
     "POST /admin/cluster": Operation(request=HostOrder, response=ClusterView),
     "POST /admin/replicas": Operation(request=ReplicaOrder, response=ClusterView),

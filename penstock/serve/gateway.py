@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from penstock.api.admin.fleet import ClusterEndpoints
 from penstock.api.admin.history import HistoryEndpoints
+from penstock.api.admin.simulations import SimulationEndpoints
 from penstock.api.app import create_app
 from penstock.api.http.protocol import ConnectionLimits, bounded_protocols
 from penstock.cluster.external.pool import ExternalPool
@@ -38,7 +39,10 @@ from penstock.gateway.models.adapters import open_adapters
 from penstock.gateway.models.catalogue import try_given
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses
+from penstock.gateway.simulations import SimulationChoices, Simulations
 from penstock.gateway.tenants.authenticator import Tenants
+from penstock.planner.hardware import HARDWARE, WEIGHT_FORMATS
+from penstock.planner.shapes import KNOWN_MODELS
 from penstock.serve.environment import data_dir, open_blobs, open_database
 from penstock.serve.gateway_state import open_gateway_state, running
 from penstock.serve.telemetry import build_observer, build_request_log
@@ -157,6 +161,7 @@ async def open_gateway(
                 *state.routes(database),
                 *cluster.routes(),
                 *HistoryEndpoints(history, recent).routes(),
+                *SimulationEndpoints(Simulations(_simulation_choices())).routes(),
             ],
         )
         server = _build_server(app, config.server, http, websocket)
@@ -166,6 +171,12 @@ async def open_gateway(
         gc.collect()
         gc.freeze()
         yield RunningGateway(gateway, work, connections, server, serving)
+
+
+def _simulation_choices() -> SimulationChoices:
+    return SimulationChoices(
+        models=tuple(KNOWN_MODELS), hardware=tuple(HARDWARE), formats=tuple(WEIGHT_FORMATS)
+    )
 
 
 def _build_server(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from starlette.routing import Route
 
 from penstock.api.app import create_app
 from penstock.api.http.access_log import RequestLog
@@ -57,14 +58,16 @@ def bounded_server(
     gateway_config: GatewayConfig | None = None,
     observer: RequestObserver | None = None,
     request_log: RequestLog | None = None,
+    more_routes: Callable[[Gateway], Sequence[Route]] | None = None,
     **uvicorn_options: Any,
 ) -> Iterator[BoundedServed]:
     config = config or ServerConfig()
     gateway = Gateway(engine, gateway_config or GatewayConfig(), accounts=Accounts(observer=observer))
     http, websocket, connections = bounded_protocols(config)
+    routes = more_routes(gateway) if more_routes else ()
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app(gateway, config, request_log=request_log),
+            create_app(gateway, config, request_log=request_log, more_routes=routes),
             **{
                 "host": "127.0.0.1",
                 "port": 0,

@@ -24,6 +24,7 @@ from starlette.websockets import WebSocket
 from penstock.api.admin.fleet import UsageEndpoints
 from penstock.api.admin.history import HistoryEndpoints
 from penstock.api.admin.settings import SettingsEndpoints
+from penstock.api.admin.simulations import SimulationEndpoints
 from penstock.api.app import create_app
 from penstock.api.http.authenticate import OPEN_PATHS, Authenticate, scope_of
 from penstock.api.http.context import principal_of
@@ -36,6 +37,7 @@ from penstock.gateway.history.requests import RecentRequests
 from penstock.gateway.settings.live import LiveSettings
 from penstock.gateway.settings.shared import SharedSettings
 from penstock.gateway.settings.store import SettingsStore
+from penstock.gateway.simulations import SimulationChoices, Simulations
 from penstock.gateway.tenants.authenticator import Authenticator
 from penstock.gateway.tenants.records import new_secret
 from tests.api.conftest import Serve
@@ -287,7 +289,7 @@ NEEDED = {
         *("/admin/settings", "/admin/settings/reload", "/admin/settings/revert"),
         *("/admin/settings/versions", "/admin/settings/versions/{version}"),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-        *("/admin/console", "/admin/history", "/admin/requests"),
+        *("/admin/console", "/admin/history", "/admin/requests", "/admin/simulations"),
     },
     Scope.METRICS: {"/metrics"},
     Scope.USAGE: {"/v1/usage"},
@@ -340,6 +342,7 @@ async def test_every_route_asks_for_its_scope(server: TenantServer, tmp_path: Pa
             SharedSettings(SettingsStore(server.database), LiveSettings(), None), server.database
         ).routes(),
         *HistoryEndpoints(History(server.gateway.metrics, server.engine), RecentRequests()).routes(),
+        *SimulationEndpoints(Simulations(SimulationChoices(models=(), hardware=(), formats=()))).routes(),
     ]
     work = StoredWork(server.database, FileFolder(tmp_path / "files"))
     server.app = create_app(

@@ -103,8 +103,9 @@ def serve() -> Iterator[Serve]:
     """Starts a server with the demo engine, and returns its address and the server."""
     with ExitStack() as stack:
 
-        def start(api_key: str | None = None) -> tuple[str, BoundedServed]:
-            served = stack.enter_context(bounded_server(DemoEngine(), ServerConfig(api_key=api_key)))
+        def start(api_key: str | None = None, **options: Any) -> tuple[str, BoundedServed]:
+            config = ServerConfig(api_key=api_key)
+            served = stack.enter_context(bounded_server(DemoEngine(), config, **options))
             return f"http://127.0.0.1:{served.port}", served
 
         yield start

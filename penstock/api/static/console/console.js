@@ -23,6 +23,7 @@ const PAGES = [
   { name: "keys", title: "Keys and workspaces", module: "./keys.js", isAdmin: true },
   { name: "usage", title: "Usage and cost", module: "./usage.js", isAdmin: true },
   { name: "playground", title: "Playground", module: "./playground.js", isAdmin: false },
+  { name: "simulator", title: "Simulator", module: "./simulator.js", isAdmin: true },
 ];
 
 const KEY = "penstock-key";
