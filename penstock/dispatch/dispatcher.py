@@ -43,6 +43,7 @@ from penstock.dispatch.actions import (
     WakeAt,
 )
 from penstock.dispatch.health import BreakerConfig, CircuitBreaker, OutlierConfig
+from penstock.dispatch.kept import KeptPrefixes
 from penstock.dispatch.kv_sources import KVSources
 from penstock.dispatch.replicas import FleetStatus, ReplicaRecord, ReplicaTable
 from penstock.dispatch.requests import (
@@ -86,6 +87,7 @@ class Dispatcher:
         self.table = ReplicaTable(self.router, config.outliers)
         self.kv_sources = KVSources(self.table, rng)
         self.waiting = WaitingRoom(config.waiting)
+        self.kept = KeptPrefixes()
         self.choose_revision: Callable[[Request], str | None] = _any_revision  # asked for every attempt
         self.reasons: Counter[str] = Counter()  # the reasons of routing decisions
         self.verdicts: Counter[str] = Counter()  # on attempts that failed
@@ -123,7 +125,7 @@ class Dispatcher:
         """Route a new request. A driver that has the `block_hashes` of the prompt passes them, to save their
         computation."""
         deadline_s = None if timeout_s is None else now + timeout_s
-        record = self._requests[request.id] = RequestRecord(request, deadline_s, block_hashes)
+        record = self._requests[request.id] = RequestRecord(request, deadline_s, block_hashes, arrived_s=now)
         self._budget = self._retries.attempted(self._budget, now)
         actions: list[Action] = []
         self._route(record, now, actions)
@@ -174,6 +176,8 @@ class Dispatcher:
             event = msgspec.structs.replace(
                 event, num_cached_tokens=None, queue_s=None, cache_use=None, prefill=None
             )
+        elif event.cache_use is not None and record.replica_id is not None:
+            event = self.kept.settled(record.request, record.replica_id, event, record.arrived_s)
         if event.finish_reason is not None:
             self._finish(record, event.finish_reason, now, actions)
         return event

@@ -33,6 +33,7 @@ class RequestRecord:
     deadline_s: float | None
     block_hashes: Sequence[bytes] | None  # of the prompt, if the driver has computed them
     phase: RequestPhase = RequestPhase.WAITING
+    arrived_s: float = 0.0
     wake_s: float | None = None  # when a pause or a wait is over
     emitted: list[int] = field(default_factory=list)  # tokens that the client got, from all attempts
     attempts: int = 0  # attempts that were sent

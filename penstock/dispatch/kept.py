@@ -1,0 +1,108 @@
+"""The prefixes that clients have asked a fleet to keep (cache breakpoints), whichever replica keeps them.
+
+A request whose prefix one replica keeps may go to another, which computes the prefix and keeps it as well. For the
+client that is a read of what it has paid for already, so the event that tells of it is corrected: tokens that the
+fleet was keeping elsewhere count as read, not as written. What a replica says of its own entries stands. Each
+dispatcher knows the requests that it has sent itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from penstock.core.plan import CacheUse, TokenEvent
+from penstock.core.request import Request
+
+_MAX_ENTRIES = 100_000
+
+
+@dataclass(slots=True)
+class _Entry:
+    num_tokens: int  # of the prefix, cut to whole blocks
+    ttl_s: float
+    expires_s: float
+    holders: set[str] = field(default_factory=set)  # replicas that were said to keep it
+
+
+class KeptPrefixes:
+    def __init__(self, max_entries: int = _MAX_ENTRIES) -> None:
+        self._max_entries = max_entries
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
+
+    def settled(self, request: Request, replica_id: str, event: TokenEvent, arrived_s: float) -> TokenEvent:
+        """Note what a replica read and wrote for a request that arrived at `arrived_s`, and return the event as the
+        client is to see it."""
+        use = event.cache_use
+        if use is None or not request.cache_breakpoints:
+            return event
+        digests = _digests(request)
+        found = [entry for digest in digests.values() if (entry := self._find(digest, arrived_s)) is not None]
+        elsewhere = [entry.num_tokens for entry in found if replica_id not in entry.holders]
+        corrected = _with_read(use, max(elsewhere, default=0))
+        for entry in found:  # a read prolongs the entry and the shorter ones that it passes
+            if entry.num_tokens <= corrected.read_tokens:
+                entry.expires_s = max(entry.expires_s, arrived_s + entry.ttl_s)
+        end = use.read_tokens
+        for breakpoint, num_written in zip(request.cache_breakpoints, use.written_tokens, strict=True):
+            end += num_written
+            kept = min(end, breakpoint.num_tokens)
+            if kept:
+                self._note(digests[breakpoint.num_tokens], kept, breakpoint.ttl_s, arrived_s, replica_id)
+        if corrected == use:
+            return event
+        num_cached = max(event.num_cached_tokens or 0, corrected.read_tokens)
+        return replace(event, cache_use=corrected, num_cached_tokens=num_cached)
+
+    def _find(self, digest: bytes, now: float) -> _Entry | None:
+        entry = self._entries.get(digest)
+        if entry is not None and now >= entry.expires_s:
+            del self._entries[digest]
+            return None
+        return entry
+
+    def _note(self, digest: bytes, num_tokens: int, ttl_s: float, arrived_s: float, replica_id: str) -> None:
+        entry = self._entries.setdefault(digest, _Entry(num_tokens, ttl_s, arrived_s + ttl_s))
+        self._entries.move_to_end(digest)
+        entry.num_tokens = max(entry.num_tokens, num_tokens)
+        entry.ttl_s = max(entry.ttl_s, ttl_s)
+        entry.expires_s = max(entry.expires_s, arrived_s + ttl_s)
+        entry.holders.add(replica_id)
+        if len(self._entries) > self._max_entries:
+            self._entries.popitem(last=False)
+
+
+def _with_read(use: CacheUse, num_promised: int) -> CacheUse:
+    """Count what was written of the first `num_promised` tokens as read."""
+    start = use.read_tokens
+    num_moved = 0
+    written = []
+    for num_tokens in use.written_tokens:
+        moved = max(0, min(start + num_tokens, num_promised) - start)
+        written.append(num_tokens - moved)
+        num_moved += moved
+        start += num_tokens
+    return CacheUse(use.read_tokens + num_moved, tuple(written)) if num_moved else use
+
+
+def _digests(request: Request) -> dict[int, bytes]:
+    """A digest of the prompt up to each place where a kept prefix may end, by its number of tokens."""
+    lengths = {
+        length
+        for breakpoint in request.cache_breakpoints
+        for length in (breakpoint.num_tokens, *breakpoint.earlier)
+    }
+    running = hashlib.blake2b(f"{request.model}\0{request.prefix_salt}".encode(), digest_size=24)
+    digests: dict[int, bytes] = {}
+    token_ids, start = request.key_token_ids, 0
+    for length in sorted(lengths):
+        piece = token_ids[start:length]
+        # The numbers that stand for images are larger than any machine word.
+        running.update(repr(piece).encode() if request.images else array("q", piece).tobytes())
+        digests[length] = running.copy().digest()
+        start = length
+    return digests
