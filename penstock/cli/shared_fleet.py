@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import click
 import msgspec
@@ -12,6 +15,7 @@ from penstock.cli.console import fetch_drafter, fetch_model
 from penstock.cli.options import config_options, model_argument
 from penstock.cli.serve import check_exposure, keys_were_made, load_progress, print_banner
 from penstock.core.config import ServeConfig
+from penstock.core.errors import ConfigError
 from penstock.core.messages import EngineReady
 from penstock.serve.running import announced
 
@@ -41,10 +45,14 @@ def engine(config: ServeConfig) -> None:
     models = [config.engine, *(each.engine for each in config.models)]
     paths = [fetch_model(each.model.model) for each in models]
     specs = planned_replicas(config, paths[0], paths[1:])
-    with load_progress(config.engine.model.model) as (on_progress, stop_progress):
+    with (
+        load_progress(config.engine.model.model) as (on_progress, stop_progress),
+        ready_file(config) as touch,
+    ):
 
         def on_ready(ready: EngineReady, host: str) -> None:
             stop_progress()
+            touch()
             names = ", ".join(sorted({spec.model for spec in specs}))
             what = "1 engine serves" if len(specs) == 1 else f"{len(specs)} engines serve"
             click.echo(f"{host}: {what} {names} to the gateways of the fleet.")
@@ -52,6 +60,29 @@ def engine(config: ServeConfig) -> None:
         level = logging.getLevelName(logging.getLogger().level)
         shared_fleet.run_engines(config, specs, on_progress=on_progress, on_ready=on_ready, log_level=level)
     logger.info("stopped")
+
+
+@contextmanager
+def ready_file(config: ServeConfig) -> Iterator[Callable[[], None]]:
+    """Yield a function that makes the file of --ready-file. The file of an earlier process is removed, and this
+    process's own at its end."""
+    if config.cluster.ready_file is None:
+        yield lambda: None
+        return
+    path = Path(config.cluster.ready_file)
+    try:
+        path.touch()  # now, and not after minutes of loading
+        path.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"The file {path} cannot be written: {error.strerror}.",
+            hint="Name another one with --ready-file.",
+        ) from error
+    try:
+        yield path.touch
+    finally:
+        with suppress(OSError):
+            path.unlink()
 
 
 @click.command(cls=PenstockCommand, short_help="Serve a shared fleet over an OpenAI-compatible API.")
@@ -105,8 +136,11 @@ def control(config: ServeConfig) -> None:
             "this process keeps releases in a file of its own; --database-url names a database to share"
         )
 
-    def on_ready(name: str) -> None:
-        click.echo(f"{name}: ready to lead the fleet.")
+    with ready_file(config) as touch:
 
-    fleet_control.run_control(config, on_ready=on_ready)
+        def on_ready(name: str) -> None:
+            touch()
+            click.echo(f"{name}: ready to lead the fleet.")
+
+        fleet_control.run_control(config, on_ready=on_ready)
     logger.info("stopped")

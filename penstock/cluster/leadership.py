@@ -17,6 +17,7 @@ from penstock.cluster.documents import sealed
 from penstock.cluster.join_tokens import JoinTokens
 from penstock.cluster.registry import Registry, RegistryError
 from penstock.core.errors import StoreUnavailable, Superseded
+from penstock.core.tasks import end_task
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,7 @@ class Leadership:
         try:
             yield
         finally:
-            campaigning.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await campaigning
+            await end_task(campaigning)
             self._lose("this process ends")
             with contextlib.suppress(RegistryError):
                 await self._registry.resign(self.name)

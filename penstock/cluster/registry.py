@@ -25,6 +25,7 @@ from penstock.cluster.host_record import HostRecord, decode_record, encode_recor
 from penstock.cluster.join_tokens import JoinTokens
 from penstock.cluster.replica import Member
 from penstock.core.errors import ConfigError
+from penstock.core.tasks import end_task
 
 logger = logging.getLogger(__name__)
 
@@ -160,9 +161,7 @@ class Publisher:
         try:
             yield
         finally:
-            publishing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await publishing
+            await end_task(publishing)
             with contextlib.suppress(RegistryError):
                 await self._publish(HostRecord(self.host, (), is_leaving=True))
 
@@ -235,9 +234,7 @@ class Follower:
         try:
             yield
         finally:
-            following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await following
+            await end_task(following)
 
     async def _keep_following(self) -> None:
         while True:

@@ -94,6 +94,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="Address of this machine at which gateways of a shared fleet reach penstock control."
         ),
     ] = "127.0.0.1"
+    ready_file: (
+        Annotated[
+            str,
+            Meta(
+                description="File that exists while penstock engine or penstock control is ready, for probes: "
+                "neither answers HTTP requests."
+            ),
+        ]
+        | None
+    ) = None
     ray_address: (
         Annotated[
             str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -260,3 +261,36 @@ def test_a_record_of_another_version_is_read_without_what_is_unknown() -> None:
     envelope = {"wire_version": WIRE_VERSION, "record": body}
     read = decode_record(TOKENS.sign(msgspec.json.encode(envelope)), TOKENS)
     assert read == HostRecord("north", (member("one"),))
+
+
+class DeafRegistry(MemoryRegistry):
+    """Swallows the first cancellation of a call, as clients of Redis do when it comes with an answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = asyncio.Event()
+        self._is_deaf = True
+
+    async def _listen(self) -> None:
+        self.entered.set()
+        if self._is_deaf:
+            self._is_deaf = False
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    async def publish(self, name: str, record: bytes, lease_s: float) -> None:
+        await self._listen()
+        await super().publish(name, record, lease_s)
+
+    async def wait_for_change(self, timeout_s: float) -> None:
+        await self._listen()
+        await super().wait_for_change(timeout_s)
+
+
+async def test_a_swallowed_cancellation_keeps_nobody_from_leaving() -> None:
+    registry = DeafRegistry()
+    async with asyncio.timeout(20), Publisher(registry, TOKENS, "north").running():
+        await registry.entered.wait()
+    registry = DeafRegistry()
+    async with asyncio.timeout(20), Follower(registry, TOKENS, lambda members: None).running():
+        await registry.entered.wait()

@@ -14,7 +14,7 @@ import promql_parser as promql
 from penstock.gateway.metrics.table import METRICS, PREFIX
 
 # What Prometheus itself adds to everything that it reads.
-TARGET_LABELS = frozenset({"job", "instance"})
+TARGET_LABELS = frozenset({"job", "instance", "namespace"})
 SET_OPERATORS = frozenset({"and", "or", "unless"})
 
 

@@ -83,6 +83,7 @@ _ENGINES = [
         ("drafter_accepted_tokens", "Accepted tokens of a drafter by their position in a draft."),
     ), _MODEL, "drafter", "position", join="max"),
     *_each("gauge", (
+        ("num_waiting_tokens", "Prompt tokens of requests that wait to be scheduled."),
         ("kv_fragmentation", "Share of running requests' KV slots that hold nothing."),
         ("kv_pinned_blocks", "KV blocks held for cache breakpoints."),
         ("kv_host_blocks", "Slots for KV blocks in host memory."),

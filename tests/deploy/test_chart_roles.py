@@ -1,0 +1,97 @@
+"""The roles of a rendered chart as processes: engines and gateways find each other through Redis, a key is made, a
+chat passes, and pods leave when they are told to."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.deploy.chart import render, workloads
+from tests.deploy.pods import Pod
+from tests.gateway.ratelimits.redis_server import running_redis
+
+pytestmark = pytest.mark.slow
+
+CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+SETTINGS = "[limits.key]\nrequests_per_minute = 3\n"
+SHUTDOWN = {"preStopSeconds": 0, "lameDuckSeconds": 0, "drainSeconds": 20}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start(values: dict[str, Any], folder: Path) -> dict[str, Pod]:
+    manifests = render(values)
+    return {
+        name: Pod(manifests, workload, folder / name, folder / "claims", free_port())
+        for name, workload in workloads(manifests).items()
+    }
+
+
+def new_key(pod: Pod) -> dict[str, str]:
+    """A key for a client, made in a pod."""
+    key = pod.run("penstock", "keys", "create", "--name", "first").strip()
+    assert key.startswith("sk-")
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[dict[str, Pod]]:
+    with running_redis() as redis:
+        values = {
+            "mode": "fleet",
+            "settings": SETTINGS,
+            "shutdown": SHUTDOWN,
+            "secret": {
+                "values": {
+                    # One file stands in for PostgreSQL, which has tests of its own.
+                    "PENSTOCK_DATABASE_URL": f"sqlite:///{tmp_path / 'penstock.db'}",
+                    "PENSTOCK_REDIS_URL": redis.url,
+                    "PENSTOCK_REGISTRY": redis.url,
+                    "PENSTOCK_JOIN_TOKEN": "a token for the test of the chart",
+                }
+            },
+            "engines": [{"name": "small", "model": "echo"}],
+        }
+        pods = start(values, tmp_path)
+        try:
+            yield pods
+        finally:
+            for pod in pods.values():
+                pod.kill()
+
+
+def test_a_fleet_serves(fleet: dict[str, Pod]) -> None:
+    engine, gateway, control = (fleet[f"penstock-{name}"] for name in ("engine-small", "gateway", "control"))
+    for pod in (engine, gateway, control):
+        pod.wait_ready()
+    url = f"{gateway.url}/v1/chat/completions"
+    assert httpx.post(url, json=CHAT, timeout=60).status_code == 401, "nobody comes in without a key"
+    key = new_key(gateway)
+    statuses = [httpx.post(url, json=CHAT, headers=key, timeout=60).status_code for _ in range(4)]
+    assert statuses == [200, 200, 200, 429], "limits of the ConfigMap, counted in the Redis of the Secret"
+    assert gateway.end() == 0
+    assert control.end() == 0
+    assert engine.end() == 0
+    assert not engine.is_ready()
+
+
+def test_one_server_alone_keeps_its_keys_on_its_volume(tmp_path: Path) -> None:
+    ((_, pod),) = start({"shutdown": SHUTDOWN, "standalone": {"model": "echo"}}, tmp_path).items()
+    try:
+        pod.wait_ready()
+        answer = httpx.post(f"{pod.url}/v1/chat/completions", json=CHAT, headers=new_key(pod), timeout=60)
+        assert answer.status_code == 200
+        assert pod.end() == 0
+        assert (tmp_path / "claims" / "penstock-data" / "penstock.db").exists()
+    finally:
+        pod.kill()
