@@ -30,7 +30,7 @@ from penstock.simulator import (
     Tenant,
     Workload,
 )
-from penstock.simulator.workload import Arrival, Fault, Lengths
+from penstock.simulator.workload import Arrival, Fault, Lengths, RestartGateway
 
 _BLOCK_TOKENS = 16
 _TRACE_BLOCK_TOKENS = 512  # of the prefix blocks in Mooncake's traces
@@ -79,13 +79,14 @@ class FleetSection(_Section, frozen=True, kw_only=True):
 
 
 class FaultSection(_Section, frozen=True, kw_only=True):
-    kind: Literal["kill", "slow", "lose-kv-events"]
+    kind: Literal["kill", "slow", "lose-kv-events", "restart-gateway"]
     at_s: float
     until_s: float | None = None
     replica: int = 0
     factor: float = 4.0  # of slow
     share: float = 0.5  # of lose-kv-events
     restarts_after_s: float | None = 10.0  # of kill
+    gateway: int = 0  # of restart-gateway
 
 
 class Scenario(_Section, frozen=True, kw_only=True):
@@ -143,7 +144,7 @@ def simulation_of(scenario: Scenario, folder: Path = Path()) -> SimulationConfig
         num_gateways=fleet.gateways,
         dispatch=scenario.dispatch,
         autoscaler=fleet.autoscaler,
-        faults=tuple(_fault(fault, fleet.replicas) for fault in scenario.faults),
+        faults=tuple(_fault(fault, fleet) for fault in scenario.faults),
         seed=scenario.seed,
     )
 
@@ -195,9 +196,13 @@ def _lengths(value: int | str, key: str) -> Lengths:
     return LogNormal(int(median), float(sigma), int(maximum))
 
 
-def _fault(fault: FaultSection, num_replicas: int) -> Fault:
-    if not 0 <= fault.replica < num_replicas or not fault.at_s >= 0:
-        raise UsageError(f"The fault at {fault.at_s} s names replica {fault.replica} of {num_replicas}.")
+def _fault(fault: FaultSection, fleet: FleetSection) -> Fault:
+    if not 0 <= fault.replica < fleet.replicas or not fault.at_s >= 0:
+        raise UsageError(f"The fault at {fault.at_s} s names replica {fault.replica} of {fleet.replicas}.")
+    if not 0 <= fault.gateway < fleet.gateways:
+        raise UsageError(f"The fault at {fault.at_s} s names gateway {fault.gateway} of {fleet.gateways}.")
+    if fault.kind == "restart-gateway":
+        return RestartGateway(fault.at_s, fault.gateway)
     if fault.kind == "kill":
         return Kill(fault.at_s, fault.replica, restarts_after_s=fault.restarts_after_s)
     if fault.kind == "slow":

@@ -284,6 +284,14 @@ class Scheduler:
         return events
 
     @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
     def has_work(self) -> bool:
         """Say whether any request waits or runs, or has an event that was not taken yet."""
         return bool(self._sequences or self._events)

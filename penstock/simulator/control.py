@@ -23,11 +23,12 @@ from penstock.control.autoscaler import (
     Stop,
 )
 from penstock.core.messages import EngineStats, KVEvent
+from penstock.dispatch import Dispatcher
 from penstock.router import ReplicaState
 from penstock.simulator.driver import Driver, Rank
 from penstock.simulator.fleet import Member
 from penstock.simulator.report import Tally
-from penstock.simulator.workload import Fault, Kill, LoseKVEvents, SlowDown
+from penstock.simulator.workload import Fault, Kill, LoseKVEvents, RestartGateway, SlowDown, StepClock
 
 _PHASES = {
     ReplicaState.STARTING: Phase.STARTING,
@@ -94,6 +95,11 @@ class FleetControl:
             self._lost_share = fault.share
             events.at(fault.until_s, Rank.FAULT, self._end_of_loss)
             return
+        if isinstance(fault, RestartGateway):
+            config = self._driver.dispatchers[fault.gateway].config
+            dispatcher = Dispatcher(config, Random(self._rng.random()), now)
+            self._driver.restart_gateway(fault.gateway, dispatcher, now)
+            return
         member = self._fleet.all_members[fault.replica]
         if isinstance(fault, SlowDown):
             self._driver.touch(member, now)
@@ -101,6 +107,9 @@ class FleetControl:
             if fault.until_s is not None:
                 full_speed = SlowDown(fault.until_s, fault.replica, 1.0)
                 events.at(fault.until_s, Rank.FAULT, partial(self._strike, full_speed))
+        elif isinstance(fault, StepClock):
+            self._driver.touch(member, now)
+            member.replica.step_clock(fault.seconds)
         elif isinstance(fault, Kill) and member.is_alive and member.id in self._fleet.members:
             self._driver.tell_all(member, now)
             member.is_alive = False

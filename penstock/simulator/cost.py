@@ -1,9 +1,9 @@
 """Predicts how long a step takes, without running it. Knows plans and numbers; no hardware, no clock.
 
 A step costs a constant (reading the weights, launching it), some time per token (the matrix products), per
-sequence (sampling, bookkeeping) and per context token (reading its KV). Adding these up overrates a step in
-which memory traffic and arithmetic overlap, by at most a factor of two where both take equally long; fitted
-coefficients absorb most of that.
+sequence (sampling, bookkeeping), per context token (reading its KV) and per pair of query and key (attention over
+long prompts). Adding these up overrates a step in which memory traffic and arithmetic overlap, by at most a factor of
+two where both take equally long; fitted coefficients absorb most of that.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from itertools import combinations
+from math import log2
+from statistics import median
 from typing import Protocol
 
 from penstock.core.errors import UsageError
@@ -18,8 +20,9 @@ from penstock.core.plan import StepPlan
 from penstock.core.plan_log import CommitCall, PlanCall, SchedulerCall
 from penstock.scheduler.counted_plan import CountedPlan
 
-_NUM_COEFFICIENTS = 4
+_NUM_COEFFICIENTS = 5
 _SINGULAR = 1e-12
+_MIN_RATIOS = 8
 
 
 @dataclass(slots=True)
@@ -29,17 +32,20 @@ class StepWork:
     tokens: int  # computed
     sequences: int
     context_tokens: int  # KV entries read, counted once per sequence
+    pairs: int = 0  # of query and key
 
     @classmethod
     def of(cls, plan: StepPlan | CountedPlan) -> StepWork:
-        tokens = context_tokens = sequences = 0
+        tokens = context_tokens = pairs = sequences = 0
         if isinstance(plan, CountedPlan):
             tokens = sequences = plan.num_decodes
-            context_tokens = plan.num_entries
+            context_tokens = pairs = plan.num_entries
         for chunk in plan.chunks:
-            tokens += chunk.num_tokens
-            context_tokens += chunk.start + chunk.num_tokens
-        return cls(tokens, sequences + len(plan.chunks), context_tokens)
+            num_tokens = chunk.num_tokens
+            tokens += num_tokens
+            context_tokens += chunk.start + num_tokens
+            pairs += num_tokens * chunk.start + num_tokens * (num_tokens + 1) // 2
+        return cls(tokens, sequences + len(plan.chunks), context_tokens, pairs)
 
 
 class StepCost(Protocol):
@@ -56,6 +62,7 @@ class LinearCost:
     per_token_s: float
     per_sequence_s: float
     per_context_token_s: float
+    per_pair_s: float = 0.0
 
     def step_s(self, work: StepWork) -> float:
         return (
@@ -63,6 +70,7 @@ class LinearCost:
             + self.per_token_s * work.tokens
             + self.per_sequence_s * work.sequences
             + self.per_context_token_s * work.context_tokens
+            + self.per_pair_s * work.pairs
         )
 
 
@@ -124,7 +132,7 @@ def fit(observed: Iterable[tuple[StepWork, float]]) -> LinearCost:
     counts as much as a prefill of 2 s.
 
     The best non-negative fit is the best ordinary fit of some subset of the coefficients, the others being zero.
-    There are fifteen subsets: all are tried.
+    There are thirty-one subsets: all are tried.
     """
     rows = [[feature / elapsed_s for feature in _features(work)] for work, elapsed_s in observed]
     if not rows:
@@ -154,7 +162,38 @@ def fit(observed: Iterable[tuple[StepWork, float]]) -> LinearCost:
     return LinearCost(*best)
 
 
-def mean_relative_error(cost: LinearCost, observed: Iterable[tuple[StepWork, float]]) -> float:
+@dataclass(frozen=True, slots=True)
+class CorrectedCost:
+    """A linear cost times a factor that depends on the tokens of a step: matrix products are more efficient for some
+    numbers of rows than for others."""
+
+    linear: LinearCost
+    factors: tuple[float, ...]  # at 1, 2, 4, … tokens; between them, by the logarithm of the tokens
+
+    def step_s(self, work: StepWork) -> float:
+        place = min(log2(max(1, work.tokens)), len(self.factors) - 1.0)
+        low = int(place)
+        high = min(low + 1, len(self.factors) - 1)
+        factor = self.factors[low] + (place - low) * (self.factors[high] - self.factors[low])
+        return factor * self.linear.step_s(work)
+
+
+def fit_corrected(observed: Iterable[tuple[StepWork, float]]) -> CorrectedCost:
+    """Fit linear costs, and then the factors: the median ratio of steps with about so many tokens. Sizes with few
+    observations get the factor of the next smaller one."""
+    observed = list(observed)
+    linear = fit(observed)
+    ratios: dict[int, list[float]] = {}
+    for work, elapsed_s in observed:
+        ratios.setdefault(round(log2(max(1, work.tokens))), []).append(elapsed_s / linear.step_s(work))
+    factors = [1.0]
+    for place in range(max(ratios) + 1):
+        here = ratios.get(place, [])
+        factors.append(median(here) if len(here) >= _MIN_RATIOS else factors[-1])
+    return CorrectedCost(linear, tuple(factors[1:]))
+
+
+def mean_relative_error(cost: StepCost, observed: Iterable[tuple[StepWork, float]]) -> float:
     """Return the mean error of predictions, as a share of the observations."""
     errors = [abs(cost.step_s(work) / elapsed_s - 1.0) for work, elapsed_s in observed]
     return sum(errors) / len(errors) if errors else 0.0

@@ -36,6 +36,7 @@ from penstock.simulator.fleet import Member, SimulatedFleet
 from penstock.simulator.report import Outcome
 from penstock.simulator.workload import Arrival
 
+GATEWAY_RESTARTED = "gateway_restarted"  # the rejection of a request whose gateway was replaced
 _EventAction: TypeAlias = Callable[[float], None]
 
 
@@ -64,12 +65,14 @@ class EventHeap:
         heapq.heappush(self._heap, (time_s, int(rank), turn, self._next_sequence, action))
         self._next_sequence += 1
 
-    def run(self) -> None:
-        """Run until no event is left."""
+    def run(self, after: Callable[[], None] | None = None) -> None:
+        """Run until no event is left. `after` is called after each."""
         while self._heap:
             time_s, _, _, _, action = heapq.heappop(self._heap)
             self._clock.advance_to(time_s)
             action(time_s)
+            if after is not None:
+                after()
 
 
 class Driver:
@@ -85,7 +88,7 @@ class Driver:
         self.clock = VirtualClock()
         self.events = EventHeap(self.clock)
         self.fleet = fleet
-        self.dispatchers = dispatchers  # one for each gateway
+        self.dispatchers = list(dispatchers)  # one for each gateway
         self.arrived_tokens = 0.0  # uncached, as dispatchers estimate it, since the start
         self.num_waits = 0  # how often a request began to wait for a replica
         self.num_resyncs = 0  # how often KV events were asked for again
@@ -102,11 +105,28 @@ class Driver:
     def is_done(self) -> bool:
         return not self._has_more and not self._outcomes
 
-    def run(self, arrivals: Iterable[Arrival]) -> None:
+    def run(self, arrivals: Iterable[Arrival], after_event: Callable[[], None] | None = None) -> None:
         """Run until every request has ended."""
         self.update(0.0)
         self._expect_next(iter(arrivals))
-        self.events.run()
+        self.events.run(after_event)
+
+    def restart_gateway(self, gateway: int, dispatcher: Dispatcher, now: float) -> None:
+        """Replace a gateway by one that knows nothing. Its clients lose their connections, and replicas forget the
+        requests of a gateway that is gone."""
+        for outcome in [each for each in self._outcomes.values() if each.gateway == gateway]:
+            request_id = outcome.arrival.request.id
+            member = self.fleet.members.get(outcome.replica_id or "")
+            if member is not None and member.is_alive:
+                self.tell_all(member, now, request_id)
+                self.touch(member, now)
+                member.replica.abort(request_id, now)
+                self._plan_soon(member, now)
+            outcome.rejection = GATEWAY_RESTARTED
+            self._end(outcome, now)
+        self.dispatchers[gateway] = dispatcher
+        status = self.fleet.status(starts_on_demand=self._starts_on_demand)
+        self.carry_out(gateway, dispatcher.update(status, now), now)
 
     def update(self, now: float) -> None:
         """Tell every dispatcher that replicas came, went or changed."""
@@ -249,7 +269,7 @@ class Driver:
         self._tell(member, replica.take_events(), now)
         self._expect_commit(member, replica.coast())
         if replica.is_idle and replica.scheduler.has_work:
-            wakeup_s = replica.scheduler.next_wakeup(now)
+            wakeup_s = replica.next_wakeup(now)
             if wakeup_s is None or wakeup_s <= now:
                 raise RuntimeError(
                     f"{member.id} has requests, plans nothing and waits for nothing, at {now:.3f} s"

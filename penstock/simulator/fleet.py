@@ -97,6 +97,7 @@ class SimulatedReplica:
         self._in_flight: deque[_Step | _CountedStep] = deque()
         self._ahead: deque[tuple[float, float]] = deque()  # seconds and ends of steps that will be planned
         self._executor_free_s = 0.0
+        self._clock_s = 0.0  # how far the clock of this replica is ahead
         self.num_steps = 0
         self.num_tokens_computed = 0
         self.busy_s = 0.0
@@ -116,12 +117,14 @@ class SimulatedReplica:
     def add(self, arrival: Arrival, request: Request, now: float) -> None:
         """`request` is the arrival's, with the tokens that its client already has. Raises what the scheduler raises;
         a refused request leaves no trace."""
-        self.scheduler.add(request, now)
+        if request.deadline_s is not None and self._clock_s:
+            request = replace(request, deadline_s=request.deadline_s + self._clock_s)
+        self.scheduler.add(request, now + self._clock_s)
         self._arrivals[arrival.request.id] = arrival
         self._num_output_tokens[arrival.request.id] = len(request.output_token_ids)
 
     def abort(self, request_id: str, now: float) -> None:
-        self.scheduler.abort(request_id, now)
+        self.scheduler.abort(request_id, now + self._clock_s)
         self._forget(request_id)
 
     def submit(self, now: float) -> None:
@@ -131,7 +134,8 @@ class SimulatedReplica:
             if self._counted is not None:
                 plan = self._counted.plan_step(now)
             else:
-                plan = self.scheduler.plan(now, NO_DRAFTS if self._acceptance is None else self._drafts())
+                drafts = NO_DRAFTS if self._acceptance is None else self._drafts()
+                plan = self.scheduler.plan(now + self._clock_s, drafts)
             if plan is None:
                 break
             step = self._execute(plan, now)
@@ -151,7 +155,8 @@ class SimulatedReplica:
             assert self._counted is not None
             told = self._counted.commit_step(step.plan, step.elapsed_s, step.sampled, now)
         else:
-            told = [Told(event) for event in self.scheduler.commit(step.plan, step.result, now)]
+            events = self.scheduler.commit(step.plan, step.result, now + self._clock_s)
+            told = [Told(event) for event in events]
         return self._told(told)
 
     def coast(self) -> float | None:
@@ -167,7 +172,7 @@ class SimulatedReplica:
         ends_s = [step.done_s for step in self._in_flight]
         free_s, slowdown, step_s = self._executor_free_s, self.slowdown, self._cost.step_s
         for place, (count, num_entries) in enumerate(steps):
-            elapsed_s = slowdown * step_s(StepWork(count, count, num_entries))
+            elapsed_s = slowdown * step_s(StepWork(count, count, num_entries, num_entries))
             free_s = max(ends_s[place], free_s) + elapsed_s
             ends_s.append(free_s)
             self._ahead.append((elapsed_s, free_s))
@@ -191,6 +196,17 @@ class SimulatedReplica:
             plan = scheduler.coast_plan()
             in_flight.append(_CountedStep(plan, plan.num_decodes, elapsed_s, self._executor_free_s, []))
         return False
+
+    def step_clock(self, seconds: float) -> None:
+        """Let the clock of this replica jump ahead."""
+        if self._counted is not None:
+            raise ValueError("a replica that counts decodes has the simulation's clock")
+        self._clock_s += seconds
+
+    def next_wakeup(self, now: float) -> float | None:
+        """Return when to plan again even if nothing happens before."""
+        wakeup_s = self.scheduler.next_wakeup(now + self._clock_s)
+        return None if wakeup_s is None else wakeup_s - self._clock_s
 
     def stop_coasting(self) -> None:
         self._ahead.clear()

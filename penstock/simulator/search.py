@@ -16,11 +16,25 @@ from penstock.core.engine_config import SchedulerConfig
 from penstock.core.request import FinishReason, Tier
 from penstock.simulator.control import ControlTimes
 from penstock.simulator.cost import LLAMA_8B_ON_H200
+from penstock.simulator.fleet import SimulatedFleet
 from penstock.simulator.report import Outcome
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
-from penstock.simulator.workload import Fault, Kill, LogNormal, LoseKVEvents, SlowDown, Tenant, Workload
+from penstock.simulator.workload import (
+    Fault,
+    Kill,
+    LogNormal,
+    LoseKVEvents,
+    RestartGateway,
+    SlowDown,
+    StepClock,
+    Tenant,
+    Workload,
+)
 
 _MOST_SHRINKS = 200
+_MAX_STEP_TOKENS = 512
+_MAX_QUEUE_REQUESTS = 40
+_FAULTS = ("kills", "slow", "lost", "restarts", "clock_steps")
 
 
 class FaultCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,10 +57,14 @@ class FaultCase(msgspec.Struct, frozen=True, kw_only=True):
         tuple[float, int, float, float], ...
     ]  # time, replica, factor, end; a large factor is a freeze
     lost: tuple[tuple[float, float, float], ...]  # time, end, share of KV events
+    restarts: tuple[tuple[float, int], ...] = ()  # time, gateway
+    clock_steps: tuple[tuple[float, int, float], ...] = ()  # time, replica, seconds
+    num_host_blocks: int = 0
+    counts_decodes: bool = True
 
     @property
     def num_faults(self) -> int:
-        return len(self.kills) + len(self.slow) + len(self.lost)
+        return sum(len(getattr(self, name)) for name in _FAULTS)
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -54,6 +72,8 @@ class FaultCase(msgspec.Struct, frozen=True, kw_only=True):
             *(Kill(at_s, replica, restarts_after_s=after_s) for at_s, replica, after_s in self.kills),
             *(SlowDown(at_s, replica, factor, end_s) for at_s, replica, factor, end_s in self.slow),
             *(LoseKVEvents(at_s, end_s, share) for at_s, end_s, share in self.lost),
+            *(RestartGateway(at_s, gateway) for at_s, gateway in self.restarts),
+            *(StepClock(at_s, replica, seconds) for at_s, replica, seconds in self.clock_steps),
         )
 
 
@@ -80,16 +100,23 @@ def random_case(seed: int, num_requests: int) -> FaultCase:
         at_s = moment()
         return at_s, at_s + rng.uniform(0.1, duration_s), rng.random()
 
+    num_gateways = rng.choice((1, 1, 3))
+    # Clocks jump, and host memory fills, where every token is planned by itself.
+    counts_decodes = rng.random() < 0.5
+    clock_steps = tuple(
+        (moment(), replica(), rng.choice((0.01, 1.0, 100.0)))
+        for _ in range(0 if counts_decodes else rng.choice((0, 1, 3)))
+    )
     return FaultCase(
         seed=seed,
         num_requests=num_requests,
         requests_per_s=rate,
         num_replicas=num_replicas,
-        num_gateways=rng.choice((1, 1, 3)),
+        num_gateways=num_gateways,
         num_blocks=rng.choice((96, 400, 4000)),
         max_num_seqs=rng.choice((4, 32, 256)),
         message_delay_s=rng.choice((0.0, 0.02, 0.5)),
-        draft_acceptance=rng.choice((None, 0.3, 0.9)),
+        draft_acceptance=None if counts_decodes else rng.choice((None, 0.3, 0.9)),
         timeout_s=rng.choice((None, None, 2.0)),
         mean_patience_s=rng.choice((None, None, 3.0)),
         session_share=rng.choice((0.0, 0.5)),
@@ -98,6 +125,10 @@ def random_case(seed: int, num_requests: int) -> FaultCase:
         ),
         slow=tuple(slow_down() for _ in range(rng.choice((0, 1, 3)))),
         lost=tuple(loss() for _ in range(rng.choice((0, 1)))),
+        restarts=tuple((moment(), rng.randrange(num_gateways)) for _ in range(rng.choice((0, 0, 1, 2)))),
+        clock_steps=clock_steps,
+        num_host_blocks=0 if counts_decodes else rng.choice((0, 8, 200)),
+        counts_decodes=counts_decodes,
     )
 
 
@@ -114,13 +145,34 @@ def violation(case: FaultCase) -> str | None:
         if (problem := _problem(outcome)) is not None:
             wrong.append(f"{request_id} {problem}")
 
+    def check_limits(fleet: SimulatedFleet) -> None:
+        if not wrong and (problem := _exceeded(fleet, case)) is not None:
+            wrong.append(problem)
+
     try:
-        report = simulate(_simulation(case), on_outcome=check)
+        report = simulate(_simulation(case), on_outcome=check, on_event=check_limits)
     except Exception as error:  # whatever a broken promise raises is what the search looks for
         return f"{type(error).__name__}: {error}"
     if not wrong and report.num_requests != case.num_requests:
         wrong.append(f"{case.num_requests - report.num_requests} requests never ended")
     return wrong[0] if wrong else None
+
+
+def _exceeded(fleet: SimulatedFleet, case: FaultCase) -> str | None:
+    """Return the limit that a replica exceeds, in words."""
+    for member in fleet.members.values():
+        scheduler, (step_tokens, _) = member.replica.scheduler, member.replica.last_step
+        if scheduler.num_running > case.max_num_seqs:
+            return f"{member.id} runs {scheduler.num_running} requests of {case.max_num_seqs}"
+        if scheduler.num_waiting > _MAX_QUEUE_REQUESTS + case.max_num_seqs:
+            return f"{scheduler.num_waiting} requests wait in {member.id}"
+        if step_tokens > _MAX_STEP_TOKENS:
+            return f"{member.id} computed {step_tokens} tokens in a step of {_MAX_STEP_TOKENS}"
+        if not 0 <= member.replica.cache.num_available <= case.num_blocks:
+            return (
+                f"{member.id} has {member.replica.cache.num_available} blocks available of {case.num_blocks}"
+            )
+    return None
 
 
 def _problem(outcome: Outcome) -> str | None:
@@ -159,8 +211,15 @@ def _simulation(case: FaultCase) -> SimulationConfig:
             num_blocks=case.num_blocks,
             max_model_len=1400,
             cost=LLAMA_8B_ON_H200,
-            scheduler=SchedulerConfig(max_num_seqs=case.max_num_seqs, max_num_batched_tokens=512),
+            scheduler=SchedulerConfig(
+                max_num_seqs=case.max_num_seqs,
+                max_num_batched_tokens=_MAX_STEP_TOKENS,
+                max_queue_requests=_MAX_QUEUE_REQUESTS,
+            ),
             draft_acceptance=case.draft_acceptance,
+            num_host_blocks=case.num_host_blocks,
+            block_copy_s=1e-5 if case.num_host_blocks else None,
+            counts_decodes=case.counts_decodes,
         ),
         num_replicas=case.num_replicas,
         num_gateways=case.num_gateways,
@@ -187,15 +246,18 @@ def _smaller(case: FaultCase) -> Iterator[FaultCase]:
     if case.num_requests > 1:
         yield replace(case, num_requests=case.num_requests // 2)
         yield replace(case, num_requests=case.num_requests - 1)
-    for name in ("kills", "slow", "lost"):
+    for name in _FAULTS:
         faults = getattr(case, name)
         for index in range(len(faults)):
             yield replace(case, **{name: faults[:index] + faults[index + 1 :]})
     named = [kill[1] for kill in case.kills] + [slow[1] for slow in case.slow]
+    named += [step[1] for step in case.clock_steps]
     if case.num_replicas > max([0, *named]) + 1:
         yield replace(case, num_replicas=case.num_replicas - 1)
-    simple = {"num_gateways": 1, "session_share": 0.0, "timeout_s": None, "mean_patience_s": None,
+    simple = {"num_host_blocks": 0, "session_share": 0.0, "timeout_s": None, "mean_patience_s": None,
               "draft_acceptance": None, "message_delay_s": 0.0}  # fmt: skip
+    if not case.restarts:
+        simple["num_gateways"] = 1
     for name, value in simple.items():
         if getattr(case, name) != value:
             yield replace(case, **{name: value})

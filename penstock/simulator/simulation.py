@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import msgspec
@@ -38,9 +39,10 @@ class ReplicaConfig:
     draft_acceptance: float | None = None  # the chance of each drafted token; None: no speculation
     states: StateSlots | None = None  # of a model whose layers have a fixed state, which takes no drafts
     windows: WindowLayout | None = None  # of a model whose layers have windows
-    counts_decodes: bool = (
-        True  # False: plan every token by itself, which is slower and gives the same figures
-    )
+    halves_blocks: bool = False  # the last tokens of two requests share a block, as on a CPU
+    num_host_blocks: int = 0  # slots of host memory for evicted blocks; copies take no time
+    block_copy_s: float | None = None  # by which the scheduler decides on copies; None: no request is swapped
+    counts_decodes: bool = True  # False: plan every token by itself: slower, and the same figures
 
     def build(self) -> SimulatedReplica:
         cache = KVCache(
@@ -50,18 +52,24 @@ class ReplicaConfig:
             max_pinned_fraction=self.cache.max_pinned_fraction,
             states=self.states,
             windows=self.windows,
+            halves_blocks=self.halves_blocks,
+            num_host_blocks=self.num_host_blocks,
         )
         config = self.scheduler
         if self.draft_acceptance is None or self.states is not None:
             config = msgspec.structs.replace(config, max_draft_tokens=0)
         answers, eos_token_ids = Answers(), frozenset({END_TOKEN_ID})
-        if self.counts_decodes and not config.max_draft_tokens:
+        if self.counts_decodes and not config.max_draft_tokens and not self.num_host_blocks:
             scheduler: Scheduler = CountedScheduler(
                 config, cache, max_model_len=self.max_model_len, eos_token_ids=eos_token_ids, answers=answers
             )
         else:
             scheduler = Scheduler(
-                config, cache, max_model_len=self.max_model_len, eos_token_ids=eos_token_ids
+                config,
+                cache,
+                max_model_len=self.max_model_len,
+                eos_token_ids=eos_token_ids,
+                block_copy_s=self.block_copy_s,
             )
         return SimulatedReplica(
             scheduler, cache, self.cost, depth=self.depth, acceptance=self.draft_acceptance, answers=answers
@@ -86,9 +94,11 @@ def simulate(
     config: SimulationConfig,
     progress: Callable[[int, float], None] | None = None,
     on_outcome: Callable[[Outcome], None] | None = None,
+    on_event: Callable[[SimulatedFleet], None] | None = None,
 ) -> Report:
     """Run the workload to its end in virtual time. The same configuration gives the same report, to the last bit.
-    `progress` is told the number of requests that have ended and the virtual time, `on_outcome` each outcome."""
+    `progress` is told the number of requests that have ended and the virtual time, `on_outcome` each outcome;
+    `on_event` looks at the replicas after every event."""
     rng = Random(config.seed)
     tally = Tally()
 
@@ -120,7 +130,7 @@ def simulate(
     arrivals: Iterator[Arrival] = generate(config.workload, Random(config.seed), block_size=block_size)
     if config.arrivals is not None:
         arrivals = iter(config.arrivals)
-    driver.run(arrivals)
+    driver.run(arrivals, None if on_event is None else partial(on_event, fleet))
     for member in fleet.members.values():
         if member.is_alive:
             member.replica.cache.check_integrity([])

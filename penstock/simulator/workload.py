@@ -282,4 +282,22 @@ class LoseKVEvents:
     share: float
 
 
-Fault: TypeAlias = Kill | SlowDown | LoseKVEvents
+@dataclass(frozen=True, slots=True)
+class RestartGateway:
+    """A gateway's process is replaced. Requests that it had end, and it forgets what it knew of replicas."""
+
+    at_s: float
+    gateway: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepClock:
+    """The clock of a replica jumps ahead, as after a pause of its machine. Only for replicas that do not count
+    decodes."""
+
+    at_s: float
+    replica: int
+    seconds: float
+
+
+Fault: TypeAlias = Kill | SlowDown | LoseKVEvents | RestartGateway | StepClock

@@ -50,6 +50,7 @@ def test_the_scenario_of_the_documentation(tmp_path: Path) -> None:
         ({"traffic": {"rate": 0.0}}, "is not a positive number"),
         ({"traffic": {"input": "many"}}, "neither a number of tokens nor a range"),
         ({"faults": [{"kind": "kill", "at_s": 1.0, "replica": 9}]}, "names replica 9 of 1"),
+        ({"faults": [{"kind": "restart-gateway", "at_s": 1.0, "gateway": 1}]}, "names gateway 1 of 1"),
         ({"faults": [{"kind": "flood", "at_s": 1.0}]}, "Invalid enum value 'flood'"),
     ],
 )

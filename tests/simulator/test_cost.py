@@ -12,6 +12,7 @@ from penstock.simulator.cost import (
     LinearCost,
     StepWork,
     fit,
+    fit_corrected,
     mean_relative_error,
     observations,
 )
@@ -25,7 +26,7 @@ def random_work(rng: Random) -> StepWork:
 
 def test_the_work_of_a_plan_counts_tokens_sequences_and_the_context_they_read() -> None:
     plan = StepPlan(1, (Chunk("a", 0, 100, True, (), True), Chunk("b", 40, 1, True, ())))
-    assert StepWork.of(plan) == StepWork(tokens=101, sequences=2, context_tokens=141)
+    assert StepWork.of(plan) == StepWork(tokens=101, sequences=2, context_tokens=141, pairs=5050 + 41)
 
 
 def test_a_step_costs_the_sum_of_its_parts() -> None:
@@ -61,6 +62,18 @@ def test_fitting_steps_that_are_all_alike_still_predicts_them() -> None:
     assert fit([(work, 0.02)] * 5).step_s(work) == pytest.approx(0.02)
 
 
+def test_a_corrected_fit_follows_what_no_line_does() -> None:
+    """Steps of 8 tokens take longer than any line through the others says."""
+    steps = [(StepWork(tokens, 1, tokens), 1e-3 * tokens + 5e-3) for tokens in (1, 2, 4, 16, 32)]
+    steps.append((StepWork(8, 1, 8), 20e-3))
+    observed = steps * 10
+    corrected = fit_corrected(observed)
+    assert mean_relative_error(corrected, observed) < 0.01 < mean_relative_error(fit(observed), observed)
+    assert corrected.step_s(StepWork(1024, 1, 1024)) == pytest.approx(
+        1.03, rel=0.5
+    )  # more than was ever seen
+
+
 def test_there_must_be_something_to_fit() -> None:
     with pytest.raises(UsageError, match="no steps"):
         fit([])
@@ -76,7 +89,7 @@ def test_observations_pair_recorded_plans_with_their_results() -> None:
         PlanCall(0.5, None),
         CommitCall(0.6, StepResult(2, (), 0.1)),
     ]
-    assert list(observations(calls)) == [(StepWork(10, 1, 10), 0.5), (StepWork(1, 1, 11), 0.1)]
+    assert list(observations(calls)) == [(StepWork(10, 1, 10, 55), 0.5), (StepWork(1, 1, 11, 11), 0.1)]
 
 
 def test_the_preset_is_near_what_the_hardware_allows() -> None:

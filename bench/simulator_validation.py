@@ -1,0 +1,389 @@
+"""The simulator held to the engine: `python bench/simulator_validation.py`. A CPU, five minutes.
+
+The same traffic runs on the real engine and in the simulator, and the figures are compared. The step times of the
+simulator are fitted to other traffic, which runs before, between and after the loads that are compared: the machine's
+speed may drift, and no step of a compared load is used.
+
+How noise is bounded. The engine runs in this process, on one thread, and its clock is the CPU time of the process:
+time in which other processes had the core does not count, and an idle engine jumps to the next arrival. Garbage
+collection is off while a load runs. Each load runs several times, and each figure is the median of the runs. What
+remains is the noise of the core itself (caches and clock rates that other processes change), which `noise` shows: how
+far the runs of one load are apart, in the median of its figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from statistics import mean, median
+
+import msgspec
+import torch
+
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.plan import Chunk, StepPlan, StepResult
+from penstock.dispatch import DispatchConfig
+from penstock.engine.build import Engine, build_engine
+from penstock.engine.loop import EngineLoop
+from penstock.kvcache import KVCache
+from penstock.scheduler.scheduler import Scheduler
+from penstock.simulator import (
+    LogNormal,
+    ReplicaConfig,
+    SimulationConfig,
+    Uniform,
+    Workload,
+    generate,
+    simulate,
+)
+from penstock.simulator.cost import LinearCost, StepCost, StepWork, fit, fit_corrected, mean_relative_error
+from penstock.simulator.report import Summary, times_between
+from penstock.simulator.workload import Arrival
+
+VOCABULARY = 4096
+CONTEXT = 1024
+MOST_BLOCKS = 1200
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+}
+
+
+class CpuClock:
+    """Counts the CPU time of this process, and time that is skipped."""
+
+    def __init__(self) -> None:
+        self._skipped_s = -time.process_time()
+
+    def now(self) -> float:
+        return time.process_time() + self._skipped_s
+
+    def skip_to(self, now: float) -> None:
+        self._skipped_s += max(0.0, now - self.now())
+
+
+class WatchedExecutor:
+    """Keeps the plan that was submitted last, for the fit."""
+
+    def __init__(self, executor: object) -> None:
+        self._executor = executor
+        self.plan: StepPlan | None = None
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._executor, name)
+
+    def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
+        self.plan = plan
+        return self._executor.submit(plan)  # type: ignore[attr-defined, no-any-return]
+
+    def collect(self) -> StepResult:
+        return self._executor.collect()  # type: ignore[attr-defined, no-any-return]
+
+
+WHOLE_PROMPTS = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256, itl_target_ms=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    name: str
+    workload: Workload
+    busy: float  # the share of the engine's time that the rate is chosen for; 0: all requests come at once
+    num_blocks: int = MOST_BLOCKS
+    scheduler: SchedulerConfig = WHOLE_PROMPTS
+
+
+def workload(num_requests: int, prompt: object, output: object, **settings: object) -> Workload:
+    return Workload(
+        num_requests=num_requests,
+        requests_per_s=1.0,  # set by `timed`
+        prompt_tokens=prompt,  # type: ignore[arg-type]
+        output_tokens=output,  # type: ignore[arg-type]
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+SMALL_STEPS = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64, itl_target_ms=None)
+LOADS = (
+    Load("light chat", workload(200, LogNormal(60, 0.6, 300), LogNormal(24, 0.6, 80)), 0.3),
+    Load("busy chat", workload(250, LogNormal(60, 0.6, 300), LogNormal(24, 0.6, 80)), 0.6),
+    Load("long prompts in chunks", workload(120, Uniform(200, 600), Uniform(8, 32)), 0.5, scheduler=SMALL_STEPS),
+    Load("long answers", workload(80, Uniform(10, 60), Uniform(60, 160)), 0.5),
+    Load(
+        "shared prefixes",
+        workload(250, Uniform(10, 60), Uniform(8, 40), prefix_tokens=Uniform(100, 300), prefixes_per_tenant=12,
+                 zipf_exponent=1.0),
+        0.5,
+    ),
+    Load("bursts", workload(200, Uniform(20, 120), Uniform(8, 40), burst_share=0.1, burst_size=8), 0.4),
+    Load("little KV memory", workload(120, Uniform(30, 120), Uniform(40, 120)), 0.0, num_blocks=60),
+    Load("all at once", workload(150, LogNormal(60, 0.6, 300), LogNormal(24, 0.6, 80)), 0.0),
+)  # fmt: skip
+FITTED = (
+    Load("fit: answers", workload(40, Uniform(5, 100), Uniform(10, 100)), 0.4),
+    Load("fit: prompts", workload(50, Uniform(30, 500), Uniform(2, 30)), 0.4),
+    Load("fit: full batches", workload(60, Uniform(10, 150), Uniform(10, 60)), 0.0),
+    Load("fit: chunks", workload(30, Uniform(50, 500), Uniform(4, 40)), 0.5, scheduler=SMALL_STEPS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    ttft: Summary
+    itl: Summary
+    tokens_per_s: float
+    cached_share: float
+    preemptions: float
+
+    @classmethod
+    def of(
+        cls, arrivals: list[Arrival], times_s: dict[str, list[float]], cached: int, preemptions: int
+    ) -> Figures:
+        first = [times_s[each.request.id][0] - each.time_s for each in arrivals]
+        between = [gap for each in arrivals for gap in times_between(times_s[each.request.id])]
+        end_s = max(times[-1] for times in times_s.values())
+        prompts = sum(len(each.request.prompt_token_ids) for each in arrivals)
+        tokens = sum(map(len, times_s.values()))
+        return cls(Summary.of(first), Summary.of(between), tokens / end_s, cached / prompts, preemptions)
+
+    def times(self) -> list[float]:
+        """Return the figures of which errors are shares."""
+        ttft, itl = self.ttft, self.itl
+        return [ttft.p50, ttft.p90, ttft.p99, itl.p50, itl.p90, itl.p99, self.tokens_per_s]
+
+
+def arrivals_of(load: Load, seed: int, mean_s: float) -> list[Arrival]:
+    """Return the requests of a load, with tokens that the model has. `mean_s`: seconds of the engine's time that a
+    request takes, alone in its batch."""
+    rate = load.busy / mean_s if load.busy else 1e6
+    made = []
+    for arrival in generate(replace(load.workload, requests_per_s=rate), Random(seed)):
+        tokens = tuple(3 + token % (VOCABULARY - 3) for token in arrival.request.prompt_token_ids)
+        sampling = msgspec.structs.replace(arrival.request.sampling, ignore_eos=True, temperature=0.0)
+        request = msgspec.structs.replace(arrival.request, prompt_token_ids=tokens, sampling=sampling)
+        made.append(
+            replace(arrival, request=request, block_hashes=(), time_s=arrival.time_s if load.busy else 0.0)
+        )
+    return made
+
+
+def build(folder: Path) -> tuple[Engine, CpuClock]:
+    """Build the engine once. Each run gets a fresh scheduler and a fresh cache around the same executor."""
+    clock = CpuClock()
+    config = EngineConfig(
+        model=ModelConfig(model=str(folder), device="cpu", dtype="float32", load_format="random"),
+        cache=CacheConfig(num_kv_blocks=MOST_BLOCKS),
+        speculate="off",
+        steps_in_flight=1,
+    )
+    return build_engine(config, folder, clock=clock), clock
+
+
+def run_engine(
+    engine: Engine, clock: CpuClock, load: Load, arrivals: list[Arrival]
+) -> tuple[Figures, list[tuple[StepWork, float]]]:
+    """Run a load on the engine. Returns its figures, and the work and the seconds of each step."""
+    config = msgspec.structs.replace(load.scheduler, max_draft_tokens=0)
+    cache = KVCache(load.num_blocks, halves_blocks=True)
+    scheduler = Scheduler(config, cache, max_model_len=CONTEXT, eos_token_ids=frozenset({2}))
+    executor = WatchedExecutor(engine.loop.executor)
+    loop = EngineLoop(scheduler, executor, clock, vocab_size=VOCABULARY)  # type: ignore[arg-type]
+    waiting = list(reversed(arrivals))
+    times_s: dict[str, list[float]] = {each.request.id: [] for each in arrivals}
+    cached = 0
+    steps: list[tuple[StepWork, float]] = []
+    gc.collect()
+    gc.disable()
+    base_s = clock.now()
+    while waiting or loop.has_work:
+        if not loop.has_work:
+            clock.skip_to(base_s + waiting[-1].time_s)
+        began_s = clock.now()
+        while waiting and base_s + waiting[-1].time_s <= began_s:
+            loop.add(waiting.pop().request)
+        executor.plan = None
+        events = loop.step()
+        ended_s = clock.now()
+        for event in events:
+            times_s[event.request_id] += [ended_s - base_s] * len(event.token_ids)
+            cached += event.num_cached_tokens or 0
+        if executor.plan is not None:
+            steps.append((StepWork.of(executor.plan), ended_s - began_s))
+    preemptions = loop.stats().num_preemptions
+    gc.enable()
+    return Figures.of(arrivals, times_s, cached, preemptions), steps
+
+
+def run_simulator(load: Load, arrivals: list[Arrival], cost: StepCost) -> Figures:
+    times_s: dict[str, list[float]] = {}
+    cached = 0
+
+    def note(outcome: object) -> None:
+        nonlocal cached
+        times_s[outcome.arrival.request.id] = outcome.token_times_s  # type: ignore[attr-defined]
+        cached += outcome.num_cached_tokens  # type: ignore[attr-defined]
+
+    config = SimulationConfig(
+        workload=load.workload,
+        arrivals=tuple(arrivals),
+        replica=ReplicaConfig(
+            num_blocks=load.num_blocks,
+            max_model_len=CONTEXT,
+            depth=1,
+            cost=cost,
+            scheduler=load.scheduler,
+            halves_blocks=True,
+        ),
+        dispatch=DispatchConfig(routing_policy="least-loaded"),
+    )
+    report = simulate(config, on_outcome=note)
+    return Figures.of(arrivals, times_s, cached, report.num_preemptions)
+
+
+def medians(runs: list[Figures]) -> Figures:
+    def middle(pick: Callable[[Figures], float]) -> float:
+        return median(map(pick, runs))
+
+    def summary(pick: Callable[[Figures], Summary]) -> Summary:
+        return Summary(
+            p50=middle(lambda run: pick(run).p50),
+            p90=middle(lambda run: pick(run).p90),
+            p99=middle(lambda run: pick(run).p99),
+        )
+
+    return Figures(
+        summary(lambda run: run.ttft),
+        summary(lambda run: run.itl),
+        middle(lambda run: run.tokens_per_s),
+        middle(lambda run: run.cached_share),
+        middle(lambda run: run.preemptions),
+    )
+
+
+def noise(runs: list[Figures], middle: Figures) -> float:
+    """Return how far the runs are from their medians, in the mean over figures and runs."""
+    return mean(
+        abs(figure / usual - 1.0)
+        for run in runs
+        for figure, usual in zip(run.times(), middle.times(), strict=True)
+    )
+
+
+def rows(results: list[tuple[Load, Figures, Figures, float]]) -> Iterator[str]:
+    yield (
+        "| load | TTFT p50 | p90 | p99 | between tokens p50 | p90 | p99 | tokens/s | cached, engine and simulator | "
+        "preemptions | noise |"
+    )
+    yield "|" + "---|" * 11
+    for load, real, simulated, spread in results:
+        pairs = zip(real.times(), simulated.times(), strict=True)
+        cells = [
+            f"{_shown(place, figure)} {guess / figure - 1.0:+.1%}"
+            for place, (figure, guess) in enumerate(pairs)
+        ]
+        cells.append(f"{real.cached_share:.1%} and {simulated.cached_share:.1%}")
+        cells.append(f"{real.preemptions:.0f} and {simulated.preemptions:.0f}")
+        yield f"| {load.name} | " + " | ".join(cells) + f" | {spread:.1%} |"
+
+
+def _shown(place: int, figure: float) -> str:
+    return f"{figure:,.0f}" if place == 6 else f"{figure * 1e3:.1f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=5, help="of each load")
+    parser.add_argument("--share", type=float, default=1.0, help="of the requests of each load")
+    parser.add_argument("--out", type=Path, help="write the table to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(MODEL))
+        results, errors = compare(folder, options.runs, options.share)
+    table = "\n".join(rows(results))
+    shares = [abs(guess / figure - 1.0) for _, real, simulated, _ in results
+              for figure, guess in zip(real.times(), simulated.times(), strict=True)]  # fmt: skip
+    table += (
+        f"\n\nErrors of times and of tokens/s: {mean(shares):.1%} in the mean, {max(shares):.1%} at most; "
+        f"{sum(share <= 0.05 for share in shares)} of {len(shares)} are within 5 %. The fit is off by "
+        f"{errors:.1%} for single steps, in the mean."
+    )
+    print(table)
+    if options.out is not None:
+        options.out.write_text(table + "\n")
+
+
+def compare(
+    folder: Path, num_runs: int, share: float
+) -> tuple[list[tuple[Load, Figures, Figures, float]], float]:
+    def shortened(load: Load) -> Load:
+        count = max(8, round(load.workload.num_requests * share))
+        return replace(load, workload=replace(load.workload, num_requests=count))
+
+    engine, clock = build(folder)
+    observed: list[tuple[StepWork, float]] = []
+
+    def calibrate(mean_s: float, seed: int) -> None:
+        for load in map(shortened, FITTED):
+            observed.extend(run_engine(engine, clock, load, arrivals_of(load, seed, mean_s))[1])
+
+    run_engine(engine, clock, shortened(LOADS[-1]), arrivals_of(shortened(LOADS[-1]), 99, 1.0))  # warm up
+    calibrate(0.5, 1000)
+    first = fit(observed)
+    loads = [shortened(load) for load in LOADS]
+    traffic = [arrivals_of(load, number, _mean_s(load, first)) for number, load in enumerate(loads)]
+    real: list[list[Figures]] = [[] for _ in loads]
+    for turn in range(num_runs):
+        for place, load in enumerate(loads):
+            real[place].append(run_engine(engine, clock, load, traffic[place])[0])
+        calibrate(0.05, 2000 + turn)
+        print(f"{turn + 1} of {num_runs} rounds done", flush=True)
+    engine.close()
+    cost = fit_corrected(observed)
+    print(f"fitted to {len(observed):,} steps: {cost}", flush=True)
+    results = []
+    for place, load in enumerate(loads):
+        middle = medians(real[place])
+        spread = noise(real[place], middle)
+        results.append((load, middle, run_simulator(load, traffic[place], cost), spread))
+    return results, mean_relative_error(cost, observed)
+
+
+def _mean_s(load: Load, cost: LinearCost) -> float:
+    """Return the engine's seconds for a request in a batch of eight."""
+    rng = Random(0)
+    lengths = load.workload
+    prefix = 0 if lengths.prefix_tokens is None else 20
+    prompt = mean(lengths.prompt_tokens.draw(rng) for _ in range(500)) + prefix
+    output = mean(lengths.output_tokens.draw(rng) for _ in range(500))
+    batch = 8
+    decode_s = cost.step_s(StepWork(batch, batch, int(batch * prompt), int(batch * prompt))) / batch
+    prompt_s = cost.step_s(StepWork(int(prompt), 1, int(prompt), int(prompt * prompt / 2)))
+    return output * decode_s + prompt_s
+
+
+if __name__ == "__main__":
+    main()

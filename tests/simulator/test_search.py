@@ -1,0 +1,70 @@
+"""The search for faults: what it draws, and what it checks."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from penstock.simulator import Fixed, ReplicaConfig, Report, SimulationConfig, Workload, simulate
+from penstock.simulator.fleet import SimulatedFleet
+from penstock.simulator.search import random_case, shrink, violation
+from penstock.simulator.workload import Fault, RestartGateway, StepClock
+
+WORKLOAD = Workload(num_requests=40, requests_per_s=40.0, prompt_tokens=Fixed(50), output_tokens=Fixed(100))
+
+
+def run(*faults: Fault, gateways: int = 2, **replica: object) -> Report:
+    config = SimulationConfig(
+        workload=WORKLOAD,
+        replica=ReplicaConfig(**replica),  # type: ignore[arg-type]
+        num_replicas=2,
+        num_gateways=gateways,
+        faults=faults,
+    )
+    return simulate(config)
+
+
+@pytest.mark.parametrize("counts_decodes", [True, False])
+def test_a_gateway_that_restarts_loses_its_requests_and_no_others(counts_decodes: bool) -> None:
+    report = run(RestartGateway(0.5, 1), counts_decodes=counts_decodes)
+    lost = report.rejected["gateway_restarted"]
+    assert 0 < lost < 20  # of the requests that it had, and none of the other gateway's
+    assert report.num_answered == 40 - lost
+    assert report == run(RestartGateway(0.5, 1), counts_decodes=not counts_decodes)
+
+
+def test_a_clock_that_jumps_loses_no_request() -> None:
+    report = run(StepClock(0.3, 0, 50.0), StepClock(0.4, 0, 1.0), counts_decodes=False)
+    assert report.num_answered == 40
+    with pytest.raises(ValueError, match="simulation's clock"):
+        run(StepClock(0.3, 0, 50.0))
+
+
+def test_every_kind_of_fault_is_drawn_and_breaks_nothing() -> None:
+    cases = [random_case(seed, 30) for seed in range(40)]
+    for name in ("kills", "slow", "lost", "restarts", "clock_steps", "num_host_blocks"):
+        assert any(getattr(case, name) for case in cases), name
+    for case in cases[:12]:
+        assert violation(case) is None, case
+
+
+def test_replicas_are_looked_at_after_every_event() -> None:
+    seen: list[int] = []
+
+    def look(fleet: SimulatedFleet) -> None:
+        seen.append(max(member.replica.scheduler.num_running for member in fleet.members.values()))
+
+    simulate(SimulationConfig(workload=WORKLOAD), on_event=look)
+    assert len(seen) > 80
+    assert max(seen) > 1
+
+
+def test_a_limit_that_is_exceeded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.simulator.search._exceeded", lambda fleet, case: "too much of it")
+    assert violation(random_case(1, 5)) == "too much of it"
+
+
+def test_smaller_cases_keep_the_gateways_that_restart() -> None:
+    case = msgspec.structs.replace(random_case(1, 8), num_gateways=3, restarts=((0.1, 2),))
+    smallest = shrink(case, lambda each: len(each.restarts) == 1)
+    assert (smallest.num_gateways, smallest.num_requests, smallest.num_faults) == (3, 1, 1)
