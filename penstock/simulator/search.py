@@ -33,6 +33,7 @@ from penstock.simulator.workload import (
 
 _MOST_SHRINKS = 200
 _MAX_STEP_TOKENS = 512
+_MAX_MODEL_LEN = 1400
 _MAX_QUEUE_REQUESTS = 40
 _FAULTS = ("kills", "slow", "lost", "restarts", "clock_steps")
 
@@ -182,7 +183,8 @@ def _problem(outcome: Outcome) -> str | None:
     if (outcome.rejection is None) == (outcome.finish_reason is None):
         return "ended both in an answer and in an error, or in neither"
     if outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-        expected = min(arrival.num_output_tokens, arrival.request.sampling.max_tokens)
+        room = _MAX_MODEL_LEN - len(arrival.request.prompt_token_ids)
+        expected = min(arrival.num_output_tokens, arrival.request.sampling.max_tokens, room)
         if len(tokens) != expected:
             return f"was answered with {len(tokens)} of {expected} tokens"
     times = [arrival.time_s, *outcome.token_times_s]
@@ -209,7 +211,7 @@ def _simulation(case: FaultCase) -> SimulationConfig:
         ),
         replica=ReplicaConfig(
             num_blocks=case.num_blocks,
-            max_model_len=1400,
+            max_model_len=_MAX_MODEL_LEN,
             cost=LLAMA_8B_ON_H200,
             scheduler=SchedulerConfig(
                 max_num_seqs=case.max_num_seqs,

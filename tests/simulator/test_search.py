@@ -68,3 +68,17 @@ def test_smaller_cases_keep_the_gateways_that_restart() -> None:
     case = msgspec.structs.replace(random_case(1, 8), num_gateways=3, restarts=((0.1, 2),))
     smallest = shrink(case, lambda each: len(each.restarts) == 1)
     assert (smallest.num_gateways, smallest.num_requests, smallest.num_faults) == (3, 1, 1)
+
+
+def test_an_answer_may_end_with_the_context_of_the_model() -> None:
+    """The long conversation of this case leaves its last answer less room than it asks for."""
+    case = msgspec.structs.replace(
+        random_case(1_000_253, 86), num_replicas=1, kills=(), slow=(), lost=(), restarts=()
+    )
+    case = msgspec.structs.replace(
+        case, requests_per_s=40.0, num_blocks=4000, max_num_seqs=256, session_share=0.5
+    )
+    case = msgspec.structs.replace(
+        case, num_gateways=1, timeout_s=None, mean_patience_s=None, message_delay_s=0.0
+    )
+    assert violation(case) is None
