@@ -73,6 +73,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._young) + len(self._old) + len(self._dying)
 
+    @property
+    def live_bits(self) -> int:
+        """Return the bits of all replicas."""
+        return self._live_bits
+
     def open(self) -> int:
         """Return the bit of a new replica, which holds nothing yet."""
         used = self._live_bits | self._retired_bits

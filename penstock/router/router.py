@@ -224,9 +224,11 @@ class Router:
 
     def _match(self, request: RoutingRequest, candidates: Sequence[ReplicaLoad]) -> dict[ReplicaLoad, int]:
         """Return the prompt tokens that candidates hold; never the whole prompt."""
-        bits = 0
-        for candidate in candidates:
-            bits |= candidate.bit
+        bits = self.index.live_bits
+        if len(candidates) < len(self._by_bit):  # else they are all replicas, which takes no time to find out
+            bits = 0
+            for candidate in candidates:
+                bits |= candidate.bit
         most = request.num_prompt_tokens - 1
         matches = {}
         for bit, depth in self.index.match(request.block_hashes, bits).items():
