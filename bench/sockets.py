@@ -124,6 +124,7 @@ def run(call: Call, *, num_clients: int, seconds: float) -> Load:
                     connection.send()
                 else:
                     num_open -= 1
+                    poll.unregister(descriptor)  # its server may close it now
     finally:
         poll.close()
         for connection in connections:

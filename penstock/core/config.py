@@ -169,6 +169,10 @@ class ExternalServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     name: str = ""  # in logs and metrics; empty: host and port
     models: dict[str, str] = {}  # the clients' names → the server's names; empty: all listed models
     region: str = ""
+    cost: float = 0.0  # per token, in any unit: cheaper servers are asked first, while they have room
+    max_concurrent: int | None = None  # requests at a time; more wait here, by tier
+    continues: bool | None = None  # whether it completes an assistant's message; None: as known of its kind
+    api_key_header: str = "authorization"  # with "Bearer" before the key; any other holds the key alone
     shows_cached_tokens: bool = (
         False  # whether clients may see cached tokens, which tell about other clients' prompts
     )

@@ -161,6 +161,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     affinity_key: str = (
         ""  # a session or prompt_cache_key: requests that have it in common likely share a prefix
     )
+    # The predicted wait at which the request leaves its region; None: as the router is set, infinite: never.
+    spill_over_s: float | None = None
 
     @property
     def prefix_salt(self) -> str:

@@ -260,6 +260,7 @@ class Dispatcher:
             # Another revision might continue an answer differently, so it is the last resort.
             revision=record.revision or self._revision_for(request),
             region=request.region or None,
+            spill_over_s=request.spill_over_s,
             affinity_key=request.affinity_key or None,
             excluded=record.failed_on | self.table.left_alone(self._breaker, now),
         )

@@ -31,6 +31,7 @@ from penstock.gateway.metrics.exchange import MetricsExchange
 from penstock.gateway.metrics.gateway import GatewayMetrics
 from penstock.gateway.models.auto import AutoModel
 from penstock.gateway.models.catalogue import RETRY_AFTER_S, Catalogue
+from penstock.gateway.models.routes import ModelRoutes
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prepared import PreparedRequest, prepare_for_engine, prepare_for_server
 from penstock.gateway.prompts import GenerationRequest, Prompt
@@ -81,6 +82,8 @@ class Gateway:
         self.catalogue = Catalogue(engine, config)
         self.auto = AutoModel(self.ask, self.catalogue, self.clock)
         self.metrics.register(self.auto)
+        self.routes = ModelRoutes(self.ask, self.catalogue, self.clock)
+        self.metrics.register(self.routes)
         self._queue_times = QueueTimes()
         self._live: set[LiveWork] = set()
         self._on_the_way: set[object] = (
@@ -134,7 +137,7 @@ class Gateway:
         """The answer to a client's request. Raises the PenstockError that keeps the request from running."""
         if self.catalogue.is_auto(request.model):
             return await self.auto.answer(request)  # asks one model after another, each by `ask`
-        return await self.ask(request)
+        return await self.routes.answer(request)
 
     async def ask(self, request: GenerationRequest, *, is_internal: bool = False) -> AnswerStream:
         """The way of every request to one model. Whatever costs more than a lookup comes after `admit`. `is_internal`
@@ -177,12 +180,14 @@ class Gateway:
             limit for limit in (request.timeout_s, self.config.request_timeout_s) if limit is not None
         )
         timeout_s = min(timeouts, default=None)
+        region, spill_over_s = self.catalogue.settings.placed(request.region, request.principal, model.name)
         return PreparedRequest(
             request=request,
             model=model,
             id=request.request_id or uuid.uuid4().hex,
             tier=granted_tier(request),
-            region=request.region or self.catalogue.settings.region_of(request.principal),
+            region=region,
+            spill_over_s=spill_over_s,
             default_max_tokens=request.default_max_tokens or self.config.default_max_tokens,
             deadline=None if timeout_s is None else now + timeout_s,
             is_internal=is_internal,

@@ -50,6 +50,7 @@ class PreparedRequest:
     id: str
     tier: Tier
     region: str
+    spill_over_s: float | None  # the predicted wait at which it leaves the region
     default_max_tokens: int | None
     deadline: float | None  # on the gateway's clock
     is_internal: bool  # asked by the gateway itself, on behalf of a request that was admitted
@@ -138,6 +139,7 @@ async def prepare_for_engine(
                     model=model.base_name,
                     adapter=model.adapter,
                     region=work.region,
+                    spill_over_s=work.spill_over_s,
                     affinity_key=affinity_key,
                     cache_salt="\0".join(filter(None, (prepared.cache_salt, request.cache_salt))),
                     cache_breakpoints=prepared.breakpoints,
@@ -184,6 +186,8 @@ def prepare_for_server(work: PreparedRequest, model: ExternalModel) -> None:
         max_tokens=request.sampling.max_tokens or work.default_max_tokens,
         context=None if work.refuses_long_outputs else model.max_model_len,
         region=work.region,
+        spill_over_s=work.spill_over_s,
+        tier=work.tier,
         is_whole=_may_ask_whole(work),
     )
     asked = request.sampling.max_tokens or ASSUMED_MAX_TOKENS

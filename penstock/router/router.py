@@ -7,6 +7,7 @@ reports: `heartbeat` and `receive` from replicas, `first_token` and `ended` from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import exp
@@ -197,17 +198,33 @@ class Router:
         if pool is None:
             pool = self._pools[key] = self._make_pool(request)
         local = _without(pool.local, request.excluded)
-        if local and (
-            request.region is None
-            or min(candidate.queue_s for candidate in local) <= self.config.spill_over_s
-        ):
+        limit_s = self.config.spill_over_s if request.spill_over_s is None else request.spill_over_s
+        if local and (request.region is None or min(candidate.queue_s for candidate in local) <= limit_s):
             return local
+        if request.region is not None and limit_s == math.inf:
+            raise self._bound_to_region(request)
         everywhere = _without(pool.everywhere, request.excluded)
         if not everywhere:
             raise EngineUnavailable(
                 f"No replica of {request.model!r} can take a request now.", retry_after_s=1.0
             )
         return everywhere
+
+    def _bound_to_region(self, request: RoutingRequest) -> EngineUnavailable:
+        """The error for a request that no replica of its region can take now, and no other may."""
+        regions = {
+            known.replica.region for known in self._known.values() if request.model in known.replica.models
+        }
+        if request.region not in regions:
+            return EngineUnavailable(
+                f"Nothing in the region {request.region!r} serves {request.model!r}, and its requests may not go "
+                "elsewhere.",
+                hint=f"It is served in: {', '.join(sorted(filter(None, regions))) or 'no named region'}.",
+            )
+        return EngineUnavailable(
+            f"No replica of {request.model!r} in the region {request.region!r} can take a request now.",
+            retry_after_s=1.0,
+        )
 
     def _make_pool(self, request: RoutingRequest) -> _Pool:
         serving = [known for known in self._known.values() if request.model in known.replica.models]

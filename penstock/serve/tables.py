@@ -180,7 +180,12 @@ class ExternalTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     name: str = ""
     models: dict[str, str] | tuple[str, ...] = ()
     region: str = ""
+    cost: Annotated[float, Meta(ge=0)] = 0.0
+    max_concurrent: Annotated[int, Meta(ge=1)] | None = None
+    continues: bool | None = None
+    shows_cached_tokens: bool = False
     api_key_variable: str | None = None
+    api_key_header: str = "authorization"
 
     def to_config(self) -> ExternalServerConfig:
         models = self.models if isinstance(self.models, dict) else {name: name for name in self.models}
@@ -191,7 +196,16 @@ class ExternalTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 "not set."
             )
         return ExternalServerConfig(
-            url=self.url, name=self.name, models=models, region=self.region, api_key=key
+            url=self.url,
+            name=self.name,
+            models=models,
+            region=self.region,
+            cost=self.cost,
+            max_concurrent=self.max_concurrent,
+            continues=self.continues,
+            shows_cached_tokens=self.shows_cached_tokens,
+            api_key=key,
+            api_key_header=self.api_key_header,
         )
 
 

@@ -212,8 +212,8 @@ class EventStream:
         try:
             answer = stream._answer = await submitted
             stream._departure.hand_over(answer)
-            stream._events = events_of(answer)
             stream._first = await anext(answer)
+            stream._events = events_of(answer)  # not before: another model may answer in the end
         except PenstockError as error:
             if stream._has_started:
                 write = failure if stream._events is None else stream._events.failure

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from penstock.cluster.external.relay import Relay
 from penstock.cluster.external.server import ExternalServer, OnChunks, ServerDown, ServerLoad
-from penstock.cluster.external.wire import ExternalCall, RequestRefused, StreamChunk
+from penstock.cluster.external.waiting import WaitingCalls
+from penstock.cluster.external.wire import ExternalCall, RequestRefused
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import EngineStats
@@ -76,7 +80,14 @@ class ExternalPool:
         self._replicas: tuple[Replica, ...] = ()
         self._models: Mapping[str, int | None] = {}
         self._describe()
+        self._waiting = WaitingCalls()
         self.num_retries = 0
+        self.num_continued = 0  # answers that another server went on with
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a server to have room."""
+        return len(self._waiting)
 
     @property
     def models(self) -> Mapping[str, int | None]:
@@ -112,6 +123,7 @@ class ExternalPool:
     async def probe(self) -> None:
         await asyncio.gather(*map(self._probe, self._members.values()))
         self._describe()
+        self._grant()
 
     async def close(self) -> None:
         await asyncio.gather(*(member.server.close() for member in self._members.values()))
@@ -125,68 +137,123 @@ class ExternalPool:
         self._budget = self._retries.attempted(self._budget, now)
         failed: set[str] = set()
         attempts = 0
+        relay = Relay(call, on_chunks, partial(self.note_first_token, call))
         while True:
-            member = self._choose(call, hashes, failed)
+            member = await self._place(call, hashes, failed, continues=relay.has_begun)
             attempts += 1
-            relay = _Relay(self, call, on_chunks)
             try:
                 await self._attempt(member, call, relay)
                 return
             except RequestRefused as refused:
+                failed.add(member.server.name)
                 failure = Failure(
                     attempts=attempts,
                     num_emitted_tokens=int(relay.has_begun),
                     is_retryable=refused.elsewhere,
-                    can_continue=False,
+                    can_continue=relay.can_continue and not relay.has_ended,
                     deadline_s=deadline_s,
                 )
                 decision, self._budget = self._retries.decide(failure, self._budget, self._clock.now())
-                failed.add(member.server.name)
-                if not decision.is_retry or not self._others(call, failed):
+                has_others = self._usable(call, failed, continues=relay.has_begun)
+                if not decision.is_retry or not has_others:
                     raise refused.error from refused
                 logger.info("request %s is sent to another server: %s", call.id, refused)
+                if relay.has_begun:
+                    call = relay.continued()
+                    self.num_continued += 1
             self.num_retries += 1
             await asyncio.sleep(decision.pause_s)
 
     def note_first_token(self, call: ExternalCall) -> None:
         self._router.first_token(call.id, self._clock.now())
 
-    def _choose(self, call: ExternalCall, hashes: Sequence[bytes], failed: set[str]) -> _Member:
+    async def _place(
+        self, call: ExternalCall, hashes: Sequence[bytes], failed: set[str], *, continues: bool
+    ) -> _Member:
+        """The server of the next attempt, which has room for it. Waits for room where no server has any."""
+        was_granted = False
+        while True:
+            usable = self._usable(call, failed, continues=continues)
+            free = [name for name in usable if self._has_room(self._members[name], was_granted=was_granted)]
+            if was_granted:
+                self._waiting.taken()
+            if not usable and continues:
+                raise EngineUnavailable("The server of this model broke off its answer.", hint="Try again.")
+            if free or not usable:  # without any, the router says why
+                return self._choose(call, hashes, failed, self._cheapest(free))
+            await self._waiting.wait(call.model, call.tier)
+            was_granted = True
+
+    def _choose(
+        self, call: ExternalCall, hashes: Sequence[bytes], failed: set[str], allowed: Collection[str]
+    ) -> _Member:
+        """The router's choice of the allowed servers; of all that may be asked, where none is allowed."""
         now = self._clock.now()
         asleep = {
-            name
-            for name, member in self._members.items()
-            if not self._breaker.allows(member.breaker, now) and name not in failed
+            name for name, member in self._members.items() if not self._breaker.allows(member.breaker, now)
         }
+        others = {name for name in self._members if allowed and name not in allowed}
+        excluded = failed | asleep | others
         request = RoutingRequest(
             id=call.id,
             model=call.model,
             num_prompt_tokens=max(call.estimated_tokens, len(hashes) * BLOCK_TOKENS + 1),
             block_hashes=hashes,
             region=call.region or None,
+            spill_over_s=call.spill_over_s,
             affinity_key=call.affinity_key or None,
-            excluded=frozenset(failed | asleep),
+            excluded=frozenset(excluded),
         )
         return self._members[self._router.choose(request, self._replicas, now, self._chance).replica_id]
 
-    def _others(self, call: ExternalCall, failed: set[str]) -> bool:
+    def _usable(self, call: ExternalCall, failed: Collection[str], *, continues: bool) -> list[str]:
+        """The servers that could answer. With `continues`, those that can go on with a chat of another server."""
         now = self._clock.now()
-        return any(
-            name not in failed
+        needs_prefill = continues and call.api == "chat/completions"
+        is_bound = bool(call.region) and call.spill_over_s == math.inf
+        return [
+            name
+            for name, member in self._members.items()
+            if name not in failed
             and call.model in member.server.models
             and member.state is ReplicaState.READY
             and self._breaker.allows(member.breaker, now)
-            for name, member in self._members.items()
+            and (not needs_prefill or member.server.continues)
+            and (not is_bound or member.server.region == call.region)
+        ]
+
+    def _has_room(self, member: _Member, *, was_granted: bool = False) -> bool:
+        """Whether a server takes another request. Places that were granted to others count as taken."""
+        most = member.server.max_concurrent
+        return most is None or member.num_running + self._waiting.num_granted - was_granted < most
+
+    def _cheapest(self, names: Sequence[str]) -> list[str]:
+        """The cheapest servers of each region: whether to leave a region is the router's business."""
+        servers = [self._members[name].server for name in names]
+        least: dict[str, float] = {}
+        for server in servers:
+            least[server.region] = min(server.cost, least.get(server.region, math.inf))
+        return [server.name for server in servers if server.cost == least[server.region]]
+
+    def _grant(self) -> None:
+        """Let those that wait begin, as far as servers have room."""
+        self._waiting.grant(
+            lambda model: any(
+                model in member.server.models
+                and member.state is ReplicaState.READY
+                and self._has_room(member)
+                for member in self._members.values()
+            )
         )
 
-    async def _attempt(self, member: _Member, call: ExternalCall, relay: _Relay) -> None:
+    async def _attempt(self, member: _Member, call: ExternalCall, relay: Relay) -> None:
         member.breaker = self._breaker.sent(member.breaker, self._clock.now())
         member.num_running += 1
         outcome = "abandoned"
         try:
             await member.server.send(call, relay)
-            if not relay.has_begun:
-                raise _said_nothing(member.server.name)
+            if not relay.has_ended:
+                raise _broken_off(member.server.name, has_begun=relay.has_begun)
             outcome = "served"
             member.breaker = self._breaker.succeeded(member.breaker)
         except RequestRefused as refused:
@@ -201,6 +268,7 @@ class ExternalPool:
                 member.breaker = self._breaker.abandoned(member.breaker)
             member.outcomes[outcome] += 1
             member.num_running -= 1
+            self._grant()
             self._router.ended(call.id, self._clock.now())
 
     async def _probe(self, member: _Member) -> None:
@@ -251,23 +319,8 @@ class ExternalPool:
                 )
 
 
-class _Relay:
-    """Passes on the chunks of one attempt, and knows whether the client has seen anything of them."""
-
-    def __init__(self, pool: ExternalPool, call: ExternalCall, on_chunks: OnChunks) -> None:
-        self.has_begun = False
-        self._pool = pool
-        self._call = call
-        self._on_chunks = on_chunks
-
-    def __call__(self, chunks: list[StreamChunk]) -> None:
-        if not self.has_begun and any(chunk.says_something for chunk in chunks):
-            self.has_begun = True
-            if not self._call.is_whole:  # whose first token nobody saw
-                self._pool.note_first_token(self._call)
-        self._on_chunks(chunks)
-
-
-def _said_nothing(name: str) -> RequestRefused:
+def _broken_off(name: str, *, has_begun: bool) -> RequestRefused:
     error: PenstockError = EngineUnavailable(f"The external server {name!r} ended an answer before it began.")
+    if has_begun:
+        error = EngineUnavailable("The server of this model broke off its answer.", hint="Try again.")
     return RequestRefused(error, elsewhere=True)

@@ -132,6 +132,9 @@ PROBE_TIMEOUT_S = 5.0
 MAX_MODELS_BYTES = 4 << 20
 MAX_ERROR_BYTES = 64 << 10
 MAX_METRICS_BYTES = 4 << 20
+_CONTINUING = frozenset(
+    {"vllm", "sglang", "penstock"}
+)  # owners of models, by which servers tell what they are
 _NO_METRICS = frozenset({401, 403, 404, 405, 501})  # will not change while the server runs
 
 _decode_chunk = msgspec.json.Decoder(StreamChunk).decode
@@ -158,7 +161,14 @@ class ExternalServer:
         self._shows_metrics = True
         self._shows_cached_tokens = config.shows_cached_tokens
         self._salts_cache = False  # whether the server keeps prompts with different salts apart
-        headers = {} if config.api_key is None else {"authorization": f"Bearer {config.api_key}"}
+        self.cost = config.cost
+        self.max_concurrent = config.max_concurrent
+        self.continues = bool(config.continues)  # whether it completes an assistant's message
+        self._knows_continues = config.continues is not None
+        headers: dict[str, str] = {}
+        if config.api_key is not None:
+            header = config.api_key_header.lower()
+            headers[header] = f"Bearer {config.api_key}" if header == "authorization" else config.api_key
         self._http = HttpClient(server_root(config), headers)
 
     async def close(self) -> None:
@@ -177,7 +187,10 @@ class ExternalServer:
             raise ServerDown("/v1/models is not a list of models") from error
         if self._lists_models:
             self.models = {model.id: model.id for model in page.data}
-        self._salts_cache = any(model.owned_by == "vllm" for model in page.data)
+        owners = {model.owned_by for model in page.data}
+        self._salts_cache = "vllm" in owners
+        if not self._knows_continues:
+            self.continues = bool(owners & _CONTINUING)
         known = {model.id: model.max_model_len for model in page.data if model.max_model_len is not None}
         self.max_model_lens = {ours: known[theirs] for ours, theirs in self.models.items() if theirs in known}
         if self._shows_metrics:

@@ -23,6 +23,7 @@ from penstock.core.errors import (
     Overloaded,
     PenstockError,
 )
+from penstock.core.request import Tier
 
 BYTES_PER_TOKEN = 4  # of English text, roughly: the gateway does not have the model's tokenizer
 
@@ -37,7 +38,9 @@ class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
     body: dict[str, Any]
     text: str  # of the prompt, by which requests with the same beginning find the same server
     tenant: str = ""
+    tier: Tier = Tier.DEFAULT
     region: str = ""
+    spill_over_s: float | None = None  # as in core's Request
     affinity_key: str = ""
     timeout_s: float | None = None
     is_whole: bool = False  # whether the server is asked for the answer in one piece, instead of a stream

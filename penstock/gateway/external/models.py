@@ -22,7 +22,7 @@ from penstock.cluster.external.wire import ExternalCall, estimated_tokens
 from penstock.core.cluster_view import ReplicaView
 from penstock.core.errors import InvalidRequest
 from penstock.core.grammar_text import is_lenient, without_options
-from penstock.core.request import Grammar, SamplingDefaults
+from penstock.core.request import Grammar, SamplingDefaults, Tier
 from penstock.dispatch.health import Circuit
 from penstock.gateway.checks import check_request
 from penstock.gateway.metrics.table import metric, metric_by
@@ -150,6 +150,8 @@ class ExternalModels(Collector):
         }
         yield metric_by("external_attempts", attempts)
         yield metric("external_retries", self.pool.num_retries)
+        yield metric("external_continued", self.pool.num_continued)
+        yield metric("external_waiting", self.pool.num_waiting)
 
 
 _DEFAULTS = SamplingOptions()
@@ -178,6 +180,8 @@ def calls_for(
     max_tokens: int | None,
     context: int | None,
     region: str,
+    spill_over_s: float | None = None,
+    tier: Tier = Tier.DEFAULT,
     is_whole: bool = False,
 ) -> list[ExternalCall]:
     """One call for each answer: the n answers of a prompt follow each other, with consecutive seeds. `context` is the
@@ -202,6 +206,8 @@ def calls_for(
                     text=text,
                     tenant=request.principal.workspace_id,
                     region=region,
+                    spill_over_s=spill_over_s,
+                    tier=tier,
                     affinity_key=request.prompt_cache_key or "",
                     is_whole=is_whole,
                 )

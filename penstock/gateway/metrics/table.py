@@ -133,6 +133,10 @@ _REQUESTS = [
 _WAY_IN = [
     Declared("auto_requests", "counter", "Requests for auto, by the model asked first.", (_MODEL,)),
     Declared("auto_escalations", "counter", "Unsure answers asked for again, of this model.", (_MODEL,)),
+    Declared("split_requests", "counter", "Requests for a name that stands for several models.", ("name", "model")),
+    Declared(
+        "fallbacks", "counter", "Requests that another model answered.", (_MODEL, "answered_by", "reason")
+    ),
     *_each("counter", (
         ("response_cache_hits", "Requests answered from the response cache."),
         ("response_cache_similar", "Requests answered with the answer to a similar one."),
@@ -205,6 +209,8 @@ _FLEET = [
     Declared("external_requests_running", "gauge", "Requests sent from here and not answered.", ("server",)),
     Declared("external_attempts", "counter", "Requests to a server, by how they ended.", ("server", "outcome")),
     Declared("external_retries", "counter", "Requests sent to another server."),
+    Declared("external_continued", "counter", "Answers that another server went on with."),
+    Declared("external_waiting", "gauge", "Requests that wait for an external server to have room."),
 ]
 _CALLERS = [
     Declared("limits_admitted", "counter", "Requests that all limits allowed."),

@@ -58,14 +58,14 @@ class AutoModel(Collector):
         self._chosen[first] += 1
         larger = larger[: settings.max_escalations]
         if not larger:
-            return await self._ask_model(_asked_of(first, request))
+            return await self._ask_model(asked_of(first, request))
         asks_for_logprobs = request.sampling.logprobs is not None
         if not asks_for_logprobs:
             request = msgspec.structs.replace(
                 request, sampling=msgspec.structs.replace(request.sampling, logprobs=0)
             )
         asked_at = self._clock.now()
-        answer = await self._ask_model(_asked_of(first, request))
+        answer = await self._ask_model(asked_of(first, request))
 
         async def ask_next() -> AnswerStream | None:
             return await self._ask(larger, request, asked_at)
@@ -86,7 +86,7 @@ class AutoModel(Collector):
             else:
                 asked = request
             try:
-                answer = await self._ask_model(_asked_again_of(name, asked))
+                answer = await self._ask_model(asked_again_of(name, asked))
             except PenstockError as error:
                 logger.info("auto cannot ask %s: %s", name, error.message)
             else:
@@ -182,16 +182,16 @@ def mean_logprob(answer: Delta) -> float | None:
     return sum(logprobs) / len(logprobs) if logprobs else None
 
 
-def _asked_of(model: str, request: GenerationRequest) -> GenerationRequest:
+def asked_of(model: str, request: GenerationRequest) -> GenerationRequest:
     """The same request for one model. To a client that repeats it, two models' answers are two requests."""
     key = None if request.idempotency_key is None else f"{request.idempotency_key}:{model}"
     return msgspec.structs.replace(request, model=model, idempotency_key=key)
 
 
-def _asked_again_of(model: str, request: GenerationRequest) -> GenerationRequest:
-    """The same request for a larger model, under an id of its own in the ledger."""
+def asked_again_of(model: str, request: GenerationRequest) -> GenerationRequest:
+    """The same request for another model, under an id of its own in the ledger."""
     request_id = f"{request.request_id}-{model}" if request.request_id else ""
-    return msgspec.structs.replace(_asked_of(model, request), request_id=request_id)
+    return msgspec.structs.replace(asked_of(model, request), request_id=request_id)
 
 
 def _text_of(prompt: Prompt) -> PromptText:

@@ -78,7 +78,12 @@ class Catalogue:
     @property
     def aliases(self) -> Mapping[str, str]:
         """Names that stand for models. Aliases of the settings file override those given at the start."""
-        return {**self._config.names.aliases, **self.settings.aliases}
+        return {**self._config.names.aliases, **self.settings.aliases, **self._split_names()}
+
+    def _split_names(self) -> dict[str, str]:
+        """Names that stand for several models by weight, each with its heaviest, which stands for it in lists."""
+        splits = self.settings.splits.items()
+        return {name: max(weights, key=lambda model: weights[model]) for name, weights in splits if weights}
 
     def apply(self, settings: ModelSettings) -> None:
         """Use new settings from now on."""

@@ -7,19 +7,30 @@
     small = "smollm2-135m"
     large = "qwen2.5-coder-1.5b"
 
+    [models.splits]
+    "gpt-4o" = { "qwen2.5-coder-1.5b" = 9, "llama-70b" = 1 }
+
+    [models.fallbacks."llama-70b"]
+    models = ["qwen2.5-coder-1.5b"]
+
+    [models.regions."llama-70b"]
+    region = "eu"
+    policy = "pin"
+
     [models.workspaces.ws_research]
     allowed = ["smollm2-135m", "sql-adapter"]
     region = "eu"
 
-Plain data: `catalogue` and `auto` act on it.
+Plain data: `catalogue`, `auto` and `routes` act on it.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -166,6 +177,7 @@ def _foreign_share(text: str) -> float:
     return max(other_scripts, 1.0 - _share(everyday, _ENGLISH_SHARE))
 
 
+FallbackReason: TypeAlias = Literal["error", "context", "budget", "queue"]
 AUTO = "auto"  # the name that leaves the choice to the gateway
 
 
@@ -217,12 +229,40 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.allowed is None or any(name in self.allowed for name in names)
 
 
+class RegionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the requests for one model are served."""
+
+    region: str = (
+        ""  # of requests that name none; of all, with the policy "pin"; empty: as the caller's settings say
+    )
+    policy: Literal["prefer", "pin"] = "prefer"
+    spill_over_s: Annotated[float, Meta(ge=0)] | None = (
+        None  # the predicted wait at which a request goes elsewhere
+    )
+
+    def applied(self, region: str) -> tuple[str, float | None]:
+        """The region of a request that would be served in `region`, and the wait at which it leaves."""
+        if self.policy == "pin":
+            return self.region or region, math.inf
+        return region or self.region, self.spill_over_s
+
+
+class Fallbacks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The models that answer instead of one, in this order, and the kinds of failures that are reason enough."""
+
+    models: Annotated[tuple[str, ...], Meta(min_length=1, max_length=8)]
+    on: tuple[FallbackReason, ...] = ("error", "context", "budget", "queue")
+
+
 _NO_RULES = ModelAccess()
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     aliases: dict[str, str] = {}
     auto: AutoSettings | None = None
+    splits: dict[str, dict[str, Annotated[float, Meta(gt=0)]]] = {}  # names that stand for models by weight
+    fallbacks: dict[str, Fallbacks] = {}  # by model
+    regions: dict[str, RegionPolicy] = {}  # by model
     workspaces: dict[str, ModelAccess] = {}
     keys: dict[str, ModelAccess] = {}
 
@@ -237,9 +277,24 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """The region that the key or the workspace prefers; empty for none."""
         return next((access.region for access in self._access(principal) if access.region), "")
 
+    def placed(self, region: str, principal: Principal, model: str) -> tuple[str, float | None]:
+        """Where a request that names `region` is served, and the predicted wait at which it goes elsewhere: None as
+        the router is set, infinite for never."""
+        region = region or self.region_of(principal)
+        policy = self.regions.get(model)
+        return (region, None) if policy is None else policy.applied(region)
+
     def check(self) -> None:
         if self.auto is not None:
             self.auto.check()
+        for name, weights in self.splits.items():
+            if not weights:
+                raise ConfigError(f"models.splits.{name} names no model.")
+            if name in self.aliases or name == AUTO or name in weights:
+                raise ConfigError(f"models.splits.{name} has a name that stands for something else.")
+        for name, fallbacks in self.fallbacks.items():
+            if name in fallbacks.models:
+                raise ConfigError(f"models.fallbacks.{name} names the model itself.")
         for alias, name in self.aliases.items():
             if name in self.aliases:
                 raise ConfigError(f"models.aliases.{alias} points to {name!r}, which is an alias itself.")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse
 
+from penstock.cluster.external import waiting
 from penstock.cluster.external.pool import MAX_MISSED_PROBES, ExternalPool
 from penstock.cluster.external.server import ExternalServer
 from penstock.cluster.external.wire import ExternalCall, StreamChunk, WireDelta
@@ -24,6 +26,7 @@ from penstock.core.errors import (
     Overloaded,
     PenstockError,
 )
+from penstock.core.request import Tier
 from penstock.dispatch.health import BreakerConfig, Circuit
 from penstock.router import ReplicaState, Router
 from penstock.router.policies import RoundRobin
@@ -111,12 +114,143 @@ async def test_an_error_in_the_stream_before_any_text_is_retried_too() -> None:
     assert broken.bodies
 
 
+def breaking(*ending: Any) -> Any:
+    return lambda body: [*text_chunks("Hel")[:2], *ending]
+
+
 async def test_a_stream_that_breaks_after_its_first_text_is_an_error() -> None:
-    broken = OpenAIServer(script=lambda body: [*text_chunks("x")[:2], {"error": "gone"}])
-    async with pool_of(broken, OpenAIServer(script=broken.script)) as pool:
+    """Where no server completes an assistant's message."""
+    broken = [OpenAIServer(script=breaking({"error": "gone"})) for _ in range(2)]
+    for server in broken:
+        server.owned_by = "somebody"
+    async with pool_of(*broken) as pool:
         with pytest.raises(EngineUnavailable):
             await ask(pool)
         assert pool.num_retries == 0
+
+
+@pytest.mark.parametrize("ending", [({"error": "gone"},), ({"choices": 7},), ()])
+async def test_a_chat_that_breaks_off_goes_on_elsewhere(ending: tuple[Any, ...]) -> None:
+    """By an assistant's message that the next server completes: no text is lost or repeated."""
+    broken = OpenAIServer(script=breaking(*ending))
+    whole = OpenAIServer(script=lambda body: text_chunks("lo"))
+    chunks: list[StreamChunk] = []
+    async with pool_of(broken, whole) as pool:
+        assert await ask(pool, call(0, body={"messages": [], "max_tokens": 5})) == "Hello"
+        await pool.send(call(1, body={"messages": [], "max_tokens": 5}), chunks.extend)
+        assert pool.num_continued
+    (continued, *_) = [body for body in whole.bodies if body["messages"]]
+    assert continued["messages"] == [{"role": "assistant", "content": "Hel"}]
+    assert continued["continue_final_message"]
+    assert continued["add_generation_prompt"] is False
+    assert continued["max_tokens"] == 4
+
+
+async def test_a_completion_goes_on_by_a_longer_prompt() -> None:
+    def text(piece: str, finish_reason: str | None) -> dict[str, Any]:
+        return {"choices": [{"index": 0, "text": piece, "finish_reason": finish_reason}]}
+
+    usage = {"prompt_tokens": 9, "completion_tokens": 2}
+    broken = OpenAIServer(script=lambda body: [text("Hel", None), {"error": "gone"}])
+    whole = OpenAIServer(script=lambda body: [text("lo", "stop"), {"choices": [], "usage": usage}])
+    broken.owned_by = whole.owned_by = "somebody"
+    async with pool_of(broken, whole, router=Router(RoundRobin())) as pool:
+        for number in range(2):
+            chunks: list[StreamChunk] = []
+            await pool.send(call(number, api="completions", body={"prompt": "Say: "}), chunks.extend)
+        assert broken.bodies
+    told = [chunk.usage for chunk in chunks if chunk.usage is not None][-1]
+    assert any(body["prompt"] == "Say: Hel" for body in whole.bodies)
+    assert (told.prompt_tokens, told.completion_tokens) in ((8, 3), (9, 2))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [], "logprobs": True},
+        {"messages": [], "response_format": {"type": "json_object"}},
+        {"messages": [], "max_tokens": 1},
+    ],
+)
+async def test_answers_that_nobody_can_continue(body: dict[str, Any]) -> None:
+    servers = [OpenAIServer(script=breaking({"error": "gone"})) for _ in range(2)]
+    async with pool_of(*servers) as pool:
+        with pytest.raises(EngineUnavailable):
+            await ask(pool, call(body=body))
+        assert pool.num_retries == 0
+
+
+async def test_a_server_that_is_full_lets_requests_wait_by_tier() -> None:
+    server = OpenAIServer(script=lambda body: [0.05, *text_chunks("ok")])
+    async with pool_of(server, settings={"max_concurrent": 1}) as pool:
+        tiers = [Tier.DEFAULT, Tier.BATCH, Tier.BATCH, Tier.DEFAULT, Tier.PRIORITY]
+        calls = [
+            asyncio.create_task(ask(pool, call(number, f"prompt {number}", tier=tier)))
+            for number, tier in enumerate(tiers)
+        ]
+        while pool.num_waiting < 4:
+            await asyncio.sleep(0.001)
+        calls[2].cancel()
+        assert [await each for place, each in enumerate(calls) if place != 2] == ["ok"] * 4
+        assert pool.num_waiting == 0
+    asked = [body["messages"][0]["content"] for body in server.bodies]
+    assert asked == ["prompt 0", "prompt 4", "prompt 3", "prompt 1"]
+
+
+async def test_waiting_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MAX_WAITING", 0)
+    server = OpenAIServer(script=lambda body: [30.0])
+    async with pool_of(server, settings={"max_concurrent": 1}) as pool:
+        first = asyncio.create_task(ask(pool))
+        while not server.bodies:
+            await asyncio.sleep(0.001)
+        with pytest.raises(Overloaded):
+            await ask(pool)
+        first.cancel()
+
+
+async def test_cheaper_servers_are_asked_first_while_they_have_room() -> None:
+    cheap, dear = OpenAIServer(), OpenAIServer()
+    cheap.script = lambda body: [0.05, *text_chunks("ok")]
+    async with serving(cheap, dear):
+        configs = [
+            ExternalServerConfig(url=dear.url, cost=2.0),
+            ExternalServerConfig(url=cheap.url, cost=1.0, max_concurrent=2),
+        ]
+        pool = ExternalPool([ExternalServer(config) for config in configs])
+        await pool.probe()
+        await asyncio.gather(*(ask(pool, call(number, f"prompt {number}")) for number in range(5)))
+        await ask(pool, call(9))
+        await pool.close()
+    assert (len(cheap.bodies), len(dear.bodies)) == (3, 3)
+
+
+async def test_a_request_that_may_not_leave_its_region() -> None:
+    servers = [OpenAIServer(), OpenAIServer()]
+    async with serving(*servers):
+        pool = ExternalPool(
+            [
+                ExternalServer(ExternalServerConfig(url=server.url, region=region))
+                for server, region in zip(servers, ("eu", "us"), strict=True)
+            ]
+        )
+        await pool.probe()
+        await ask(pool, call(0, region="eu", spill_over_s=math.inf))
+        with pytest.raises(EngineUnavailable, match="Nothing in the region 'mars' serves 'theirs'"):
+            await ask(pool, call(1, region="mars", spill_over_s=math.inf))
+        servers[0].script = lambda body: fails(503)
+        with pytest.raises(Overloaded):
+            await ask(pool, call(2, region="eu", spill_over_s=math.inf))
+        await pool.close()
+    assert [len(server.bodies) for server in servers] == [2, 0]
+
+
+async def test_a_key_may_go_in_another_header() -> None:
+    server = OpenAIServer()
+    async with pool_of(server, settings={"api_key": "secret", "api_key_header": "Api-Key"}) as pool:
+        await ask(pool)
+    assert server.headers[0]["api-key"] == "secret"
+    assert "authorization" not in server.headers[0]
 
 
 @pytest.mark.parametrize(
