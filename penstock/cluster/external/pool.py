@@ -249,6 +249,7 @@ class ExternalPool:
     async def _attempt(self, member: _Member, call: ExternalCall, relay: Relay) -> None:
         member.breaker = self._breaker.sent(member.breaker, self._clock.now())
         member.num_running += 1
+        self._grant()  # what was granted to this call counts for it alone from now on
         outcome = "abandoned"
         try:
             await member.server.send(call, relay)

@@ -197,6 +197,15 @@ async def test_a_server_that_is_full_lets_requests_wait_by_tier() -> None:
     assert asked == ["prompt 0", "prompt 4", "prompt 3", "prompt 1"]
 
 
+async def test_waiting_requests_use_every_place_that_is_free() -> None:
+    servers = [OpenAIServer(script=lambda body: [0.02, *text_chunks("ok")]) for _ in range(2)]
+    async with pool_of(*servers, settings={"max_concurrent": 1}) as pool:
+        answers = await asyncio.gather(*(ask(pool, call(number)) for number in range(8)))
+        assert pool.num_waiting == 0
+    assert answers == ["ok"] * 8
+    assert [len(server.bodies) for server in servers] == [4, 4]
+
+
 async def test_waiting_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "MAX_WAITING", 0)
     server = OpenAIServer(script=lambda body: [30.0])
