@@ -27,7 +27,9 @@ def text_chunks(
         {"role": "assistant", "content": ""},
         *({"content": each} for each in pieces),
     ]
-    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+    ]
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish_reason, **choice}]})
     told = usage or {"prompt_tokens": 7, "completion_tokens": len(pieces), "total_tokens": 7 + len(pieces)}
     return [*chunks, {"choices": [], "usage": told}]
