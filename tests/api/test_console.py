@@ -119,3 +119,13 @@ async def test_history_refuses_what_it_does_not_know(server: TenantServer) -> No
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == param
         assert (await client.get("/admin/history?span=day&model=no-such&tier=x")).status_code == 200
+
+
+def test_the_playground_and_the_console_do_not_style_each_other() -> None:
+    """Both style sheets are on one page: a class of one must not change what the other shows."""
+
+    def classes(name: str) -> set[str]:
+        return set(re.findall(r"\.([a-z][\w-]*)", FOLDER.joinpath(name).read_text()))
+
+    shared = {"brand", "check", "choice", "danger", "field", "mono", "problem", "row"}
+    assert classes("console.css") & classes("playground.css") <= shared

@@ -56,7 +56,7 @@ def test_text_of_a_model_never_becomes_markup(open_page: OpenPage, serve: Serve)
     ask(page, "attack")
     answer = page.locator(DONE).last
     assert "<script>" in answer.inner_text()
-    assert answer.locator("script, img, .text a").count() == 0
+    assert answer.locator("script, img, .answer-text a").count() == 0
     assert page.title() == "Penstock"
 
 
@@ -151,7 +151,7 @@ def test_reasoning_is_folded_above_the_answer(open_page: OpenPage, serve: Serve)
     ask(page, "Why is the sky blue?")
     fold = page.locator(".reasoning")
     assert fold.get_attribute("open") is None
-    assert page.locator(f"{DONE} .text").inner_text().startswith("The sky is blue")
+    assert page.locator(f"{DONE} .answer-text").inner_text().startswith("The sky is blue")
     fold.locator("summary").click()
     assert "one sentence is enough" in fold.inner_text()
 

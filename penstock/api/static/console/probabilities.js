@@ -64,10 +64,10 @@ function spoken({ text, logprob, top }) {
 function cardRows({ text, logprob, top }) {
   const rows = top.some((each) => each.text === text) ? top : [{ text, logprob }, ...top];
   return [...rows].sort((one, other) => other.logprob - one.logprob).map((each) => {
-    const fill = element("span", { class: "fill" });
+    const fill = element("span", { class: "probability-fill" });
     fill.style.width = `${Math.max(1, Math.exp(each.logprob) * 100)}%`;
     return element("div", { class: each.text === text ? "alternative chosen" : "alternative" },
-      element("code", {}, visible(each.text)), element("span", { class: "meter" }, fill), element("span", { class: "share" }, percent(each.logprob)));
+      element("code", {}, visible(each.text)), element("span", { class: "probability" }, fill), element("span", { class: "share" }, percent(each.logprob)));
   });
 }
 

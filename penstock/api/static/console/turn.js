@@ -77,7 +77,7 @@ class Answered {
     this.thoughts = element("div", { class: "plain" });
     this.summary = element("summary", {}, "Reasoning");
     this.fold = element("details", { class: "reasoning", hidden: true }, this.summary, this.thoughts);
-    this.body = element("div", { class: isCompletion ? "text plain" : "text" });
+    this.body = element("div", { class: isCompletion ? "answer-text plain" : "answer-text" });
     this.calls = element("div", { class: "calls" });
     this.problem = element("p", { class: "problem", role: "alert", hidden: true });
     this.figures = element("p", { class: "figures" });
