@@ -22,11 +22,13 @@ from penstock.serve.environment import open_database
 from penstock.serve.process import until
 from penstock.serve.server import stop_event
 from penstock.serve.shared_fleet import join_tokens, open_registry
+from penstock.serve.telemetry import configure_server_logging
 
 
 def run_control(config: ServeConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
     """Campaign for the lead of the fleet, and lead when it is won, until SIGTERM or SIGINT. `on_ready` is called with
     the name of this process."""
+    configure_server_logging(config.telemetry, process="control")
     tokens = join_tokens(config.cluster)
     registry = open_registry(config.cluster)
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"

@@ -140,6 +140,7 @@ def run_engines(
 ) -> None:
     """Run engines until SIGTERM or SIGINT, and keep the registry informed of them. `on_ready` is called with the
     first model and the name of this host."""
+    configure_server_logging(config.telemetry, process="host")
     tokens = join_tokens(config.cluster)
     registry = open_registry(config.cluster)
     host = f"{socket.gethostname()}-{secrets.token_hex(3)}"

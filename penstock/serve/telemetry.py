@@ -62,8 +62,8 @@ class BackgroundHandler(logging.Handler):
                 sys.stderr.flush()
 
 
-def configure_server_logging(config: TelemetryConfig) -> None:
-    """Set the format of log lines. The level stays as it is."""
+def configure_server_logging(config: TelemetryConfig, *, process: str = "gateway") -> None:
+    """Set the format of log lines, which say which process wrote them. The level stays as it is."""
     if config.log_format != "json" and not writes_access_lines(config):
         return
     root = logging.getLogger()
@@ -72,7 +72,7 @@ def configure_server_logging(config: TelemetryConfig) -> None:
     handler.setFormatter(
         formatter(
             config.log_format,
-            process="gateway",
+            process=process,
             text_format=previous._fmt or "" if previous is not None else "%(asctime)s %(message)s",
             date_format=previous.datefmt if previous is not None else None,
         )

@@ -3,6 +3,7 @@ chat passes, and pods leave when they are told to."""
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,9 @@ def test_a_fleet_serves(fleet: dict[str, Pod]) -> None:
     assert control.end() == 0
     assert engine.end() == 0
     assert not engine.is_ready()
+    for pod in fleet.values():
+        lines = [json.loads(line) for line in pod.log.read_text().splitlines() if line.startswith("{")]
+        assert any(line["message"] == "stopped" for line in lines), "logs are for programs"
 
 
 def test_one_server_alone_keeps_its_keys_on_its_volume(tmp_path: Path) -> None:

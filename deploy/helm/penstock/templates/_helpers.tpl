@@ -30,6 +30,11 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- if eq .Values.mode "fleet" }}gateway{{ else }}server{{ end -}}
 {{- end }}
 
+{{/* Whether the gateways of a fleet share a volume. */}}
+{{- define "penstock.sharesVolume" -}}
+{{- if and (eq .Values.mode "fleet") (not .Values.filesUrl) }}true{{ end -}}
+{{- end }}
+
 {{- define "penstock.scheme" -}}
 {{- if .Values.tls.secretName }}HTTPS{{ else }}HTTP{{ end -}}
 {{- end }}
@@ -71,6 +76,9 @@ envFrom:
 - --log-format=json
 {{- if .Values.settings }}
 - --settings=/etc/penstock/settings.toml
+{{- end }}
+{{- with .Values.filesUrl }}
+- --files-url={{ . }}
 {{- end }}
 {{- if .Values.tls.secretName }}
 - --ssl-certfile=/tls/tls.crt
