@@ -23,6 +23,7 @@ from penstock.api.admin.adapters import (
     LoadAdapter,
     UnloadAdapter,
 )
+from penstock.api.admin.experiments import ExperimentList, ExperimentObject, NewExperiment
 from penstock.api.admin.fleet import USAGE_PARAMETERS, ReleaseList, ReleaseObject, WhichModel
 from penstock.api.admin.history import HISTORY_PARAMETERS, REQUEST_PARAMETERS, ConsoleObject, RequestList
 from penstock.api.admin.service import (
@@ -425,6 +426,9 @@ ADMIN: dict[str, Operation] = {
     "POST /admin/releases": Operation(request=ReleaseOrder, response=ReleaseObject),
     "POST /admin/releases/promote": Operation(request=WhichModel, response=ReleaseObject),
     "POST /admin/releases/rollback": Operation(request=WhichModel, response=ReleaseObject),
+    "GET /admin/experiments": Operation(response=ExperimentList),
+    "POST /admin/experiments": Operation(request=NewExperiment, response=ExperimentObject),
+    "POST /admin/experiments/stop": Operation(request=WhichModel, response=ExperimentObject),
 }
 
 OPERATIONS = INFERENCE | OLLAMA | STORED_WORK | SERVICE | ADMIN

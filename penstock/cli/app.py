@@ -17,6 +17,7 @@ MODULES = {
     "control": "shared_fleet",
     "top": "top",
     "release": "release",
+    "experiment": "experiment",
     "settings": "settings",
     "cluster": "cluster",
     "pull": "models",
@@ -36,6 +37,7 @@ MODULES = {
     "bench": "bench",
     "plan": "plan",
     "simulate": "simulate",
+    "tune": "tune",
     "doctor": "doctor",
     "version": "app",
 }

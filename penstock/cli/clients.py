@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.core.cluster_view import ClusterView, ReleaseView
 from penstock.core.errors import PenstockError, UsageError
+from penstock.core.experiment_view import ExperimentView
 from penstock.serve.environment import API_KEY_VARIABLE
 
 ANSWER_TIMEOUT_S = 600.0  # a release may have to fetch weights first
@@ -30,6 +31,10 @@ class _Client:
         self._http.close()
 
 
+class _Experiments(msgspec.Struct):
+    data: tuple[ExperimentView, ...]
+
+
 class AdminClient(_Client):
     def cluster(self) -> ClusterView:
         return self._ask("GET", "/admin/cluster", ClusterView)
@@ -45,6 +50,15 @@ class AdminClient(_Client):
 
     def roll_back_release(self, model: str | None) -> ReleaseView:
         return self._ask("POST", "/admin/releases/rollback", ReleaseView, {"model": model})
+
+    def experiments(self) -> tuple[ExperimentView, ...]:
+        return self._ask("GET", "/admin/experiments", _Experiments).data
+
+    def start_experiment(self, order: dict[str, Any]) -> ExperimentView:
+        return self._ask("POST", "/admin/experiments", ExperimentView, order)
+
+    def stop_experiment(self, model: str | None) -> ExperimentView:
+        return self._ask("POST", "/admin/experiments/stop", ExperimentView, {"model": model})
 
     def _ask(self, method: str, path: str, shape: type[Shape], body: Any = None) -> Shape:
         try:

@@ -158,6 +158,7 @@ def _compare(reports: dict[str, Report]) -> None:
         "prompt tokens from the cache": lambda report: f"{report.cached_share:.1%}",
         "preemptions": lambda report: f"{report.num_preemptions:,}",
         "retries": lambda report: f"{report.num_retries:,}",
+        "objective": lambda report: f"{report.objective.total:.3f}",
         "replicas busy": lambda report: f"{report.mean_busy_share:.0%}",
     }
     for name, figure in rows.items():

@@ -15,6 +15,7 @@ from penstock import __version__
 from penstock.cluster.control_messages import (
     Channel,
     Directive,
+    ExperimentsShown,
     FromControl,
     OperateHost,
     OrderReplica,
@@ -24,12 +25,16 @@ from penstock.cluster.control_messages import (
     Report,
     RollBackRelease,
     ShowCluster,
+    ShowExperiments,
     Shown,
+    StartExperiment,
     StartRelease,
+    StopExperiment,
     ToControl,
     decode_from_control,
     encode_line,
 )
+from penstock.cluster.experiment_traffic import ExperimentTraffic
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.release_traffic import ReleaseTraffic
 from penstock.core.cluster_view import (
@@ -41,6 +46,8 @@ from penstock.core.cluster_view import (
     ReplicaOrder,
 )
 from penstock.core.errors import EngineUnavailable, error_from_code
+from penstock.core.experiment_view import ExperimentOrder, ExperimentView
+from penstock.core.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +96,7 @@ class ControlLink:
         self._interval_s = interval_s
         self._name = name
         self.traffic = ReleaseTraffic(fleet, self._only_model)
+        self.experiment_traffic = ExperimentTraffic(fleet, self._only_model)
         self._directive = Directive(number=-1)
         self._is_urgent = asyncio.Event()
         self._told_reasons: Counter[str] = Counter()
@@ -124,6 +132,7 @@ class ControlLink:
             return False
         self._directive = directive
         self.traffic.follow(directive.releases)
+        self.experiment_traffic.follow(directive.experiments)
         return True
 
     async def operate(self, order: HostOrder) -> ClusterView:
@@ -149,6 +158,27 @@ class ControlLink:
         answer = await self._ask(OrderReplica(order))
         assert isinstance(answer, Shown)
         return answer.view
+
+    async def experiments(self) -> tuple[ExperimentView, ...]:
+        answer = await self._ask(ShowExperiments())
+        assert isinstance(answer, ExperimentsShown)
+        return answer.experiments
+
+    async def start_experiment(self, order: ExperimentOrder) -> ExperimentView:
+        return await self._experiment(StartExperiment(order))
+
+    async def stop_experiment(self, model: str | None) -> ExperimentView:
+        return await self._experiment(StopExperiment(model))
+
+    def choose_revision(self, request: Request) -> str | None:
+        """Return the revision that must answer an attempt; None: any."""
+        decides, revision = self.experiment_traffic.choose_revision(request)
+        return revision if decides else self.traffic.choose_revision(request)
+
+    async def _experiment(self, message: ToControl) -> ExperimentView:
+        answer = await self._ask(message)
+        assert isinstance(answer, ExperimentsShown)
+        return answer.experiments[0]
 
     async def _release(self, message: ToControl) -> ReleaseView:
         answer = await self._ask(message)
@@ -232,6 +262,7 @@ class ControlLink:
             reasons=dict(new_reasons),
             num_prompt_tokens=routed - told_routed,
             num_matched_tokens=matched - told_matched,
+            arms=self.experiment_traffic.take_samples(),
         )
 
     def _only_model(self) -> str | None:

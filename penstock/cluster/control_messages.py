@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from penstock.control.experiment import Arm
 from penstock.control.release import Evidence, Figures, ReleaseConfig, ReleaseState
 from penstock.core.cluster_view import (
     ClusterView,
@@ -22,7 +23,10 @@ from penstock.core.cluster_view import (
     ReleaseView,
     ReplicaOrder,
 )
+from penstock.core.experiment_view import ExperimentOrder, ExperimentView
 from penstock.core.figures import percentile
+from penstock.core.policy import RoutingWeights
+from penstock.core.request import Tier
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +62,19 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     reasons: dict[str, int] = {}  # requests routed since the last report, by what decided
     num_prompt_tokens: int = 0
     num_matched_tokens: int = 0
+    arms: tuple[ArmSample, ...] = ()
+
+
+class ArmSample(msgspec.Struct, frozen=True, array_like=True):
+    """One attempt of an experiment that ended."""
+
+    experiment_id: str
+    arm: Arm
+    tier: Tier
+    ttft_s: float | None
+    itl_s: float | None
+    is_dropped: bool
+    num_tokens: int  # computed for it, as far as a gateway knows
 
 
 class ShowCluster(msgspec.Struct, frozen=True, tag="show"):
@@ -84,8 +101,29 @@ class OrderReplica(msgspec.Struct, frozen=True, tag="order_replica"):
     order: ReplicaOrder
 
 
+class StartExperiment(msgspec.Struct, frozen=True, tag="start_experiment"):
+    order: ExperimentOrder
+
+
+class StopExperiment(msgspec.Struct, frozen=True, tag="stop_experiment"):
+    model: str | None
+
+
+class ShowExperiments(msgspec.Struct, frozen=True, tag="show_experiments"):
+    pass
+
+
 ToControl: TypeAlias = (
-    Report | ShowCluster | StartRelease | PromoteRelease | RollBackRelease | OperateHost | OrderReplica
+    Report
+    | ShowCluster
+    | StartRelease
+    | PromoteRelease
+    | RollBackRelease
+    | OperateHost
+    | OrderReplica
+    | StartExperiment
+    | StopExperiment
+    | ShowExperiments
 )
 
 
@@ -95,12 +133,29 @@ class ActiveRelease(msgspec.Struct, frozen=True, kw_only=True):
     config: ReleaseConfig
 
 
+class ActiveExperiment(msgspec.Struct, frozen=True, kw_only=True):
+    """An experiment as a gateway carries it out. The arms are named by the revisions of their replicas."""
+
+    id: str
+    model: str
+    is_running: bool  # False: `base` answers all requests
+    share: float
+    base: str
+    a: str
+    b: str
+    routing: dict[str, RoutingWeights] = {}  # by revision
+
+    def revision_of(self, arm: Arm) -> str:
+        return self.a if arm is Arm.A else self.b
+
+
 class Directive(msgspec.Struct, frozen=True, kw_only=True, tag="directive"):
     """Tells a gateway what to do until the next directive. `number` rises when `releases` change."""
 
     number: int
     releases: tuple[ActiveRelease, ...] = ()
     pools: tuple[PoolView, ...] = ()  # for its metrics
+    experiments: tuple[ActiveExperiment, ...] = ()
 
 
 class Shown(msgspec.Struct, frozen=True, tag="shown"):
@@ -109,6 +164,10 @@ class Shown(msgspec.Struct, frozen=True, tag="shown"):
 
 class ReleaseShown(msgspec.Struct, frozen=True, tag="release_shown"):
     release: ReleaseView
+
+
+class ExperimentsShown(msgspec.Struct, frozen=True, tag="experiments_shown"):
+    experiments: tuple[ExperimentView, ...]
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -120,7 +179,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     hint: str | None = None
 
 
-FromControl: TypeAlias = Directive | Shown | ReleaseShown | Refused
+FromControl: TypeAlias = Directive | Shown | ReleaseShown | ExperimentsShown | Refused
 
 
 def encode_line(message: ToControl | FromControl) -> bytes:

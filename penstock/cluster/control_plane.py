@@ -20,6 +20,7 @@ import msgspec
 
 from penstock.cluster.control_messages import (
     Directive,
+    ExperimentsShown,
     FromControl,
     OperateHost,
     OrderReplica,
@@ -30,12 +31,17 @@ from penstock.cluster.control_messages import (
     Report,
     RollBackRelease,
     ShowCluster,
+    ShowExperiments,
     Shown,
+    StartExperiment,
     StartRelease,
+    StopExperiment,
     ToControl,
     decode_to_control,
     encode_line,
 )
+from penstock.cluster.experiment_record import ExperimentStore
+from penstock.cluster.experiments import ExperimentService
 from penstock.cluster.release_record import ReleaseStore, serving_spec
 from penstock.cluster.releases import ReleaseService, Resolve
 from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
@@ -116,6 +122,7 @@ class ControlPlane:
         operate: Callable[[HostOrder], Awaitable[None]] | None = None,
         described: Callable[[ClusterView], ClusterView] = lambda view: view,
         is_looking: Callable[[], bool] = lambda: True,
+        experiments: ExperimentStore | None = None,
     ) -> None:
         """In a shared fleet, `first_directive` is greater than the numbers of earlier leaders, `publish` gets every
         new directive, `operate` carries out orders about hosts, `described` adds hosts to the view, and
@@ -133,6 +140,15 @@ class ControlPlane:
         self.releases = ReleaseService(
             self.pools, manager, store, resolve_weights, self.announce, interval_s=look_interval_s
         )
+        self.experiments = ExperimentService(
+            self.pools,
+            manager,
+            experiments,
+            self.announce,
+            self.releases.is_active,
+            interval_s=look_interval_s,
+        )
+        self.releases.is_tested = self.experiments.is_active
         self._directive_number = first_directive
         self._gateways: dict[int, _Gateway] = {}
         self._num_gateways = 0  # that ever came
@@ -176,6 +192,7 @@ class ControlPlane:
         if socket is not None:
             server = await asyncio.start_unix_server(self._serve, str(socket), limit=MAX_LINE_BYTES)
         await self.releases.resume(await self._store.load(), self._base_revisions)
+        await self.experiments.resume(self._base_revisions)
         looking = asyncio.create_task(self._keep_looking())
         try:
             yield
@@ -183,6 +200,7 @@ class ControlPlane:
             looking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await looking
+            await self.experiments.close()
             await self.releases.close()
             for pool in self.pools:
                 await pool.close()
@@ -196,6 +214,7 @@ class ControlPlane:
             if pool.figures.held_requests:
                 self._should_look.set()  # a request waits for a replica
         self.releases.observe(report)
+        self.experiments.observe(report)
         self._note(report, now)
         self._gateways[gateway_number].directive_number = report.directive_number
         return self.directive(now)
@@ -206,7 +225,10 @@ class ControlPlane:
             self._next_views_s = now + 0.5 * self._look_interval_s
             self._pool_views = tuple(pool.view(now) for pool in self.pools)
         return Directive(
-            number=self._directive_number, releases=self.releases.active(), pools=self._pool_views
+            number=self._directive_number,
+            releases=self.releases.active(),
+            pools=self._pool_views,
+            experiments=self.experiments.active(),
         )
 
     def view(self) -> ClusterView:
@@ -352,6 +374,12 @@ class ControlPlane:
                 case OrderReplica(order=order):
                     self._order_replica(order)
                     return Shown(self.view())
+                case ShowExperiments():
+                    return ExperimentsShown(self.experiments.views())
+                case StartExperiment(order=ordered):
+                    return ExperimentsShown((await self.experiments.start(ordered),))
+                case StopExperiment(model=model):
+                    return ExperimentsShown((await self.experiments.stop(model),))
         except PenstockError as error:
             return Refused(error.code, error.message, error.param, error.hint)
         except Exception as error:

@@ -24,6 +24,7 @@ from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.messages import EngineReady, EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
+from penstock.core.policy import RoutingWeights
 from penstock.core.request import Request
 from penstock.dispatch import (
     Action,
@@ -190,6 +191,10 @@ class Fleet:
     def choose_revisions(self, choose: Callable[[Request], str | None]) -> None:
         """Let `choose` select the revision that serves an attempt; None stands for any revision."""
         self.dispatcher.choose_revision = choose
+
+    def route_by(self, weights: Mapping[str, RoutingWeights]) -> None:
+        """Route requests for these revisions by weights of their own."""
+        self._carry_out(self.dispatcher.route_by(weights, self._clock.now()))
 
     def update(self, members: Sequence[Member]) -> None:
         """Take over replicas that came, went, or changed state."""

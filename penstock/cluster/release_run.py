@@ -13,6 +13,7 @@ from math import ceil
 from penstock.cluster.control_messages import EvidenceCollector
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore
 from penstock.cluster.replica import ReplicaManager, ReplicaSpec
+from penstock.cluster.replica_counts import start_missing
 from penstock.cluster.scaling import PoolScaler
 from penstock.control.release import Happening, Releases, ReleaseState, Stage
 from penstock.core.cluster_view import GateView, ReleaseView
@@ -190,20 +191,7 @@ class ReleaseRun:
         return True
 
     async def _start_missing(self, specs: Sequence[ReplicaSpec], counts: Sequence[int]) -> None:
-        """Bring each pool to this number of replicas; draining replicas are taken back first."""
-        launches = []
-        for pool, spec, count in zip(self._pools, specs, counts, strict=True):
-            for member in pool.members():
-                if member.replica.revision == spec.revision and member.replica.state is ReplicaState.DRAINING:
-                    self._manager.resume(member.id)
-            num_missing = count - len(pool.serving(spec.revision))
-            launches += [asyncio.create_task(self._manager.launch(spec)) for _ in range(num_missing)]
-        try:
-            await asyncio.gather(*launches)
-        finally:  # one that fails, or an operator's order, ends the others
-            for launch in launches:
-                launch.cancel()
-            await asyncio.gather(*launches, return_exceptions=True)
+        await start_missing(self._manager, self._pools, specs, counts)
 
     async def _remove(self, specs: Sequence[ReplicaSpec]) -> None:
         for pool, spec in zip(self._pools, specs, strict=True):

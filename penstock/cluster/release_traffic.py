@@ -198,6 +198,11 @@ class ReleaseTraffic:
         )
 
 
+def is_mirrored(request: Request) -> bool:
+    """Say whether a request is a copy that nobody reads the answer of."""
+    return request.id.startswith(_MIRROR_PREFIX)
+
+
 def _is_repeatable(request: Request) -> bool:
     """Say whether the same request gets the same answer twice, from the same weights."""
     return request.sampling.temperature == 0.0 or request.sampling.seed is not None

@@ -18,10 +18,10 @@ from penstock.cluster.control_messages import ActiveRelease, Report
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore, changed
 from penstock.cluster.release_run import ReleaseRun
 from penstock.cluster.replica import ReplicaManager
-from penstock.cluster.scaling import PoolScaler
+from penstock.cluster.scaling import PoolScaler, served_model
 from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
-from penstock.core.errors import Conflict, InvalidRequest, ModelNotFound, NotFound
+from penstock.core.errors import Conflict, InvalidRequest, NotFound
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,9 @@ class ReleaseService:
         self._interval_s = interval_s
         self._base_revisions = {pool.spec.model: pool.spec.revision for pool in pools}
         self._runs: dict[str, ReleaseRun] = {}  # by model: the active one, or the last
+        self.is_tested: Callable[[str], bool] = lambda model: (
+            False
+        )  # whether an experiment of a model is active
 
     async def resume(self, records: Iterable[ReleaseRecord], base_revisions: dict[str, str]) -> None:
         """Continue the releases of an earlier process. `base_revisions`: the revision of the server's settings, by
@@ -73,6 +76,11 @@ class ReleaseService:
             raise Conflict(
                 f"The release {run.record.id} of {model!r} is still {run.state.stage.replace('_', ' ')}.",
                 hint="Promote it or roll it back first.",
+            )
+        if self.is_tested(model):
+            raise Conflict(
+                f"An experiment of {model!r} is still running.",
+                hint="Stop it with `penstock experiment stop`.",
             )
         try:
             config = msgspec.convert(order.policy, ReleaseConfig)
@@ -110,6 +118,10 @@ class ReleaseService:
 
     async def roll_back(self, model: str | None) -> ReleaseView:
         return await self._order(model, Happening.OPERATOR_ROLLS_BACK)
+
+    def is_active(self, model: str) -> bool:
+        run = self._runs.get(model)
+        return run is not None and not run.state.is_over
 
     def observe(self, report: Report) -> None:
         for sample in report.samples:
@@ -160,11 +172,4 @@ class ReleaseService:
         return [pool for pool in self._pools if pool.spec.model == model]
 
     def _model(self, name: str | None) -> str:
-        models = list(dict.fromkeys(pool.spec.model for pool in self._pools))
-        if name is None and len(models) == 1:
-            return models[0]
-        if name is None:
-            raise InvalidRequest("Say which model: several are served here.", param="model")
-        if name not in models:
-            raise ModelNotFound(f"The model {name!r} is not served here.", param="model")
-        return name
+        return served_model(self._pools, name)

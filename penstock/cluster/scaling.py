@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from msgspec.structs import replace
@@ -33,7 +33,7 @@ from penstock.control.autoscaler import (
 )
 from penstock.core.cluster_view import DecisionView, PoolView, ReplicaOrder
 from penstock.core.config import ScalingConfig
-from penstock.core.errors import ConfigError, Conflict, NotFound, PenstockError
+from penstock.core.errors import ConfigError, Conflict, InvalidRequest, ModelNotFound, NotFound, PenstockError
 from penstock.router import ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -148,6 +148,7 @@ class PoolScaler:
         self.spec = spec
         self.figures = PoolFigures(config or AutoscalerConfig())
         self.is_releasing = False  # while another revision is compared with this one, none of this one leaves
+        self.is_fixed = False  # while an experiment has chosen the number of replicas
         self._config = config
         self._drain_timeout_s = drain_timeout_s
         self._state = AutoscalerState()
@@ -209,7 +210,7 @@ class PoolScaler:
 
     def look(self, now: float, wall_s: float) -> None:
         """Look at the signals, decide, and begin to act."""
-        if self._config is None:
+        if self._config is None or self.is_fixed:
             return
         signals = self.signals(now)
         config = self._config
@@ -382,3 +383,15 @@ class PoolScaler:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def served_model(pools: Iterable[PoolScaler], name: str | None) -> str:
+    """Return the name of the model that an order is about; None stands for the only model."""
+    models = list(dict.fromkeys(pool.spec.model for pool in pools))
+    if name is None and len(models) == 1:
+        return models[0]
+    if name is None:
+        raise InvalidRequest("Say which model: several are served here.", param="model")
+    if name not in models:
+        raise ModelNotFound(f"The model {name!r} is not served here.", param="model")
+    return name

@@ -21,8 +21,7 @@ from penstock.core.gateway_config import (
     TelemetryConfig,
     TenantsConfig,
 )
-
-RoutingPolicy = Literal["prefix-aware", "least-loaded", "power-of-two", "session-affinity", "round-robin"]
+from penstock.core.policy import RoutingPolicy
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

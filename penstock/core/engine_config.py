@@ -15,6 +15,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int8", "int4", "fp8"]
 LoadFormat = Literal["auto", "pt", "random"]
 ModelImplementation = Literal["auto", "native", "transformers"]
+LengthBins = Literal["off", "tenant", "prompt"]
+TierShares = Annotated[str, Meta(pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){2}$", max_length=64)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -167,6 +169,26 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         float,
         Meta(description="After this long in the queue a request counts as one tier more urgent.", gt=0),
     ] = 30.0
+    length_bins: Annotated[
+        LengthBins,
+        Meta(
+            description="Predict lengths of answers from the tenant's earlier answers (tenant), and from those to "
+            "prompts of similar length and kind (prompt); off predicts none."
+        ),
+    ] = "prompt"
+    preempt_batch: Annotated[
+        bool, Meta(description="Let urgent requests that lack room preempt running batch requests.")
+    ] = True
+    tier_shares: (
+        Annotated[
+            TierShares,
+            Meta(
+                description="Shares of the tokens that start, for the tiers priority, default and batch, such as "
+                "8,3,1. Default: the more urgent tier goes first."
+            ),
+        ]
+        | None
+    ) = None
     min_cacheable_tokens: Annotated[
         int,
         Meta(description="Shortest prompt prefix that a cache breakpoint keeps; shorter ones are not.", ge=1),

@@ -195,6 +195,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     step_tokens: int = 0  # tokens computed in the latest step
     tokens_computed: int = 0
     step_s: float = 0.0  # duration of the latest step
+    busy_s: float = 0.0  # seconds of all steps
     plan_s: float = 0.0  # seconds spent in scheduler.plan and commit for the latest step
     kv_fetches: int = 0  # requests whose KV was to come from another engine
     kv_fetches_failed: int = 0  # fetches that brought too little

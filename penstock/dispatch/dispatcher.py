@@ -1,6 +1,7 @@
 """The fleet's state machine: requests, news of replicas and passing time go in, actions come out. Does no I/O.
 
     update(status, now)                       replicas came, went or changed
+    route_by(weights, now)                    some revisions have routing weights of their own
     add(request, now, ...)                    a client asks
     abort(request_id, now)                    a client left
     news(replica_id, events, now)             a replica sent events of answers
@@ -17,15 +18,15 @@ that the client got. A request that finds no replica waits for one that starts, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
 
-from penstock.core.config import RoutingPolicy
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, ModelNotFound, Overloaded, PenstockError
 from penstock.core.messages import EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
+from penstock.core.policy import RoutingPolicy, RoutingWeights
 from penstock.core.request import FinishReason, Request
 from penstock.dispatch.actions import (
     Action,
@@ -70,6 +71,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of each policy, with the defaults for serving."""
 
     routing_policy: RoutingPolicy = "prefix-aware"
+    routing: RoutingWeights = RoutingWeights()  # of that policy
     # The death of one replica must not use up the budget: everything that it ran, and much of what waited there,
     # continues on other replicas. Several replicas that die at once, of which gateways hear one by one, must not use
     # up the attempts of one request.
@@ -83,7 +85,7 @@ class Dispatcher:
     def __init__(self, config: DispatchConfig, rng: RandomSource, now: float) -> None:
         self.config = config
         self._rng = rng
-        self.router = Router(policy_named(config.routing_policy))
+        self.router = Router(policy_named(config.routing_policy, config.routing))
         self.table = ReplicaTable(self.router, config.outliers)
         self.kv_sources = KVSources(self.table, rng)
         self.waiting = WaitingRoom(config.waiting)
@@ -113,6 +115,12 @@ class Dispatcher:
             if record.replica_id in lost:
                 self._fail_attempt(record, lost[record.replica_id], gone, now, actions)
         return self._with_wakeup(actions)
+
+    def route_by(self, weights: Mapping[str, RoutingWeights], now: float) -> Sequence[Action]:
+        """Route requests for these revisions by weights of their own; all others as configured."""
+        policy = self.config.routing_policy
+        self.router.policies = {name: policy_named(policy, each) for name, each in weights.items()}
+        return _NOTHING
 
     def add(
         self,

@@ -8,7 +8,7 @@ them. Times are those of the recording clock; only their differences mean anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -17,6 +17,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.messages import EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.core.plan_log import LoggedError, encode_logged, log_line, read_log
+from penstock.core.policy import RoutingWeights
 from penstock.core.request import Request
 from penstock.dispatch.actions import Action, Deliver
 from penstock.dispatch.dispatcher import DispatchConfig, Dispatcher
@@ -32,6 +33,10 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 class UpdateCall(msgspec.Struct, frozen=True, tag_field="call", tag="update"):
     status: FleetStatus
+
+
+class RouteByCall(msgspec.Struct, frozen=True, tag_field="call", tag="route_by"):
+    weights: dict[str, RoutingWeights]
 
 
 class AddCall(msgspec.Struct, frozen=True, tag_field="call", tag="add"):
@@ -70,7 +75,15 @@ class TickCall(msgspec.Struct, frozen=True, tag_field="call", tag="tick"):
 
 
 Call: TypeAlias = (
-    UpdateCall | AddCall | AbortCall | NewsCall | FailedCall | HeartbeatCall | KVEventsCall | TickCall
+    UpdateCall
+    | RouteByCall
+    | AddCall
+    | AbortCall
+    | NewsCall
+    | FailedCall
+    | HeartbeatCall
+    | KVEventsCall
+    | TickCall
 )
 
 
@@ -99,6 +112,9 @@ class RecordingDispatcher(Dispatcher):
 
     def update(self, status: FleetStatus, now: float) -> Sequence[Action]:
         return self._log(UpdateCall(status), super().update(status, now), now)
+
+    def route_by(self, weights: Mapping[str, RoutingWeights], now: float) -> Sequence[Action]:
+        return self._log(RouteByCall(dict(weights)), super().route_by(weights, now), now)
 
     def add(
         self,
@@ -153,6 +169,8 @@ def make_call(dispatcher: Dispatcher, record: LogRecord) -> Sequence[Action]:
     match record.call:
         case UpdateCall(status):
             return dispatcher.update(status, now)
+        case RouteByCall(weights):
+            return dispatcher.route_by(weights, now)
         case AddCall(request, timeout_s, block_hashes):
             return dispatcher.add(request, now, timeout_s=timeout_s, block_hashes=block_hashes)
         case AbortCall(request_id):

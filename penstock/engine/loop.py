@@ -74,6 +74,7 @@ class _Counters:
     tokens_computed: int = 0
     step_tokens: int = 0  # of the latest step
     step_s: float = 0.0  # seconds of the executor for the latest step
+    busy_s: float = 0.0  # seconds of the executor for all steps
     plan_s: float = 0.0  # seconds of planning and committing the latest step
     num_nan_logits: int = 0
     num_out_of_memory: int = 0
@@ -177,6 +178,7 @@ class EngineLoop:
             tokens_computed=counters.tokens_computed,
             step_tokens=counters.step_tokens,
             step_s=counters.step_s,
+            busy_s=counters.busy_s,
             plan_s=counters.plan_s,
             num_nan_logits=counters.num_nan_logits,
             num_out_of_memory=counters.num_out_of_memory,
@@ -265,6 +267,7 @@ class EngineLoop:
         counters.step_tokens = plan.num_tokens
         counters.tokens_computed += plan.num_tokens
         counters.step_s = result.elapsed_s
+        counters.busy_s += result.elapsed_s
         counters.image_encoder_s += result.encoder_s
         counters.num_nan_logits += sum(event.error == NOT_A_NUMBER for event in events)
         counters.plan_s = planning_s + self._clock.now() - now

@@ -65,7 +65,7 @@ def common_gguf_config(
     """Read the settings that most decoders have. `changes` replaces values of the metadata."""
     fields = Fields({**file.metadata, **(changes or {})}, file.path.name, prefix=f"{file.architecture}.")
     hidden_size = fields.integer("embedding_length")
-    num_heads = max(per_layer(fields, "attention.head_count"))
+    num_heads = fields.integer("attention.head_count")
     num_layers = fields.integer("block_count")
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     if fields.integer("attention.value_length", head_dim) != head_dim:
@@ -78,14 +78,13 @@ def common_gguf_config(
         )
     tokenizer = Fields(file.metadata, file.path.name, prefix="tokenizer.ggml.")
     bos_token_ids = tokenizer.token_ids("bos_token_id")
-    biases = {name.split(".", 2)[-1] for name in file.tensors if name.endswith(".bias")}  # of any layer
     return ArchitectureConfig(
         architecture=architecture,
         hidden_size=hidden_size,
         intermediate_size=_intermediate_size(fields),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=max(per_layer(fields, "attention.head_count_kv", num_heads)),
+        num_kv_heads=fields.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         vocab_size=_vocab_size(file, hidden_size),
         max_positions=fields.integer("context_length"),
@@ -96,23 +95,13 @@ def common_gguf_config(
         rope=_rope(fields, None if rotary_dim == head_dim else rotary_dim),
         windows=(None,) * num_layers,
         attention_scale=head_dim**-0.5,
-        qkv_bias=not biases.isdisjoint({"attn_q.bias", "attn_qkv.bias"}),
-        output_bias="attn_output.bias" in biases,
-        mlp_bias="ffn_down.bias" in biases,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
         tie_embeddings="output.weight" not in file.tensors,
         eos_token_ids=tokenizer.token_ids("eos_token_id"),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
     )
-
-
-def per_layer(fields: Fields, key: str, default: int | None = None) -> tuple[int, ...]:
-    """Read a count that files state once, or for each layer."""
-    num_layers, values = fields.integer("block_count"), fields.raw(key)
-    if not isinstance(values, list):
-        return (fields.integer(key, default),) * num_layers
-    if len(values) != num_layers or not all(isinstance(value, int) and value >= 0 for value in values):
-        raise ModelLoadError(f"{fields.where} has no {key} for each of its {num_layers} layers.")
-    return tuple(values)
 
 
 def gguf_windows(fields: Fields, num_layers: int, default_period: int) -> tuple[int | None, ...]:
@@ -127,7 +116,7 @@ def gguf_windows(fields: Fields, num_layers: int, default_period: int) -> tuple[
 
 def _intermediate_size(fields: Fields) -> int:
     """Read the inner size of MLPs. Mixtures may state the size of experts only."""
-    return max(per_layer(fields, "feed_forward_length", fields.raw("expert_feed_forward_length")))
+    return fields.integer("feed_forward_length", fields.raw("expert_feed_forward_length"))
 
 
 def _vocab_size(file: GGUFFile, hidden_size: int) -> int:

@@ -315,10 +315,10 @@ class GGUFSource:
             raise ModelLoadError(f"{self._file.path.name} has no tensor for {name}.")
         tensor = self._file.tensors[name]
         rows = math.prod(tensor.shape[:-1])
-        is_joined = len(shape) == 2 != len(tensor.shape) and (rows, tensor.shape[-1]) == shape
-        if is_joined or (len(shape) == 1 and math.prod(tensor.shape) == shape[0]):
-            # A matrix of one row, several matrices one below the other, or a vector in groups.
-            tensor = replace(tensor, shape=shape)
+        if len(shape) == 2 != len(tensor.shape) and (rows, tensor.shape[-1]) == shape:
+            tensor = replace(
+                tensor, shape=shape
+            )  # a matrix of one row, or several matrices one below the other
         if tensor.shape != shape:
             raise ModelLoadError(
                 f"{self._file.path.name} has {tensor.name} of shape {list(tensor.shape)} "

@@ -24,9 +24,7 @@ from penstock.models.weights import (
     Stacked,
     StackedSource,
     WeightSource,
-    pick_columns,
     pick_rows,
-    take_columns,
 )
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
@@ -73,9 +71,6 @@ class Layout:
     names: Mapping[str, str] = field(default_factory=dict)
     cut: Mapping[str, StoredRows] = field(default_factory=dict)
     rows: Mapping[str, StoredRows] = field(default_factory=dict)
-    columns: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # the stored column of each of a matrix's columns
     transposed: frozenset[str] = frozenset()  # names within a layer of matrices that are stored [in, out]
     experts: Mapping[str, StackedPart] = field(default_factory=dict)  # by the usual name, such as "gate_proj"
     num_experts: int = 0
@@ -83,7 +78,7 @@ class Layout:
 
     @property
     def is_usual(self) -> bool:
-        changed = self.names or self.cut or self.rows or self.columns or self.transposed or self.experts
+        changed = self.names or self.cut or self.rows or self.transposed or self.experts
         return self.base == "model" and not changed
 
     @property
@@ -92,7 +87,7 @@ class Layout:
         stacked = any(
             part.transposed or not part.weight.startswith("mlp.experts.") for part in self.experts.values()
         )
-        return not (self.cut or self.rows or self.columns or self.transposed or stacked)
+        return not (self.cut or self.rows or self.transposed or stacked)
 
     def usual_name(self, stored: str) -> str:
         name = "." + stored.removeprefix(f"{self.base}.").removeprefix(f"{self.old_base}.") + "."
@@ -289,11 +284,10 @@ class LayoutSource:
     def _place(self, name: str, size: int) -> tuple[str, int, Tensor] | None:
         """Return the stored tensor's name and size and the rows in it; None for a tensor that is stored as it is."""
         stem, _, kind = name.rpartition(".")
-        match, whole = _LAYER.fullmatch(stem), _LAYER.fullmatch(name)
-        if match is None or whole is None:
+        match = _LAYER.fullmatch(stem)
+        if match is None:
             return None
         cut, rows = self._layout.cut.get(match[2]), self._layout.rows.get(match[2])
-        rows = rows or self._layout.rows.get(whole[2])  # names of vectors may have no ending
         if rows is not None and len(rows.order) != size:
             rows = None
         if cut is not None and len(cut.order) == size and name not in self._stored:
@@ -304,10 +298,6 @@ class LayoutSource:
     def _oriented(self, name: str, rows: int, columns: int, part: Part | None) -> WeightData:
         stored = self._stored_name(name)
         match = _LAYER.fullmatch(name.rpartition(".")[0])
-        if match is not None and match[2] in self._layout.columns:
-            wanted = part or Part(range(rows), range(columns))
-            whole = self._source.matrix(stored, rows, columns, Part(wanted.rows, range(columns)))
-            return take_columns(pick_columns(whole, self._layout.columns[match[2]]), wanted.columns)
         if match is None or match[2] not in self._layout.transposed:
             return self._source.matrix(stored, rows, columns, part)
         turned = None if part is None else Part(part.columns, part.rows)

@@ -21,6 +21,7 @@ from penstock.kernels.interface import AttentionBatch, KVStore, Ops, PackedLinea
 from penstock.kernels.states import DeltaLayer, ScanLayer, StateShapes
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
 from penstock.models.decoder import Decoder
+from penstock.models.gguf_file import GGUFFile
 from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import StoredRows, fused_rows
 from penstock.models.sharding import balanced, scaled
@@ -315,7 +316,7 @@ def load_mamba(
         sizes=(len(inner), len(inner) + 2 * len(width), len(heads)),
         conv=load_conv(load, f"{prefix}.conv1d", inner_size + 2 * parts["write"], in_conv),
         scan=ScanLayer(
-            decay=load_decay(load, prefix, heads),
+            decay=-by_head("A_log").exp(),
             skip=by_head("D"),
             step_bias=by_head("dt_bias"),
             groups=own_groups.to(device),
@@ -351,13 +352,6 @@ def _mamba_norm(load: LayerLoader, name: str, own: range) -> GatedNorm:
             hint="Lower --tensor-parallel-size.",
         )
     return GatedNorm(weight, eps, width, settings.gates_first, whole_width=size)
-
-
-def load_decay(load: LayerLoader, prefix: str, heads: range) -> Tensor:
-    """Load the decay of some heads. GGUF files store the decay itself, and folders the logarithm of its size."""
-    count, is_decay = recurrent_settings(load.config).num_heads, load.weights.has(f"{prefix}.A")
-    values = taken(load.weights.vector(f"{prefix}.{'A' if is_decay else 'A_log'}", count), [heads])
-    return values if is_decay else -values.exp()
 
 
 def delta_net_parts(config: ArchitectureConfig) -> dict[str, int]:
@@ -407,7 +401,7 @@ def load_delta_net(load: LayerLoader, name: str = "linear_attn") -> GatedDeltaNe
         ),
         conv=load_conv(load, f"{prefix}.conv1d", starts[2] + parts["value"], in_conv),
         rule=DeltaLayer(
-            decay=load_decay(load, prefix, heads),
+            decay=-by_head("A_log").exp(),
             step_bias=by_head("dt_bias"),
             keys=torch.arange(len(heads), device=load.weights.ops.device) // per_key,
             num_keys=len(keys),
@@ -456,3 +450,11 @@ def step_limits(fields: Fields) -> tuple[float, float]:
         raise ModelLoadError(f"{fields.where} has a time_step_limit that is not a pair of numbers.")
     low, high = (float(each["__float__"]) if isinstance(each, dict) else float(each) for each in limits)
     return low, high
+
+
+def no_gguf(file: GGUFFile) -> ModelLoadError:
+    """Return the error of a GGUF file of a family that is read from folders only."""
+    return ModelLoadError(
+        f"{file.path.name} has layers with a fixed state, which are read from safetensors only.",
+        hint="Give the folder of the original checkpoint.",
+    )

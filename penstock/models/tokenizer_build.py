@@ -28,18 +28,16 @@ class SplitRule:
     adds_bos: bool = False  # unless the metadata says otherwise
 
 
-def _words_then(
-    digits: str, *, words: str = r"\p{L}+", marks: str = "", after_symbols: str = r"[\r\n]*"
-) -> str:
+def _words_then(digits: str, *, words: str = r"\p{L}+", after_symbols: str = r"[\r\n]*") -> str:
     """Return a pattern of the family that began with GPT-4: contractions, words, digits, symbols, line ends,
-    spaces. `marks` are not symbols."""
+    spaces."""
     contractions = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     return "|".join(
         [
             contractions,
             rf"[^\r\n\p{{L}}\p{{N}}]?{words}",
             digits,
-            rf" ?[^\s\p{{L}}{marks}\p{{N}}]+{after_symbols}",
+            rf" ?[^\s\p{{L}}\p{{N}}]+{after_symbols}",
             r"\s*[\r\n]+",
             r"\s+(?!\S)",
             r"\s+",
@@ -77,15 +75,8 @@ SPLIT_RULES: Mapping[str, SplitRule] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "falcon-h1": _LLAMA3,
-    "lfm2": _LLAMA3,
-    "pixtral": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "qwen35": SplitRule(
-        pattern=_words_then(r"\p{N}", words=r"[\p{L}\p{M}]+", marks=r"\p{M}"), normalize=True
-    ),
     "phi-2": _GPT2,
     "olmo": _GPT2,
     "mpt": _GPT2,

@@ -73,30 +73,6 @@ def pick_rows(weight: WeightData, order: Tensor) -> WeightData:
             return replace(weight, codes=weight.codes[order], scales=weight.scales[order], offsets=offsets)
 
 
-def pick_columns(weight: WeightData, order: Tensor) -> WeightData:
-    """Take the columns of `order`, int64 [n], in this order. A matrix whose groups are divided
-    becomes dense."""
-    match weight:
-        case DenseWeight():
-            return DenseWeight(weight.values[:, order])
-        case GroupQuantWeight(input_order=None, group=group) if _moves_whole(order, group):
-            groups = order.view(-1, group)[:, 0] // group
-            offsets = None if weight.offsets is None else weight.offsets[:, groups]
-            return replace(
-                weight, codes=weight.codes[:, order], scales=weight.scales[:, groups], offsets=offsets
-            )
-        case Float8Weight() | GroupQuantWeight():
-            return DenseWeight(weight.dequantize()[:, order])
-
-
-def _moves_whole(order: Tensor, group: int) -> bool:
-    """Return whether an order keeps the columns of each group together."""
-    if len(order) % group:
-        return False
-    groups = order.view(-1, group)
-    return bool((groups == groups[:, :1] // group * group + torch.arange(group)).all())
-
-
 def take_columns(weight: WeightData, columns: range) -> WeightData:
     """Take columns without new rounding: a matrix whose scales the cut would divide, or whose inputs are in another
     order, becomes dense."""

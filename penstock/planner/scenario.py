@@ -14,6 +14,7 @@ from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import UsageError
 from penstock.core.hashing import chain_hashes, root_hash
+from penstock.core.objective import ObjectiveSettings
 from penstock.core.request import Request, SamplingParams, Tier
 from penstock.dispatch import DispatchConfig
 from penstock.planner.hardware import HARDWARE, KV_FORMATS, WEIGHT_FORMATS
@@ -95,6 +96,7 @@ class Scenario(_Section, frozen=True, kw_only=True):
     fleet: FleetSection = FleetSection()
     dispatch: DispatchConfig = DispatchConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    objective: ObjectiveSettings = ObjectiveSettings()
     faults: tuple[FaultSection, ...] = ()
     seed: int = 0
 
@@ -145,6 +147,7 @@ def simulation_of(scenario: Scenario, folder: Path = Path()) -> SimulationConfig
         dispatch=scenario.dispatch,
         autoscaler=fleet.autoscaler,
         faults=tuple(_fault(fault, fleet) for fault in scenario.faults),
+        objective=scenario.objective,
         seed=scenario.seed,
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol, TypeAlias
 
 from penstock.core.errors import ConfigError
+from penstock.core.policy import RoutingWeights
 from penstock.router.load import ReplicaLoad, number_of, score
 from penstock.router.request import RandomSource, Reason, RoutingRequest
 
@@ -205,9 +206,15 @@ POLICIES: dict[str, type[Policy]] = {
 }
 
 
-def policy_named(name: str) -> Policy:
+def policy_named(name: str, weights: RoutingWeights | None = None) -> Policy:
+    """Return a routing policy. `weights` may name another one."""
+    weights = weights or RoutingWeights()
+    name = weights.policy or name
     if name not in POLICIES:
         raise ConfigError(
             f"There is no routing policy {name!r}.", hint=f"Choose one of {', '.join(POLICIES)}."
         )
-    return POLICIES[name]()
+    if name != PrefixAware.name:
+        return POLICIES[name]()
+    given = {"recompute_weight": weights.recompute_weight, "affinity_share": weights.affinity_share}
+    return PrefixAware(**{key: value for key, value in given.items() if value is not None})

@@ -57,6 +57,7 @@ class _Pool:
 class Router:
     def __init__(self, policy: Policy | None = None, config: RouterConfig | None = None) -> None:
         self.policy: Policy = policy or PrefixAware()
+        self.policies: dict[str, Policy] = {}  # by revision, for requests that must go to that revision
         self.config = config or RouterConfig()
         self.index = PrefixIndex(self.config.max_index_entries)
         self.expectations = Expectations(self.index, self.config.max_expected_blocks)
@@ -77,8 +78,9 @@ class Router:
         self.expectations.expire(now)
         self.ended(request.id, now)  # another attempt: the previous one no longer counts
         candidates = self._candidates(request)
+        policy = self._policy_for(request)
         matches: dict[ReplicaLoad, int] = {}
-        if self.policy.reads_prefixes and request.block_hashes:
+        if policy.reads_prefixes and request.block_hashes:
             matches = self._match(request, candidates)
         if len(candidates) == 1:
             picked, reason = candidates[0], Reason.ONLY
@@ -90,7 +92,7 @@ class Router:
         num_blocks = (uncached + request.expected_output_tokens) // block_size + 1
         predicted_s = picked.predict_s(uncached, num_blocks)
         self._tickets[request.id] = picked.enter(uncached, num_blocks, now)
-        if self.policy.reads_prefixes and request.block_hashes:
+        if policy.reads_prefixes and request.block_hashes:
             self._expect(request, picked, matched // block_size, now)
         return Decision(
             picked.replica.id,
@@ -173,6 +175,11 @@ class Router:
         known = self._known.get(replica_id)
         return None if known is None else known.load
 
+    def _policy_for(self, request: RoutingRequest) -> Policy:
+        if request.revision is None or not self.policies:
+            return self.policy
+        return self.policies.get(request.revision, self.policy)
+
     def _pick(
         self,
         request: RoutingRequest,
@@ -182,12 +189,13 @@ class Router:
         rng: RandomSource,
     ) -> tuple[ReplicaLoad, Reason]:
         """Pick by the policy, unless that replica got more than its share of requests lately."""
-        picked, reason = self.policy.pick(request, candidates, matches, rng)
-        if self.policy.reads_prefixes:
+        policy = self._policy_for(request)
+        picked, reason = policy.pick(request, candidates, matches, rng)
+        if policy.reads_prefixes:
             within = self._shares.within(candidates, picked, now)
             if within is not candidates:
                 allowed = {load: matched for load, matched in matches.items() if load in within}
-                picked, reason = self.policy.pick(request, within, allowed, rng)
+                picked, reason = policy.pick(request, within, allowed, rng)
             self._shares.count(picked, self._by_bit.values(), now)
         return picked, reason
 

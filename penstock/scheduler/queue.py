@@ -2,13 +2,14 @@
 
 Order, outermost first: tier (after aging), requests that were preempted, the tenant with the least service, and
 within a tenant the earlier arrival, where a long predicted answer counts as a later arrival. That shift is at most
-`aging_s`, so a long request can be overtaken by shorter ones for a bounded time only.
+`aging_s`, so a long request can be overtaken by shorter ones for a bounded time only. With shares of tiers, the tier
+that has started the fewest tokens for its share goes first instead of the most urgent one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from math import exp
+from math import exp, inf
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import Overloaded
@@ -32,6 +33,7 @@ class WaitingQueue:
         self._members: dict[int, Sequence] = {}
         self._parked: dict[int, Sequence] = {}
         self._tiers = [_TierQueue() for _ in range(BATCH_RANK + 1)]
+        self._shares = None if config.tier_shares is None else _TierShares(config.tier_shares)
         self._promotions: KeyedHeap[Sequence] = (
             KeyedHeap()
         )  # members, by when they count as a tier more urgent
@@ -95,11 +97,18 @@ class WaitingQueue:
 
     def first(self) -> Sequence | None:
         """Return the next request to be admitted, which stays in the queue. Call `promote` first."""
-        for tier in self._tiers:
-            sequence = tier.first()
+        ranks = range(len(self._tiers)) if self._shares is None else self._shares.order()
+        for rank in ranks:
+            sequence = self._tiers[rank].first()
             if sequence is not None:
                 return sequence
         return None
+
+    def start(self, sequence: Sequence, now: float) -> None:
+        """Remove a member, which runs from now on."""
+        if self._shares is not None:
+            self._shares.count(sequence.rank, sequence.predicted_length)
+        self.leave(sequence, now)
 
     def promote(self, now: float) -> None:
         """Make each request that waited another `aging_s` one tier more urgent."""
@@ -135,6 +144,8 @@ class WaitingQueue:
     def _position(self, sequence: Sequence) -> None:
         length = sequence.predicted_length - sequence.num_prompt
         shift_s = self._aging_s * length_bin(length) / NUM_LENGTH_BINS
+        if self._shares is not None and self._tiers[sequence.rank].is_empty:
+            self._shares.enter(sequence.rank, [not tier.is_empty for tier in self._tiers])
         self._tiers[sequence.rank].push(sequence, sequence.arrival_s + shift_s)
 
     def _promotion_s(self, sequence: Sequence) -> float:
@@ -183,8 +194,37 @@ class _TierQueue:
         account = least_served(self._tenants)
         return None if account is None else self._lines[account.number].first()
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._resumed and not self._lines
+
     def sequences(self) -> list[Sequence]:
         return [*self._resumed.items(), *(item for line in self._lines.values() for item in line.items())]
+
+
+class _TierShares:
+    """Counts the tokens of each tier that started, over the tier's share. A tier without a share goes last."""
+
+    __slots__ = ("_served", "_shares")
+
+    def __init__(self, shares: str) -> None:
+        self._shares = [float(share) for share in shares.split(",")]
+        self._served = [0.0 if share else inf for share in self._shares]  # tokens over the share
+
+    def order(self) -> list[int]:
+        """Return the ranks, the one that is furthest behind first."""
+        return sorted(range(len(self._served)), key=lambda rank: (self._served[rank], rank))
+
+    def count(self, rank: int, num_tokens: int) -> None:
+        if self._shares[rank]:
+            self._served[rank] += num_tokens / self._shares[rank]
+
+    def enter(self, rank: int, waiting: list[bool]) -> None:
+        """Let a tier wait again. The time in which nothing of it waited is no credit."""
+        served = zip(self._served, waiting, strict=True)
+        others = [tokens for tokens, is_waiting in served if is_waiting and tokens < inf]
+        if others:
+            self._served[rank] = max(self._served[rank], min(others))
 
 
 class _DrainRate:

@@ -110,7 +110,7 @@ class Scheduler:
         self._itl_target_s = config.itl_target_ms / 1000.0 if config.itl_target_ms else None
 
         headroom = Headroom(cache.block_size, cache.windows, counts_tokens=cache.has_window_memory)
-        self._lengths = OutputLengthEstimator()
+        self._lengths = OutputLengthEstimator(config.length_bins)
         self._predictor = StepTimePredictor()
         self._swapping = Swapping(cache, self._predictor, block_copy_s)
         self._swapping.decide_spills()
@@ -179,7 +179,7 @@ class Scheduler:
             return
         if sequence.request.sampling.stop and sequence.output_token_ids:
             # The gateway found a stop string: the answer is complete.
-            self._lengths.observe(sequence.request.tenant, len(sequence.output_token_ids))
+            self._lengths.observe(sequence.request, len(sequence.output_token_ids))
         self._end(sequence, now)
 
     def fail(self, chunk: Chunk, error: str, now: float) -> None:
@@ -219,7 +219,8 @@ class Scheduler:
                 return None
 
         max_tokens = self._config.max_num_batched_tokens
-        work, lacks_blocks = self._preemption.make_room(max_tokens, self._queue.first(), now)
+        urgent = self._queue.first() if self._config.preempt_batch else None
+        work, lacks_blocks = self._preemption.make_room(max_tokens, urgent, now)
         step = StepBuilder(
             max_tokens, self._predictor, self._itl_target_s, self._tile_tokens, self.cache.block_size
         )
@@ -415,7 +416,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, now: float) -> None:
         """Run a waiting request, which has its blocks by now."""
-        self._queue.leave(sequence, now)
+        self._queue.start(sequence, now)
         self._running.start(sequence)
         sequence.state = State.RUNNING
         sequence.admitted_s = now
@@ -458,7 +459,7 @@ class Scheduler:
 
         if finish_reason is not None:
             if finish_reason in _NATURAL_ENDS:
-                self._lengths.observe(sequence.request.tenant, sequence.num_known - sequence.num_prompt)
+                self._lengths.observe(sequence.request, sequence.num_known - sequence.num_prompt)
             self._end(sequence, now)
         elif sequence.state is State.SETTLING and sequence.num_known == sequence.num_expected:
             self._requeue(sequence)

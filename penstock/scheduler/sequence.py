@@ -215,7 +215,7 @@ class Sequence:
     def predict_length(self, estimator: OutputLengthEstimator) -> None:
         num_output = self.num_expected - self.num_prompt
         limit = self.length_limit - self.num_prompt
-        self.predicted_length = self.num_prompt + estimator.predict(self.request.tenant, num_output, limit)
+        self.predicted_length = self.num_prompt + estimator.predict(self.request, num_output, limit)
 
     def hash_blocks(self, count: int, block_size: int) -> list[BlockHash]:
         """Return the hashes of at least `count` leading blocks. All their tokens must be known."""

@@ -10,6 +10,10 @@ fade, so that some hundred answers show a tenant's new habits.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
+from penstock.core.engine_config import LengthBins
+from penstock.core.request import Request
 from penstock.scheduler.keyed_heap import KeyedHeap
 
 # An output token costs about twice a prompt token: it is computed alone instead of in a batch with its neighbours.
@@ -87,7 +91,8 @@ _DECAY_PER_ANSWER = 0.99
 _QUANTILE = 0.7  # above the median: a low guess costs a preemption, a high guess a little waiting
 _MIN_ANSWERS = 3.5  # at least as long as this one, before a histogram is believed
 _UNKNOWN_LENGTH_TOKENS = 256
-_MAX_TENANTS = 4096
+_LARGEST_COUNT = 1e12
+_MAX_GROUPS = 8192
 
 
 def length_bin(num_tokens: int) -> int:
@@ -96,27 +101,32 @@ def length_bin(num_tokens: int) -> int:
 
 
 class _Histogram:
-    """Holds fading counts of answers and of their tokens, by bin, so that each bin knows its mean."""
+    """Holds fading counts of answers and of their tokens, by bin, so that each bin knows its mean. A new answer
+    counts for more than the one before, which is the same as fading all others."""
 
-    __slots__ = ("_counts", "_tokens")
+    __slots__ = ("_counts", "_newest", "_tokens")
 
     def __init__(self) -> None:
         self._counts = [0.0] * NUM_LENGTH_BINS
         self._tokens = [0.0] * NUM_LENGTH_BINS
+        self._newest = 1.0  # what the newest answer counts for
 
     def observe(self, num_tokens: int) -> None:
-        self._counts = [count * _DECAY_PER_ANSWER for count in self._counts]
-        self._tokens = [tokens * _DECAY_PER_ANSWER for tokens in self._tokens]
+        self._newest /= _DECAY_PER_ANSWER
         index = length_bin(num_tokens)
-        self._counts[index] += 1.0
-        self._tokens[index] += num_tokens
+        self._counts[index] += self._newest
+        self._tokens[index] += num_tokens * self._newest
+        if self._newest > _LARGEST_COUNT:
+            self._counts = [count / self._newest for count in self._counts]
+            self._tokens = [tokens / self._newest for tokens in self._tokens]
+            self._newest = 1.0
 
     def predict(self, at_least: int) -> int | None:
         """Return a high quantile of the lengths from `at_least` on; None when too few answers were seen."""
         counts = self._counts
         first = length_bin(at_least)
         num_answers = sum(counts[first:])
-        if num_answers < _MIN_ANSWERS:
+        if num_answers < _MIN_ANSWERS * self._newest:
             return None
         index, below = first, counts[first]
         while below < _QUANTILE * num_answers and index + 1 < NUM_LENGTH_BINS:
@@ -126,31 +136,52 @@ class _Histogram:
         return length if length >= at_least else max(at_least, _EDGES[index])
 
 
+# The tenant, or None for all; the bin of the prompt's length and the kind of the request, or None for all.
+_Group: TypeAlias = tuple[str | None, tuple[int, str] | None]
+
+
 class OutputLengthEstimator:
-    def __init__(self) -> None:
-        self._everyone = _Histogram()
-        self._tenants: dict[str, _Histogram] = {}  # least recently heard of first
+    """Predicts lengths of answers from earlier ones: of the tenant to prompts of about this length and of this kind;
+    if these are too few, of the tenant; then of all tenants to such prompts; then of all."""
 
-    def observe(self, tenant: str, num_output_tokens: int) -> None:
+    def __init__(self, bins: LengthBins = "prompt") -> None:
+        self._bins = bins
+        self._histograms: dict[_Group, _Histogram] = {}  # least recently heard of first
+
+    def observe(self, request: Request, num_output_tokens: int) -> None:
         """Count an answer that ended by itself or at its limit. Aborted answers say nothing about length."""
-        histogram = self._tenants.pop(tenant, None)
-        if histogram is None:
-            histogram = _Histogram()
-            if len(self._tenants) >= _MAX_TENANTS:
-                del self._tenants[next(iter(self._tenants))]
-        self._tenants[tenant] = histogram
-        histogram.observe(num_output_tokens)
-        self._everyone.observe(num_output_tokens)
+        for group in self._groups(request):
+            histogram = self._histograms.pop(group, None)
+            if histogram is None:
+                histogram = _Histogram()
+                if len(self._histograms) >= _MAX_GROUPS:
+                    del self._histograms[next(iter(self._histograms))]
+            self._histograms[group] = histogram
+            histogram.observe(num_output_tokens)
 
-    def predict(self, tenant: str, num_output_tokens: int, limit: int) -> int:
+    def predict(self, request: Request, num_output_tokens: int, limit: int) -> int:
         """Predict the final length of an answer that has `num_output_tokens` already: more than that, and within
         `limit`."""
-        length = None
-        histogram = self._tenants.get(tenant)
-        if histogram is not None:
-            length = histogram.predict(num_output_tokens + 1)
-        if length is None:
-            length = self._everyone.predict(num_output_tokens + 1)
-        if length is None:
-            length = num_output_tokens + _UNKNOWN_LENGTH_TOKENS
-        return min(limit, length)
+        for group in self._groups(request):
+            histogram = self._histograms.get(group)
+            length = None if histogram is None else histogram.predict(num_output_tokens + 1)
+            if length is not None:
+                return min(limit, length)
+        return min(limit, num_output_tokens + _UNKNOWN_LENGTH_TOKENS)
+
+    def _groups(self, request: Request) -> tuple[_Group, ...]:
+        """Return the groups that a request belongs to, the most telling first."""
+        if self._bins == "off":
+            return ()
+        if self._bins == "tenant":
+            return ((request.tenant, None), (None, None))
+        task = length_bin(len(request.prompt_token_ids)), kind_of(request)
+        return ((request.tenant, task), (request.tenant, None), (None, task), (None, None))
+
+
+def kind_of(request: Request) -> str:
+    """Return what a request asks for, as far as a scheduler can see: an answer by a grammar, about images, by an
+    adapter."""
+    grammar = request.sampling.grammar
+    adapter = "" if request.adapter is None else request.adapter.name
+    return f"{'' if grammar is None else grammar.kind}/{'image' if request.images else ''}/{adapter}"

@@ -39,6 +39,7 @@ from penstock.gateway.store.database import Database, insert_into
 from penstock.gateway.store.tables import releases
 from penstock.serve.database_registry import raise_epoch
 from penstock.serve.environment import model_hub, open_database, visible_gpus
+from penstock.serve.experiment_store import DatabaseExperiments
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ async def open_control(
             DatabaseReleases(database),
             _resolve_weights,
             drain_timeout_s=config.server.drain_timeout,
+            experiments=DatabaseExperiments(database),
         )
         serving = dict(zip(counts, await plane.prepare(), strict=True))
         specs = [replace(serving[spec.model, spec.role], region=spec.region) for spec in planned]
@@ -140,8 +142,8 @@ async def open_control(
 async def open_link(socket: Path, fleet: Fleet) -> AsyncIterator[ControlLink]:
     """Connect a gateway's fleet to the control plane."""
     link = ControlLink(lambda: SocketChannel.connect(socket), fleet)
-    fleet.observers.append(link.traffic)
-    fleet.choose_revisions(link.traffic.choose_revision)
+    fleet.observers += [link.traffic, link.experiment_traffic]
+    fleet.choose_revisions(link.choose_revision)
     async with link.running():
         yield link
 

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 import uvicorn
 from starlette.types import ASGIApp
 
+from penstock.api.admin.experiments import ExperimentEndpoints
 from penstock.api.admin.fleet import ClusterEndpoints
 from penstock.api.admin.history import HistoryEndpoints
 from penstock.api.admin.simulations import SimulationEndpoints
 from penstock.api.app import create_app
 from penstock.api.http.protocol import ConnectionLimits, bounded_protocols
+from penstock.cluster.control_link import ControlLink
 from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.server import ExternalServer
 from penstock.cluster.fleet import Fleet
@@ -35,6 +37,7 @@ from penstock.gateway.history.history import History
 from penstock.gateway.history.requests import RecentRequests
 from penstock.gateway.history.siblings import Siblings
 from penstock.gateway.metrics.gateway import PoolMetrics, ReplicaMetrics
+from penstock.gateway.metrics.objective import ObjectiveMetrics
 from penstock.gateway.models.adapters import open_adapters
 from penstock.gateway.models.catalogue import try_given
 from penstock.gateway.responses.objects import ObjectStore
@@ -143,10 +146,17 @@ async def open_gateway(
         http, websocket, connections = bounded_protocols(config.server)
         gateway.metrics.register(connections.metrics)
         gateway.metrics.register(PoolMetrics(control))
+        objective = ObjectiveMetrics(fleet)
+        fleet.observers.append(objective)
+        gateway.metrics.register(objective)
+        state.settings.attach(lambda settings: objective.apply(settings.objective))
         gateway.metrics.register(ReplicaMetrics(fleet))
         history = History(gateway.metrics, gateway.engine, siblings)
         await stack.enter_async_context(running(history.run()))
         cluster = ClusterEndpoints(control, database, external=gateway.catalogue.external)
+        experiments = ExperimentEndpoints(
+            control if isinstance(control, ControlLink) else None, state.settings, database
+        )
         app = create_app(
             gateway,
             config.server,
@@ -160,6 +170,7 @@ async def open_gateway(
             more_routes=[
                 *state.routes(database),
                 *cluster.routes(),
+                *experiments.routes(),
                 *HistoryEndpoints(history, recent).routes(),
                 *SimulationEndpoints(Simulations(_simulation_choices())).routes(),
             ],

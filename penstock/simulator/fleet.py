@@ -299,6 +299,7 @@ class Member:
             tokens_computed=self.replica.num_tokens_computed,
             step_tokens=step_tokens,
             step_s=step_s,
+            busy_s=self.replica.busy_s,
         )
 
 

@@ -9,8 +9,16 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
 from penstock.core.figures import percentile
+from penstock.core.objective import (
+    Objective,
+    ObjectiveSettings,
+    Targets,
+    TierSums,
+    objective_of,
+    utilisation_of,
+)
 from penstock.core.plan import TokenEvent
-from penstock.core.request import FinishReason
+from penstock.core.request import FinishReason, Tier
 from penstock.simulator.workload import Arrival
 
 _ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
@@ -170,7 +178,9 @@ def times_between(times_s: Sequence[float]) -> list[float]:
 class Tally:
     """Figures that are added up while a simulation runs, so that outcomes need not be kept."""
 
-    def __init__(self, ttft_window_s: float = 20.0) -> None:
+    def __init__(self, ttft_window_s: float = 20.0, targets: Targets | None = None) -> None:
+        self._targets = targets or Targets()
+        self.sums: dict[Tier, TierSums] = {}
         self.num_requests = 0
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
@@ -205,6 +215,17 @@ class Tally:
             times.add(outcome, itl_s)
         if outcome.token_times_s:
             self._recent.append((now, outcome.token_times_s[0] - outcome.arrival.time_s))
+        if outcome.finish_reason is not FinishReason.ABORT:  # else the client has left
+            self._add_to_sums(outcome)
+
+    def _add_to_sums(self, outcome: Outcome) -> None:
+        tier, times_s = outcome.arrival.request.tier, outcome.token_times_s
+        self.sums.setdefault(tier, TierSums()).add(
+            self._targets.of(tier),
+            times_s[0] - outcome.arrival.time_s if times_s else None,
+            (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None,
+            is_dropped=outcome.finish_reason not in _ANSWERED,
+        )
 
     def latency(self) -> Latency:
         return self._times.latency()
@@ -246,6 +267,8 @@ class Report:
     num_ejections: int  # how often a replica was left out for being slow
     reasons: dict[str, int]  # of routing decisions
     sizes: tuple[tuple[float, int], ...]  # when the number of serving replicas changed, and to what
+    sums: dict[Tier, TierSums]  # what the objective is computed from
+    objective: Objective
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -275,6 +298,22 @@ class Report:
     def mean_busy_share(self) -> float:
         return sum(replica.busy_share for replica in self.replicas) / max(1, len(self.replicas))
 
+    @property
+    def tokens_per_busy_s(self) -> float:
+        """Return what a replica computes in a second of its steps."""
+        busy_s = sum(replica.busy_share for replica in self.replicas) * self.duration_s
+        return sum(replica.num_tokens_computed for replica in self.replicas) / busy_s if busy_s else 0.0
+
+    def objective_by(
+        self, settings: ObjectiveSettings, capacity_tokens_per_s: float | None = None
+    ) -> Objective:
+        """Compute the objective with other weights or another capacity. The targets stay those of the run."""
+        capacity = capacity_tokens_per_s or settings.capacity_tokens_per_s or self.tokens_per_busy_s
+        num_tokens = self.prompt_tokens - self.cached_tokens + self.output_tokens
+        replica_s = self.duration_s * max(1, len(self.replicas))
+        used = utilisation_of(num_tokens / replica_s if replica_s else 0.0, capacity)
+        return objective_of(self.sums, settings, used)
+
     def __str__(self) -> str:
         ended = ", ".join(
             f"{count} {name}" for name, count in (*self.finished.items(), *self.rejected.items())
@@ -293,6 +332,11 @@ class Report:
         ):
             figures = (summary.mean, summary.p50, summary.p90, summary.p99, summary.maximum)
             lines.append(f"{name:<22}" + "".join(f"{figure:>10.4f}" for figure in figures))
+        terms = self.objective.overall
+        lines.append(
+            f"objective {terms.total:.3f}: first token {terms.ttft:.3f}, between tokens {terms.itl:.3f}, "
+            f"idle {terms.idle:.3f}, drops {terms.drops:.3f}"
+        )
         return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.control.autoscaler import Autoscaler, AutoscalerConfig
 from penstock.core.engine_config import CacheConfig, SchedulerConfig
+from penstock.core.objective import Objective, ObjectiveSettings, Terms
 from penstock.core.plan import StateSlots, WindowLayout
 from penstock.dispatch import DispatchConfig, Dispatcher
 from penstock.kvcache import KVCache
@@ -87,6 +88,7 @@ class SimulationConfig:
     autoscaler: AutoscalerConfig | None = None
     faults: tuple[Fault, ...] = ()
     times: ControlTimes = field(default_factory=ControlTimes)
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     seed: int = 0
 
 
@@ -100,7 +102,7 @@ def simulate(
     `progress` is told the number of requests that have ended and the virtual time, `on_outcome` each outcome;
     `on_event` looks at the replicas after every event."""
     rng = Random(config.seed)
-    tally = Tally()
+    tally = Tally(targets=config.objective.targets)
 
     def on_end(outcome: Outcome, now: float) -> None:
         tally.add(outcome, now)
@@ -142,7 +144,7 @@ def _report(config: SimulationConfig, driver: Driver, tally: Tally, control: Fle
     reasons: Counter[str] = Counter()
     for dispatcher in driver.dispatchers:
         reasons.update(dispatcher.reasons)
-    return Report(
+    report = Report(
         policy=config.dispatch.routing_policy,
         duration_s=duration_s,
         num_requests=tally.num_requests,
@@ -169,4 +171,7 @@ def _report(config: SimulationConfig, driver: Driver, tally: Tally, control: Fle
         num_ejections=sum(dispatcher.table.num_ejections for dispatcher in driver.dispatchers),
         reasons=dict(sorted(reasons.items())),
         sizes=tuple(control.sizes),
+        sums=dict(sorted(tally.sums.items())),
+        objective=Objective(overall=Terms()),
     )
+    return replace(report, objective=report.objective_by(config.objective))

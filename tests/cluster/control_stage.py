@@ -12,6 +12,7 @@ from pathlib import Path
 
 from penstock.cluster.control_link import ControlLink, SocketChannel
 from penstock.cluster.control_plane import ControlPlane
+from penstock.cluster.experiment_record import ExperimentStore
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore, revision_of
@@ -119,6 +120,7 @@ async def open_stage(
     *,
     scaling: AutoscalerConfig | None = None,
     store: ReleaseStore | None = None,
+    experiments: ExperimentStore | None = None,
     num_replicas: int = 1,
     num_gateways: int = 1,
     spec: ReplicaSpec = SPEC,
@@ -131,6 +133,7 @@ async def open_stage(
         resolve,
         drain_timeout_s=10.0,
         look_interval_s=INTERVAL_S,
+        experiments=experiments,
     )
     socket = folder / "control.sock"
     async with contextlib.AsyncExitStack() as stack:
@@ -146,8 +149,8 @@ async def open_stage(
             stack.callback(supervisor.on_change.remove, fleet.update)
             fleet.update(supervisor.members())
             link = ControlLink(lambda: SocketChannel.connect(socket), fleet, interval_s=INTERVAL_S)
-            fleet.observers.append(link.traffic)
-            fleet.choose_revisions(link.traffic.choose_revision)
+            fleet.observers += [link.traffic, link.experiment_traffic]
+            fleet.choose_revisions(link.choose_revision)
             await fleet.wait_ready()
             await stack.enter_async_context(link.running())
             stage.fleets.append(fleet)

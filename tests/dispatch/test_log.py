@@ -18,6 +18,7 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.errors import UsageError
+from penstock.core.policy import RoutingWeights
 from penstock.core.request import FinishReason
 from penstock.dispatch import DispatchConfig
 from penstock.dispatch.log import LogHeader, RecordingDispatcher, read_dispatch_log
@@ -35,6 +36,7 @@ async def test_a_live_fleet_under_a_fault_replays_action_for_action(tmp_path: Pa
     supervisor = Supervisor({"local": LocalLauncher()})
     fleet = Fleet(record_to=path)
     fleet.choose_revisions(lambda request: "")  # asked for every attempt, and part of the log
+    fleet.route_by({"": RoutingWeights(policy="round-robin")})
     supervisor.on_change.append(fleet.update)
     try:
         await asyncio.gather(*(supervisor.launch(echo_spec()) for _ in range(2)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from tests.models import gguf_states
 from tests.models.checkpoints import Reference
 
 ARCHITECTURES = {
@@ -55,11 +53,9 @@ ARCHITECTURES = {
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
     "phimoe": gguf.MODEL_ARCH.PHIMOE,
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
-    **gguf_states.ARCHITECTURES,
 }
 # Families whose converters put the rows of rotary pairs beside each other.
-PERMUTED = ("llama", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe", "granitemoehybrid")
-UNQUANTIZED = ("ssm_a", "ssm_d", "conv1d.weight", "conv.weight")
+PERMUTED = ("llama", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")
 
 
@@ -108,19 +104,16 @@ def write_model(
     config = reference.model.config
     architecture = ARCHITECTURES[config.model_type]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=max_tensors)
-    if config.model_type == "mamba2":
-        gguf_states.write_mamba2_settings(writer, config)
-    else:
-        _write_settings(writer, config)
-    is_dense = getattr(config, "num_local_experts", None) == 0
-    if not is_dense and (getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)):
+    _write_settings(writer, config)
+    if getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None):
         _write_expert_settings(writer, config, spoil)
-    if config.model_type in gguf_states.ARCHITECTURES:
-        gguf_states.write_state_settings(writer, config)
     Vocabulary().write(writer)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     stored_values = {}
-    for name, values in _tensors(reference):
+    for name, tensor in reference.model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.float().numpy()
         if ".experts." in name or "_linear." in name:
             stored_values[name] = _write_experts(
                 writer, name, values, kind, is_transposed=config.model_type == "gpt_oss"
@@ -135,10 +128,9 @@ def write_model(
             continue
         stored = _stored_form(name, values, config)
         stored_name = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"
-        stored_name = name if name.startswith("blk.") else stored_name
         if ".router." in name:
             stored_name = f"blk.{name.split('.')[2]}.ffn_gate_inp.{name.split('.')[-1]}"
-        if values.ndim == 1 or "_norm." in name or stored_name.endswith(UNQUANTIZED):
+        if values.ndim == 1 or "_norm." in name:
             writer.add_tensor(stored_name, stored)
             continue
         packed = gguf.quants.quantize(np.ascontiguousarray(stored), kind)
@@ -150,18 +142,6 @@ def write_model(
         writer.add_tensor("rope_freqs.weight", _llama3_divisors(reference, rope))
     _finish(writer, path)
     return stored_values
-
-
-def _tensors(reference: Reference) -> Iterator[tuple[str, np.ndarray]]:
-    config = reference.model.config
-    for name, tensor in reference.model.state_dict().items():
-        values = tensor.float().numpy()
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if config.model_type in gguf_states.ARCHITECTURES:
-            yield from gguf_states.converted(name, values, config)
-        else:
-            yield name, values
 
 
 def _write_settings(writer: GGUFWriter, config: Any) -> None:

@@ -102,8 +102,6 @@ def test_an_adapter_gives_the_logits_of_the_merged_model(family: Reference, tmp_
 def test_a_gguf_file_gives_the_logits_of_the_folder(family: Reference, kind: str, tmp_path: Path) -> None:
     if family.model.config.model_type not in ARCHITECTURES:
         pytest.skip("llama.cpp does not know this family, or stores it in a form that is not read")
-    if getattr(family.model.config, "mamba_rms_norm", False):
-        pytest.skip("llama.cpp does not know a norm before the gate")
     if kind != "F32" and family.model.config.model_type not in QUANTIZED_MIXTURES:
         pytest.skip("one mixture of each form of stacked experts is enough")
     path, ops = tmp_path / "model.gguf", TorchOps()
@@ -118,19 +116,13 @@ def test_a_gguf_file_gives_the_logits_of_the_folder(family: Reference, kind: str
         assert (similarity > 0.98).float().mean() > 0.8
 
 
-@pytest.mark.parametrize("name", ["phi3", "qwen3_5", "falcon_h1"])
-def test_quantized_matrices_that_are_stored_as_one_are_cut(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of Phi 3, whose heads are also rotated in part, Qwen 3.5, whose value heads are stored in another order, and
-    Falcon-H1, on one and on two ranks."""
-    changes = {**TINY[name].changes, "linear_value_head_dim": 32}  # as much as a block has
-    monkeypatch.setitem(TINY, "wide", Tiny(TINY[name].model_type, changes))
-    reference, path, ops = save_tiny("wide", tmp_path / "folder"), tmp_path / "model.gguf", TorchOps()
+def test_quantized_matrices_that_are_stored_as_one_are_cut(tmp_path: Path) -> None:
+    """Of Phi 3, whose heads are also rotated in part, on one and on two ranks."""
+    reference, path, ops = save_tiny("phi3", tmp_path / "folder"), tmp_path / "model.gguf", TorchOps()
     write_model(path, reference, GGMLQuantizationType.Q8_0)
     one = PagedRunner(load_model(path, ops), ops).prompt_logits(PROMPTS[0])
     expected = reference.logits(PROMPTS[0])
-    assert torch.nn.functional.cosine_similarity(one, expected, dim=1).mean() > 0.98
+    assert torch.nn.functional.cosine_similarity(one, expected, dim=1).min() > 0.98
     two = run_ranks(path, ops, 2, lambda runner: runner.prompt_logits(PROMPTS[0]))
     torch.testing.assert_close(two, one, **TOLERANCE)
 

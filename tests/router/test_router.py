@@ -9,7 +9,9 @@ import pytest
 
 from penstock.core.errors import ConfigError, EngineUnavailable, ModelNotFound
 from penstock.core.messages import EngineStats, KVStored
+from penstock.core.policy import RoutingWeights
 from penstock.router import POLICIES, Reason, ReplicaState, Router, RouterConfig, policy_named
+from penstock.router.policies import PrefixAware
 from tests.router.fleet import MODEL, Harness, chain, fleet
 
 
@@ -26,6 +28,24 @@ def test_only_ready_replicas_of_the_model_and_revision_are_chosen(policy: str) -
     assert {harness.ask(revision="").replica_id for _ in range(20)} == {only_ready}
     assert {harness.ask(revision="new").replica_id for _ in range(5)} == {"replica-7"}
     assert {harness.ask(model="other").replica_id for _ in range(5)} == {"replica-6"}
+
+
+def test_a_revision_may_have_a_routing_policy_of_its_own() -> None:
+    replicas = [
+        msgspec.structs.replace(each, revision=["a", "b"][number % 2]) for number, each in enumerate(fleet(4))
+    ]
+    router = Router(policy_named("least-loaded"))
+    router.policies = {"b": policy_named("least-loaded", RoutingWeights(policy="round-robin"))}
+    harness = Harness(router, replicas)
+    assert {harness.ask(revision="a").reason for _ in range(4)} == {Reason.LOAD}
+    assert {harness.ask(revision="b").reason for _ in range(4)} == {Reason.TURN}
+    assert harness.ask().reason is Reason.LOAD
+
+
+def test_weights_that_are_left_out_are_the_policys_own() -> None:
+    assert vars(policy_named("prefix-aware", RoutingWeights())) == vars(policy_named("prefix-aware"))
+    heavier = policy_named("prefix-aware", RoutingWeights(recompute_weight=2.0))
+    assert vars(heavier) == vars(PrefixAware(recompute_weight=2.0))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

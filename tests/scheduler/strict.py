@@ -538,7 +538,7 @@ class Driver:
     def expect_short_answers(self) -> None:
         """Teach the forecast wrongly, so that more is admitted than will fit."""
         for _ in range(8):
-            self.scheduler._lengths.observe("", 1)
+            self.scheduler._lengths.observe(make_request("short", 4), 1)
 
     def plan(self) -> StepPlan | None:
         """Ask for one more plan and execute it; its result waits for `commit`."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from penstock.core.request import Tier
+from penstock.core.request import Grammar, Request, Tier
 from penstock.kvcache import KVCache
 from penstock.scheduler.admission import Headroom
 from penstock.scheduler.keyed_heap import KeyedHeap
@@ -48,39 +49,74 @@ def test_length_bins_double() -> None:
     assert length_bin(10**9) == NUM_LENGTH_BINS - 1
 
 
+def by(tenant: str, num_prompt_tokens: int = 4, grammar: Grammar | None = None) -> Request:
+    request = make_request("r", num_prompt_tokens, tenant=tenant)
+    return replace(request, sampling=replace(request.sampling, grammar=grammar))
+
+
 def test_without_history_an_answer_is_expected_to_be_moderate() -> None:
     lengths = OutputLengthEstimator()
-    assert lengths.predict("t", 0, 10_000) == 256
-    assert lengths.predict("t", 0, 40) == 40
-    assert lengths.predict("t", 300, 10_000) == 556
+    assert lengths.predict(by("t"), 0, 10_000) == 256
+    assert lengths.predict(by("t"), 0, 40) == 40
+    assert lengths.predict(by("t"), 300, 10_000) == 556
 
 
 def test_each_tenant_is_judged_by_its_own_answers_once_there_are_some() -> None:
     lengths = OutputLengthEstimator()
     for _ in range(10):
-        lengths.observe("terse", 10)
-        lengths.observe("wordy", 1000)
-    assert lengths.predict("terse", 0, 10_000) == 10
-    assert lengths.predict("wordy", 0, 10_000) == 1000
-    assert lengths.predict("new", 0, 10_000) == 1000  # the upper part of what everyone did
+        lengths.observe(by("terse"), 10)
+        lengths.observe(by("wordy"), 1000)
+    assert lengths.predict(by("terse"), 0, 10_000) == 10
+    assert lengths.predict(by("wordy"), 0, 10_000) == 1000
+    assert lengths.predict(by("new"), 0, 10_000) == 1000  # the upper part of what everyone did
 
 
 def test_a_longer_answer_than_any_before_is_expected_to_go_on() -> None:
     lengths = OutputLengthEstimator()
     for _ in range(10):
-        lengths.observe("terse", 10)
-    assert lengths.predict("terse", 12, 10_000) == 16  # the end of the bin
-    assert lengths.predict("terse", 100, 10_000) == 356
-    assert lengths.predict("terse", 100, 120) == 120
+        lengths.observe(by("terse"), 10)
+    assert lengths.predict(by("terse"), 12, 10_000) == 16  # the end of the bin
+    assert lengths.predict(by("terse"), 100, 10_000) == 356
+    assert lengths.predict(by("terse"), 100, 120) == 120
 
 
 def test_habits_change() -> None:
     lengths = OutputLengthEstimator()
     for _ in range(300):
-        lengths.observe("t", 2000)
+        lengths.observe(by("t"), 2000)
     for _ in range(200):
-        lengths.observe("t", 20)
-    assert lengths.predict("t", 0, 10_000) == 20
+        lengths.observe(by("t"), 20)
+    assert lengths.predict(by("t"), 0, 10_000) == 20
+
+
+def test_a_tenant_is_judged_by_its_answers_to_such_prompts_once_there_are_some() -> None:
+    lengths = OutputLengthEstimator("prompt")
+    for _ in range(10):
+        lengths.observe(by("t", 20), 1000)  # "write a story"
+        lengths.observe(by("t", 500), 10)  # "classify this text"
+        lengths.observe(by("t", 20, Grammar("json")), 40)
+    assert lengths.predict(by("t", 25), 0, 10_000) == 1000
+    assert lengths.predict(by("t", 400), 0, 10_000) == 10
+    assert lengths.predict(by("t", 20, Grammar("json")), 0, 10_000) == 40
+    assert lengths.predict(by("new", 400), 0, 10_000) == 10  # as everyone's answers to such prompts
+    assert lengths.predict(by("t", 5000), 0, 10_000) == 1000  # as the tenant's answers to all prompts
+
+
+def test_lengths_are_predicted_by_tenant_alone_or_not_at_all() -> None:
+    by_tenant, off = OutputLengthEstimator("tenant"), OutputLengthEstimator("off")
+    for lengths in (by_tenant, off):
+        for _ in range(10):
+            lengths.observe(by("t", 20), 1000)
+            lengths.observe(by("t", 500), 10)
+    assert by_tenant.predict(by("t", 400), 0, 10_000) == 1000
+    assert off.predict(by("t", 400), 0, 10_000) == 256
+
+
+def test_counts_of_answers_stay_finite() -> None:
+    lengths = OutputLengthEstimator()
+    for _ in range(5000):
+        lengths.observe(by("t"), 20)
+    assert lengths.predict(by("t"), 0, 10_000) == 20
 
 
 def sequence_of(

@@ -168,6 +168,18 @@ def test_an_urgent_request_displaces_batch_ones_for_blocks() -> None:
     driver.run()
 
 
+def test_batch_requests_keep_their_place_where_preemption_is_off() -> None:
+    driver = Driver(max_num_seqs=1, preempt_batch=False)
+    driver.add(make_request("batch", 8, 20, tier=Tier.BATCH))
+    driver.step()
+    driver.add(make_request("urgent", 8, 4))
+    for _ in range(5):
+        driver.step()
+    assert driver.scheduler.stats().num_preemptions == 0
+    driver.run()
+    assert len(driver.answers["urgent"]) == 4
+
+
 def test_a_batch_request_displaces_nobody_however_long_it_waited() -> None:
     driver = Driver(max_num_seqs=1, aging_s=1.0)
     driver.add(make_request("first", 8, 40, tier=Tier.BATCH))

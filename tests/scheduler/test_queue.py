@@ -33,6 +33,39 @@ def test_tiers_go_in_order_of_urgency() -> None:
     assert order(driver) == ["seated", "priority", "default", "batch"]
 
 
+def test_tiers_with_shares_take_turns_in_proportion() -> None:
+    driver = one_at_a_time(tier_shares="2,1,1", length_bins="off")
+    for index in range(4):
+        driver.add(make_request(f"priority{index}", 4, 1, tier=Tier.PRIORITY))
+        driver.add(make_request(f"default{index}", 4, 1, tier=Tier.DEFAULT))
+    driver.run()
+    first_six = order(driver)[1:7]
+    assert sum(name.startswith("priority") for name in first_six) == 4
+    assert sum(name.startswith("default") for name in first_six) == 2
+
+
+def test_a_tier_without_a_share_waits_for_all_others() -> None:
+    driver = one_at_a_time(tier_shares="1,1,0")
+    for tier in (Tier.BATCH, Tier.DEFAULT, Tier.PRIORITY):
+        driver.add(make_request(tier.value, 4, 1, tier=tier))
+    driver.run()
+    assert order(driver)[-1] == "batch"
+    assert len(order(driver)) == 4
+
+
+def test_idle_time_of_a_tier_is_no_credit() -> None:
+    driver = one_at_a_time(tier_shares="1,1,1", length_bins="off")
+    for index in range(6):
+        driver.add(make_request(f"default{index}", 4, 1, tier=Tier.DEFAULT))
+    while len(order(driver)) < 4:
+        driver.step()
+    for index in range(3):
+        driver.add(make_request(f"batch{index}", 4, 1, tier=Tier.BATCH))
+    driver.run()
+    assert order(driver)[4:8].count("batch0") + order(driver)[4:8].count("batch1") == 2
+    assert "default3" in order(driver)[4:8]
+
+
 def test_waiting_makes_more_urgent_one_tier_at_a_time() -> None:
     driver = one_at_a_time(aging_s=10.0)
     driver.add(make_request("old batch", 4, 1, tier=Tier.BATCH))

@@ -156,6 +156,13 @@ _WAY_IN = [
              ("policy", "rule", "direction", "action")),
     Declared("guard_failures", "counter", "Guards that broke or took too long, by what the policy made of it.",
              ("policy", "rule", "outcome")),
+    Declared("objective", "gauge",
+             "The scheduling objective of the last minute, by term and in total; of several gateways the largest.",
+             (_MODEL, "tier", "term"), join="max"),
+    Declared("objective_requests", "counter", "Requests that count in the objective.", (_MODEL, "tier")),
+    Declared("objective_cost", "counter",
+             "Sum over requests of times as shares of their targets, and of drops; without weights.",
+             (_MODEL, "tier", "term")),
     Declared("settings_reloads", "counter", "Times that new settings were read.", ("result",)),
     *_each("gauge", (
         ("settings_applied_timestamp_seconds", "When the settings in use were read."),

@@ -1,4 +1,5 @@
-"""Everything that may change while a gateway runs, in one document: limits, prices, safety policies, tiers, caches.
+"""Everything that may change while a gateway runs, in one document: limits, prices, safety policies, tiers, caches,
+the scheduling objective and policy sets.
 
 A document is a TOML file, or JSON from the database. It is checked as a whole: `parse_file` and `check_document` give
 settings that every part can use, or a ConfigError that names the key, and the line in a file. `key_lines` finds the
@@ -19,6 +20,8 @@ import msgspec
 from msgspec import inspect as types
 
 from penstock.core.errors import ConfigError
+from penstock.core.objective import ObjectiveSettings
+from penstock.core.policy import PolicySet, check_names
 from penstock.core.request import Tier
 from penstock.gateway.guards.policies import GuardPolicies
 from penstock.gateway.guards.settings import GuardSettings
@@ -153,6 +156,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     semantic_cache: SemanticCacheSettings = SemanticCacheSettings()
     embedding_cache: EmbeddingCacheSettings = EmbeddingCacheSettings()
     idempotency: IdempotencySettings = IdempotencySettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    policies: dict[str, PolicySet] = {}
 
     def check(self) -> None:
         """Raise ConfigError for mistakes that the types do not catch."""
@@ -160,6 +165,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         self.prices.check()
         self.models.check()
         self.semantic_cache.check()
+        check_names(self.policies)
         GuardPolicies(_ask_nobody).apply(self.guards)  # also compiles patterns, and forgets the result
 
 

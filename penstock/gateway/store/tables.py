@@ -320,6 +320,19 @@ document_versions = Table(
 )
 
 
+# Owner: serve/control. As for releases.
+experiments = Table(
+    "experiments",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("model", String(256), nullable=False),
+    Column("stage", String(32), nullable=False),
+    Column("created_at", Double, nullable=False, index=True),
+    Column("updated_at", Double, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+)
+
+
 def create_tables(connection: Connection) -> None:
     """Create every table in a new database. A default organisation with a default workspace is there from the start,
     so that the first key needs neither to be made."""

@@ -8,15 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.experts import GRANITE_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
-from penstock.models.families.granite import Granite
-from penstock.models.gguf_config import gguf_experts, has_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_recurrent import gguf_mamba_config, layers_without_attention, mamba_names
-from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, fused_rows, rotated_rows
@@ -27,6 +22,7 @@ from penstock.models.recurrent import (
     load_mamba,
     mamba_config,
     mamba_rows,
+    no_gguf,
 )
 
 
@@ -60,10 +56,7 @@ class Bamba(HybridDecoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise ModelLoadError(
-            f"{file.path.name} is a Bamba model, which is read from safetensors only.",
-            hint="Give the folder of the original checkpoint.",
-        )
+        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
@@ -107,7 +100,6 @@ class Bamba(HybridDecoder):
 class GraniteHybrid(Bamba):
     name = "granitemoehybrid"
     huggingface_names = ("GraniteMoeHybridForCausalLM", "granitemoehybrid")
-    gguf_names = ("granitehybrid",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -140,36 +132,6 @@ class GraniteHybrid(Bamba):
             unrotated_layers=frozenset() if rotates else frozenset(range(num_layers)),
             recurrent=mamba_config(fields, layers, config.hidden_size),
             experts=experts,
-        )
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        fields, config = metadata_fields(file), Granite.config_from_gguf(file)
-        if fields.flag("rope.scaling.finetuned", False):  # converters name Bamba so, and mix up its pairs
-            return super().config_from_gguf(file)
-        experts, dense = None, file.tensors.get("blk.0.ffn_gate.weight")
-        if has_experts(file):
-            experts, dense = (
-                gguf_experts(file, config, normalizes=True),
-                file.tensors.get("blk.0.ffn_gate_shexp.weight"),
-            )
-        return dataclasses.replace(
-            config,
-            architecture=cls.name,
-            # The metadata may name the size of experts.
-            intermediate_size=config.intermediate_size if dense is None else dense.shape[0],
-            unrotated_layers=frozenset(range(config.num_layers)),
-            recurrent=gguf_mamba_config(file, layers_without_attention(file)),
-            experts=experts,
-        )
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(
-            mamba_names("mamba"),
-            cut=mamba_rows(config, "mamba"),
-            rows=rotated_rows(config, interleaved=True),
-            num_experts=num_experts(config),
         )
 
     @classmethod

@@ -11,10 +11,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.experts import add_mlp
-from penstock.models.gguf_config import common_gguf_config
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_recurrent import gguf_mamba_config, mamba_names
-from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout
@@ -25,6 +22,7 @@ from penstock.models.recurrent import (
     load_mamba,
     mamba_config,
     mamba_rows,
+    no_gguf,
 )
 
 
@@ -39,19 +37,18 @@ class FalconH1Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FalconH1Config(ArchitectureConfig):
-    attention_in_scale: float = 1.0
-    attention_out_scale: float = 1.0
-    mixer_in_scale: float = 1.0
-    mixer_out_scale: float = 1.0
-    mixer_scales: tuple[float, ...] = (1.0,) * 5  # of gate, input, write, read and step
-    mlp_gate_scale: float = 1.0
-    mlp_out_scale: float = 1.0
+    attention_in_scale: float
+    attention_out_scale: float
+    mixer_in_scale: float
+    mixer_out_scale: float
+    mixer_scales: tuple[float, ...]  # of gate, input, write, read and step
+    mlp_gate_scale: float
+    mlp_out_scale: float
 
 
 class FalconH1(HybridDecoder):
     name = "falcon_h1"
     huggingface_names = ("FalconH1ForCausalLM", "falcon_h1")
-    gguf_names = ("falcon-h1",)
     config: FalconH1Config
 
     @classmethod
@@ -86,15 +83,7 @@ class FalconH1(HybridDecoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        common = common_gguf_config(file, cls.name)
-        shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
-        recurrent = gguf_mamba_config(file, frozenset(range(common.num_layers)))
-        # The converter multiplies the weights by the model's factors.
-        return FalconH1Config(**shared | {"recurrent": recurrent})
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(mamba_names("mamba"), cut=mamba_rows(config, "mamba"))
+        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:

@@ -10,10 +10,7 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
 from penstock.models.experts import add_mlp
-from penstock.models.gguf_config import common_gguf_config, metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_recurrent import any_layer_has, layers_without_attention
-from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, rotated_rows
@@ -23,6 +20,7 @@ from penstock.models.recurrent import (
     LayerCache,
     gated_conv_rows,
     load_gated_conv,
+    no_gguf,
 )
 
 NAMES = {
@@ -50,7 +48,6 @@ class Lfm2Layer:
 class Lfm2(HybridDecoder):
     name = "lfm2"
     huggingface_names = ("Lfm2ForCausalLM", "lfm2")
-    gguf_names = ("lfm2",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -77,21 +74,7 @@ class Lfm2(HybridDecoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        fields, layers = metadata_fields(file), layers_without_attention(file)
-        return dataclasses.replace(
-            common_gguf_config(file, cls.name),
-            recurrent=RecurrentConfig(
-                layers=layers,
-                conv_width=fields.integer("shortconv.l_cache"),
-                conv_bias=any_layer_has(file, layers, "shortconv.conv.bias"),
-                bias=any_layer_has(file, layers, "shortconv.in_proj.bias"),
-            ),
-        )
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"token_embd_norm": "model.norm", "shortconv": "conv"}
-        return gguf_layout(names, cut=gated_conv_rows(config))
+        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:

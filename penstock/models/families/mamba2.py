@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig, RopeConfig
-from penstock.models.gguf_config import common_gguf_config, metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_recurrent import gguf_mamba_config, mamba_names
-from penstock.models.gguf_source import gguf_layout
 from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import Layout
 from penstock.models.recurrent import (
@@ -21,6 +17,7 @@ from penstock.models.recurrent import (
     Mamba2Mixer,
     load_mamba,
     mamba_rows,
+    no_gguf,
     step_limits,
 )
 
@@ -37,7 +34,6 @@ class MambaLayer:
 class Mamba2(HybridDecoder):
     name = "mamba2"
     huggingface_names = ("Mamba2ForCausalLM", "mamba2")
-    gguf_names = ("mamba2",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -80,18 +76,7 @@ class Mamba2(HybridDecoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        fields, num_layers = metadata_fields(file), metadata_fields(file).integer("block_count")
-        recurrent = gguf_mamba_config(file, frozenset(range(num_layers)))
-        # There is no attention: these heads only say over how many ranks the model can be shared out.
-        heads = {"attention.head_count": recurrent.num_heads, "attention.head_count_kv": recurrent.num_heads}
-        sizes = {"attention.key_length": 2, "attention.value_length": 2}
-        unused = {"feed_forward_length": fields.integer("embedding_length"), "context_length": MAX_POSITIONS}
-        changes = {f"{file.architecture}.{key}": value for key, value in (heads | sizes | unused).items()}
-        return dataclasses.replace(common_gguf_config(file, cls.name, changes), recurrent=recurrent)
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout({**mamba_names("mixer"), "attn_norm": "norm"}, cut=mamba_rows(config, "mixer"))
+        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:

@@ -12,18 +12,14 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
-from penstock.models.gguf_config import common_gguf_config, metadata_fields, per_layer
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_recurrent import gguf_mamba_config, layers_without_attention, mamba_names
-from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, LayerLoader, PlainMLP, RMSNorm
 from penstock.models.layout import Layout
-from penstock.models.recurrent import HybridDecoder, LayerCache, Mamba2Mixer, load_mamba, mamba_rows
+from penstock.models.recurrent import HybridDecoder, LayerCache, Mamba2Mixer, load_mamba, mamba_rows, no_gguf
 
 # As in `hybrid_override_pattern` of older files, and as in `layers_block_type` of newer ones.
 KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-SMALLEST_STEP = 0.001  # GGUF files do not state it
 OTHER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
@@ -43,7 +39,6 @@ class NemotronHConfig(ArchitectureConfig):
 class NemotronH(HybridDecoder):
     name = "nemotron_h"
     huggingface_names = ("NemotronHForCausalLM", "nemotron_h")
-    gguf_names = ("nemotron_h",)
     config: NemotronHConfig
 
     @classmethod
@@ -68,7 +63,7 @@ class NemotronH(HybridDecoder):
             head_dim=fields.integer("mamba_head_dim", 64),
             num_groups=fields.integer("n_groups", 8),
             state_size=fields.integer("ssm_state_size", 128),
-            step_limits=(fields.number("time_step_min", SMALLEST_STEP), math.inf),
+            step_limits=(fields.number("time_step_min", 0.001), math.inf),
         )
         changed = {
             "recurrent": recurrent,
@@ -80,38 +75,7 @@ class NemotronH(HybridDecoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        common, mlps = (
-            common_gguf_config(file, cls.name),
-            per_layer(metadata_fields(file), "feed_forward_length"),
-        )
-        without = layers_without_attention(file)
-        kinds = tuple(
-            "attention" if index not in without else "mlp" if size else "mamba"
-            for index, size in enumerate(mlps)
-        )
-        layers = frozenset(index for index, kind in enumerate(kinds) if kind == "mamba")
-        changed = {
-            "recurrent": dataclasses.replace(
-                gguf_mamba_config(file, layers), step_limits=(SMALLEST_STEP, math.inf)
-            ),
-            "unrotated_layers": frozenset(range(len(kinds))),
-            "plain_activation": "relu2",
-        }
-        shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
-        return NemotronHConfig(**(shared | changed), kinds=kinds)
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        parts = {f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"}
-        names = {
-            **mamba_names("mixer"),
-            **parts,
-            "attn_norm": "norm",
-            "attn_output": "mixer.o_proj",
-            "ffn_up": "mixer.up_proj",
-            "ffn_down": "mixer.down_proj",
-        }
-        return gguf_layout(names, cut=mamba_rows(config, "mixer"))
+        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:

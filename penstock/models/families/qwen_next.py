@@ -4,7 +4,6 @@ output. The layers of Qwen3-Next that predict a second token are not read."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,10 +14,7 @@ from penstock.kernels.interface import AttentionBatch, AttentionLayer, Ops, Pack
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
 from penstock.models.experts import FUSED_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
 from penstock.models.families.qwen import qwen_experts
-from penstock.models.gguf_config import common_gguf_config, gguf_experts, has_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_recurrent import mamba_names
-from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows, fused_rows, rotated_rows
@@ -28,22 +24,12 @@ from penstock.models.recurrent import (
     LayerCache,
     delta_net_parts,
     load_delta_net,
+    no_gguf,
     recurrent_settings,
 )
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart
 
-GGUF_NAMES = {
-    **mamba_names("linear_attn"),
-    "attn_q": "self_attn.q_gate_proj",
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.gate_proj",
-    "ssm_ba": "linear_attn.in_proj_ba",
-    "ssm_beta": "linear_attn.rate_proj",
-    "ssm_alpha": "linear_attn.step_proj",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_inp_shexp": "mlp.shared_experts_gate",
-}
 NAMES = {"self_attn.q_proj": "self_attn.q_gate_proj"}  # queries, and gates of the output
 
 
@@ -75,7 +61,6 @@ class DeltaLayer:
 class Qwen35(HybridDecoder):
     name = "qwen3_5"
     huggingface_names: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "qwen3_5_text")
-    gguf_names: ClassVar[tuple[str, ...]] = ("qwen35",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -107,58 +92,20 @@ class Qwen35(HybridDecoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        fields = metadata_fields(file)
-        # Layers that only draft come last.
-        num_layers = fields.integer("block_count") - (fields.raw("nextn_predict_layers") or 0)
-        config = common_gguf_config(file, cls.name, {f"{file.architecture}.block_count": num_layers})
-        num_heads = fields.integer("ssm.time_step_rank")
-        experts = gguf_experts(file, config, normalizes=True) if has_experts(file) else None
-        recurrent = RecurrentConfig(
-            layers=frozenset(index for index in range(num_layers) if f"blk.{index}.ssm_a" in file.tensors),
-            conv_width=fields.integer("ssm.conv_kernel"),
-            num_heads=num_heads,
-            head_dim=fields.integer("ssm.inner_size") // num_heads,
-            num_groups=fields.integer("ssm.group_count"),
-            state_size=fields.integer("ssm.state_size"),
-        )
-        return dataclasses.replace(config, recurrent=recurrent, experts=experts)
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        """Return the layout of files in which the first value heads of all key heads come first, then the second
-        ones."""
-        settings = recurrent_settings(config)
-        per_key = settings.num_heads // settings.num_groups
-        heads = torch.arange(settings.num_heads).view(per_key, settings.num_groups).T.flatten()
-        values = (heads[:, None] * settings.head_dim + torch.arange(settings.head_dim)).flatten()
-        before = 2 * delta_net_parts(config)["query"]
-        orders = {
-            "conv1d": torch.cat([torch.arange(before), values + before]),
-            "value_proj": values,
-            "gate_proj": values,
-            **dict.fromkeys(("rate_proj", "step_proj", "A", "dt_bias"), heads),
-        }
-        rows = {
-            f"linear_attn.{part}": StoredRows(f"linear_attn.{part}", len(order), order)
-            for part, order in orders.items()
-        }
-        usual = _gguf_layout(config)
-        return dataclasses.replace(
-            usual, rows={**usual.rows, **rows}, columns={"linear_attn.out_proj": values}
-        )
+        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        name = "linear_attn"
+        parts, name = delta_net_parts(config), "linear_attn"
+        mixed = {f"{name}.{part}_proj": parts[part] for part in ("query", "key", "value")}
         names = {
             **NAMES,
             f"{name}.in_proj_z": f"{name}.gate_proj",
             f"{name}.in_proj_b": f"{name}.rate_proj",
             f"{name}.in_proj_a": f"{name}.step_proj",
         }
-        return Layout(
-            names=names, cut=_mixed_rows(config) | _queries_and_gates(config), rows=rotated_rows(config)
-        )
+        cut = fused_rows(f"{name}.in_proj_qkv", mixed) | _queries_and_gates(config)
+        return Layout(names=names, cut=cut, rows=rotated_rows(config))
 
     def load_layer(self, load: LayerLoader) -> DeltaLayer:
         is_delta = load.index in recurrent_settings(load.config).layers
@@ -191,7 +138,6 @@ class Qwen35MoE(Qwen35):
 
     name = "qwen3_5_moe"
     huggingface_names: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
-    gguf_names = ("qwen35moe",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -220,44 +166,18 @@ class Qwen3Next(Qwen35MoE):
 
     name = "qwen3_next"
     huggingface_names = ("Qwen3NextForCausalLM", "qwen3_next")
-    gguf_names = ("qwen3next",)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
+        usual, cut = super().layout(config), _queries_and_gates(config)
+        groups, parts, name = recurrent_settings(config).num_groups, delta_net_parts(config), "linear_attn"
         held = {"in_proj_qkvz": ("query", "key", "value", "gate"), "in_proj_ba": ("rate", "step")}
-        cut = _queries_and_gates(config)
         for stored, names in held.items():
-            cut |= _rows_by_key_head(config, stored, names)
-        return dataclasses.replace(super().layout(config), cut=cut)
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        usual = _gguf_layout(config)
-        by_head = _rows_by_key_head(config, "in_proj_ba", ("rate", "step"))
-        return dataclasses.replace(usual, cut={**usual.cut, **by_head})
-
-
-def _gguf_layout(config: ArchitectureConfig) -> Layout:
-    cut = _mixed_rows(config) | _queries_and_gates(config)
-    return gguf_layout(GGUF_NAMES, cut=cut, rows=rotated_rows(config), num_experts=num_experts(config))
-
-
-def _mixed_rows(config: ArchitectureConfig) -> dict[str, StoredRows]:
-    """Return the rows of what the convolution of a delta net sees."""
-    parts = delta_net_parts(config)
-    sizes = {f"linear_attn.{part}_proj": parts[part] for part in ("query", "key", "value")}
-    return fused_rows("linear_attn.in_proj_qkv", sizes)
-
-
-def _rows_by_key_head(config: ArchitectureConfig, stored: str, names: Sequence[str]) -> dict[str, StoredRows]:
-    """Return the rows of parts in a matrix that holds the parts for one key head after the other."""
-    groups, parts = recurrent_settings(config).num_groups, delta_net_parts(config)
-    sizes = [parts[part] // groups for part in names]
-    rows = torch.arange(sum(sizes) * groups).view(groups, -1)
-    return {
-        f"linear_attn.{part}_proj": StoredRows(f"linear_attn.{stored}", rows.numel(), piece.flatten())
-        for part, piece in zip(names, rows.split(sizes, dim=1), strict=True)
-    }
+            sizes = [parts[part] // groups for part in names]
+            rows = torch.arange(sum(sizes) * groups).view(groups, -1)
+            for part, piece in zip(names, rows.split(sizes, dim=1), strict=True):
+                cut[f"{name}.{part}_proj"] = StoredRows(f"{name}.{stored}", rows.numel(), piece.flatten())
+        return dataclasses.replace(usual, cut=cut)
 
 
 def _queries_and_gates(config: ArchitectureConfig) -> dict[str, StoredRows]:

@@ -262,10 +262,26 @@ def test_tiers_default_to_what_keys_allow() -> None:
     assert TierSettings().best_for("any") is Tier.PRIORITY
 
 
-@pytest.mark.parametrize("page", ["settings.md", "usage.md"])
+@pytest.mark.parametrize("page", ["settings.md", "usage.md", "objective.md"])
 def test_the_documentations_examples_are_valid(page: str) -> None:
     text = (Path(__file__).parents[3] / "docs" / page).read_text()
     examples = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     assert examples
     for example in examples:
         assert parse_settings(example, page) != Settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[policies.default]\nmax_num_seqs = 1\n", "s.toml, line 1: policies.default cannot be described"),
+        ('[policies.a]\ntier_shares = "8,3"\n', "s.toml, line 2: policies.a.tier_shares is wrong"),
+        ("[policies.a]\nchunk = 8\n", "there is no setting 'policies.a.chunk'"),
+        ("[policies.a.routing]\nrecompute_weight = 0.5\n", "policies.a.routing.recompute_weight is wrong"),
+        ("[objective.weights]\nttft = -1\n", "objective.weights.ttft is wrong"),
+        ("[objective.targets.batch]\nttft_s = 0\n", "objective.targets.batch.ttft_s is wrong"),
+    ],
+)
+def test_wrong_objectives_and_policy_sets_are_refused_by_key_and_line(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        parse_settings(text, "s.toml")

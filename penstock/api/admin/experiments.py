@@ -1,0 +1,120 @@
+"""/admin/experiments: compare two policy sets on live traffic. Scope `admin`; every order is audited."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.api.admin.fleet import WhichModel
+from penstock.api.http.answers import private_json
+from penstock.api.http.context import principal_of, request_id_of
+from penstock.api.http.parsing import BodyDecoder
+from penstock.core.errors import ConfigError, InvalidRequest
+from penstock.core.experiment_view import ExperimentControl, ExperimentOrder, ExperimentView
+from penstock.core.policy import PolicySet, policy_of
+from penstock.gateway.settings.live import LiveSettings
+from penstock.gateway.store.database import Database
+from penstock.gateway.tenants.directory import Actor, announce, write_entry
+
+_Share = Annotated[float, Meta(gt=0, lt=1)]
+
+
+class NewExperiment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Two policy sets by name; `default` stands for the settings that the server was started with."""
+
+    a: str
+    b: str
+    model: str | None = None  # by the name that it is served under; None: the only one
+    share: _Share = 0.5  # of requests, for b
+    window_s: float | None = None
+    min_windows: int | None = None
+    max_duration_s: float | None = None
+    confidence: float | None = None
+
+
+class ExperimentObject(ExperimentView, frozen=True, kw_only=True):
+    object: str = "experiment"
+
+
+class ExperimentList(msgspec.Struct, frozen=True):
+    """Of each model the experiment that is underway, or else the last."""
+
+    data: list[ExperimentObject]
+    object: str = "list"
+
+
+class ExperimentEndpoints:
+    def __init__(self, control: ExperimentControl | None, settings: LiveSettings, database: Database) -> None:
+        """Without `control` the engines belong to a shared fleet, where no server may start and end them."""
+        self._control = control
+        self._settings = settings
+        self._database = database
+        self._order = BodyDecoder(NewExperiment)
+        self._which = BodyDecoder(WhichModel)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/admin/experiments", self.list_experiments, methods=["GET"]),
+            Route("/admin/experiments", self.start, methods=["POST"]),
+            Route("/admin/experiments/stop", self.stop, methods=["POST"]),
+        ]
+
+    async def list_experiments(self, request: Request) -> Response:
+        views = () if self._control is None else await self._control.experiments()
+        return private_json(ExperimentList([_shown(view) for view in views]))
+
+    async def start(self, request: Request) -> Response:
+        new = await self._order.read(request)
+        order = ExperimentOrder(
+            model=new.model,
+            a=new.a,
+            b=new.b,
+            policy_a=self._policy(new.a, "a"),
+            policy_b=self._policy(new.b, "b"),
+            objective=self._settings.current.objective,
+            config={
+                name: value
+                for name in ("share", "window_s", "min_windows", "max_duration_s", "confidence")
+                if (value := getattr(new, name)) is not None
+            },
+        )
+        return await self._done(request, "experiment.start", await self._fleet().start_experiment(order))
+
+    async def stop(self, request: Request) -> Response:
+        which = await self._which.read(request, default=b"{}")
+        return await self._done(request, "experiment.stop", await self._fleet().stop_experiment(which.model))
+
+    def _fleet(self) -> ExperimentControl:
+        if self._control is None:
+            raise InvalidRequest(
+                "Experiments need the engines of one server, and this gateway belongs to a shared fleet."
+            )
+        return self._control
+
+    def _policy(self, name: str, param: str) -> PolicySet:
+        try:
+            return policy_of(self._settings.current.policies, name)
+        except ConfigError as error:
+            raise InvalidRequest(error.message, param=param, hint=error.hint) from error
+
+    async def _done(self, request: Request, action: str, view: ExperimentView) -> Response:
+        actor = Actor(principal_of(request).key_id, request_id_of(request))
+        shown = _shown(view)
+        announce(
+            await self._database.run(
+                lambda connection: write_entry(
+                    connection, actor, action, view.id, at=time.time(), after=shown
+                )
+            )
+        )
+        return private_json(shown)
+
+
+def _shown(view: ExperimentView) -> ExperimentObject:
+    return ExperimentObject(**msgspec.structs.asdict(view))

@@ -1,0 +1,149 @@
+"""The scheduling objective: one number that says how well requests were served, the smaller the better.
+
+    objective = ttft · TTFT/target + itl · ITL/target + idle · (1 − utilisation) + drops · share of dropped requests
+
+The first two terms are means over requests, and each request counts with at most `MAX_RATIO` times its target: a
+single request that waited for minutes must not hide what happened to all others. A tier has its own targets. The
+objective of all tiers is the mean over their requests, weighted by tier. Pure: takes numbers, knows no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from penstock.core.request import Tier
+
+MAX_RATIO = 10.0
+
+_Weight = Annotated[float, Meta(ge=0, le=1e6)]
+_Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The weights of the four terms."""
+
+    ttft: _Weight = 1.0
+    itl: _Weight = 1.0
+    idle: _Weight = 0.2
+    drops: _Weight = 10.0
+
+
+class TierTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    ttft_s: _Seconds = 1.0
+    itl_s: _Seconds = 0.1  # mean time between the tokens of one answer
+    weight: _Weight = 1.0  # of a request of this tier, in the objective of all tiers
+
+
+class Targets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    priority: TierTarget = TierTarget(ttft_s=0.5, itl_s=0.05)
+    default: TierTarget = TierTarget()
+    batch: TierTarget = TierTarget(ttft_s=30.0, itl_s=1.0)
+
+    def of(self, tier: Tier) -> TierTarget:
+        target: TierTarget = getattr(self, tier.value)
+        return target
+
+
+class ObjectiveSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    weights: Weights = Weights()
+    targets: Targets = Targets()
+    # Tokens per second that one replica can compute. None: what it computes per second of its steps, so that
+    # utilisation is the share of time in which it computes.
+    capacity_tokens_per_s: Annotated[float, Meta(gt=0)] | None = None
+
+
+class TierSums(msgspec.Struct):
+    """Sums over the requests of one tier. Sums of several windows or gateways can be added."""
+
+    num_requests: int = 0  # that ended; those that their client left do not count
+    num_dropped: int = 0  # refused, failed or too late
+    num_begun: int = 0  # that have a time to first token
+    ttft: float = 0.0  # sum of the shares of the target
+    num_paced: int = 0  # that have a time between tokens
+    itl: float = 0.0
+
+    def add(
+        self, target: TierTarget, ttft_s: float | None, itl_s: float | None, *, is_dropped: bool = False
+    ) -> None:
+        self.num_requests += 1
+        self.num_dropped += is_dropped
+        if ttft_s is not None:
+            self.num_begun += 1
+            self.ttft += min(MAX_RATIO, ttft_s / target.ttft_s)
+        if itl_s is not None:
+            self.num_paced += 1
+            self.itl += min(MAX_RATIO, itl_s / target.itl_s)
+
+    def plus(self, other: TierSums) -> TierSums:
+        return TierSums(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
+
+
+SumsByTier = Mapping[Tier, TierSums]
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """The weighted terms of the objective."""
+
+    ttft: float = 0.0
+    itl: float = 0.0
+    idle: float = 0.0
+    drops: float = 0.0
+    total: float = 0.0
+
+
+class Objective(msgspec.Struct, frozen=True, kw_only=True):
+    """The terms of all tiers together, and of each tier that had requests. With no requests at all, no time and no
+    drop costs anything."""
+
+    overall: Terms
+    by_tier: dict[Tier, Terms] = {}
+    utilisation: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.overall.total
+
+
+def utilisation_of(tokens_per_s: float, capacity_tokens_per_s: float) -> float:
+    """Return the used share of what a replica can compute. Both figures are of one replica."""
+    return min(1.0, max(0.0, tokens_per_s / capacity_tokens_per_s)) if capacity_tokens_per_s > 0 else 0.0
+
+
+def objective_of(sums: SumsByTier, settings: ObjectiveSettings, utilisation: float) -> Objective:
+    weights, targets = settings.weights, settings.targets
+    idle = weights.idle * (1.0 - min(1.0, max(0.0, utilisation)))
+    by_tier = {tier: _terms(each, weights, idle) for tier, each in sums.items() if each.num_requests}
+    shares = {tier: sums[tier].num_requests * targets.of(tier).weight for tier in by_tier}
+    whole = sum(shares.values())
+    mean = {
+        name: sum(getattr(by_tier[tier], name) * share for tier, share in shares.items()) / whole
+        for name in ("ttft", "itl", "drops")
+        if whole
+    }
+    return Objective(overall=_summed(idle, **mean), by_tier=by_tier, utilisation=utilisation)
+
+
+def added(parts: Iterable[SumsByTier]) -> dict[Tier, TierSums]:
+    """Add the sums of several windows."""
+    total: dict[Tier, TierSums] = {}
+    for part in parts:
+        for tier, sums in part.items():
+            total[tier] = total[tier].plus(sums) if tier in total else sums.plus(TierSums())
+    return total
+
+
+def _terms(sums: TierSums, weights: Weights, idle: float) -> Terms:
+    return _summed(
+        idle,
+        ttft=weights.ttft * sums.ttft / max(1, sums.num_begun),
+        itl=weights.itl * sums.itl / max(1, sums.num_paced),
+        drops=weights.drops * sums.num_dropped / sums.num_requests,
+    )
+
+
+def _summed(idle: float, ttft: float = 0.0, itl: float = 0.0, drops: float = 0.0) -> Terms:
+    return Terms(ttft=ttft, itl=itl, idle=idle, drops=drops, total=ttft + itl + idle + drops)
