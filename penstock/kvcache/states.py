@@ -90,7 +90,11 @@ class StatePool:
         source = None if start is None else self._snapshots.get(start)
         if start is not None and source is not None:
             self._snapshots.move_to_end(start)  # so that this snapshot is the last to make room
+        # A snapshot that makes room may go to host memory, and must not take the place of this one there.
+        in_host = self._in_host.pop(start, None) if start is not None and source is None else None
         slot = self._take(may_drop_retained=True)
+        if start is not None and in_host is not None:
+            self._in_host[start] = in_host
         if slot is None:
             raise IntegrityError(f"all {self.num_slots} state slots are active")
         self._active.add(slot)
@@ -101,9 +105,8 @@ class StatePool:
         if source is not None:
             if slot != source:  # else the snapshot itself made room
                 self._pool.copy_state(StateCopy(slot, source))
-        elif start in self._in_host:
-            self._in_host.move_to_end(start)
-            self._pool.copy_state(StateCopy(slot, self._in_host[start], from_host=True))
+        elif in_host is not None:
+            self._pool.copy_state(StateCopy(slot, in_host, from_host=True))
         else:
             raise IntegrityError("a request starts from a state that is not there: find it before opening")
         return slot
@@ -190,8 +193,8 @@ class StatePool:
         return slot
 
     def _move_out(self, block_hash: BlockHash, slot: int) -> None:
-        """Move a retained snapshot to host memory, if there is some."""
-        if not self._num_host_slots:
+        """Move a retained snapshot to host memory, if there is room or another snapshot to drop."""
+        if not self._free_host and not self._in_host:
             self.num_lost += 1
             return
         if not self._free_host:

@@ -98,6 +98,8 @@ class Setting:
                 return f"{noun}{_bounds(number)}"
             case types.VarTupleType():
                 return "a list of texts"
+            case types.StrType(pattern=str()):
+                return "a text of the form that its description shows"
             case _:
                 return "a text"
 

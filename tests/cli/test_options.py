@@ -154,7 +154,7 @@ def test_every_setting_can_be_written_in_a_file_both_ways(tmp_path: Path) -> Non
         if setting.default is None
         else setting.default
         for name, setting in settings().items()
-    }
+    } | {"tier_shares": "8,3,1"}
     flat = "".join(f"{name} = {toml(value)}\n" for name, value in samples.items())
     tables = "".join(
         f"{setting.section.table}.{name} = {toml(samples[name])}\n" for name, setting in settings().items()

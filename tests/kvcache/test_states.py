@@ -134,3 +134,19 @@ def test_wrong_uses_are_refused() -> None:
         states.open(hashes("a")[-1])
     with pytest.raises(ValueError, match="need slots"):
         KVCache(4, states=StateSlots(0))
+
+
+def test_a_snapshot_that_goes_to_host_memory_does_not_replace_the_one_that_a_request_starts_from() -> None:
+    cache, states = state_cache(2, num_host_slots=1)
+    for names in "ab":
+        snapshot(cache, states, names)
+        cache.retention.retain(hashes(names), until=10.0, now=0.0)
+    slot = states.open(None)  # "a" goes to host memory
+    snapshot_of_b = states.longest(hashes("b"))
+    cache.take_copies()
+    started = states.open(hashes("a")[-1])  # "b" makes room, and host memory has none
+    assert snapshot_of_b == 1
+    assert cache.take_copies() == (StateCopy(started, 0, from_host=True),)
+    assert (states.longest(hashes("a")), states.longest(hashes("b"))) == (1, 0)
+    assert states.num_lost == 1
+    states.check_integrity([slot, started])
