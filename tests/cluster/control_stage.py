@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.cluster.control_link import ControlLink, SocketChannel
 from penstock.cluster.control_plane import ControlPlane
-from penstock.cluster.experiment_record import ExperimentStore
+from penstock.cluster.experiment_record import ExperimentStore, MemoryExperiments
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore, revision_of
@@ -133,7 +133,7 @@ async def open_stage(
         resolve,
         drain_timeout_s=10.0,
         look_interval_s=INTERVAL_S,
-        experiments=experiments,
+        experiments=experiments or MemoryExperiments(),
     )
     socket = folder / "control.sock"
     async with contextlib.AsyncExitStack() as stack:
