@@ -95,6 +95,21 @@ def test_escape_stops_an_answer_and_what_came_stays(open_page: OpenPage, serve: 
     assert len(served.engine.aborted) == 1
 
 
+def test_an_answer_that_is_left_stays_with_its_conversation(open_page: OpenPage, serve: Serve) -> None:
+    url, _ = serve()
+    page = open_page(url)
+    page.wait_for_function("() => document.querySelector('.model-box').value")
+    page.fill(".entry", "endless")
+    page.press(".entry", "Enter")
+    page.wait_for_selector(".live >> text=One moment")
+    page.get_by_role("button", name="New chat").click()
+    ask(page, "Why is the sky blue?")
+    assert page.locator(".turn").count() == 2
+    page.locator(".history-open", has_text="endless").click()
+    page.wait_for_selector(f"{DONE} >> text=stopped")
+    assert "One moment" in page.locator(DONE).inner_text()
+
+
 def test_conversations_are_kept_searched_exported_and_deleted(
     open_page: OpenPage, serve: Serve, tmp_path: Path
 ) -> None:

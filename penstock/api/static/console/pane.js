@@ -99,6 +99,7 @@ export class Pane {
   // Answers the last message. `variants` are the answers before, where this is another one to the same message.
   async answer(variants = []) {
     const { messages } = this; // a new chat gets a new list, so that a late answer cannot leak into it
+    const conversation = this.host.current(); // the user may open another one meanwhile
     const controller = (this.running = new AbortController());
     const answer = new Answer(this.model, performance.now());
     this.show();
@@ -117,7 +118,7 @@ export class Pane {
     }
     this.running = null;
     messages.push(finished(answer, variants, this.host.settings));
-    this.host.saved();
+    this.host.saved(conversation);
     if (this.messages === messages) this.show();
     this.host.refresh();
     if (answer.message.problem) announce(answer.message.problem);

@@ -238,14 +238,17 @@ class Playground {
     this.composer.entry.focus();
   }
 
-  // Called after every change of the messages.
-  saved() {
-    const { conversation } = this;
+  // Called after every change of the messages. An answer may end after its conversation was left, or deleted.
+  saved(conversation = this.conversation) {
     if (!conversation.panes[0].messages.length) return;
-    conversation.panes.forEach((pane, at) => (pane.model = this.panes[at]?.model ?? pane.model));
+    if (conversation === this.conversation) {
+      conversation.panes.forEach((pane, at) => (pane.model = this.panes[at]?.model ?? pane.model));
+      conversation.settings = structuredClone(this.settings);
+    } else if (!this.store.list().some(({ id }) => id === conversation.id)) {
+      return;
+    }
     conversation.updatedAt = Date.now();
     if (!conversation.isNamed) conversation.title = titleOf(conversation);
-    conversation.settings = structuredClone(this.settings);
     if (!this.store.save(conversation)) this.composer.say("This conversation is too large to be saved in this browser.");
     this.history.show();
   }
