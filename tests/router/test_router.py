@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -223,6 +224,23 @@ def test_a_region_is_preferred_until_the_wait_there_is_too_long() -> None:
     assert not any(spilled[:5])  # 0.17 s of prefill each
     assert any(spilled)
     assert harness.ask(chain(99, 2), region="elsewhere").is_spilled_over
+
+
+def test_a_request_that_may_not_leave_its_region_waits_there() -> None:
+    replicas = tuple(
+        msgspec.structs.replace(replica, region=region)
+        for replica, region in zip(fleet(2), ("here", "there"), strict=True)
+    )
+    harness = Harness(Router(config=RouterConfig(spill_over_s=0.0)), replicas)
+    pinned = {"region": "here", "spill_over_s": math.inf}
+    decisions = [harness.ask(chain(number, 100), **pinned) for number in range(20)]
+    assert {decision.replica_id for decision in decisions} == {"replica-0"}
+    with pytest.raises(EngineUnavailable, match="Nothing in the region 'mars'"):
+        harness.ask(chain(99, 2), region="mars", spill_over_s=math.inf)
+    with pytest.raises(EngineUnavailable, match="in the region 'here' can take"):
+        harness.ask(chain(99, 2), **pinned, excluded=frozenset({"replica-0"}))
+    spilled = [harness.ask(chain(200 + number, 100), region="here", spill_over_s=0.5) for number in range(3)]
+    assert all(decision.is_spilled_over for decision in spilled), "a wait of its own to leave at"
 
 
 def test_a_session_stays_together_where_nothing_else_is_known() -> None:

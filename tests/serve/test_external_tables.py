@@ -31,6 +31,11 @@ api_key_variable = "GPU_1_KEY"
 [[external]]
 url = "https://gpu-2/v1"
 models = ["small"]
+cost = 0.5
+max_concurrent = 8
+continues = false
+shows_cached_tokens = true
+api_key_header = "api-key"
 """
 
 
@@ -50,7 +55,15 @@ def test_servers_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             region="eu",
             api_key="secret",
         ),
-        ExternalServerConfig(url="https://gpu-2/v1", models={"small": "small"}),
+        ExternalServerConfig(
+            url="https://gpu-2/v1",
+            models={"small": "small"},
+            cost=0.5,
+            max_concurrent=8,
+            continues=False,
+            shows_cached_tokens=True,
+            api_key_header="api-key",
+        ),
     )
 
 
@@ -82,6 +95,7 @@ def test_engines_of_our_own_run_when_a_model_is_named(tmp_path: Path) -> None:
             '[[external]]\nurl = "http://a"\napi_key_variable = "NO_SUCH_KEY"\n',
             "NO_SUCH_KEY, which is not set",
         ),
+        ('[[external]]\nurl = "http://a"\nmax_concurrent = 0\n', "max_concurrent"),
     ],
 )
 def test_wrong_tables_are_explained(tmp_path: Path, text: str, sentence: str) -> None:

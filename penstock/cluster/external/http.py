@@ -314,8 +314,11 @@ class HttpClient:
             lines["authorization"] = self.address.credentials
         lines |= headers
         for name, value in lines.items():
-            if not (value.isascii() and value.isprintable()):
-                raise ConfigError(f"The header {name} for {self.address.authority} has forbidden characters.")
+            is_name = name.isascii() and name.replace("-", "").replace("_", "").isalnum()
+            if not (is_name and value.isascii() and value.isprintable()):
+                raise ConfigError(
+                    f"The header {name!r} for {self.address.authority} has forbidden characters."
+                )
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode("latin-1")
         self._tls = _trusting() if self.address.is_tls else None
         self._idle: list[Answer] = []

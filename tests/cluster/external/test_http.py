@@ -255,5 +255,6 @@ def test_addresses() -> None:
     ):
         with pytest.raises(ConfigError):
             Address.of(url)
-    with pytest.raises(ConfigError):
-        HttpClient("http://host", {"authorization": "Bearer a\r\nx: y"})
+    for headers in ({"authorization": "Bearer a\r\nx: y"}, {"api-key: x\r\nhost": "a"}, {"": "a"}):
+        with pytest.raises(ConfigError):
+            HttpClient("http://host", dict(headers))
