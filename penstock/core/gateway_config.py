@@ -320,6 +320,10 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     log_prompts: Annotated[
         bool, Meta(description="Let access lines hold the text of prompts, which may be personal.")
     ] = False
+    keep_history: Annotated[
+        bool,
+        Meta(description="Keep the console's history in the database, so that it survives a restart."),
+    ] = False
     show_prompts: Annotated[
         bool, Meta(description="Let the console show the text of prompts, which may be personal.")
     ] = False

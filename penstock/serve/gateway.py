@@ -36,6 +36,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.history.history import History
 from penstock.gateway.history.requests import RecentRequests
 from penstock.gateway.history.siblings import Siblings
+from penstock.gateway.history.store import HistoryStore
 from penstock.gateway.metrics.gateway import PoolMetrics, ReplicaMetrics
 from penstock.gateway.metrics.objective import ObjectiveMetrics
 from penstock.gateway.models.adapters import open_adapters
@@ -151,7 +152,11 @@ async def open_gateway(
         gateway.metrics.register(objective)
         state.settings.attach(lambda settings: objective.apply(settings.objective))
         gateway.metrics.register(ReplicaMetrics(fleet))
-        history = History(gateway.metrics, gateway.engine, siblings)
+        store = HistoryStore(database) if config.telemetry.keep_history else None
+        history = History(gateway.metrics, gateway.engine, siblings, store)
+        if store is not None:
+            stack.push_async_callback(history.save, is_last=True)
+            await stack.enter_async_context(running(history.keep_saving()))
         await stack.enter_async_context(running(history.run()))
         cluster = ClusterEndpoints(control, database, external=gateway.catalogue.external)
         experiments = ExperimentEndpoints(

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -19,9 +18,11 @@ from penstock.gateway.history.samples import (
     Traffic,
     first_token_s,
     inter_token_s,
+    side_by_side,
     together,
 )
 from penstock.gateway.history.siblings import Siblings
+from penstock.gateway.history.store import HistoryStore
 from penstock.gateway.metrics.gateway import GatewayMetrics
 
 TOPIC = "history"
@@ -36,7 +37,18 @@ class Span(NamedTuple):
 SPANS: dict[SpanName, Span] = {"live": Span(2, 150), "hour": Span(10, 360), "day": Span(300, 288)}
 TICK_S = SPANS["live"].interval_s
 
-_decode = msgspec.json.Decoder(list[Sample]).decode
+SAVE_INTERVAL_S = 60.0
+KEPT: tuple[SpanName, ...] = ("hour", "day")  # in the database, where the operator wants that
+
+
+class Told(msgspec.Struct, frozen=True):
+    """The samples of one process."""
+
+    process: str
+    samples: list[Sample]
+
+
+_decode = msgspec.json.Decoder(Told).decode
 
 
 class Ring:
@@ -103,10 +115,13 @@ class History:
         metrics: GatewayMetrics,
         engine: EngineClient,
         siblings: Siblings | None = None,
+        store: HistoryStore | None = None,
         *,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
         self._metrics = metrics
+        self._store = store
+        self._saved_until = dict.fromkeys(KEPT, 0)
         self._engine = engine
         self._sampler = Sampler(metrics)
         self._wall_time = wall_time
@@ -133,16 +148,48 @@ class History:
             ring.add(sample)
 
     async def view(self, span: SpanName, model: str | None = None, tier: str | None = None) -> HistoryView:
-        answers = await self._siblings.ask(TOPIC, span)
-        by_time: dict[int, list[Sample]] = {}
-        for sample in chain.from_iterable(map(_decode, answers)):
-            by_time.setdefault(sample.at, []).append(sample)
-        samples = {at: together(of_time) for at, of_time in by_time.items()}
+        found = {}
+        if self._store is not None and span in KEPT:
+            found = await self._store.load(span, self._oldest(span))
+        server = self._siblings.server
+        for told in map(_decode, await self._siblings.ask(TOPIC, span)):
+            # What a process has in memory is newer than what it wrote.
+            found |= {(server, told.process, sample.at): sample for sample in told.samples}
+        by_server: dict[int, dict[str, list[Sample]]] = {}
+        for (name, _, at), sample in found.items():
+            by_server.setdefault(at, {}).setdefault(name, []).append(sample)
+        samples = {
+            at: side_by_side([together(of_server) for of_server in servers.values()])
+            for at, servers in by_server.items()
+        }
         return show(samples, span, int(self._wall_time()), model, tier)
+
+    async def keep_saving(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_INTERVAL_S)
+            await self.save()
+
+    async def save(self, *, is_last: bool = False) -> None:
+        """Write the samples that are complete and not written yet; the last time, the growing ones too."""
+        if self._store is None:
+            return
+        new: dict[str, list[Sample]] = {}
+        for span in KEPT:
+            samples = list(self._rings[span].samples)
+            complete = samples if is_last else samples[:-1]
+            new[span] = [sample for sample in complete if sample.at > self._saved_until[span]]
+        oldest: dict[str, int] = {span: self._oldest(span) for span in KEPT}
+        if await self._store.save(self._siblings.server, self._siblings.process, new, oldest):
+            for span in KEPT:
+                self._saved_until[span] = max([self._saved_until[span], *(sample.at for sample in new[span])])
+
+    def _oldest(self, span: SpanName) -> int:
+        interval_s, num_samples = SPANS[span]
+        return int(self._wall_time()) - interval_s * num_samples
 
     def _encoded(self, span: str) -> bytes:
         ring = next((ring for name, ring in self._rings.items() if name == span), None)
-        return msgspec.json.encode(list(ring.samples) if ring else [])
+        return msgspec.json.encode(Told(self._siblings.process, list(ring.samples) if ring else []))
 
 
 def show(

@@ -74,6 +74,23 @@ class EngineUse(msgspec.Struct, array_like=True):
             self.cache_hits + other.cache_hits,
         )
 
+    def mean(self) -> EngineUse:
+        """The same as one look."""
+        looks = max(1, self.looks)
+        means = (self.running / looks, self.waiting / looks, self.kv_usage / looks)
+        return EngineUse(1, *means, self.cache_queries, self.cache_hits)
+
+    def beside(self, other: EngineUse) -> EngineUse:
+        """One look at two sets of engines. The fuller KV cache counts."""
+        return EngineUse(
+            1,
+            self.running + other.running,
+            self.waiting + other.waiting,
+            max(self.kv_usage, other.kv_usage),
+            self.cache_queries + other.cache_queries,
+            self.cache_hits + other.cache_hits,
+        )
+
 
 class Sample(msgspec.Struct, array_like=True):
     at: int  # Unix seconds: the end of the interval
@@ -102,6 +119,17 @@ def together(samples: Sequence[Sample]) -> Sample:
         for model, use in sample.engines.items():
             if model not in engines or engines[model].looks < use.looks:
                 engines[model] = use
+    return Sample(samples[0].at, max(sample.seconds for sample in samples), _joined_traffic(samples), engines)
+
+
+def side_by_side(samples: Sequence[Sample]) -> Sample:
+    """Join the samples of several servers for the same interval, each of which has its own engines."""
+    engines: dict[str, EngineUse] = {}
+    for sample in samples:
+        for model, use in sample.engines.items():
+            mean = use.mean()
+            known = engines.get(model)
+            engines[model] = mean if known is None else known.beside(mean)
     return Sample(samples[0].at, max(sample.seconds for sample in samples), _joined_traffic(samples), engines)
 
 

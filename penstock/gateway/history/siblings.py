@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 ANSWER_TIMEOUT_S = 2.0
 MAX_QUESTION_BYTES = 1 << 12
@@ -25,6 +27,9 @@ class Siblings:
     def __init__(self, sockets: Sequence[str] = (), number: int = 0) -> None:
         self._sockets = [f"{path}.ask" for path in sockets]
         self._number = number
+        # Names of this server and of this process, for what is kept in a database.
+        self.server = Path(sockets[0]).parent.name[:64] if sockets else secrets.token_hex(8)
+        self.process = secrets.token_hex(8)
         self.answers: dict[str, Answer] = {}
 
     @contextlib.asynccontextmanager

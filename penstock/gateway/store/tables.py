@@ -332,6 +332,18 @@ experiments = Table(
     Column("body", LargeBinary, nullable=False),
 )
 
+# Owner: gateway/history. What each gateway process counted in each interval; old rows are deleted.
+history_samples = Table(
+    "history_samples",
+    metadata,
+    Column("process", String(64), primary_key=True),
+    Column("span", String(16), primary_key=True),
+    Column("at", BigInteger, primary_key=True, autoincrement=False),
+    Column("server", String(64), nullable=False),  # processes of one server see the same engines
+    Column("body", LargeBinary, nullable=False),
+    Index("ix_history_samples_span_at", "span", "at"),
+)
+
 
 def create_tables(connection: Connection) -> None:
     """Create every table in a new database. A default organisation with a default workspace is there from the start,

@@ -10,10 +10,21 @@ import msgspec
 from penstock.core.messages import EngineStats
 from penstock.core.request import Tier
 from penstock.gateway.history.history import SPANS, History, Ring, Span, show
-from penstock.gateway.history.samples import EngineUse, Sample, Sampler, Traffic, quantile, together
+from penstock.gateway.history.samples import (
+    EngineUse,
+    Sample,
+    Sampler,
+    Traffic,
+    quantile,
+    side_by_side,
+    together,
+)
 from penstock.gateway.history.siblings import Siblings
+from penstock.gateway.history.store import HistoryStore
 from penstock.gateway.metrics.gateway import GatewayMetrics
+from penstock.gateway.store.database import Database
 from tests.gateway.fake_engine import FakeEngine
+from tests.gateway.store.ready_made import ready_made_database
 
 NOW = 1_800_000_000
 
@@ -183,3 +194,50 @@ def test_nothing_known_is_an_empty_page() -> None:
     view = show({}, "day", NOW, None, None)
     assert (view.models, view.series, view.total.requests) == ([], [], None)
     assert len(view.points) == SPANS["day"].num_samples
+
+
+async def test_the_past_survives_a_restart_and_is_not_counted_twice(tmp_path: Path) -> None:
+    database, clock = ready_made_database(tmp_path), Clock()
+    store = HistoryStore(database)
+    metrics = GatewayMetrics()
+    before = History(metrics, FakeEngine(), store=store, wall_time=clock)
+    for _ in range(10):
+        clock.now += 2
+        answered(metrics)
+        before.take()
+    await before.save()
+    assert (await before.view("hour")).total.requests == 10
+    await before.save(is_last=True)
+    after = History(GatewayMetrics(), FakeEngine(), store=store, wall_time=clock)
+    assert (await after.view("hour")).total.requests == 10
+    assert (await after.view("live")).total.requests is None  # only longer spans are kept
+    clock.now += 2 * 86_400
+    await after.save()
+    clock.now -= 2 * 86_400
+    assert (await after.view("hour")).total.requests is None  # what was too old is gone
+    database.close()
+
+
+async def test_history_goes_on_without_its_database(tmp_path: Path) -> None:
+    database, clock, metrics = (
+        Database(f"sqlite:///{tmp_path}"),
+        Clock(),
+        GatewayMetrics(),
+    )  # a folder is no file
+    history = History(metrics, FakeEngine(), store=HistoryStore(database), wall_time=clock)
+    answered(metrics)
+    clock.now += 2
+    history.take()
+    await history.save(is_last=True)
+    assert (await history.view("hour")).total.requests == 1
+    database.close()
+
+
+def test_servers_stand_side_by_side() -> None:
+    samples = [
+        Sample(NOW, 10.0, {"m": {"default": Traffic(requests=1)}}, {"m": EngineUse(5, 10, 5, 2.5, 8, 4)}),
+        Sample(NOW, 10.0, {"m": {"default": Traffic(requests=2)}}, {"m": EngineUse(2, 2, 0, 0.2, 2, 0)}),
+    ]
+    whole = side_by_side(samples)
+    assert whole.traffic["m"]["default"].requests == 3
+    assert whole.engines["m"] == EngineUse(1, 3, 1, 0.5, 10, 4)

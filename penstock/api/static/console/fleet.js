@@ -83,7 +83,7 @@ export async function show(root, { api, signal }) {
     ], cluster.decisions, "Nothing was decided since the server started."));
     const routed = Object.values(cluster.routing.reasons).reduce((sum, count) => sum + count, 0);
     const routing = panel("How requests are routed", element("p", { class: "soft" },
-      `${number(routed)} requests by ${number(cluster.routing.num_gateways)} gateway processes; the chosen replica was thought to hold ${share(cluster.routing.num_prompt_tokens ? cluster.routing.num_matched_tokens / cluster.routing.num_prompt_tokens : null)} of the prompt tokens.`),
+      `${number(routed)} requests by ${number(cluster.routing.num_gateways)} gateway process${cluster.routing.num_gateways === 1 ? "" : "es"}; the chosen replica was thought to hold ${share(cluster.routing.num_prompt_tokens ? cluster.routing.num_matched_tokens / cluster.routing.num_prompt_tokens : null)} of the prompt tokens.`),
     table("Routing decisions", [
       { title: "Chosen for", cell: (row) => REASONS[row[0]] ?? row[0] },
       { title: "Requests", number: true, cell: (row) => number(row[1]) },
