@@ -1,14 +1,14 @@
-"""The simulator held to the engine: `python bench/simulator_validation.py`. A CPU, five minutes.
+"""The simulator held to the engine: `python bench/simulator_validation.py`. A CPU, some minutes.
 
 The same traffic runs on the real engine and in the simulator, and the figures are compared. The step times of the
-simulator are fitted to other traffic, which runs before, between and after the loads that are compared: the machine's
-speed may drift, and no step of a compared load is used.
+simulator are fitted to other traffic: no step of a compared load is used.
 
 How noise is bounded. The engine runs in this process, on one thread, and its clock is the CPU time of the process:
 time in which other processes had the core does not count, and an idle engine jumps to the next arrival. Garbage
-collection is off while a load runs. Each load runs several times, and each figure is the median of the runs. What
-remains is the noise of the core itself (caches and clock rates that other processes change), which `noise` shows: how
-far the runs of one load are apart, in the median of its figures.
+collection is off while a load runs. The speed of a core still changes with what other processes do to its caches and
+its clock rate: so a second of the traffic for the fit runs before and after each load, and the simulation of that run
+takes the speed of these two seconds (the median ratio of their steps to the fit). Each load runs several times, and
+errors are medians over the runs. `noise` is how far the errors of single runs are from these medians, in the mean.
 """
 
 from __future__ import annotations
@@ -43,7 +43,15 @@ from penstock.simulator import (
     generate,
     simulate,
 )
-from penstock.simulator.cost import LinearCost, StepCost, StepWork, fit, fit_corrected, mean_relative_error
+from penstock.simulator.cost import (
+    CorrectedCost,
+    LinearCost,
+    StepCost,
+    StepWork,
+    fit,
+    fit_corrected,
+    mean_relative_error,
+)
 from penstock.simulator.report import Summary, times_between
 from penstock.simulator.workload import Arrival
 
@@ -140,10 +148,10 @@ LOADS = (
     Load("all at once", workload(150, LogNormal(60, 0.6, 300), LogNormal(24, 0.6, 80)), 0.0),
 )  # fmt: skip
 FITTED = (
-    Load("fit: answers", workload(40, Uniform(5, 100), Uniform(10, 100)), 0.4),
-    Load("fit: prompts", workload(50, Uniform(30, 500), Uniform(2, 30)), 0.4),
-    Load("fit: full batches", workload(60, Uniform(10, 150), Uniform(10, 60)), 0.0),
-    Load("fit: chunks", workload(30, Uniform(50, 500), Uniform(4, 40)), 0.5, scheduler=SMALL_STEPS),
+    Load("fit: answers", workload(8, Uniform(5, 100), Uniform(10, 100)), 0.4),
+    Load("fit: prompts", workload(8, Uniform(30, 500), Uniform(2, 30)), 0.4),
+    Load("fit: full batches", workload(16, Uniform(10, 150), Uniform(10, 60)), 0.0),
+    Load("fit: chunks", workload(6, Uniform(50, 500), Uniform(4, 40)), 0.5, scheduler=SMALL_STEPS),
 )
 
 
@@ -260,50 +268,53 @@ def run_simulator(load: Load, arrivals: list[Arrival], cost: StepCost) -> Figure
     return Figures.of(arrivals, times_s, cached, report.num_preemptions)
 
 
-def medians(runs: list[Figures]) -> Figures:
-    def middle(pick: Callable[[Figures], float]) -> float:
-        return median(map(pick, runs))
+@dataclass(frozen=True, slots=True)
+class ScaledCost:
+    """Step times on a core that is slower or faster than usual at the moment."""
 
-    def summary(pick: Callable[[Figures], Summary]) -> Summary:
-        return Summary(
-            p50=middle(lambda run: pick(run).p50),
-            p90=middle(lambda run: pick(run).p90),
-            p99=middle(lambda run: pick(run).p99),
+    cost: StepCost
+    factor: float
+
+    def step_s(self, work: StepWork) -> float:
+        return self.factor * self.cost.step_s(work)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The runs of one load, each with its simulation."""
+
+    load: Load
+    pairs: list[tuple[Figures, Figures]]
+
+    def errors(self) -> list[list[float]]:
+        """Return the errors of all runs, for each figure that has a time."""
+        each = zip(
+            *(zip(real.times(), guess.times(), strict=True) for real, guess in self.pairs), strict=True
         )
+        return [[guess / real - 1.0 for real, guess in figure] for figure in each]
 
-    return Figures(
-        summary(lambda run: run.ttft),
-        summary(lambda run: run.itl),
-        middle(lambda run: run.tokens_per_s),
-        middle(lambda run: run.cached_share),
-        middle(lambda run: run.preemptions),
-    )
+    def median(self, place: int, pick: Callable[[Figures], float]) -> float:
+        return median(pick(pair[place]) for pair in self.pairs)
 
 
-def noise(runs: list[Figures], middle: Figures) -> float:
-    """Return how far the runs are from their medians, in the mean over figures and runs."""
-    return mean(
-        abs(figure / usual - 1.0)
-        for run in runs
-        for figure, usual in zip(run.times(), middle.times(), strict=True)
-    )
-
-
-def rows(results: list[tuple[Load, Figures, Figures, float]]) -> Iterator[str]:
+def rows(results: list[Compared]) -> Iterator[str]:
     yield (
         "| load | TTFT p50 | p90 | p99 | between tokens p50 | p90 | p99 | tokens/s | cached, engine and simulator | "
         "preemptions | noise |"
     )
     yield "|" + "---|" * 11
-    for load, real, simulated, spread in results:
-        pairs = zip(real.times(), simulated.times(), strict=True)
-        cells = [
-            f"{_shown(place, figure)} {guess / figure - 1.0:+.1%}"
-            for place, (figure, guess) in enumerate(pairs)
-        ]
-        cells.append(f"{real.cached_share:.1%} and {simulated.cached_share:.1%}")
-        cells.append(f"{real.preemptions:.0f} and {simulated.preemptions:.0f}")
-        yield f"| {load.name} | " + " | ".join(cells) + f" | {spread:.1%} |"
+    for each in results:
+        errors = each.errors()
+        cells = []
+        for place, runs in enumerate(errors):
+            figure = median(real.times()[place] for real, _ in each.pairs)
+            cells.append(f"{_shown(place, figure)} {median(runs):+.1%}")
+        cached = [each.median(place, lambda figures: figures.cached_share) for place in (0, 1)]
+        preempted = [each.median(place, lambda figures: figures.preemptions) for place in (0, 1)]
+        cells.append(f"{cached[0]:.1%} and {cached[1]:.1%}")
+        cells.append(f"{preempted[0]:.0f} and {preempted[1]:.0f}")
+        noise = mean(abs(error - median(runs)) for runs in errors for error in runs)
+        yield f"| {each.load.name} | " + " | ".join(cells) + f" | {noise:.1%} |"
 
 
 def _shown(place: int, figure: float) -> str:
@@ -314,7 +325,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=5, help="of each load")
+    parser.add_argument("--runs", type=int, default=3, help="of each load")
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each load")
     parser.add_argument("--out", type=Path, help="write the table to this file")
     options = parser.parse_args()
@@ -324,8 +335,7 @@ def main() -> None:
         (folder / "config.json").write_text(json.dumps(MODEL))
         results, errors = compare(folder, options.runs, options.share)
     table = "\n".join(rows(results))
-    shares = [abs(guess / figure - 1.0) for _, real, simulated, _ in results
-              for figure, guess in zip(real.times(), simulated.times(), strict=True)]  # fmt: skip
+    shares = [abs(median(runs)) for each in results for runs in each.errors()]
     table += (
         f"\n\nErrors of times and of tokens/s: {mean(shares):.1%} in the mean, {max(shares):.1%} at most; "
         f"{sum(share <= 0.05 for share in shares)} of {len(shares)} are within 5 %. The fit is off by "
@@ -336,40 +346,58 @@ def main() -> None:
         options.out.write_text(table + "\n")
 
 
-def compare(
-    folder: Path, num_runs: int, share: float
-) -> tuple[list[tuple[Load, Figures, Figures, float]], float]:
+def compare(folder: Path, num_runs: int, share: float) -> tuple[list[Compared], float]:
     def shortened(load: Load) -> Load:
-        count = max(8, round(load.workload.num_requests * share))
+        count = max(6, round(load.workload.num_requests * share))
         return replace(load, workload=replace(load.workload, num_requests=count))
 
     engine, clock = build(folder)
-    observed: list[tuple[StepWork, float]] = []
-
-    def calibrate(mean_s: float, seed: int) -> None:
-        for load in map(shortened, FITTED):
-            observed.extend(run_engine(engine, clock, load, arrivals_of(load, seed, mean_s))[1])
-
-    run_engine(engine, clock, shortened(LOADS[-1]), arrivals_of(shortened(LOADS[-1]), 99, 1.0))  # warm up
-    calibrate(0.5, 1000)
-    first = fit(observed)
     loads = [shortened(load) for load in LOADS]
+
+    def calibrate(seed: int) -> list[tuple[StepWork, float]]:
+        return [
+            step
+            for load in map(shortened, FITTED)
+            for step in run_engine(engine, clock, load, arrivals_of(load, seed, 0.05))[1]
+        ]
+
+    run_engine(engine, clock, loads[-1], arrivals_of(loads[-1], 99, 1.0))  # warm up
+    speeds = [calibrate(1000)]
+    first = fit(speeds[0])
     traffic = [arrivals_of(load, number, _mean_s(load, first)) for number, load in enumerate(loads)]
-    real: list[list[Figures]] = [[] for _ in loads]
+    real = []
     for turn in range(num_runs):
-        for place, load in enumerate(loads):
-            real[place].append(run_engine(engine, clock, load, traffic[place])[0])
-        calibrate(0.05, 2000 + turn)
+        for load, arrivals in zip(loads, traffic, strict=True):
+            real.append(run_engine(engine, clock, load, arrivals)[0])
+            speeds.append(calibrate(1001 + len(real)))
         print(f"{turn + 1} of {num_runs} rounds done", flush=True)
     engine.close()
-    cost = fit_corrected(observed)
-    print(f"fitted to {len(observed):,} steps: {cost}", flush=True)
-    results = []
-    for place, load in enumerate(loads):
-        middle = medians(real[place])
-        spread = noise(real[place], middle)
-        results.append((load, middle, run_simulator(load, traffic[place], cost), spread))
-    return results, mean_relative_error(cost, observed)
+    cost, factors = fit_with_speeds(speeds)
+    print(f"fitted to {sum(map(len, speeds)):,} steps: {cost}", flush=True)
+    print(f"speed of the core between runs: {min(factors):.2f} to {max(factors):.2f}", flush=True)
+    results = [Compared(load, []) for load in loads]
+    for number, figures in enumerate(real):
+        place = number % len(loads)
+        scaled = ScaledCost(cost, (factors[number] + factors[number + 1]) / 2)
+        results[place].pairs.append((figures, run_simulator(loads[place], traffic[place], scaled)))
+    errors = mean(
+        mean_relative_error(ScaledCost(cost, factor), steps)
+        for factor, steps in zip(factors, speeds, strict=True)
+    )
+    return results, errors
+
+
+def fit_with_speeds(speeds: list[list[tuple[StepWork, float]]]) -> tuple[CorrectedCost, list[float]]:
+    """Fit one cost to steps of several moments, and the speed of the core in each of them."""
+    factors = [1.0] * len(speeds)
+    for _ in range(3):
+        cost = fit_corrected(
+            (work, elapsed_s / factor)
+            for factor, steps in zip(factors, speeds, strict=True)
+            for work, elapsed_s in steps
+        )
+        factors = [median(elapsed_s / cost.step_s(work) for work, elapsed_s in steps) for steps in speeds]
+    return cost, factors
 
 
 def _mean_s(load: Load, cost: LinearCost) -> float:
