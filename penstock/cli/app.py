@@ -34,6 +34,7 @@ MODULES = {
     "organizations": "tenants",
     "audit": "tenants",
     "usage": "usage",
+    "database": "database",
     "bench": "bench",
     "plan": "plan",
     "simulate": "simulate",

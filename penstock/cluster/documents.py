@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from penstock.cluster.host_record import decode_known
+from penstock.cluster.host_record import decode_known, without_defaults
 from penstock.cluster.join_tokens import JoinTokens
 from penstock.cluster.replica import ReplicaSpec
 from penstock.control.autoscaler import AutoscalerState
@@ -110,7 +110,9 @@ _decode = msgspec.json.Decoder(Document).decode
 
 
 def sealed(name: str, epoch: int, number: int, body: Any, tokens: JoinTokens) -> bytes:
-    document = Document(name=name, epoch=epoch, number=number, body=msgspec.Raw(msgspec.json.encode(body)))
+    document = Document(
+        name=name, epoch=epoch, number=number, body=msgspec.Raw(msgspec.json.encode(without_defaults(body)))
+    )
     return tokens.sign(msgspec.json.encode(document), _PURPOSE)
 
 

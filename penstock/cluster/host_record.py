@@ -49,7 +49,8 @@ _decode_envelope = msgspec.json.Decoder(_Envelope).decode
 
 
 def encode_record(record: HostRecord, tokens: JoinTokens) -> bytes:
-    return tokens.sign(msgspec.json.encode(_Envelope(WIRE_VERSION, msgspec.Raw(msgspec.json.encode(record)))))
+    body = msgspec.Raw(msgspec.json.encode(without_defaults(record)))
+    return tokens.sign(msgspec.json.encode(_Envelope(WIRE_VERSION, body)))
 
 
 def decode_record(data: bytes, tokens: JoinTokens) -> HostRecord:
@@ -67,6 +68,23 @@ def decode_record(data: bytes, tokens: JoinTokens) -> HostRecord:
         return record
     except msgspec.MsgspecError as error:
         raise ValueError(f"is not understood: {error}") from error
+
+
+def without_defaults(value: Any) -> Any:
+    """Return a struct as plain data without the fields that have their default values. An earlier version then reads
+    it as long as no setting is used that the version does not know: settings of engines refuse unknown fields."""
+    if isinstance(value, msgspec.Struct):
+        fields = msgspec.structs.fields(value)
+        return {
+            field.encode_name: without_defaults(getattr(value, field.name))
+            for field in fields
+            if field.required or getattr(value, field.name) != field.default
+        }
+    if isinstance(value, (tuple, list)):
+        return [without_defaults(each) for each in value]
+    if isinstance(value, dict):
+        return {key: without_defaults(each) for key, each in value.items()}
+    return value
 
 
 def decode_known(data: bytes | msgspec.Raw, shape: type[Any]) -> Any:

@@ -135,16 +135,17 @@ class RedisRegistry:
     async def wait_for_change(self, timeout_s: float) -> None:
         started_s = time.monotonic()
         try:
-            if self._changes is None:
-                changes = self._client.pubsub(ignore_subscribe_messages=True)
-                await changes.subscribe(self._channel)
-                self._changes = changes
-            await self._changes.get_message(timeout=timeout_s)
-        except (RedisError, OSError) as error:
+            with _registry_errors():
+                if self._changes is None:
+                    changes = self._client.pubsub(ignore_subscribe_messages=True)
+                    await changes.subscribe(self._channel)
+                    self._changes = changes
+                await self._changes.get_message(timeout=timeout_s)
+        except RegistryError:
             await self._unsubscribe()
             # The caller must not come back at once while Redis is away.
             await asyncio.sleep(max(0.0, timeout_s - (time.monotonic() - started_s)))
-            raise RegistryError(str(error)) from error
+            raise
 
     async def close(self) -> None:
         await self._unsubscribe()
@@ -160,7 +161,13 @@ class RedisRegistry:
 
 @contextlib.contextmanager
 def _registry_errors() -> Iterator[None]:
+    """Raise errors of Redis as those of a registry, and a cancellation that the client has swallowed: it sends with
+    `asyncio.wait_for`, which in Python 3.11 drops a cancellation that comes as the sending ends."""
+    task = asyncio.current_task()
+    cancelled_before = 0 if task is None else task.cancelling()
     try:
         yield
     except (RedisError, OSError) as error:
         raise RegistryError(str(error) or type(error).__name__) from error
+    if task is not None and task.cancelling() > cancelled_before:
+        raise asyncio.CancelledError

@@ -294,3 +294,35 @@ async def test_a_swallowed_cancellation_keeps_nobody_from_leaving() -> None:
     registry = DeafRegistry()
     async with asyncio.timeout(20), Follower(registry, TOKENS, lambda members: None).running():
         await registry.entered.wait()
+
+
+def test_a_record_says_only_what_differs_from_defaults() -> None:
+    """An earlier version refuses settings of engines that it does not know."""
+    told = encode_record(HostRecord("north", (member("one"),)), TOKENS)
+    body = msgspec.json.decode(told.partition(b"\n")[2])["record"]
+    assert body["members"][0]["spec"]["engine"] == {
+        "model": {"model": "echo"},
+        "cache": {"num_kv_blocks": 4096},
+    }
+
+
+async def test_a_cancellation_that_the_client_swallows_still_ends_the_call(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `asyncio.wait_for` of Python 3.11 does if the cancellation comes at the wrong moment."""
+    registry = RedisRegistry(redis.url, "swallowing")
+    began = asyncio.Event()
+
+    async def swallow(**_: object) -> list[bytes]:
+        began.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return []
+
+    monkeypatch.setattr(registry, "_records", swallow)
+    task = asyncio.create_task(registry.records())
+    await began.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await registry.close()

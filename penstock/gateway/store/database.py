@@ -114,6 +114,12 @@ class Database:
         """False while a SQLite file has not been written; a server's database always counts as there."""
         return self.dialect != "sqlite" or self._is_migrated or (self.file is not None and self.file.exists())
 
+    def has_tables(self) -> bool:
+        """Say whether there are tables. Creates none."""
+        return self.exists and self._transaction(
+            lambda connection: sqlalchemy.inspect(connection).has_table("alembic_version"), reads_only=True
+        )
+
     @property
     def file(self) -> Path | None:
         """The file of a SQLite database; None for other databases."""

@@ -1,0 +1,96 @@
+"""Two real control processes and a real Redis: the leader is paused, another takes over, and the first wakes up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from penstock.cluster.documents import LEADER, LeaderDocument, opened
+from penstock.cluster.redis_registry import RedisRegistry
+from tests.cluster.test_fleet_control import TOKENS, Host
+from tests.gateway.ratelimits.redis_server import RedisServer, running_redis
+
+WAIT_S = 240.0
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+class Control:
+    """One `penstock control`."""
+
+    def __init__(self, folder: Path, number: int, redis_url: str) -> None:
+        self._log = folder / f"control-{number}.log"
+        environment = {
+            **os.environ,
+            "PENSTOCK_REGISTRY": redis_url,
+            "PENSTOCK_JOIN_TOKEN": TOKENS.tokens[0],
+            "PENSTOCK_DATABASE_URL": f"sqlite:///{folder / 'fleet.db'}",
+        }
+        command = [sys.executable, "-m", "penstock.main", "control", "--min-replicas", "2"]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    @property
+    def name(self) -> str:
+        return self.said.partition(": ready to lead")[0].rpartition("\n")[2]
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.mark.slow
+async def test_a_paused_leader_wakes_up_and_changes_nothing(redis: RedisServer, tmp_path: Path) -> None:
+    registry = RedisRegistry(redis.url)
+
+    async def leader() -> LeaderDocument | None:
+        data = (await registry.documents()).get(LEADER)
+        return None if data is None else opened(LEADER, data, TOKENS).read(LeaderDocument)
+
+    async with AsyncExitStack() as stack, asyncio.timeout(WAIT_S):
+        stack.push_async_callback(registry.close)
+        host = Host(RedisRegistry(redis.url), "north", most=3)  # type: ignore[arg-type]
+        await stack.enter_async_context(host.follower.running())
+        await stack.enter_async_context(host.publisher.running())
+        await stack.enter_async_context(host.ordered.taking_orders())
+        await host.ordered.start_own()
+        controls = [Control(tmp_path, number, redis.url) for number in range(2)]
+        for control in controls:
+            stack.callback(control.close)
+        while host.states() != ["ready", "ready"] or not all(control.name for control in controls):
+            await asyncio.sleep(0.05)
+        first = await leader()
+        assert first is not None
+        paused = next(control for control in controls if control.name == first.name)
+        epoch = host.reader.epoch
+
+        paused.process.send_signal(signal.SIGSTOP)
+        while (second := await leader()) == first:
+            await asyncio.sleep(0.05)
+        assert second is not None
+        assert second.name != first.name
+        while host.reader.epoch == epoch:
+            await asyncio.sleep(0.05)
+        paused.process.send_signal(signal.SIGCONT)
+        while "steps down" not in paused.said:
+            await asyncio.sleep(0.05)
+        documents = await registry.documents()
+        assert {opened(name, data, TOKENS).epoch for name, data in documents.items()} == {host.reader.epoch}
+        assert await leader() == second
+        assert host.states() == ["ready", "ready"]  # what the first ordered; the second ordered nothing more

@@ -1,0 +1,71 @@
+"""Backup and restore of the database, SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from sqlalchemy import func, insert, select
+
+from penstock.cli.app import penstock
+from penstock.gateway.store.database import Database
+from penstock.gateway.store.tables import fleet_documents
+from tests.gateway.store.postgres_server import PostgresServer, running_postgres
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    with running_postgres() as server:
+        yield server
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(penstock, ["database", *arguments])
+
+
+def add(url: str, name: str) -> None:
+    database = Database(url)
+    values = {"name": name, "document": b"\0\xff"}
+    database.run_now(lambda connection: connection.execute(insert(fleet_documents).values(**values)))
+    database.close()
+
+
+def count(url: str) -> int:
+    database = Database(url)
+    found = database.run_now(
+        lambda connection: connection.scalar(select(func.count()).select_from(fleet_documents))
+    )
+    database.close()
+    return int(found or 0)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_backup_brings_everything_back(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    url = f"sqlite:///{tmp_path / 'fleet.db'}"
+    if kind == "postgresql":
+        url = request.getfixturevalue("postgres").url
+    where = ["--database-url", url]
+    add(url, "one")
+    copy = tmp_path / "copy"
+    done = run("backup", str(copy), *where)
+    assert done.exit_code == 0, done.stderr
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+    assert "exists already" in run("backup", str(copy), *where).stderr
+    add(url, "two")
+    assert "already" in run("restore", str(copy), *where).stderr
+    assert count(url) == 2
+    done = run("restore", str(copy), "--replace", *where)
+    assert done.exit_code == 0, done.stderr
+    assert count(url) == 1
+
+
+def test_what_cannot_be_restored_or_backed_up(tmp_path: Path) -> None:
+    where = ["--database-url", f"sqlite:///{tmp_path / 'fleet.db'}"]
+    assert "There is no database" in run("backup", str(tmp_path / "copy"), *where).stderr
+    assert "cannot be read" in run("restore", str(tmp_path / "absent"), *where).stderr
+    (tmp_path / "dump").write_bytes(b"PGDMP and so on")
+    assert "no backup of a sqlite database" in run("restore", str(tmp_path / "dump"), *where).stderr
+    assert not (tmp_path / "fleet.db").exists()
