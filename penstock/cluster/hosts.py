@@ -39,6 +39,9 @@ class Hosts:
 
     def update(self, records: Mapping[str, HostRecord]) -> None:
         """Take over what hosts have published."""
+        for host, record in records.items():
+            if host not in self.orders:
+                self.orders[host] = _inferred(record)
         self.records = records
         self._engines.update([member for record in records.values() for member in record.members])
         self._tell()
@@ -308,6 +311,17 @@ class Hosts:
 
 def _is_own(slot_name: str) -> bool:
     return slot_name.startswith(OWN_PREFIX)
+
+
+def _inferred(record: HostRecord) -> HostOrders:
+    """Return the orders that a host seems to have, when the registry has lost them."""
+    specs = {member.id: member.spec for member in record.members}
+    slots = tuple(
+        Slot(name=name, spec=specs[replica_id])
+        for replica_id, name in record.slots.items()
+        if replica_id in specs and not _is_own(name)
+    )
+    return HostOrders(host=record.host, slots=slots)
 
 
 def _ordered_id(host: str, slot_name: str) -> str:

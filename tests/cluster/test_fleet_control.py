@@ -336,3 +336,14 @@ async def test_every_term_has_an_epoch_of_its_own() -> None:
     now = 104.5  # late, by its own clock
     await leadership.try_once()
     assert leadership.epoch == 3
+
+
+async def test_a_registry_that_lost_its_documents_costs_no_replica(fleets: Fleets) -> None:
+    north = await fleets.host("north", most=3)
+    _, uplink = await fleets.control("first", ScalingConfig(min_replicas=2))
+    await until(lambda: north.states() == ["ready", "ready"])
+    uplink.is_cut = True
+    fleets.registry._documents.clear()
+    await fleets.control("second", ScalingConfig(min_replicas=3))
+    await until(lambda: len(north.states()) == 3)
+    assert set(north.manager.slots().values()) >= {"own-1", "1-1"}  # what the first leader ordered stays
