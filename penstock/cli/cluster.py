@@ -10,7 +10,7 @@ import click
 
 from penstock.cli.commands import PenstockGroup
 from penstock.cli.console import json_option, print_json
-from penstock.cli.options import server_options
+from penstock.cli.options import connect, server_options
 from penstock.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def cluster() -> None:
 @server_options
 def status(as_json: bool, url: str, api_key: str | None) -> None:
     """Show the leader, hosts, replicas and gateways. Without a leader, show the replicas that the gateway knows."""
-    with closing(_connect(url, api_key)) as client:
+    with closing(connect(url, api_key)) as client:
         _show(client.cluster(), as_json=as_json)
 
 
@@ -59,7 +59,7 @@ def status(as_json: bool, url: str, api_key: str | None) -> None:
 @server_options
 def cordon(host: str, as_json: bool, url: str, api_key: str | None) -> None:
     """Place no more replicas on HOST. Its replicas go on."""
-    with closing(_connect(url, api_key)) as client:
+    with closing(connect(url, api_key)) as client:
         _show(client.operate({"action": "cordon", "target": host}), as_json=as_json)
 
 
@@ -69,7 +69,7 @@ def cordon(host: str, as_json: bool, url: str, api_key: str | None) -> None:
 @server_options
 def uncordon(host: str, as_json: bool, url: str, api_key: str | None) -> None:
     """Take HOST back into service. If it was drained, its own replicas start again."""
-    with closing(_connect(url, api_key)) as client:
+    with closing(connect(url, api_key)) as client:
         _show(client.operate({"action": "uncordon", "target": host}), as_json=as_json)
 
 
@@ -89,7 +89,7 @@ def drain(host: str, wait: bool, timeout_s: float, as_json: bool, url: str, api_
     def is_done(view: ClusterView) -> bool:
         return not any(replica.host == host for replica in view.replicas)
 
-    with closing(_connect(url, api_key)) as client:
+    with closing(connect(url, api_key)) as client:
         view = client.operate({"action": "drain", "target": host})
         if wait:
             view = _wait(client, is_done, timeout_s, f"{host} still has replicas.")
@@ -111,17 +111,11 @@ def move(
     def is_done(view: ClusterView) -> bool:
         return not any(each.id == replica for each in view.replicas)
 
-    with closing(_connect(url, api_key)) as client:
+    with closing(connect(url, api_key)) as client:
         view = client.operate({"action": "move", "target": replica, "to": to})
         if wait:
             view = _wait(client, is_done, timeout_s, f"{replica} is still there.")
         _show(view, as_json=as_json)
-
-
-def _connect(url: str, api_key: str | None) -> AdminClient:
-    from penstock.cli.clients import AdminClient
-
-    return AdminClient(url, api_key)
 
 
 def _wait(client: AdminClient, is_done: Any, timeout_s: float, problem: str) -> ClusterView:

@@ -10,7 +10,7 @@ import click
 
 from penstock.cli.commands import PenstockGroup
 from penstock.cli.console import json_option, print_facts, print_json, shown_time
-from penstock.cli.options import server_options
+from penstock.cli.options import connect, server_options
 
 if TYPE_CHECKING:
     from penstock.cli.clients import AdminClient
@@ -81,7 +81,7 @@ def start(
         "max_duration_s": None if hours is None else hours * 3600.0,
         "confidence": confidence,
     }
-    with closing(_connect(url, api_key)) as client:
+    with closing(connect(url, api_key)) as client:
         view = client.start_experiment(order)
         if watch:
             view = _watch(client, view)
@@ -95,7 +95,7 @@ def start(
 @server_options
 def status(model: str | None, watch: bool, as_json: bool, url: str, api_key: str | None) -> None:
     """Show the current or last experiment, with its interval, its guard rails and its verdict."""
-    with closing(_connect(url, api_key)) as client:
+    with closing(connect(url, api_key)) as client:
         found = [view for view in client.experiments() if model in (None, view.model)]
         if not found:
             click.echo("There was no experiment.", err=True)
@@ -111,14 +111,8 @@ def status(model: str | None, watch: bool, as_json: bool, url: str, api_key: str
 @server_options
 def stop(model: str | None, as_json: bool, url: str, api_key: str | None) -> None:
     """End the experiment. The replicas from before come back first, and no request is lost."""
-    with closing(_connect(url, api_key)) as client:
+    with closing(connect(url, api_key)) as client:
         _show(client.stop_experiment(model), as_json=as_json)
-
-
-def _connect(url: str, api_key: str | None) -> AdminClient:
-    from penstock.cli.clients import AdminClient
-
-    return AdminClient(url, api_key)
 
 
 def _watch(client: AdminClient, view: ExperimentView) -> ExperimentView:

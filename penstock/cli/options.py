@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
@@ -38,6 +38,9 @@ from penstock.serve.environment import (
     REGISTRY_VARIABLE,
     URL_VARIABLE,
 )
+
+if TYPE_CHECKING:
+    from penstock.cli.clients import AdminClient
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -138,6 +141,13 @@ class SettingOption(click.Option):
 
 def _shown(default: Any) -> str:
     return {True: "on", False: "off"}[default] if isinstance(default, bool) else f"{default}"
+
+
+def connect(url: str, api_key: str | None) -> AdminClient:
+    """Return a client of a running server, for a command with `server_options`."""
+    from penstock.cli.clients import AdminClient  # an import that other commands need not wait for
+
+    return AdminClient(url, api_key)
 
 
 def server_options(command: Command) -> Command:

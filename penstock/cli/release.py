@@ -11,7 +11,7 @@ import click
 
 from penstock.cli.commands import PenstockGroup
 from penstock.cli.console import json_option, print_facts, print_json, shown_time
-from penstock.cli.options import server_options
+from penstock.cli.options import connect, server_options
 from penstock.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def start(
         "settings": _settings(settings),
         "policy": _policy(**policy),
     }
-    with closing(_connect(url, api_key)) as client:
+    with closing(connect(url, api_key)) as client:
         _show(client.start_release(order), as_json=as_json)
         if watch:
             _watch(client, model)
@@ -128,7 +128,7 @@ def start(
 @server_options
 def status(model: str | None, watch: bool, as_json: bool, url: str, api_key: str | None) -> None:
     """Show the current or last release, with the results of its gates."""
-    with closing(_connect(url, api_key)) as client:
+    with closing(connect(url, api_key)) as client:
         found = _find(client, model)
         if not found:
             click.echo("There was no release.", err=True)
@@ -146,7 +146,7 @@ def status(model: str | None, watch: bool, as_json: bool, url: str, api_key: str
 @server_options
 def promote(model: str | None, as_json: bool, url: str, api_key: str | None) -> None:
     """Give all traffic to the new revision now, whatever the gates say. The old revision finishes its requests."""
-    with closing(_connect(url, api_key)) as client:
+    with closing(connect(url, api_key)) as client:
         _show(client.promote_release(model), as_json=as_json)
 
 
@@ -156,14 +156,8 @@ def promote(model: str | None, as_json: bool, url: str, api_key: str | None) -> 
 @server_options
 def rollback(model: str | None, as_json: bool, url: str, api_key: str | None) -> None:
     """Take the new revision out of service. It finishes its requests first."""
-    with closing(_connect(url, api_key)) as client:
+    with closing(connect(url, api_key)) as client:
         _show(client.roll_back_release(model), as_json=as_json)
-
-
-def _connect(url: str, api_key: str | None) -> AdminClient:
-    from penstock.cli.clients import AdminClient
-
-    return AdminClient(url, api_key)
 
 
 def _settings(pairs: tuple[str, ...]) -> dict[str, str]:

@@ -4,7 +4,6 @@ replicas from before back. `control/experiment` decides when it ends, and the ve
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +15,7 @@ from penstock.cluster.experiment_record import ExperimentRecord, ExperimentStore
 from penstock.cluster.replica import ReplicaManager
 from penstock.cluster.replica_counts import remove_beyond, start_missing
 from penstock.cluster.scaling import PoolScaler
+from penstock.cluster.staged_run import StagedRun
 from penstock.control.experiment import Arm, ArmWindow, ExperimentStage, ExperimentState, Verdict, Window
 from penstock.core.cluster_view import GateView
 from penstock.core.errors import PenstockError
@@ -37,7 +37,9 @@ class _Collected:
         self.num_tokens = 0
 
 
-class ExperimentRun:
+class ExperimentRun(StagedRun):
+    kind = "experiment"
+
     def __init__(
         self,
         record: ExperimentRecord,
@@ -47,26 +49,27 @@ class ExperimentRun:
         announce: Callable[[], Awaitable[None]],
         interval_s: float,
     ) -> None:
+        super().__init__(record.id, announce, interval_s)
         self.record = record
         self.rules = record.rules()
         self._pools = pools
         self._manager = manager
         self._store = store
-        self._announce = announce  # returns when every gateway has heard of the present state
-        self._interval_s = interval_s
         self._collected = {arm: _Collected() for arm in Arm}
         self._evidence = EvidenceCollector(Arm.A, Arm.B)
         self._lost_since_s: float | None = None
-        self._driver: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> ExperimentState:
         return self.record.state
 
-    def begin(self) -> None:
+    @property
+    def is_over(self) -> bool:
+        return self.state.is_over
+
+    def hold_pools(self, is_held: bool) -> None:
         for pool in self._pools:
-            pool.is_fixed = True
-        self._driver = asyncio.create_task(self._drive())
+            pool.is_fixed = is_held
 
     async def stop(self) -> None:
         """End the experiment by an operator's order. Does nothing to one that ends already."""
@@ -75,17 +78,6 @@ class ExperimentRun:
         await self.close()
         await self._end(Verdict.STOPPED, "by an operator")
         self.begin()
-
-    async def close(self) -> None:
-        if self._driver is not None:
-            self._driver.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._driver
-
-    async def finished(self) -> None:
-        """Wait until the experiment is over."""
-        while not self.state.is_over and self._driver is not None:
-            await asyncio.wait((self._driver,))
 
     def add(self, sample: ArmSample) -> None:
         if sample.experiment_id != self.record.id or self.state.stage is not ExperimentStage.RUNNING:
@@ -136,24 +128,13 @@ class ExperimentRun:
             objective=self.rules.objective_of(self.state, arm),
         )
 
-    async def _drive(self) -> None:
-        stages: dict[ExperimentStage, Callable[[], Awaitable[None]]] = {
+    def present_step(self) -> Awaitable[None]:
+        steps: dict[ExperimentStage, Callable[[], Awaitable[None]]] = {
             ExperimentStage.STARTING: self._start,
             ExperimentStage.RUNNING: self._watch,
             ExperimentStage.ENDING: self._restore,
         }
-        while not self.state.is_over:
-            try:
-                await stages[self.state.stage]()
-            except PenstockError as error:
-                logger.error("the experiment %s tries again: %s", self.record.id, error.message)
-                await asyncio.sleep(self._interval_s)
-            except Exception:
-                logger.exception("the experiment %s stumbled; it tries again", self.record.id)
-                await asyncio.sleep(self._interval_s)
-        for pool in self._pools:
-            pool.is_fixed = False
-        await self._announce()
+        return steps[self.state.stage]()
 
     async def _start(self) -> None:
         # Gateways must know of the arms before their replicas exist, so that no replica gets a wrong request.

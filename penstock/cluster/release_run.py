@@ -4,7 +4,6 @@ that lost. `control/release` decides whether to go on; `releases` decides whethe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +14,7 @@ from penstock.cluster.release_record import ReleaseRecord, ReleaseStore
 from penstock.cluster.replica import ReplicaManager, ReplicaSpec
 from penstock.cluster.replica_counts import start_missing
 from penstock.cluster.scaling import PoolScaler
+from penstock.cluster.staged_run import StagedRun
 from penstock.control.release import Happening, Releases, ReleaseState, Stage
 from penstock.core.cluster_view import GateView, ReleaseView
 from penstock.core.errors import PenstockError, StoreUnavailable, Superseded
@@ -26,8 +26,10 @@ CANDIDATE_LOST_S = 30.0  # without a ready replica of the candidate
 _GATED = (Stage.SHADOW, Stage.CANARY)
 
 
-class ReleaseRun:
+class ReleaseRun(StagedRun):
     """One active release."""
+
+    kind = "release"
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class ReleaseRun:
         announce: Callable[[], Awaitable[None]],
         interval_s: float,
     ) -> None:
+        super().__init__(record.id, announce, interval_s)
         self.record = record
         self.rules = Releases(record.config)
         self.collector = EvidenceCollector(record.state.stable, record.state.candidate)
@@ -45,19 +48,19 @@ class ReleaseRun:
         self._pools = pools
         self._manager = manager
         self._store = store
-        self._announce = announce  # returns when every gateway has heard of the present state
-        self._interval_s = interval_s
         self._lost_since_s: float | None = None
-        self._driver: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> ReleaseState:
         return self.record.state
 
-    def begin(self) -> None:
+    @property
+    def is_over(self) -> bool:
+        return self.state.is_over
+
+    def hold_pools(self, is_held: bool) -> None:
         for pool in self._pools:
-            pool.is_releasing = True
-        self._driver = asyncio.create_task(self._drive())
+            pool.is_releasing = is_held
 
     async def order(self, happening: Happening) -> None:
         """Carry out an order of an operator. Raises Conflict where the order does not apply; else cancels the present
@@ -66,17 +69,6 @@ class ReleaseRun:
         await self.close()
         await self._enter(after)
         self.begin()
-
-    async def close(self) -> None:
-        if self._driver is not None:
-            self._driver.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._driver
-
-    async def finished(self) -> None:
-        """Wait until the release is over."""
-        while not self.state.is_over and self._driver is not None:
-            await asyncio.wait((self._driver,))
 
     def view(self) -> ReleaseView:
         state, evidence = self.state, self.collector.evidence()
@@ -102,26 +94,15 @@ class ReleaseRun:
             is_over=state.is_over,
         )
 
-    async def _drive(self) -> None:
-        stages: dict[Stage, Callable[[], Awaitable[None]]] = {
+    def present_step(self) -> Awaitable[None]:
+        steps: dict[Stage, Callable[[], Awaitable[None]]] = {
             Stage.WARMING: self._warm_up,
             Stage.SHADOW: self._watch,
             Stage.CANARY: self._watch,
             Stage.LAME_DUCK: self._retire_stable,
             Stage.ROLLING_BACK: self._retire_candidate,
         }
-        while not self.state.is_over:
-            try:
-                await stages[self.state.stage]()
-            except PenstockError as error:
-                logger.error("the release %s tries again: %s", self.record.id, error.message)
-                await asyncio.sleep(self._interval_s)
-            except Exception:
-                logger.exception("the release %s stumbled; it tries again", self.record.id)
-                await asyncio.sleep(self._interval_s)
-        for pool in self._pools:
-            pool.is_releasing = False
-        await self._announce()
+        return steps[self.state.stage]()
 
     async def _warm_up(self) -> None:
         # Gateways must know of the candidate before its replicas exist, so that no replica gets a wrong request.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import msgspec
@@ -11,16 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.api.admin.audit import audit
 from penstock.api.admin.fleet import WhichModel
 from penstock.api.http.answers import private_json
-from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder
 from penstock.core.errors import ConfigError, InvalidRequest
 from penstock.core.experiment_view import ExperimentControl, ExperimentOrder, ExperimentView
 from penstock.core.policy import PolicySet, policy_of
 from penstock.gateway.settings.live import LiveSettings
 from penstock.gateway.store.database import Database
-from penstock.gateway.tenants.directory import Actor, announce, write_entry
 
 _Share = Annotated[float, Meta(gt=0, lt=1)]
 
@@ -104,15 +102,8 @@ class ExperimentEndpoints:
             raise InvalidRequest(error.message, param=param, hint=error.hint) from error
 
     async def _done(self, request: Request, action: str, view: ExperimentView) -> Response:
-        actor = Actor(principal_of(request).key_id, request_id_of(request))
         shown = _shown(view)
-        announce(
-            await self._database.run(
-                lambda connection: write_entry(
-                    connection, actor, action, view.id, at=time.time(), after=shown
-                )
-            )
-        )
+        await audit(self._database, request, action, view.id, shown)
         return private_json(shown)
 
 

@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.api.admin.audit import audit
 from penstock.api.http.answers import json_response, private_json
-from penstock.api.http.context import principal_of, request_id_of
+from penstock.api.http.context import principal_of
 from penstock.api.http.parsing import BodyDecoder, integer_of
 from penstock.core.cluster_view import FleetControl, HostOrder, ReleaseOrder, ReleaseView, ReplicaOrder
 from penstock.core.errors import InvalidRequest, NotFound, PermissionDenied
@@ -30,7 +31,6 @@ from penstock.gateway.ledger.usage_store import (
     usage_page,
 )
 from penstock.gateway.store.database import Database
-from penstock.gateway.tenants.directory import Actor, announce, write_entry
 
 
 class WhichModel(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,15 +86,7 @@ class ClusterEndpoints:
         """Carry out an order about the hosts of a shared fleet."""
         order = await self._host_order.read(request)
         view = await self._control.operate(order)
-        actor = Actor(principal_of(request).key_id, request_id_of(request))
-        action = f"cluster.{order.action}"
-        announce(
-            await self._database.run(
-                lambda connection: write_entry(
-                    connection, actor, action, order.target, at=time.time(), after=order
-                )
-            )
-        )
+        await audit(self._database, request, f"cluster.{order.action}", order.target, order)
         return private_json(view)
 
     async def order_replica(self, request: Request) -> Response:
@@ -102,15 +94,8 @@ class ClusterEndpoints:
         if order.action != "start" and order.replica_id is None:
             raise InvalidRequest(f"Name the replica to {order.action}.", param="replica_id")
         view = await self._control.order_replica(order)
-        actor = Actor(principal_of(request).key_id, request_id_of(request))
         target = order.replica_id or order.model or "replica"
-        announce(
-            await self._database.run(
-                lambda connection: write_entry(
-                    connection, actor, f"replica.{order.action}", target[:64], at=time.time(), after=order
-                )
-            )
-        )
+        await audit(self._database, request, f"replica.{order.action}", target[:64], order)
         return private_json(view)
 
     async def list_releases(self, request: Request) -> Response:
@@ -132,15 +117,8 @@ class ClusterEndpoints:
         )
 
     async def _done(self, request: Request, action: str, release: ReleaseView) -> Response:
-        actor = Actor(principal_of(request).key_id, request_id_of(request))
         shown = _shown(release)
-        announce(
-            await self._database.run(
-                lambda connection: write_entry(
-                    connection, actor, action, release.id, at=time.time(), after=shown
-                )
-            )
-        )
+        await audit(self._database, request, action, release.id, shown)
         return private_json(shown)
 
 

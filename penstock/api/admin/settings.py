@@ -7,7 +7,6 @@ middleware has checked that the caller has the scope `admin`.
 from __future__ import annotations
 
 import re
-import time
 from typing import Literal
 
 import msgspec
@@ -15,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.api.admin.audit import actor_of, audit
 from penstock.api.http.answers import json_response
-from penstock.api.http.context import headers_of, principal_of, request_id_of
+from penstock.api.http.context import headers_of
 from penstock.api.http.parsing import BodyDecoder, integer_of, read_body
 from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound, PreconditionRequired
 from penstock.gateway.settings.settings import Document
@@ -24,7 +24,6 @@ from penstock.gateway.settings.shared import SharedSettings
 from penstock.gateway.settings.store import SettingsVersion, encode, parse_json
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.versions import MAX_BODY_BYTES
-from penstock.gateway.tenants.directory import Actor, announce, write_entry
 
 _ETAG = re.compile(r'(?:W/)?"?(\d{1,18})"?')
 
@@ -94,7 +93,7 @@ class SettingsEndpoints:
     async def replace(self, request: Request) -> Response:
         expected = _expected(request)
         document = parse_json(await read_body(request, MAX_BODY_BYTES))
-        return await self._done(await self._shared.store.replace(_actor(request), document, expected))
+        return await self._done(await self._shared.store.replace(actor_of(request), document, expected))
 
     async def change(self, request: Request) -> Response:
         """The body is a JSON merge patch. Where the database has no settings, it changes those of this gateway's
@@ -102,12 +101,12 @@ class SettingsEndpoints:
         expected = _expected(request)
         patch = parse_json(await read_body(request, MAX_BODY_BYTES))
         base = self._shared.live.source.document
-        return await self._done(await self._shared.store.patch(_actor(request), patch, expected, base=base))
+        return await self._done(await self._shared.store.patch(actor_of(request), patch, expected, base=base))
 
     async def revert(self, request: Request) -> Response:
         expected = _expected(request)
         version = (await self._revert.read(request)).version
-        return await self._done(await self._shared.store.revert(_actor(request), version, expected))
+        return await self._done(await self._shared.store.revert(actor_of(request), version, expected))
 
     async def history(self, request: Request) -> Response:
         before = integer_of(request, "after", default=0, low=1, high=10**9)
@@ -137,14 +136,7 @@ class SettingsEndpoints:
             raise InvalidRequest(
                 f"The settings stay as they are: {error.message}", param=error.param, hint=error.hint
             ) from error
-        actor = _actor(request)
-        announce(
-            await self._database.run(
-                lambda connection: write_entry(
-                    connection, actor, "settings.reload", "settings", at=time.time(), after=reloaded
-                )
-            )
-        )
+        await audit(self._database, request, "settings.reload", "settings", reloaded)
         return json_response(reloaded)
 
     async def _done(self, made: SettingsVersion) -> Response:
@@ -178,7 +170,3 @@ def _answer(shown: msgspec.Struct, version: int | None = None) -> Response:
 
 def _shown(version: SettingsVersion) -> SettingsVersionObject:
     return SettingsVersionObject(**msgspec.structs.asdict(version))
-
-
-def _actor(request: Request) -> Actor:
-    return Actor(principal_of(request).key_id, request_id_of(request))
