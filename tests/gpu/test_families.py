@@ -55,7 +55,7 @@ def check_family(family: Reference, implementation: str = "auto") -> None:
     check(family, [alone, tokens(run(engine, [request("other", PROMPTS[1], LENGTH)])["other"])])
     check(family, answers(engine, "together", LENGTH))
     cache, longest = engine.loop.scheduler.cache, max(map(len, PROMPTS)) + LENGTH
-    num_blocks = blocks_of_context(longest, cache.block_size, cache.window_layout)
+    num_blocks = blocks_of_context(longest, cache.block_size, cache.window_layout) + 1  # both start, one fits
     small = cuda_engine(family.folder, num_blocks, implementation, max_num_batched_tokens=13)
     teach_short_answers(small)
     check(family, answers(small, "preempted", LENGTH))
