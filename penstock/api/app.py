@@ -85,7 +85,7 @@ def create_app(
     gateway.metrics.register(authenticator.metrics)
     if work is not None:
         gateway.metrics.register(work.runner.metrics)
-    counts = RequestCounts()
+    counts = RequestCounts(gateway.metrics.refusals)
     gateway.metrics.register(counts)
     origins = AllowedOrigins(config.allowed_origins)
     middleware = [
@@ -126,7 +126,7 @@ def create_app(
             WebSocketRoute(RESPONSES_PATH, serve_responses),
             *(stored_work_routes(work, inference_routes) if work else ()),
             *ServiceEndpoints(gateway).routes(),
-            *ConsoleFiles().routes(),
+            *ConsoleFiles(tenants.sign_in if tenants else None, needs_key=not authenticator.is_open).routes(),
             *(AdminEndpoints(tenants.directory).routes() if tenants else ()),
             *AdapterEndpoints(gateway).routes(),
             *more_routes,

@@ -4,24 +4,34 @@ everything that they show comes from the APIs, with the key of the person who lo
 The key travels in a header that the console's script sets, never in a cookie, so no other site's page can make a
 browser use it. The content security policy allows scripts and styles from these files alone, and no text that is
 turned into markup, so that text from a model or a tenant cannot become a script that reads the key.
+
+A sign-in at an identity provider comes back to /console with a code, which the page exchanges for a token at
+/console/sign-in. Only a page that began the sign-in has the code's verifier, so this path needs no key either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from importlib import resources
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.core.errors import NotFound
+from penstock.api.http.answers import private_json
+from penstock.api.http.parsing import BodyDecoder
+from penstock.core.errors import NotFound, StoreUnavailable
+from penstock.gateway.tenants.sign_in import Provider, SignIn
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
+SIGN_IN_PATH = "/console/sign-in"
 PAGE = "index.html"
 CHAT_PAGE = "chat.html"  # the playground alone, at /
 _TYPES = {
@@ -32,6 +42,29 @@ _TYPES = {
 }
 
 
+class SignInOffer(msgspec.Struct, frozen=True):
+    """How one signs in here."""
+
+    needs_key: bool
+    provider: Provider | None  # where one signs in without a key
+    object: Literal["sign_in"] = "sign_in"
+
+
+_Secret = Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    code: _Secret
+    code_verifier: Annotated[str, Meta(min_length=43, max_length=128)]  # RFC 7636
+    nonce: Annotated[str, Meta(min_length=16, max_length=256)]
+    redirect_uri: _Secret
+
+
+class SignedIn(msgspec.Struct, frozen=True):
+    token: str
+    object: Literal["sign_in.token"] = "sign_in.token"
+
+
 class ServedFile(NamedTuple):
     body: bytes
     headers: dict[str, str]
@@ -40,7 +73,10 @@ class ServedFile(NamedTuple):
 class ConsoleFiles:
     """The files are read once: only these names exist, so no path can lead out of the folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, sign_in: SignIn | None = None, *, needs_key: bool = False) -> None:
+        self._sign_in = sign_in
+        self._needs_key = needs_key
+        self._exchange = BodyDecoder(Exchange)
         folder = resources.files("penstock.api").joinpath("static/console")
         self._files = {
             entry.name: _served(entry.name, entry.read_bytes())
@@ -52,6 +88,8 @@ class ConsoleFiles:
         return [
             Route("/", self.chat_page, methods=["GET"]),
             Route("/console", self.page, methods=["GET"]),
+            Route(SIGN_IN_PATH, self.offer, methods=["GET"]),
+            Route(SIGN_IN_PATH, self.exchange, methods=["POST"]),
             Route("/console/{name}", self.file, methods=["GET"]),
         ]
 
@@ -63,6 +101,19 @@ class ConsoleFiles:
 
     async def file(self, request: Request) -> Response:
         return self._answer(request, request.path_params["name"])
+
+    async def offer(self, request: Request) -> Response:
+        provider = None
+        if self._sign_in is not None:
+            with contextlib.suppress(StoreUnavailable):  # a key is still a way in
+                provider = await self._sign_in.provider()
+        return private_json(SignInOffer(self._needs_key, provider))
+
+    async def exchange(self, request: Request) -> Response:
+        asked = await self._exchange.read(request)
+        if self._sign_in is None:
+            raise NotFound("This server offers no sign-in at an identity provider.")
+        return private_json(SignedIn(await self._sign_in.exchange(**msgspec.structs.asdict(asked))))
 
     def _answer(self, request: Request, name: str) -> Response:
         found = self._files.get(name)

@@ -64,6 +64,7 @@ from penstock.api.anthropic.batches import (
 )
 from penstock.api.anthropic.endpoints import TokenCount
 from penstock.api.anthropic.requests import CountTokensRequest, MessagesRequest
+from penstock.api.console import Exchange, SignedIn, SignInOffer
 from penstock.api.files import (
     CompleteUpload,
     FileDeleted,
@@ -374,6 +375,8 @@ STORED_WORK: dict[str, Operation] = {
 SERVICE: dict[str, Operation] = {
     "GET /": Operation(content_type="text/html"),
     "GET /console": Operation(content_type="text/html"),
+    "GET /console/sign-in": Operation(response=SignInOffer),
+    "POST /console/sign-in": Operation(request=Exchange, response=SignedIn),
     "GET /console/{name}": Operation(content_type="application/octet-stream"),
     "GET /health": Operation(),
     "GET /ready": Operation(),

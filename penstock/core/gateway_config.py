@@ -226,6 +226,10 @@ class OidcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tiers: dict[str, Tier] = msgspec.field(default_factory=lambda: {str(tier): tier for tier in Tier})
     default_tier: Tier = Tier.DEFAULT
     models_claim: str | None = None  # a list of models that the token may use; None allows every model
+    # Sign-in with a browser, for the console and the playground. None offers none.
+    client_id: str | None = None
+    client_secret_file: str | None = None  # for providers that want more than PKCE
+    sign_in_scopes: tuple[str, ...] = ("openid",)
 
 
 class TenantsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,27 @@ async def test_a_refused_change_changes_nothing(server: Server, body: Any, sente
     assert sentence in refused.json()["error"]["message"]
     assert (await server.client.get("/admin/settings")).json()["version"] == 0
     assert (await server.client.get("/admin/settings/versions")).json()["data"] == []
+
+
+async def test_settings_are_read_and_written_as_a_file(server: Server) -> None:
+    toml = {"accept": "application/toml"}
+    shown = await server.client.get("/admin/settings", headers=toml)
+    assert shown.headers["etag"] == '"0"'
+    assert tomllib.loads(shown.text) == tomllib.loads(FILE)
+    headers = match(0) | {"content-type": "application/toml; charset=utf-8"}
+    for text, sentence in (
+        ("[limits.key]\nrequests_per_minit = 3\n", "the settings, line 2: there is no setting"),
+        ("[limits.key\n", "the settings is not valid TOML"),
+        (b"\xff", "not UTF-8"),
+    ):
+        refused = await server.client.put("/admin/settings", content=text, headers=headers)
+        assert refused.status_code == 400
+        assert sentence in refused.json()["error"]["message"]
+    made = await server.client.put("/admin/settings", content=FILE + "ttl_s=1\n", headers=headers)
+    assert made.status_code == 400, "an unknown key of the last table"
+    made = await server.client.put("/admin/settings", content=FILE.replace("2", "7"), headers=headers)
+    assert (made.status_code, made.json()["version"]) == (200, 1)
+    assert server.state.settings.current.response_cache.ttl_s == 7
 
 
 async def test_bad_requests(server: Server) -> None:

@@ -19,6 +19,7 @@ from penstock.gateway.history.requests import RecentRequests
 from tests.api.tenant_server import TenantServer
 from tests.gateway.fake_engine import FakeEngine, script_text
 
+MESSAGES = [{"role": "user", "content": "Hi"}]
 FOLDER = resources.files("penstock.api").joinpath("static/console")
 
 
@@ -119,6 +120,37 @@ async def test_history_refuses_what_it_does_not_know(server: TenantServer) -> No
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == param
         assert (await client.get("/admin/history?span=day&model=no-such&tier=x")).status_code == 200
+
+
+async def test_refusals_are_counted_by_reason(server: TenantServer) -> None:
+    async with server.client() as client:
+        await client.get("/admin/console")
+        await client.get("/no-such-path")
+        await client.put("/v1/models")
+        assert (await client.get("/console/sign-in")).json() == {
+            "needs_key": True,
+            "provider": None,
+            "object": "sign_in",
+        }
+    async with server.client("root") as client:
+        await client.post("/v1/chat/completions", json={"model": "none", "messages": MESSAGES})
+        await client.post("/v1/messages", json={})
+        metrics = (await client.get("/metrics")).text
+    expected = {
+        ("401", "invalid_api_key"): 3,
+        ("404", "model_not_found"): 1,
+        ("400", "invalid_request_error"): 1,
+    }
+    assert server.gateway.metrics.refusals == expected
+    assert 'penstock_http_refusals_total{reason="invalid_api_key",status="401"} 3.0' in metrics
+
+
+async def test_a_sign_in_that_is_not_offered_or_not_whole_is_refused(server: TenantServer) -> None:
+    whole = {"code": "c", "code_verifier": "v" * 43, "nonce": "n" * 16, "redirect_uri": "http://x/console"}
+    async with server.client() as client:
+        assert (await client.post("/console/sign-in", json=whole)).status_code == 404
+        for change in ({"code": ""}, {"code_verifier": "short"}, {"nonce": None}, {"more": 1}):
+            assert (await client.post("/console/sign-in", json=whole | change)).status_code == 400, change
 
 
 def test_the_playground_and_the_console_do_not_style_each_other() -> None:

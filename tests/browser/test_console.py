@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,11 +25,14 @@ ROWS = "section[aria-label='By model and tier'] tbody tr"
 SIGNED_IN = "sessionStorage.setItem('penstock-key', '%s')"
 
 
-def call(url: str, path: str, body: object = None) -> Any:
+def call(
+    url: str, path: str, body: object = None, method: str | None = None, headers: dict[str, str] | None = None
+) -> Any:
     request = urllib.request.Request(
         url + path,
         data=None if body is None else json.dumps(body).encode(),
-        headers={"authorization": f"Bearer {KEY}", "content-type": "application/json"},
+        headers={"authorization": f"Bearer {KEY}", "content-type": "application/json"} | (headers or {}),
+        method=method,
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
@@ -113,7 +118,7 @@ def test_the_overview_shows_traffic_by_model_and_tier(
     page = open_console("overview")
     page.wait_for_selector("td >> text=priority")
     assert page.locator("svg.chart").count() == 6
-    assert page.locator(".tile").count() == 8
+    assert page.locator(".tile").count() == 9
     page.click("figure >> nth=0 >> text=As a table")
     assert page.locator("figure >> nth=0 >> tbody tr").count() > 5
     page.click("figure >> nth=0 >> text=As a table")
@@ -230,10 +235,128 @@ def test_a_release_begins_and_is_rolled_back(open_console: OpenPage, take_pictur
     page.wait_for_selector(".badge >> text=rolled back")
 
 
-@pytest.mark.parametrize("name", ["overview", "fleet", "requests", "keys", "usage", "releases"])
+def test_settings_are_changed_refused_and_reverted(
+    open_console: OpenPage, url: str, take_picture: Take
+) -> None:
+    page = open_console("settings")
+    box = page.wait_for_selector("[aria-label='Requests/min: Each key']")
+    box.fill("nonsense")
+    page.click("text=Save the changes")
+    page.wait_for_selector("[role=alert] >> text=limits.key.requests_per_minute is wrong")
+    box = page.wait_for_selector("[aria-label='Requests/min: Each key']")
+    box.fill("100000")
+    page.click("text=Save the changes")
+    page.wait_for_selector("text=Version 1, from the database.")
+    page.fill("form[aria-label='A limit of its own'] input[name=name]", "key_ci")
+    page.fill("form[aria-label='A limit of its own'] input[name=value]", "unlimited")
+    page.click("form[aria-label='A limit of its own'] button")
+    page.wait_for_selector("th >> text=key_ci")
+    assert page.input_value("[aria-label='Requests/min: key_ci']") == "unlimited"
+    take_picture(page, "settings")
+    page.click('[aria-label="Remove key_ci"]')
+    page.click("dialog button.danger")
+    page.wait_for_selector("text=Version 3, from the database.")
+
+    page.get_by_label("Prices").check()
+    page.fill("[aria-label='Output, $/M: echo']", "700")
+    other = {"limits": {"workspace": {"requests_per_minute": 100_000}}}
+    call(url, "/admin/settings", other, "PATCH", {"if-match": '"3"'})
+    page.click("text=Save the changes")
+    alert = page.wait_for_selector("div[role=alert]")
+    assert "static made version 4" in alert.inner_text()
+    assert "limits.workspace.requests_per_minute: none → 100000" in alert.inner_text()
+    assert page.input_value("[aria-label='Output, $/M: echo']") == "700", "what was typed stays"
+    take_picture(page, "settings-conflict")
+    page.click("text=Save over version 4")
+    page.wait_for_selector("text=Version 5, from the database.")
+    now = call(url, "/admin/settings")["settings"]
+    assert now["prices"]["models"]["echo"] == {"input": 150, "output": 700}
+    assert now["limits"]["workspace"] == {"requests_per_minute": 100_000}
+
+    page.get_by_label("Models and routes").check()
+    page.fill("form[aria-label='Another name'] input[name=name]", "gpt-4o-mini")
+    page.fill("form[aria-label='Another name'] input[name=model]", "echo")
+    page.click("form[aria-label='Another name'] button")
+    page.wait_for_selector("th >> text=gpt-4o-mini")
+
+    page.get_by_label("All settings").check()
+    text = page.input_value("textarea")
+    assert "[models.aliases]" in text
+    page.fill("textarea", text + "\n[nothing]\nx = 1\n")
+    page.click("text=Check and save")
+    page.wait_for_selector("[role=alert] >> text=there is no setting 'nothing'")
+    assert "x = 1" in page.input_value("textarea")
+
+    page.get_by_label("History").check()
+    page.click('[aria-label="Compare version 2"]')
+    page.wait_for_selector("li >> text=prices.models.echo.output: 600 → 700")
+    take_picture(page, "settings-history")
+    page.click('[aria-label="Go back to version 1"]')
+    page.click("dialog button.danger")
+    page.wait_for_selector("text=Version 7, from the database.")
+    page.wait_for_selector("td >> text=back to version 1")
+
+
+def test_refused_requests_are_shown_by_reason(open_page: OpenPage, open_console: OpenPage, url: str) -> None:
+    for key, model in (("wrong", "echo"), (KEY, "no-such-model")):
+        body = {"model": model, "messages": [{"role": "user", "content": "Hi"}]}
+        with pytest.raises(urllib.error.HTTPError):
+            call(url, "/v1/chat/completions", body, headers={"authorization": f"Bearer {key}"})
+    page = open_console("overview")
+    rows = page.locator("section[aria-label='Refused requests'] tbody")
+    page.wait_for_selector("section[aria-label='Refused requests'] code >> text=model_not_found")
+    assert "no key, or a wrong, revoked or expired one" in rows.inner_text()
+
+
+LEVELS = "[...document.querySelectorAll('h1,h2,h3')].map((each) => Number(each.tagName[1]))"
+DOUBLED = """() => { const ids = [...document.querySelectorAll('[id]')].map((each) => each.id);
+  return ids.filter((each, place) => ids.indexOf(each) !== place) }"""
+NAMELESS = """() => [...document.querySelectorAll('button, a[href], input, select, textarea, [role=img], svg.chart')]
+  .filter((each) => each.getClientRects().length && !(each.ariaLabel || each.getAttribute('aria-label')
+    || each.getAttribute('aria-labelledby') || each.labels?.length || each.textContent.trim()
+    || each.querySelector?.('img[alt], title')))
+  .map((each) => each.outerHTML.slice(0, 120))"""
+ALL_PAGES = [
+    "overview",
+    "fleet",
+    "releases",
+    "requests",
+    "keys",
+    "usage",
+    "settings",
+    "playground",
+    "simulator",
+]
+
+
+@pytest.mark.parametrize("name", ALL_PAGES)
+def test_everything_has_a_name_and_the_keyboard_reaches_it(open_console: OpenPage, name: str) -> None:
+    page = open_console(name)
+    page.wait_for_selector("main h1, main textarea")
+    page.wait_for_timeout(600)
+    assert page.evaluate(NAMELESS) == []
+    levels = page.evaluate(LEVELS)
+    assert levels.count(1) == 1, "one title"
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels)), levels
+    assert page.evaluate(DOUBLED) == []
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    seen = set()
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        tag = page.evaluate("document.activeElement.closest('main') ? document.activeElement.tagName : ''")
+        if not tag:
+            break
+        seen.add(tag)
+    assert seen & {"BUTTON", "INPUT", "SELECT", "TEXTAREA"}, "the keyboard reaches what can be used"
+
+
+@pytest.mark.parametrize("name", ALL_PAGES)
 def test_a_phone_scrolls_in_one_direction(open_console: OpenPage, take_picture: Take, name: str) -> None:
     page = open_console(name, viewport=PHONE)
-    page.wait_for_selector("main h1")
+    page.wait_for_selector("main h1, main textarea")
     page.wait_for_timeout(500)
     width = page.evaluate("document.documentElement.scrollWidth")
     assert width <= PHONE["width"], f"the page is {width} wide"

@@ -21,10 +21,12 @@ from penstock.api.http.parsing import BodyDecoder, integer_of, read_body
 from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound, PreconditionRequired
 from penstock.gateway.settings.settings import Document
 from penstock.gateway.settings.shared import SharedSettings
-from penstock.gateway.settings.store import SettingsVersion, encode, parse_json
+from penstock.gateway.settings.store import SettingsVersion, encode, parse_json, parse_toml
+from penstock.gateway.settings.toml import to_toml
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.versions import MAX_BODY_BYTES
 
+_TOML = b"application/toml"
 _ETAG = re.compile(r'(?:W/)?"?(\d{1,18})"?')
 
 
@@ -79,6 +81,8 @@ class SettingsEndpoints:
 
     async def show(self, request: Request) -> Response:
         live = self._shared.live
+        if _TOML in headers_of(request).get(b"accept", b""):
+            return _private(to_toml(live.source.document).encode(), _TOML.decode(), live.source.version)
         return _answer(
             SettingsObject(
                 version=live.source.version,
@@ -91,8 +95,11 @@ class SettingsEndpoints:
         )
 
     async def replace(self, request: Request) -> Response:
+        """The body is JSON, or TOML as in a file; mistakes in TOML are told with their line."""
         expected = _expected(request)
-        document = parse_json(await read_body(request, MAX_BODY_BYTES))
+        body = await read_body(request, MAX_BODY_BYTES)
+        is_toml = headers_of(request).get(b"content-type", b"").startswith(_TOML)
+        document = parse_toml(body) if is_toml else parse_json(body)
         return await self._done(await self._shared.store.replace(actor_of(request), document, expected))
 
     async def change(self, request: Request) -> Response:
@@ -162,7 +169,11 @@ def _expected(request: Request) -> int | None:
 
 def _answer(shown: msgspec.Struct, version: int | None = None) -> Response:
     """Prices keep their digits as numbers. The answer may hold private texts, which no cache on the way may keep."""
-    response = Response(encode(shown), headers={"cache-control": "no-store"}, media_type="application/json")
+    return _private(encode(shown), "application/json", version)
+
+
+def _private(body: bytes, media_type: str, version: int | None) -> Response:
+    response = Response(body, headers={"cache-control": "no-store"}, media_type=media_type)
     if version is not None:
         response.headers["etag"] = f'"{version}"'
     return response

@@ -46,6 +46,16 @@ def note_model(connection: HTTPConnection, name: str | None) -> None:
     connection.scope["state"]["model"] = name
 
 
+def note_refusal(scope: Scope, code: str) -> None:
+    """Note the code of the error that the answer tells, for the middleware that counts refusals."""
+    scope.setdefault("state", {})["refusal"] = code
+
+
+def refusal_of(scope: Scope) -> str | None:
+    code: str | None = scope.get("state", {}).get("refusal")
+    return code
+
+
 def note_limits_told(scope: Scope) -> None:
     """The answer says what its caller's limits are, if there are any."""
     scope.setdefault("state", {})["limits_told"] = True

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Scope
 
+from penstock.api.http.context import note_refusal
 from penstock.api.http.limit_headers import limit_headers, retry_headers
 from penstock.core.errors import (
     ContextLengthExceeded,
@@ -118,6 +119,7 @@ def _names_anthropic_version(scope: Scope) -> bool:
 
 def error_response_for(scope: Scope, error: PenstockError, *, is_unknown_path: bool = False) -> Response:
     """The answer to a request that failed before its answer began. Where the path tells no API, a header does."""
+    note_refusal(scope, error.code)
     for_anthropic = is_anthropic(scope) or (is_unknown_path and _names_anthropic_version(scope))
     headers = _error_headers(error, for_anthropic=for_anthropic)
     if for_anthropic:
@@ -224,6 +226,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         error = NotFound(f"There is nothing at {path}.", hint=_hint(request))
         return error_response_for(request.scope, error, is_unknown_path=True)
     message = f"{path} does not take {method}." if error.status_code == 405 else error.detail
+    note_refusal(request.scope, "method_not_allowed" if error.status_code == 405 else "invalid_request_error")
     body: msgspec.Struct
     if is_anthropic(request.scope):
         detail = AnthropicErrorDetail(_anthropic_type(error.status_code), message)

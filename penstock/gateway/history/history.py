@@ -71,8 +71,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     requests: int | None = None
     failures: int | None = None
+    refused: int | None = None  # None also where one model or tier is shown: a refused request has neither
     requests_per_s: float | None = None
     failures_per_s: float | None = None
+    refused_per_s: float | None = None
     prompt_tokens_per_s: float | None = None
     output_tokens_per_s: float | None = None
     ttft_p50_s: float | None = None
@@ -96,6 +98,14 @@ class SeriesFigures(Figures, frozen=True, kw_only=True):
     tier: str
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """Requests that were refused with the same status and for the same reason."""
+
+    status: int
+    reason: str
+    count: int
+
+
 class HistoryView(msgspec.Struct, frozen=True, kw_only=True):
     span: SpanName
     interval_s: int
@@ -104,6 +114,7 @@ class HistoryView(msgspec.Struct, frozen=True, kw_only=True):
     points: list[Point]  # one for each interval; one without figures is a time of which nothing is known
     total: Figures  # of the whole time
     series: list[SeriesFigures]  # of the whole time, by model and tier
+    refusals: list[Refusal]  # of the whole time, the most frequent first
     object: Literal["history"] = "history"
 
 
@@ -217,11 +228,13 @@ def show(
         points=points,
         total=Figures(**_figures(_whole(chosen))) if chosen else Figures(),
         series=series,
+        refusals=_refusals(_whole(chosen)),
     )
 
 
 def _narrowed(sample: Sample, model: str | None, tier: str | None) -> Sample:
-    """The part of a sample that is about one model, or one tier, or both. Engines have no tiers."""
+    """The part of a sample that is about one model, or one tier, or both. Engines have no tiers, and refusals have
+    neither."""
     if model is None and tier is None:
         return sample
     traffic = {
@@ -251,6 +264,11 @@ def _series(samples: list[Sample]) -> list[SeriesFigures]:
     ]
 
 
+def _refusals(sample: Sample) -> list[Refusal]:
+    ordered = sorted(sample.refusals.items(), key=lambda kind: (-kind[1], kind[0]))
+    return [Refusal(int(name[:3]), name[4:], count) for name, count in ordered]
+
+
 def _figures(sample: Sample) -> dict[str, Any]:
     total = sum((each for tiers in sample.traffic.values() for each in tiers.values()), Traffic())
     seconds = sample.seconds or 1.0
@@ -262,6 +280,9 @@ def _figures(sample: Sample) -> dict[str, Any]:
         "prompt_tokens_per_s": _rounded(total.prompt_tokens / seconds),
         "output_tokens_per_s": _rounded(total.output_tokens / seconds),
     }
+    if sample.refusals:
+        refused = sum(sample.refusals.values())
+        figures |= {"refused": refused, "refused_per_s": _rounded(refused / seconds)}
     for percent in (50, 95, 99):
         figures[f"ttft_p{percent}_s"] = _rounded(first_token_s(total, percent / 100))
         figures[f"itl_p{percent}_s"] = _rounded(inter_token_s(total, percent / 100))

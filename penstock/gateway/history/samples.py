@@ -7,6 +7,7 @@ and the state of the engines, which all processes see alike, is taken once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -97,6 +98,7 @@ class Sample(msgspec.Struct, array_like=True):
     seconds: float = 0.0  # that the process watched of it
     traffic: dict[str, dict[str, Traffic]] = {}  # by model, then by tier
     engines: dict[str, EngineUse] = {}  # by model
+    refusals: dict[str, int] = {}  # by status and reason, such as "429 rate_limit_exceeded"
 
     def then(self, later: Sample) -> Sample:
         """Join the next sample of the same process to this one. The result keeps the name of this interval."""
@@ -108,6 +110,7 @@ class Sample(msgspec.Struct, array_like=True):
                 model: self.engines.get(model, EngineUse()) + later.engines.get(model, EngineUse())
                 for model in (*self.engines, *(set(later.engines) - set(self.engines)))
             },
+            _joined_refusals((self, later)),
         )
 
 
@@ -119,7 +122,7 @@ def together(samples: Sequence[Sample]) -> Sample:
         for model, use in sample.engines.items():
             if model not in engines or engines[model].looks < use.looks:
                 engines[model] = use
-    return Sample(samples[0].at, max(sample.seconds for sample in samples), _joined_traffic(samples), engines)
+    return _joined(samples, engines)
 
 
 def side_by_side(samples: Sequence[Sample]) -> Sample:
@@ -130,7 +133,16 @@ def side_by_side(samples: Sequence[Sample]) -> Sample:
             mean = use.mean()
             known = engines.get(model)
             engines[model] = mean if known is None else known.beside(mean)
-    return Sample(samples[0].at, max(sample.seconds for sample in samples), _joined_traffic(samples), engines)
+    return _joined(samples, engines)
+
+
+def _joined(samples: Sequence[Sample], engines: dict[str, EngineUse]) -> Sample:
+    seconds = max(sample.seconds for sample in samples)
+    return Sample(samples[0].at, seconds, _joined_traffic(samples), engines, _joined_refusals(samples))
+
+
+def _joined_refusals(samples: Iterable[Sample]) -> dict[str, int]:
+    return dict(sum((Counter(sample.refusals) for sample in samples), Counter[str]()))
 
 
 def _joined_traffic(samples: Iterable[Sample]) -> dict[str, dict[str, Traffic]]:
@@ -161,6 +173,7 @@ class Sampler:
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
         self._traffic = read_traffic(metrics)
+        self._refusals = metrics.refusals.copy()
         self._engines = {name: model.stats for name, model in metrics.models.items()}
 
     def take(self, at: int, seconds: float) -> Sample:
@@ -176,7 +189,10 @@ class Sampler:
             stats = self._metrics.of(model).stats
             engines[model] = _engine_use(stats, self._engines.get(model))
             self._engines[model] = stats
-        return Sample(at, seconds, changes, engines)
+        refusals = self._metrics.refusals.copy()
+        refused = {" ".join(kind): count for kind, count in (refusals - self._refusals).items()}
+        self._refusals = refusals
+        return Sample(at, seconds, changes, engines, refused)
 
 
 def read_traffic(metrics: GatewayMetrics) -> dict[tuple[str, str], Traffic]:

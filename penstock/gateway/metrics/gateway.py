@@ -8,6 +8,7 @@ metrics of pools and replicas stand here too: the autoscaler's input and decisio
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
@@ -69,6 +70,7 @@ class GatewayMetrics(Collector):
         self._models: dict[str, ModelMetrics] = {}
         self._engine_models: tuple[str, ...] = ()  # those that engines report on
         self._stats: EngineStats | None = None  # of all engines, when they were last looked at
+        self.refusals: Counter[tuple[str, str]] = Counter()  # answers without a success, by status and reason
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -113,6 +115,7 @@ class GatewayMetrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
+        yield metric_by("http_refusals", self.refusals)
         stats_of = {name: self.of(name).stats for name in self._engine_models}
         for declared in ENGINE_METRICS:
             yield from _families(

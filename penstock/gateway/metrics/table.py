@@ -259,6 +259,8 @@ _CALLERS = [
 _CONNECTIONS = [
     Declared("http_requests", "counter", "HTTP requests by route and by the status of their answer.",
              ("path", "status")),
+    Declared("http_refusals", "counter", "Requests that were refused, by the status and the reason of the refusal.",
+             ("status", "reason")),
     Declared("connections_open", "gauge", "Connections that are open."),
     Declared("websockets_open", "gauge", "WebSockets that are open."),
     *_each("counter", (

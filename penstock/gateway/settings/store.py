@@ -10,13 +10,19 @@ import json
 import time
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 from sqlalchemy import Connection
 
 from penstock.core.errors import ConfigError, InvalidRequest, NotFound
-from penstock.gateway.settings.settings import Document, Settings, changed_settings, check_document
+from penstock.gateway.settings.settings import (
+    Document,
+    Settings,
+    changed_settings,
+    check_document,
+    parse_file,
+)
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.versions import (
     DocumentVersion,
@@ -30,6 +36,7 @@ from penstock.gateway.tenants.directory import Actor, announce, write_entry
 from penstock.gateway.tenants.records import Page
 
 KIND = "settings"
+CheckedT = TypeVar("CheckedT")
 _MAX_AUDITED_CHANGES = 200
 encode = msgspec.json.Encoder(decimal_format="number").encode  # prices keep their digits as numbers
 
@@ -64,10 +71,24 @@ def parse_json(body: bytes | str) -> Document:
     return document
 
 
+def parse_toml(body: bytes) -> Document:
+    """The document of a settings file. Raises InvalidRequest, with the line of a mistake."""
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"The settings are not UTF-8: {error}.") from error
+    document, _ = _checked(lambda: parse_file(text, "the settings"))
+    return document
+
+
 def check(document: Document, name: str = "the settings") -> Settings:
     """The settings of a document that a client sent. Raises InvalidRequest."""
+    return _checked(lambda: check_document(document, name))
+
+
+def _checked(work: Callable[[], CheckedT]) -> CheckedT:
     try:
-        return check_document(document, name)
+        return work()
     except ConfigError as error:
         raise InvalidRequest(
             f"The settings stay as they are: {error.message}", param=error.param, hint=error.hint

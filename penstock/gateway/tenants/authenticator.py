@@ -16,6 +16,7 @@ from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.directory import Directory
 from penstock.gateway.tenants.keyring import AuthenticationMetrics, KeyRing
 from penstock.gateway.tenants.records import KEY_START, digest_of
+from penstock.gateway.tenants.sign_in import SignIn
 from penstock.gateway.tenants.tokens import PublicKeys, TokenVerifier
 
 STATIC_KEY_ID = "static"
@@ -93,9 +94,12 @@ class Tenants:
         # This gateway refuses a key at once after revoking it; other gateways notice within seconds.
         self.directory = Directory(database, wall_time, on_change=self._ring.doubt)
         tokens = None
+        self.sign_in: SignIn | None = None
         if oidc is not None:
             public_keys = PublicKeys(oidc.issuer, oidc.jwks_url, clock)
             tokens = TokenVerifier(oidc, public_keys, self._ring, wall_time)
+            if oidc.client_id is not None:
+                self.sign_in = SignIn(oidc, tokens, clock)
         self.authenticator = Authenticator(
             static_key=static_key, ring=self._ring, tokens=tokens, is_open=is_open, metrics=metrics
         )

@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,7 +38,7 @@ REFRESH_EVERY_S = 3600.0
 LOOK_AGAIN_AFTER_S = 30.0
 RETRY_AFTER_S = 3.0  # while there are no keys at all
 _MAX_DOCUMENT_BYTES = 1 << 20
-_TIMEOUT_S = 5.0
+TIMEOUT_S = 5.0
 _DISCOVERY_PATH = "/.well-known/openid-configuration"
 _NEVER = -math.inf
 
@@ -83,9 +83,9 @@ class PublicKeys:
 
     async def _fetch(self) -> None:
         try:
-            async with httpx.AsyncClient(timeout=_TIMEOUT_S) as client:
+            async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
                 if self._url is None:
-                    self._url = await self._discover(client)
+                    self._url = (await discover(client, self._issuer, ("jwks_uri",)))["jwks_uri"]
                 document = await _get_json(client, self._url)
             keys = tuple(key for key in document["keys"] if isinstance(key, dict))
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
@@ -99,26 +99,34 @@ class PublicKeys:
         else:
             logger.warning("%s publishes no keys; those that were known stay in use", self._issuer)
 
-    async def _discover(self, client: httpx.AsyncClient) -> str:
-        document = await _get_json(client, self._issuer.rstrip("/") + _DISCOVERY_PATH)
-        if document.get("issuer") != self._issuer:
-            raise ValueError("its discovery document names another issuer")
-        url = str(document["jwks_uri"])
-        if not _is_safe(url):
-            raise ValueError("its discovery document names a key set that is not served over HTTPS")
-        return url
+
+async def discover(client: httpx.AsyncClient, issuer: str, names: Sequence[str]) -> dict[str, Any]:
+    """The issuer's discovery document, in which `names` are URLs that may be trusted. Raises ValueError, KeyError or
+    httpx.HTTPError."""
+    document = await _get_json(client, issuer.rstrip("/") + _DISCOVERY_PATH)
+    if document.get("issuer") != issuer:
+        raise ValueError("its discovery document names another issuer")
+    for name in names:
+        if not _is_safe(str(document[name])):
+            raise ValueError(f"its discovery document names a {name} that is not served over HTTPS")
+    return document
 
 
 async def _get_json(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
     """Redirects are not followed: a false answer must not choose where the keys come from."""
-    body = bytearray()
     async with client.stream("GET", url, headers={"accept": "application/json"}) as response:
         if response.status_code != 200:
             raise ValueError(f"{url} answered {response.status_code}")
-        async for chunk in response.aiter_bytes():
-            body += chunk
-            if len(body) > _MAX_DOCUMENT_BYTES:
-                raise ValueError(f"{url} answered with more than {_MAX_DOCUMENT_BYTES} bytes")
+        return await read_json(response)
+
+
+async def read_json(response: httpx.Response) -> dict[str, Any]:
+    """A JSON object of bounded size. Raises ValueError."""
+    body = bytearray()
+    async for chunk in response.aiter_bytes():
+        body += chunk
+        if len(body) > _MAX_DOCUMENT_BYTES:
+            raise ValueError(f"{response.url} answered with more than {_MAX_DOCUMENT_BYTES} bytes")
     return msgspec.json.decode(bytes(body), type=dict[str, Any])
 
 
@@ -174,13 +182,14 @@ class TokenVerifier:
         if remembered is not None and self._wall_time() < remembered[1]:
             principal = remembered[0]
         else:
-            claims = await self._verified_claims(token)
+            claims = await self.verified_claims(token)
             principal = self._principal(claims)
             expires_at = float(claims["exp"]) + self._config.leeway_s
             self._remember(digest, principal, min(expires_at, self._wall_time() + REMEMBER_S))
         return await self._placed(principal)
 
-    async def _verified_claims(self, token: str) -> dict[str, Any]:
+    async def verified_claims(self, token: str, audience: str | None = None) -> dict[str, Any]:
+        """What a good token says. `audience` is whom it is meant for, if not this server."""
         try:
             header = jwt.get_unverified_header(token)
         except jwt.InvalidTokenError as error:
@@ -197,7 +206,7 @@ class TokenVerifier:
                 "The token is signed with a key that the identity provider does not have."
             )
         try:
-            return self._decode(token, candidates[0], algorithm)
+            return self._decode(token, candidates[0], algorithm, audience or self._config.audience)
         except jwt.ExpiredSignatureError as error:
             raise AuthenticationFailed("The token has expired.") from error
         except jwt.InvalidAudienceError as error:
@@ -211,12 +220,12 @@ class TokenVerifier:
         except (jwt.PyJWTError, ValueError, TypeError, OverflowError) as error:
             raise AuthenticationFailed("The token's signature is wrong.") from error
 
-    def _decode(self, token: str, key: PublicKey, algorithm: str) -> dict[str, Any]:
+    def _decode(self, token: str, key: PublicKey, algorithm: str, audience: str) -> dict[str, Any]:
         claims: dict[str, Any] = jwt.decode(
             token,
             jwt.PyJWK(key, algorithm),
             algorithms=[algorithm],
-            audience=self._config.audience,
+            audience=audience,
             issuer=self._config.issuer,
             leeway=self._config.leeway_s,
             options={"require": _REQUIRED_CLAIMS},

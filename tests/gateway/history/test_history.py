@@ -241,3 +241,28 @@ def test_servers_stand_side_by_side() -> None:
     whole = side_by_side(samples)
     assert whole.traffic["m"]["default"].requests == 3
     assert whole.engines["m"] == EngineUse(1, 3, 1, 0.5, 10, 4)
+
+
+async def test_refusals_are_shown_by_reason_and_outlive_a_merge() -> None:
+    metrics, clock = GatewayMetrics(), Clock()
+    history = history_of(metrics, clock)
+    metrics.refusals["401", "invalid_api_key"] += 1
+    metrics.refusals["429", "rate_limit_exceeded"] += 3
+    clock.now += 2
+    history.take()
+    metrics.refusals["401", "invalid_api_key"] += 1
+    clock.now += 2
+    history.take()
+    view = await history.view("live")
+    assert [point.refused for point in view.points[-2:]] == [4, 1]
+    assert [(each.status, each.reason, each.count) for each in view.refusals] == [
+        (429, "rate_limit_exceeded", 3),
+        (401, "invalid_api_key", 2),
+    ]
+    assert (view.total.refused, view.total.refused_per_s) == (5, 1.25)
+    narrow = await history.view("live", model="m")
+    assert (narrow.refusals, narrow.total.refused) == ([], None)
+    both = together([Sample(2, refusals={"401 a": 1}), Sample(2, refusals={"401 a": 2, "403 b": 1})])
+    assert both.refusals == {"401 a": 3, "403 b": 1}
+    old = msgspec.json.decode(b"[2,1.0,{},{}]", type=Sample)  # as a server without refusals kept it
+    assert old.refusals == {}

@@ -2,8 +2,9 @@
 //
 // A page is an ES module that exports `async function show(root, context)` and may return a function that is called
 // when the page is left. `context` holds
-//   api(path, options)  fetch with the key: options {method, body (any JSON), signal, as: "json" | "text" | "response"};
-//                       throws an Error with the server's own sentence, its `status` and its `code`
+//   api(path, options)  fetch with the key: options {method, body (any JSON) or text, headers, signal,
+//                       as: "json" | "text" | "response"}; throws an Error with the server's own sentence, its `status`
+//                       and its `code`
 //   key()               the key of this tab, or null on a server without keys
 //   element(tag, attributes, ...children)
 //   signal              aborted when the page is left
@@ -13,6 +14,7 @@
 // send it, and so there is nothing for a forged request (CSRF) to use.
 
 import { announce, element, replace } from "./dom.js";
+import { begin, finish, KEY_ITEM as KEY, offer } from "./sign_in.js";
 
 // One line per page: the name in the address, the title, the module, and whether the page needs the scope `admin`.
 const PAGES = [
@@ -22,24 +24,25 @@ const PAGES = [
   { name: "requests", title: "Requests", module: "./recent.js", isAdmin: true },
   { name: "keys", title: "Keys and workspaces", module: "./keys.js", isAdmin: true },
   { name: "usage", title: "Usage and cost", module: "./usage.js", isAdmin: true },
+  { name: "settings", title: "Settings", module: "./settings.js", isAdmin: true },
   { name: "playground", title: "Playground", module: "./playground.js", isAdmin: false },
   { name: "simulator", title: "Simulator", module: "./simulator.js", isAdmin: true },
 ];
 
-const KEY = "penstock-key";
 const page = document.getElementById("page");
 let leaving = new AbortController();
 let server = null;
+let offered = { needs_key: false, provider: null };
 
 export const key = () => sessionStorage.getItem(KEY);
 
-export async function api(path, { method = "GET", body, signal = leaving.signal, as = "json" } = {}) {
-  const headers = {};
+export async function api(path, { method = "GET", body, text, headers: given = {}, signal = leaving.signal, as = "json" } = {}) {
+  const headers = { ...given };
   if (key()) headers.authorization = `Bearer ${key()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   let answer;
   try {
-    answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+    answer = await fetch(path, { method, headers, signal, body: body === undefined ? text : JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Error("The server does not answer. Is it still running?");
@@ -77,6 +80,10 @@ async function show(wanted, name) {
   }
   document.title = `${wanted.title} · Penstock`;
   replace(page, element("p", { class: "soft" }, "Loading…"));
+  if (wanted.isAdmin && offered.needs_key && !key()) {
+    askForKey(null); // without a request that would only be refused
+    return;
+  }
   try {
     if (wanted.isAdmin) context.server = server = await api("/admin/console");
     const module = await import(wanted.module);
@@ -99,13 +106,17 @@ async function show(wanted, name) {
 
 function askForKey(message) {
   showAccount();
-  const box = element("input", { type: "password", id: "key", autocomplete: "off", required: true, spellcheck: "false" });
+  const box = element("input", { type: "password", id: "key", autocomplete: "off", required: true, spellcheck: "false", "aria-describedby": message ? "key-problem" : null });
+  const { provider } = offered;
+  const complain = (error) => askForKey(error.message);
   const form = element("form", { class: "panel sign-in" },
     element("h1", {}, "Sign in"),
-    element("p", { class: "soft" }, "With a key that has the scope 'admin', or with a token (JWT) of your identity provider where this server takes tokens."),
+    message && element("p", { class: "problem", role: "alert", id: "key-problem" }, message),
+    provider && [element("button", { class: "primary", type: "button", onclick: () => begin(provider, location.pathname + location.hash).catch(complain) }, "Sign in with your organisation"),
+      element("p", { class: "soft" }, `At ${new URL(provider.issuer).host}. Or with a key:`)],
+    element("p", { class: "soft" }, provider ? "The key needs the scope 'admin'." : "With a key that has the scope 'admin', or with a token (JWT) of your identity provider where this server takes tokens."),
     element("label", { for: "key" }, "Key or token"), box,
-    message && element("p", { class: "problem", role: "alert" }, message),
-    element("button", { class: "primary" }, "Sign in"),
+    element("button", { class: provider ? null : "primary" }, "Sign in"),
     element("p", { class: "soft" }, "The key stays in this tab and is forgotten when the tab is closed. Make one with ",
       element("code", {}, "penstock keys create --scope admin"), "."));
   form.addEventListener("submit", (event) => {
@@ -147,4 +158,12 @@ document.getElementById("menu").addEventListener("click", () => {
 document.getElementById("leave").addEventListener("click", signOut);
 document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); page.focus(); });
 window.addEventListener("hashchange", draw);
-draw();
+start();
+
+async function start() {
+  let problem = null;
+  const signedIn = finish().catch((error) => { problem = error; });
+  [offered] = await Promise.all([offer(), signedIn]);
+  draw();
+  if (problem) askForKey(problem.message);
+}

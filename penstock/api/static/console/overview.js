@@ -7,6 +7,15 @@ import { compact, number, seconds, share } from "./format.js";
 const SPANS = [["live", "Live"], ["hour", "Last hour"], ["day", "Last day"]];
 const PAUSE_S = { live: 2, hour: 10, day: 60 };
 const ALL = [["", "All"]];
+const REASONS = {
+  invalid_api_key: "no key, or a wrong, revoked or expired one", permission_denied: "the key may not do this",
+  rate_limit_exceeded: "a rate limit was reached", request_exceeds_limit: "the request alone is more than a limit allows",
+  insufficient_quota: "a budget is used up", overloaded: "queues are full", engine_unavailable: "no engine is ready",
+  shutting_down: "the server is leaving", model_not_found: "no such model", not_found: "no such thing, or no such path",
+  invalid_request_error: "the request is not valid", context_length_exceeded: "the prompt does not fit the model's context",
+  content_policy_violation: "a safety policy said no", request_too_large: "the request is too large",
+  method_not_allowed: "the path does not take this method", store_unavailable: "the database does not answer",
+};
 
 export async function show(root, { api, signal }) {
   const asked = { span: "live", model: "", tier: "" };
@@ -56,7 +65,9 @@ export async function show(root, { api, signal }) {
     const { points, total } = history;
     const times = points.map((point) => point.at);
     const line = (name, key, tone) => ({ name, tone, values: points.map((point) => point[key] ?? null) });
-    charts.requests.draw(times, [line("finished", "requests_per_s"), line("failed", "failures_per_s", "tone-4")]);
+    const isPart = Boolean(asked.model || asked.tier);
+    const refused = { name: "refused", tone: "tone-2", values: points.map((point) => (point.requests === undefined ? null : point.refused_per_s ?? 0)) };
+    charts.requests.draw(times, [line("finished", "requests_per_s"), line("failed", "failures_per_s", "tone-4"), ...(isPart ? [] : [refused])]);
     charts.tokens.draw(times, [line("output", "output_tokens_per_s"), line("prompt", "prompt_tokens_per_s")]);
     charts.ttft.draw(times, [line("p50", "ttft_p50_s"), line("p95", "ttft_p95_s"), line("p99", "ttft_p99_s")]);
     charts.itl.draw(times, [line("p50", "itl_p50_s"), line("p95", "itl_p95_s"), line("p99", "itl_p99_s")]);
@@ -71,6 +82,7 @@ export async function show(root, { api, signal }) {
       ["KV in use", share(points.at(-1)?.kv_usage), "kv_usage"],
       ["Cache hits", share(total.cached_share), "cached_share"],
       ["Failed", number(total.failures), "failures_per_s", total.failures > 0],
+      ["Refused", number(isPart ? null : total.refused ?? 0), "refused_per_s"],
     ].map(([title, value, key, isBad]) => element("div", { class: isBad ? "tile bad" : "tile" },
       element("dt", {}, title), element("dd", {}, value), sparkline(points.map((point) => point[key] ?? null)))));
     const columns = [
@@ -83,7 +95,14 @@ export async function show(root, { api, signal }) {
       { title: "TTFT p50 / p95 / p99", number: true, cell: (row) => [row.ttft_p50_s, row.ttft_p95_s, row.ttft_p99_s].map(seconds).join(" / ") },
       { title: "ITL p50 / p95 / p99", number: true, cell: (row) => [row.itl_p50_s, row.itl_p95_s, row.itl_p99_s].map(seconds).join(" / ") },
     ];
-    replace(breakdown, panel("By model and tier", table("By model and tier", columns, history.series, "No requests in this time.")));
+    replace(breakdown, panel("By model and tier", table("By model and tier", columns, history.series, "No requests in this time.")),
+      isPart ? null : panel("Refused requests", table("Refused requests", [
+        { title: "Reason", cell: (row) => REASONS[row.reason] ?? row.reason.replaceAll("_", " ") },
+        { title: "Code", cell: (row) => element("code", {}, row.reason) },
+        { title: "Status", number: true, cell: (row) => String(row.status) },
+        { title: "Requests", number: true, cell: (row) => number(row.count) },
+        { title: "Of all refused", number: true, cell: (row) => share(row.count / total.refused) },
+      ], history.refusals, "No request was refused in this time.")));
   }
 
   replace(root,

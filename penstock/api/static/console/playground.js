@@ -62,7 +62,7 @@ class Playground {
     this.conversation = newConversation(this.settings, kept.model ?? null, Date.now(), newId());
     root.classList.add("playground-page");
     this.build();
-    root.replaceChildren(this.node);
+    root.replaceChildren(element("h1", { class: "unseen" }, "Playground"), this.node);
     this.showConversation();
   }
 

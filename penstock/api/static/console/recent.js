@@ -110,7 +110,7 @@ function describe(request, server) {
     ["Output", `${number(request.completion_tokens)} of at most ${number(request.max_output_tokens)} tokens`],
     request.draft_tokens ? ["Drafts", `${number(request.accepted_draft_tokens)} of ${number(request.draft_tokens)} drafted tokens accepted`] : null,
     request.is_replayed ? ["Source", "an answer given before"] : null,
-    ["Why it waited", why(request)],
+    ["Why it waited", element("ul", { class: "waits" }, waits(request).map((each) => element("li", {}, each)))],
   ].filter(Boolean);
   return [
     element("dl", { class: "facts" }, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
@@ -131,9 +131,24 @@ function describe(request, server) {
   ];
 }
 
-function why(request) {
-  if (request.waited_for) return `${seconds(request.queue_s)} in the engine's queue: ${WAITED_FOR[request.waited_for] ?? request.waited_for}.`;
-  const before = request.before_engine_s ?? 0;
-  if (before > 0.1 && before > (request.queue_s ?? 0)) return `${seconds(before)} before an engine had it: in the gateway, or for a replica.`;
-  return request.status === "running" ? "Not known before its first token." : "It did not wait.";
+const NOTABLE_S = 0.02; // shorter waits are the normal course of a step
+
+// Every wait of a request's life with its cause, in the order in which they happened.
+export function waits(request) {
+  const { routes, status, queue_s: queue, before_engine_s: before, prefill_s: prefill } = request;
+  if (request.is_replayed) return ["It did not wait: an answer given before was given again."];
+  const found = [];
+  const chosen = routes[0]?.after_s ?? null;
+  if (chosen === null && status === "running") found.push("It waits for a replica: none is ready, or all are full; or an external server has it.");
+  if (chosen === null && status === "failed") found.push("No replica took it: none was ready in time, all were full, or it failed before that.");
+  if (chosen > NOTABLE_S) found.push(`${seconds(chosen)} until a replica was chosen: none was ready, or all were full.`);
+  for (const [index, route] of routes.slice(1).entries())
+    found.push(`${seconds(route.after_s - routes[index].after_s)} with ${routes[index].replica_id}, which failed or gave it back; then it went to ${route.replica_id}.`);
+  const onTheWay = (before ?? 0) - (routes.at(-1)?.after_s ?? 0);
+  if (before !== null && onTheWay > NOTABLE_S) found.push(`${seconds(onTheWay)} on the way to the engine and back: the engine was in a step, or the gateway was busy.`);
+  if (request.waited_for) found.push(`${seconds(queue)} in the engine's queue: ${WAITED_FOR[request.waited_for] ?? request.waited_for}.`);
+  else if (queue > NOTABLE_S) found.push(`${seconds(queue)} in the engine's queue, until the running step ended.`);
+  if (request.chunks.length > 1) found.push(`${seconds(prefill)} of prefill in ${request.chunks.length} chunks: its prompt shared the steps with other requests.`);
+  if (status === "running" && chosen !== null) found.push(`It is with ${routes.at(-1).replica_id}, which tells what it waited for with its first token.`);
+  return found.length ? found : ["It did not wait."];
 }
