@@ -23,6 +23,8 @@ from penstock.core.gateway_config import (
 )
 from penstock.core.policy import RoutingPolicy
 
+Placement = Literal["pack", "strict-pack", "strict-spread"]
+
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of engines: how many there are, and how requests are shared out among them."""
@@ -110,6 +112,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ]
         | None
     ) = None
+    ray_placement: Annotated[
+        Placement,
+        Meta(
+            description="Nodes for the stages of a replica on Ray: as few as have room (pack), one (strict-pack), or "
+            "one for each stage (strict-spread)."
+        ),
+    ] = "pack"
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

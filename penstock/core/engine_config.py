@@ -16,6 +16,7 @@ Quantization = Literal["int8", "int4", "fp8"]
 LoadFormat = Literal["auto", "pt", "random"]
 ModelImplementation = Literal["auto", "native", "transformers"]
 LengthBins = Literal["off", "tenant", "prompt"]
+DEFAULT_CPU_KV_MEMORY = "512MiB"
 TierShares = Annotated[str, Meta(pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){2}$", max_length=64)]
 
 
@@ -220,6 +221,15 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ranks of a replica on several nodes find the first of them. Every node gets its own copy."""
+
+    host: str  # the address of the first rank's node
+    port: int
+    key: str  # a secret of this replica alone
+    node_host: str  # the address of the node that has this copy
 
 
 class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

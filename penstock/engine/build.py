@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.core.clock import Clock, SystemClock
-from penstock.core.engine_config import EngineConfig, parse_speculate
+from penstock.core.engine_config import EngineConfig, Meeting, parse_speculate
 from penstock.core.errors import ConfigError
 from penstock.core.figures import parse_bytes
 from penstock.core.messages import EngineReady, ModelCard
@@ -65,14 +65,16 @@ def build_engine(
     *,
     on_progress: Progress | None = None,
     clock: Clock | None = None,
+    meeting: Meeting | None = None,
 ) -> Engine:
+    """Build the engine. With a `meeting`, each stage of its pipeline is on a node of its own."""
     clock = clock or SystemClock()
     speculate = parse_speculate(config.speculate)
     ranks = None
     if str(model_path) == ECHO_MODEL:
         loaded = _load_echo(config, clock)
     elif config.parallel.num_ranks > 1:
-        loaded, ranks = _load_ranks(config, model_path, clock, on_progress)
+        loaded, ranks = _load_ranks(config, model_path, clock, on_progress, meeting)
     elif _is_encoder(model_path):
         loaded = _load_encoder(config, model_path, clock, on_progress)
     else:
@@ -226,23 +228,28 @@ def _load_echo(config: EngineConfig, clock: Clock) -> Loaded:
 
 
 def _load_ranks(
-    config: EngineConfig, model_path: Path, clock: Clock, on_progress: Progress | None
+    config: EngineConfig,
+    model_path: Path,
+    clock: Clock,
+    on_progress: Progress | None,
+    meeting: Meeting | None,
 ) -> tuple[Loaded, FirstRank]:
     """Load the first rank in this process, and the other ranks in processes of their own."""
     from penstock.engine.parallel.processes import RankProcesses, rank_config
 
-    config = rank_config(config)
+    config = rank_config(config, meeting)
     with ExitStack() as on_failure:
-        others = RankProcesses(config, model_path)
+        others = RankProcesses(config, model_path, meeting)
         on_failure.callback(others.kill)
         # All ranks import torch at the same time.
         from penstock.engine.decoder import load_decoder
         from penstock.engine.parallel.executor import PipelineExecutor, TensorParallelExecutor
         from penstock.engine.parallel.setup import check, join
+        from penstock.models.load import weights_identity
 
-        check(config, model_path)
+        check(config, model_path, others.num_ranks_here)
         with others.explaining():
-            others.wait_until_present()
+            others.wait_until_present(weights_identity(model_path) if meeting is not None else "")
             setup = join(config, model_path, 0, others.meeting_place)
             on_failure.callback(setup.mesh.close)
             loaded = load_decoder(config, model_path, clock, on_progress, setup)

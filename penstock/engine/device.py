@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from penstock.core.clock import Clock
-from penstock.core.engine_config import EngineConfig
+from penstock.core.engine_config import DEFAULT_CPU_KV_MEMORY, EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes, parse_bytes
 from penstock.core.installation import install_command
@@ -129,7 +129,6 @@ def _choose_dtype(asked: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else preferred_cpu_dtype()
 
 
-DEFAULT_CPU_KV_MEMORY = "512MiB"
 # Left for CUDA graphs, the sampler's scratch and the allocator's fragments.
 GPU_MARGIN_BYTES = 1 << 30
 CUDA_CONTEXT_BYTES = 1 << 29  # of a GPU, for a process that has allocated nothing

@@ -105,7 +105,12 @@ def launchers(config: ServeConfig, log_level: str, early: EarlyProcess | None = 
             early=early,
             bytecode=bytecode_dir(),
         ),
-        "ray": RayLauncher(config.cluster.ray_address, log_level=log_level, log_format=log_format),
+        "ray": RayLauncher(
+            config.cluster.ray_address,
+            placement=config.cluster.ray_placement,
+            log_level=log_level,
+            log_format=log_format,
+        ),
     }
 
 

@@ -1,4 +1,4 @@
-"""Replicas as actors of a real Ray cluster of two nodes: served, a killed actor, a node that is removed."""
+"""Replicas as actors of a real Ray cluster: served, a killed actor, a removed node, a replica on two nodes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,15 +14,18 @@ import pytest
 import zmq
 
 from penstock.cluster.fleet import Fleet
+from penstock.cluster.local import LocalLauncher
 from penstock.cluster.ray_launcher import RayLauncher
+from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.supervisor import Supervisor
-from penstock.core.engine_config import CacheConfig
-from penstock.core.errors import PenstockError
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams
 from penstock.dispatch import DispatchConfig
 from penstock.router import ReplicaState
 from tests.cluster.control_stage import SPEC
+from tests.models.checkpoints import make_reference
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -30,6 +34,7 @@ WAIT_S = 60.0
 NUM_STREAMS = 4
 LENGTH = 10_000  # a quarter of an answer's tokens: long enough for Ray to do something meanwhile
 ENGINE = msgspec.structs.replace(SPEC.engine, cache=CacheConfig(num_kv_blocks=1 << 14))
+HEAD = {"num_cpus": 1, "memory": 1 << 10, "include_dashboard": False}
 ON_RAY = msgspec.structs.replace(SPEC, engine=ENGINE, launcher="ray")
 
 
@@ -38,7 +43,7 @@ def cluster() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args=HEAD)
     yield cluster
     ray.shutdown()
     # Not `cluster.shutdown()`, which gives every process a minute to say goodbye.
@@ -67,7 +72,9 @@ def num_connected(fleet: Fleet) -> int:
     return sum(link.state is ReplicaState.READY for link in fleet.replicas.values())
 
 
-async def answered(fleet: Fleet, request_id: str, max_tokens: int = 8) -> list[int]:
+async def answered(
+    fleet: Fleet, request_id: str, max_tokens: int = 8, prompt: tuple[int, ...] = tuple(b"abcd")
+) -> list[int]:
     done = asyncio.get_running_loop().create_future()
     tokens: list[int] = []
 
@@ -79,8 +86,8 @@ async def answered(fleet: Fleet, request_id: str, max_tokens: int = 8) -> list[i
     def on_error(error: PenstockError) -> None:
         done.set_exception(error)
 
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    request = Request(id=request_id, prompt_token_ids=tuple(b"abcd"), sampling=sampling)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    request = Request(id=request_id, prompt_token_ids=prompt, sampling=sampling)
     fleet.add(request, timeout_s=WAIT_S, on_event=on_event, on_error=on_error)
     async with asyncio.timeout(WAIT_S):
         await done
@@ -144,3 +151,65 @@ def is_answered_without_key(endpoint: str) -> bool:
         stranger.connect(address)
         stranger.send(msgspec.msgpack.encode({"type": "hello"}))
         return bool(stranger.poll(500))
+
+
+async def test_a_model_that_no_node_holds_runs_on_two_and_outlives_a_stage(
+    cluster: Any, tmp_path: Path
+) -> None:
+    import ray
+    from ray.util import placement_group_table
+
+    model = make_reference("llama", tmp_path).folder
+    stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    engine = EngineConfig(
+        model=ModelConfig(model=str(model), device="cpu", dtype="float32"),
+        cache=CacheConfig(num_kv_blocks=256),
+        num_threads=1,
+        speculate="off",
+    )
+    spec = ReplicaSpec(model="tiny", engine=engine, model_path=str(model), launcher="ray")
+    two_stages = msgspec.structs.replace(
+        spec, engine=msgspec.structs.replace(engine, parallel=ParallelConfig(pipeline_parallel_size=2))
+    )
+    # Each node declares memory for a half of the model, and not for the whole.
+    nodes = [cluster.add_node(num_cpus=2, memory=int(0.9 * stored)) for _ in range(2)]
+    prompt = tuple(range(3, 40))
+    supervisor = Supervisor(
+        {"ray": RayLauncher(cluster.address, placement="strict-spread"), "local": LocalLauncher()}
+    )
+    fleet = Fleet(DispatchConfig(routing_policy="round-robin"))
+    supervisor.on_change.append(fleet.update)
+    try:
+        with pytest.raises(ConfigError, match=r"needs .* of memory, and the largest node") as refused:
+            await supervisor.launch(spec)
+        assert "--pipeline-parallel-size 2" in (refused.value.hint or "")
+
+        alone = await supervisor.launch(msgspec.structs.replace(spec, launcher="local"))
+        await until(lambda: num_connected(fleet) == 1)
+        expected = await answered(fleet, "alone", 200, prompt)
+        await supervisor.stop(alone)
+
+        await supervisor.launch(two_stages)
+        await until(lambda: num_connected(fleet) == 1)
+        assert await answered(fleet, "two-nodes", 200, prompt) == expected
+        (member,) = supervisor.members()
+        (group,) = [
+            each for each in placement_group_table().values() if each["name"] == f"penstock-{member.id}"
+        ]
+        assert len(set(group["bundles_to_node_id"].values())) == 2
+
+        # A rank of the second stage is lost with streams underway: they go on when the replica is replaced.
+        streams = [asyncio.create_task(answered(fleet, f"lost-{n}", 200, prompt)) for n in range(NUM_STREAMS)]
+        await until(lambda: fleet.stats.num_running == NUM_STREAMS)
+        started_s = time.monotonic()
+        ray.kill(ray.get_actor(f"{member.id}-stage-1"))
+        assert await asyncio.gather(*streams) == [expected] * NUM_STREAMS
+        assert sum(fleet.verdicts.values()) > 0
+        assert member.id not in {each.id for each in supervisor.members()}
+        print(f"lost a stage: all answered in {time.monotonic() - started_s:.1f} s")
+    finally:
+        supervisor.on_change.remove(fleet.update)
+        fleet.close()
+        await supervisor.close()
+        for node in nodes:
+            await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)

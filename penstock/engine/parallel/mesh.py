@@ -7,8 +7,10 @@ model.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,15 +21,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from penstock.core.engine_config import ParallelConfig
+from penstock.core.errors import ConfigError
+from penstock.engine.parallel.meeting import NetworkPlace, RemoteTable, StoreAnswer, StoreCall, StoreTable
 from penstock.models.sharding import Shard
 
 # All ranks learn of a step before any rank computes it, so no rank waits much longer than a step takes.
 _TIMEOUT = timedelta(minutes=5)
 _SENDS_IN_FLIGHT = 8
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # where gloo looks for the network to use
+_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # of ioctl(2) on Linux: the IPv4 address of an interface
 
 
 def shard_of(rank: int, parallel: ParallelConfig) -> Shard:
@@ -126,19 +132,64 @@ class StageLink:
         return x
 
 
+class _NetworkStore(Store):
+    """The store of ranks on several nodes, as `torch.distributed` calls it, from any thread."""
+
+    def __init__(self, table: StoreTable | RemoteTable) -> None:
+        super().__init__()
+        self._table = table
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._call(StoreCall("set", (key,), data))
+
+    def get(self, key: str) -> bytes:
+        return self._call(StoreCall("get", (key,), timeout_s=_TIMEOUT.total_seconds())).value
+
+    def add(self, key: str, amount: int) -> int:
+        return self._call(StoreCall("add", (key,), number=amount)).number
+
+    def wait(self, keys: list[str], timeout: timedelta = _TIMEOUT) -> None:
+        self._call(StoreCall("wait", tuple(keys), timeout_s=timeout.total_seconds()))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._call(StoreCall("check", tuple(keys))).number)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._call(StoreCall("delete", (key,))).number)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def _call(self, call: StoreCall) -> StoreAnswer:
+        answer = self._table.call(call)
+        if answer.is_late:
+            raise RuntimeError(f"A rank waited in vain for {', '.join(call.keys)}.")
+        return answer
+
+
 class Mesh:
     def __init__(
-        self, rank: int, parallel: ParallelConfig, device: torch.device, meeting_place: Path
+        self, rank: int, parallel: ParallelConfig, device: torch.device, meeting_place: Path | NetworkPlace
     ) -> None:
-        """Wait until all ranks have come. `meeting_place` is a file in a folder that only this user can enter."""
+        """Wait until all ranks have come. A `meeting_place` on one machine is a file in a folder that only this user
+        can enter."""
         num_ranks, size = parallel.num_ranks, parallel.tensor_parallel_size
         self.shard = shard_of(rank, parallel)
         self.device = device
-        if device.type == "cpu":
-            os.environ.setdefault(_GLOO_INTERFACE, _loopback())
+        store: Store
+        if isinstance(meeting_place, NetworkPlace):
+            store = _NetworkStore(meeting_place.table)
+            name = interface_with(meeting_place.node_host)
+            os.environ.setdefault(_GLOO_INTERFACE, name)
+            os.environ.setdefault(_NCCL_INTERFACE, f"={name}")  # exactly this one
+        else:
+            store = FileStore(str(meeting_place), num_ranks)
+            if device.type == "cpu":
+                os.environ.setdefault(_GLOO_INTERFACE, _loopback())
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=FileStore(str(meeting_place), num_ranks),
+            store=store,
             rank=rank,
             world_size=num_ranks,
             timeout=_TIMEOUT,
@@ -176,3 +227,18 @@ class Mesh:
 def _loopback() -> str:
     """Restrict gloo to the loopback interface: ranks share a machine, and no other process needs to reach them."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def interface_with(address: str) -> str:
+    """Return the network interface that has the IPv4 address, so that ranks listen on no other."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an IPv4 address
+                asked = struct.pack("256s", name.encode()[:15])
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    raise ConfigError(
+        f"No network interface of this node has the address {address}, which Ray names.",
+        hint="Start Ray with --node-ip-address of an interface of the node.",
+    )

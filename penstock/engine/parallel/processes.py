@@ -1,4 +1,4 @@
-"""Runs the other ranks of an engine as child processes. Imports no torch.
+"""Runs the other ranks of an engine: child processes, and processes of other nodes that connect. Imports no torch.
 
 A rank that ends takes the engine with it, because its part of every step is lost. No rank outlives the engine: each
 rank dies with its parent, and leaves when its connection closes.
@@ -14,18 +14,20 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
-from penstock.core.engine_config import EngineConfig
-from penstock.core.errors import EngineUnavailable, PenstockError, error_from_code
+from penstock.core.engine_config import EngineConfig, Meeting
+from penstock.core.errors import ConfigError, EngineUnavailable, PenstockError, error_from_code
 from penstock.core.log_format import JsonFormatter
+from penstock.engine.parallel.meeting import ARRIVAL_TIMEOUT_S, NetworkPlace, Reception, hang_up, shut_down
 from penstock.engine.parallel.messages import (
     Begin,
     Failed,
@@ -46,54 +48,70 @@ _LEAVE_TIMEOUT_S = 2.0
 @dataclass(frozen=True, slots=True)
 class _Child:
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None  # None on another node
     connection: Connection
 
 
-def rank_config(config: EngineConfig) -> EngineConfig:
+def rank_config(config: EngineConfig, meeting: Meeting | None = None) -> EngineConfig:
     """Return the config of every rank, with its share of the cores."""
-    num_threads = config.num_threads or len(os.sched_getaffinity(0))
+    num_threads = config.num_threads
+    if num_threads is None:
+        num_threads = len(os.sched_getaffinity(0))
+        num_threads *= config.parallel.pipeline_parallel_size if meeting is not None else 1  # as many nodes
     return msgspec.structs.replace(config, num_threads=max(1, num_threads // config.parallel.num_ranks))
 
 
 class RankProcesses:
-    """Runs ranks 1 and up; the caller's process is rank 0."""
+    """Runs ranks 1 and up; the caller's process is rank 0. With a `meeting`, the ranks of later stages are on other
+    nodes: they are started there, and come by themselves."""
 
-    def __init__(self, config: EngineConfig, model_path: Path) -> None:
-        # Only this user can enter the folder in which the ranks find each other.
+    def __init__(self, config: EngineConfig, model_path: Path, meeting: Meeting | None = None) -> None:
+        # Only this user can enter the folder in which the ranks of one machine find each other.
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
-        self.meeting_place = self._folder / "store"
         self.sampled: queue.SimpleQueue[Sampled | None] = queue.SimpleQueue()  # None: look at `failure`
         self.failure: PenstockError | None = None
         self._failed = threading.Event()
         self._is_closing = False
         self._present = threading.Semaphore(0)
+        self._weights_ids: dict[int, str] = {}  # of the ranks that are present
         self._num_ranks = config.parallel.num_ranks
-        root = logging.getLogger()
-        is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in root.handlers)
-        self._children = tuple(self._start(rank) for rank in range(1, self._num_ranks))
-        for child in self._children:
-            begin = Begin(
-                rank=child.rank,
-                config=config,
-                model_path=str(model_path),
-                meeting_place=str(self.meeting_place),
-                log_level=root.getEffectiveLevel(),
-                log_format="json" if is_json else "text",
-            )
-            self._send(child, encode(begin))
-        self._listener = threading.Thread(target=self._listen, name="ranks", daemon=True)
-        self._listener.start()
+        self._config = config
+        self._model_path = model_path
+        self._meeting = meeting
+        self._lock = threading.Lock()
+        self._children: list[_Child] = []
+        self._listeners: list[threading.Thread] = []
+        self._reception: Reception | None = None
+        self.num_ranks_here = self._num_ranks if meeting is None else config.parallel.tensor_parallel_size
+        self.meeting_place: Path | NetworkPlace = self._folder / "store"
+        if meeting is not None:
+            elsewhere = range(self.num_ranks_here, self._num_ranks)
+            self._reception = Reception(meeting, elsewhere, self._num_ranks, self._join_in, self._fail)
+            self.meeting_place = NetworkPlace(self._reception.table, meeting.node_host)
+        for child in [self._start(rank) for rank in range(1, self.num_ranks_here)]:
+            self._begin(child)
 
     @property
     def pids(self) -> Sequence[int]:
-        return [child.process.pid for child in self._children]
+        """Return the process ids of the ranks on this node."""
+        return [child.process.pid for child in self._children if child.process is not None]
 
-    def wait_until_present(self) -> None:
-        """Wait until every rank is about to meet the others."""
-        for _ in self._children:
-            self._present.acquire()
+    def wait_until_present(self, weights_id: str = "") -> None:
+        """Wait until every rank is about to meet the others. Ranks of other nodes must have the same weights."""
+        for _ in range(1, self._num_ranks):
+            if not self._present.acquire(timeout=None if self._meeting is None else ARRIVAL_TIMEOUT_S):
+                raise EngineUnavailable(
+                    f"Not all of {self._num_ranks} ranks came within {ARRIVAL_TIMEOUT_S:.0f} s.",
+                    hint="Nodes must reach each other on all TCP ports.",
+                    retry_after_s=5.0,
+                )
         self.check()
+        for rank, found in sorted(self._weights_ids.items()):
+            if found != weights_id:
+                raise ConfigError(
+                    f"Rank {rank} has other weights under {self._model_path} than the first rank.",
+                    hint="Give every node the same files.",
+                )
 
     def tell(self, message: ToRank) -> None:
         data = encode(message)
@@ -122,19 +140,27 @@ class RankProcesses:
         if self.failure is None:
             for child in self._children:
                 self._send(child, encode(Leave()))
-            for child in self._children:
-                with suppress(subprocess.TimeoutExpired):
-                    child.process.wait(_LEAVE_TIMEOUT_S)
+            gives_up_s = time.monotonic() + _LEAVE_TIMEOUT_S
+            for listener in self._listeners:  # each ends with its rank
+                listener.join(max(0.0, gives_up_s - time.monotonic()))
         self.kill()
 
     def kill(self) -> None:
+        """End the ranks of this node, and the connections to those of others, which then end too."""
         self._is_closing = True
-        for child in self._children:
-            child.process.kill()
-        for child in self._children:
-            child.process.wait()
-        self._listener.join()
-        for child in self._children:
+        if self._reception is not None:
+            self._reception.close()
+        with self._lock:
+            children, listeners = tuple(self._children), tuple(self._listeners)
+        for child in children:
+            if child.process is not None:
+                child.process.kill()
+                child.process.wait()
+            else:
+                shut_down(child.connection)
+        for listener in listeners:
+            listener.join()
+        for child in children:
             child.connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -145,6 +171,34 @@ class RankProcesses:
         theirs.close()
         return _Child(rank, process, ours)
 
+    def _join_in(self, rank: int, connection: Connection) -> None:
+        """Begin with a rank of another node, which has just come."""
+        self._begin(_Child(rank, None, connection))
+
+    def _begin(self, child: _Child) -> None:
+        root = logging.getLogger()
+        is_json = any(isinstance(handler.formatter, JsonFormatter) for handler in root.handlers)
+        begin = Begin(
+            rank=child.rank,
+            config=self._config,
+            model_path=str(self._model_path),
+            meeting_place="" if self._meeting is not None else str(self.meeting_place),
+            log_level=root.getEffectiveLevel(),
+            log_format="json" if is_json else "text",
+            meeting=self._meeting if child.process is not None else None,
+        )
+        listener = threading.Thread(
+            target=self._listen, args=(child,), name=f"rank {child.rank}", daemon=True
+        )
+        with self._lock:
+            if self._is_closing and child.process is None:
+                hang_up(child.connection)
+                return
+            self._children.append(child)
+            self._listeners.append(listener)
+        self._send(child, encode(begin))
+        listener.start()
+
     def _send(self, child: _Child, data: bytes) -> None:
         try:
             child.connection.send_bytes(data)
@@ -154,33 +208,36 @@ class RankProcesses:
                 self.check()
                 raise
 
-    def _listen(self) -> None:
-        """Handle messages, in a thread of its own, until the last rank has gone."""
-        children = {child.connection: child for child in self._children}
-        while children:
-            for ready in wait(list(children)):
-                assert isinstance(ready, Connection)
-                try:
-                    message = decode_from_rank(ready.recv_bytes())
-                except (EOFError, OSError):
-                    self._lost(children.pop(ready))
-                    continue
-                match message:
-                    case Present():
-                        self._present.release()
-                    case Sampled():
-                        self.sampled.put(message)
-                    case Failed(code=code, message=sentence, hint=hint):
-                        error = error_from_code(code, sentence)
-                        error.hint = hint
-                        self._fail(error)
+    def _listen(self, child: _Child) -> None:
+        """Handle the messages of a rank, in a thread of its own, until the rank has gone."""
+        while True:
+            try:
+                message = decode_from_rank(child.connection.recv_bytes())
+            except (EOFError, OSError):
+                self._lost(child)
+                return
+            match message:
+                case Present(weights_id=weights_id):
+                    if self._meeting is not None:
+                        self._weights_ids[child.rank] = weights_id
+                    self._present.release()
+                case Sampled():
+                    self.sampled.put(message)
+                case Failed(code=code, message=sentence, hint=hint):
+                    error = error_from_code(code, sentence)
+                    error.hint = hint
+                    self._fail(error)
 
     def _lost(self, child: _Child) -> None:
         if self._is_closing:
             return
-        code = child.process.wait()
-        ended = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
-        sentence = f"Rank {child.rank} of {self._num_ranks} (process {child.process.pid}) ended {ended}."
+        if child.process is None:
+            where, ended = "on another node", "and closed its connection"
+        else:
+            code = child.process.wait()
+            where = f"process {child.process.pid}"
+            ended = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
+        sentence = f"Rank {child.rank} of {self._num_ranks} ({where}) ended {ended}."
         logger.error("%s", sentence)
         self._fail(EngineUnavailable(sentence, retry_after_s=5.0))
 
@@ -189,5 +246,5 @@ class RankProcesses:
             self.failure = error
             self._failed.set()
         self.sampled.put(None)
-        for _ in self._children:
+        for _ in range(1, self._num_ranks):
             self._present.release()

@@ -1,8 +1,9 @@
 """Runs a rank other than the first: it follows the messages of the first rank, step by step.
 
 The engine process starts a rank as `python -m penstock.engine.parallel.rank FD`, with the number of the open file
-of their connection. A rank ends when told to, when the connection closes, or with its parent; and on any error,
-because ranks that no longer agree on a step can only wait for each other.
+of their connection. A rank on another node is started with `--meeting FILE RANK`, and connects. A rank ends when told
+to, when the connection closes, or with its parent; and on any error, because ranks that no longer agree on a step can
+only wait for each other.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
+
 from penstock.core.clock import SystemClock
+from penstock.core.engine_config import Meeting
 from penstock.core.errors import PenstockError
 from penstock.core.log_format import set_up_logs
 from penstock.engine.decoder import load_decoder
 from penstock.engine.parallel.executor import LocalRank
+from penstock.engine.parallel.meeting import NetworkPlace, RemoteTable, meet
 from penstock.engine.parallel.messages import (
     Begin,
     Failed,
@@ -31,6 +36,7 @@ from penstock.engine.parallel.messages import (
     encode,
 )
 from penstock.engine.parallel.setup import join
+from penstock.models.load import weights_identity
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +47,15 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the engine decides
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
-    connection = Connection(int(sys.argv[1]))
     try:
+        connection, meeting = _connect(sys.argv[1:])
         begin = decode_to_rank(connection.recv_bytes())
         assert isinstance(begin, Begin)
         set_up_logs(f"rank {begin.rank}", begin.log_format, begin.log_level)
-        connection.send_bytes(encode(Present()))
-        failure = _run(begin, connection)
+        meeting = meeting or begin.meeting
+        weights_id = weights_identity(Path(begin.model_path)) if meeting is not None else ""
+        connection.send_bytes(encode(Present(weights_id)))
+        failure = _run(begin, connection, meeting)
         if failure is not None:
             connection.send_bytes(encode(failure))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -55,11 +63,22 @@ def main() -> int:
     return 0 if failure is None else 1
 
 
-def _run(begin: Begin, connection: Connection) -> Failed | None:
+def _connect(arguments: list[str]) -> tuple[Connection, Meeting | None]:
+    """Return the connection to the first rank, and this node's copy of the meeting if the rank is on another node."""
+    if arguments[0] != "--meeting":
+        return Connection(int(arguments[0])), None
+    meeting = msgspec.json.decode(Path(arguments[1]).read_bytes(), type=Meeting)
+    return meet(meeting, int(arguments[2]), "messages"), meeting
+
+
+def _run(begin: Begin, connection: Connection, meeting: Meeting | None) -> Failed | None:
     """Run the rank until it is told to leave, or cannot go on."""
     try:
         model_path = Path(begin.model_path)
-        setup = join(begin.config, model_path, begin.rank, Path(begin.meeting_place))
+        place: Path | NetworkPlace = Path(begin.meeting_place)
+        if meeting is not None:
+            place = NetworkPlace(RemoteTable(meet(meeting, begin.rank, "store")), meeting.node_host)
+        setup = join(begin.config, model_path, begin.rank, place)
         load_decoder(begin.config, model_path, SystemClock(), None, setup)
         rank = setup.local
         try:

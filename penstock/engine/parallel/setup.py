@@ -22,6 +22,7 @@ from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.parallel.executor import LocalRank
+from penstock.engine.parallel.meeting import NetworkPlace
 from penstock.engine.parallel.mesh import Mesh, TensorGroup, shard_of
 from penstock.engine.parallel.ops import TensorParallelOps
 from penstock.engine.sampler import Sampler
@@ -179,16 +180,19 @@ class OneOfSeveralRanks(OneRank):
         self.local = LocalRank(executor, rows, self.mesh, compiler)
 
 
-def join(config: EngineConfig, model_path: Path, rank: int, meeting_place: Path) -> OneOfSeveralRanks:
+def join(
+    config: EngineConfig, model_path: Path, rank: int, meeting_place: Path | NetworkPlace
+) -> OneOfSeveralRanks:
     """Join the ranks of this model. Waits until all ranks have come."""
     device = choose_device(config.model.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(rank)
+    if device.type == "cuda":  # a node has one stage, and its GPUs are counted from 0
+        is_spread = isinstance(meeting_place, NetworkPlace)
+        torch.cuda.set_device(rank % config.parallel.tensor_parallel_size if is_spread else rank)
     vocab_size = _open(config, model_path).config.vocab_size
     return OneOfSeveralRanks(Mesh(rank, config.parallel, device, meeting_place), vocab_size)
 
 
-def check(config: EngineConfig, model_path: Path) -> None:
+def check(config: EngineConfig, model_path: Path, num_ranks_here: int) -> None:
     """Raise ConfigError for a model that cannot be split over ranks, before anything is loaded."""
     if is_encoder(model_path):
         raise ConfigError(
@@ -204,10 +208,9 @@ def check(config: EngineConfig, model_path: Path) -> None:
     if isinstance(checkpoint, TransformersCheckpoint):
         refuse_shards(shard)
     shard.check(checkpoint.config)
-    num_ranks = config.parallel.num_ranks
-    if choose_device(config.model.device).type == "cuda" and torch.cuda.device_count() < num_ranks:
+    if choose_device(config.model.device).type == "cuda" and torch.cuda.device_count() < num_ranks_here:
         raise ConfigError(
-            f"{num_ranks} ranks need as many GPUs, and torch finds {torch.cuda.device_count()}.",
+            f"{num_ranks_here} ranks need as many GPUs, and torch finds {torch.cuda.device_count()}.",
             hint="Lower --tensor-parallel-size or --pipeline-parallel-size.",
         )
 
