@@ -52,27 +52,20 @@ class ExtensionFields(msgspec.Struct, kw_only=True):
     def extended_options(self) -> dict[str, Any]:
         """Those fields of `SamplingOptions` that were given, except for the grammar."""
         options: dict[str, Any] = {
-            "top_k": 0 if self.top_k == TOP_K_OFF else self.top_k,
-            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
-            "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            "bad_words": None if self.bad_words is None else tuple(self.bad_words),
+            name: value for name in _PLAIN if (value := getattr(self, name)) is not None
         }
-        options |= {name: getattr(self, name) for name in _PLAIN}
+        options |= {name: tuple(value) for name in _LISTS if (value := getattr(self, name)) is not None}
+        if self.top_k is not None:
+            options["top_k"] = 0 if self.top_k == TOP_K_OFF else self.top_k
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty.", param="allowed_token_ids")
-        return {name: value for name, value in options.items() if value is not None}
+        return options
 
     def extended_grammar(self, *others: Grammar | None) -> Grammar | None:
         """What the answer must look like, in whichever of the ways there are to say it; at most one."""
-        guided = StructuredOutputs(
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
-        )
         outputs = self.structured_outputs
         own = None if outputs is None else outputs.to_grammar("structured_outputs")
-        given = [each for each in (*others, own, guided.to_grammar("guided")) if each is not None]
+        given = [each for each in (*others, own, self._guided_grammar()) if each is not None]
         if len(given) > 1:
             raise InvalidRequest(
                 "Give only one of response_format, structured_outputs and guided_….", param="response_format"
@@ -82,6 +75,13 @@ class ExtensionFields(msgspec.Struct, kw_only=True):
                 "allowed_token_ids cannot be combined with structured output.", param="allowed_token_ids"
             )
         return given[0] if given else None
+
+    def _guided_grammar(self) -> Grammar | None:
+        fields = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        if fields == _NOT_GUIDED:
+            return None
+        json, regex, choice, grammar = fields
+        return StructuredOutputs(json=json, regex=regex, choice=choice, grammar=grammar).to_grammar("guided")
 
     def extended_request(self, request: GenerationRequest, *, has_tier: bool) -> GenerationRequest:
         """The request with what these fields ask for besides sampling. An explicit tier outranks `priority`."""
@@ -98,6 +98,9 @@ class ExtensionFields(msgspec.Struct, kw_only=True):
         tier = request.tier
         if self.priority and not has_tier:
             tier = Tier.PRIORITY if self.priority < 0 else Tier.BATCH
+        shown = self.skip_special_tokens, self.include_stop_str_in_output
+        if tier is request.tier and limit is None and self.cache_salt is None and shown == (None, None):
+            return request
         return msgspec.structs.replace(
             request,
             tier=tier,
@@ -111,6 +114,8 @@ class ExtensionFields(msgspec.Struct, kw_only=True):
 
 
 MAX_SALT_CHARS = 256
+_NOT_GUIDED = (None, None, None, None)
+_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 _PLAIN = (
     *(
         "seed",

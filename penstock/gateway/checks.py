@@ -176,15 +176,20 @@ _RANGES: dict[str, tuple[float, float]] = {
 def _check_sampling(options: SamplingOptions, vocab_size: int) -> None:
     for name, (low, high) in _RANGES.items():
         value = getattr(options, name)
-        if value is not None:
+        if value is not None and not low <= value <= high:
             _check_range(name, value, low, high)
     check_top_logprobs(options.logprobs, param="logprobs")
     check_top_logprobs(options.prompt_logprobs, param="prompt_logprobs")
-    _check_texts(options.stop, "stop", "stop strings", MAX_STOP_STRINGS)
-    _check_texts(options.bad_words, "bad_words", "bad words", MAX_BAD_WORDS)
-    _check_listed_ids(options.stop_token_ids, "stop_token_ids", MAX_STOP_TOKEN_IDS, vocab_size)
-    _check_listed_ids(options.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS, vocab_size)
-    _check_logit_bias(options.logit_bias, vocab_size)
+    if options.stop:
+        _check_texts(options.stop, "stop", "stop strings", MAX_STOP_STRINGS)
+    if options.bad_words:
+        _check_texts(options.bad_words, "bad_words", "bad words", MAX_BAD_WORDS)
+    if options.stop_token_ids:
+        _check_listed_ids(options.stop_token_ids, "stop_token_ids", MAX_STOP_TOKEN_IDS, vocab_size)
+    if options.allowed_token_ids:
+        _check_listed_ids(options.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS, vocab_size)
+    if options.logit_bias:
+        _check_logit_bias(options.logit_bias, vocab_size)
 
 
 def _check_listed_ids(token_ids: tuple[int, ...], param: str, most: int, vocab_size: int) -> None:

@@ -65,9 +65,11 @@ class PreparedRequest:
 
     def claim(self) -> Claim:
         """What the request may use at most, as far as it is known by now."""
-        input_tokens = sum([len(prompt.token_ids) for prompt in self.prompts])
-        output_tokens = sum([request.sampling.max_tokens for request in self.engine_requests])
-        if self.calls:
+        input_tokens = output_tokens = 0
+        if self.prompts:
+            input_tokens = sum([len(prompt.token_ids) for prompt in self.prompts])
+            output_tokens = sum([request.sampling.max_tokens for request in self.engine_requests])
+        elif self.calls:
             input_tokens += sum([call.estimated_tokens for call in self.calls[:: self.request.n]])
             output_tokens += sum([call.max_tokens or ASSUMED_MAX_TOKENS for call in self.calls])
         return Claim(

@@ -135,6 +135,9 @@ def image_parts(prompt: Prompt) -> list[ImagePart]:
 Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 
 
+_NOTHING_STATED = SamplingDefaults()
+
+
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`core.SamplingParams` as a client asks for them: unchecked. None leaves an option to the model's makers, and
     `fallback` holds the front end's own defaults for a model whose makers recommend nothing."""
@@ -166,13 +169,15 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
     def with_defaults(self, stated: SamplingDefaults) -> SamplingOptions:
         """Fill in what the client left out: what the makers state, if they state anything, else the fallback. A
         `top_p` of 0 leaves the most probable token alone, which is temperature 0."""
-        given = stated if stated.stated() else self.fallback
-        filled = {
-            name: value
-            for name, value in given.stated().items()
-            if name != "max_new_tokens" and getattr(self, name) is None
-        }
-        options = msgspec.structs.replace(self, **filled) if filled else self
+        given = self.fallback if stated == _NOTHING_STATED else stated
+        options = self
+        if given != _NOTHING_STATED:
+            filled = {
+                name: value
+                for name, value in given.stated().items()
+                if name != "max_new_tokens" and getattr(self, name) is None
+            }
+            options = msgspec.structs.replace(self, **filled)
         if options.top_p == 0:
             options = msgspec.structs.replace(options, temperature=0.0, top_p=1.0)
         return options

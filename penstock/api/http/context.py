@@ -21,6 +21,9 @@ ON_DEPARTURE = "penstock.on_departure"
 ConnectionWatch: TypeAlias = Callable[[Callable[[], None] | None], None]
 
 
+_HEADERS = "penstock.headers"
+
+
 def watch_of(scope: Scope) -> ConnectionWatch | None:
     """The server's watch over the client's connection. Other servers tell of a departure by `receive` alone."""
     found = (scope.get("extensions") or {}).get(ON_DEPARTURE)
@@ -29,8 +32,12 @@ def watch_of(scope: Scope) -> ConnectionWatch | None:
 
 def headers_of(connection: HTTPConnection) -> dict[bytes, bytes]:
     """The headers by their names in lower case; the first of several with one name. Looking up several headers costs
-    less in a dictionary than in Starlette's list."""
-    return dict(reversed(connection.scope["headers"]))
+    less in a dictionary than in Starlette's list. Callers must not change it."""
+    scope = connection.scope
+    found: dict[bytes, bytes] | None = scope.get(_HEADERS)
+    if found is None:
+        found = scope[_HEADERS] = dict(reversed(scope["headers"]))
+    return found
 
 
 def set_request_id(scope: Scope, request_id: str) -> None:
@@ -111,6 +118,8 @@ _TIMEOUT_HEADER, _CACHE_HEADER, _IDEMPOTENCY_HEADER, _REGION_HEADER = (
     name.encode() for name in (TIMEOUT_HEADER, CACHE_HEADER, IDEMPOTENCY_HEADER, REGION_HEADER)
 )
 
+_OWN_HEADERS = frozenset((_TIMEOUT_HEADER, _CACHE_HEADER, _IDEMPOTENCY_HEADER, _REGION_HEADER))
+
 
 def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode("latin-1")
@@ -121,6 +130,13 @@ def with_context(
 ) -> GenerationRequest:
     headers = headers_of(connection)
     note_model(connection, request.model)
+    if _OWN_HEADERS.isdisjoint(headers):
+        return msgspec.structs.replace(
+            request,
+            principal=principal_of(connection),
+            request_id=request_id_of(connection),
+            is_read_whole=is_read_whole,
+        )
     return msgspec.structs.replace(
         request,
         principal=principal_of(connection),

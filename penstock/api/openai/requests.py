@@ -285,6 +285,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     def _thinking(self) -> tuple[bool | None, dict[str, Any]]:
         """Whether the model is to think, and how much, in whichever of the ways there are to say it. The variables
         of the template outrank the others."""
+        if self._says_nothing_of_thinking:
+            return None, {}
         thinking, reasoning = self.thinking or ThinkingSwitch("auto"), self.reasoning or ReasoningSwitch()
         thinks, options = thinking_of(reasoning.effort or self.reasoning_effort)
         for name in ("enable_thinking", "thinking"):
@@ -297,7 +299,14 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             )
         return next(iter(given), None), options
 
+    @property
+    def _says_nothing_of_thinking(self) -> bool:
+        given = (self.thinking, self.reasoning, self.reasoning_effort, self.enable_thinking)
+        return given == (None, None, None, None) and not self.chat_template_kwargs
+
     def _thinking_budget(self) -> int | None:
+        if self._says_nothing_of_thinking and self.thinking_token_budget is None is self.thinking_budget:
+            return None
         budgets = {
             "thinking_token_budget": self.thinking_token_budget,
             "thinking_budget": self.thinking_budget,

@@ -95,10 +95,10 @@ class Answer(asyncio.Protocol):
         self._loop = client.loop
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._idle_timer: asyncio.TimerHandle | None = None
-        self._silence_timer: asyncio.TimerHandle | None = None
-        self._heard_at = 0.0
-        self._silence_s = SILENCE_TIMEOUT_S
+        self._timer: asyncio.TimerHandle | None = None  # one for all requests: timers cost more than clocks
+        self._heard_at = 0.0  # the last sign of life, or when the connection was kept
+        self._silence_s = SILENCE_TIMEOUT_S  # allowed from then on
+        self._is_kept = False
         self._is_busy = False
         self._error: HttpError | None = None
         self._reset()
@@ -130,16 +130,13 @@ class Answer(asyncio.Protocol):
     def begin(self, request: bytes, silence_s: float) -> None:
         """Send a request. The answer of the one before must be complete."""
         assert self._transport is not None
-        self.was_reused = False
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
-            self._idle_timer = None
+        self.was_reused = self._is_kept
+        if self._is_kept:
+            self._is_kept = False
             self._reset()
             self.was_reused = True
         self._is_busy = True
-        self._heard_at = self._loop.time()
-        self._silence_s = silence_s
-        self._silence_timer = self._loop.call_later(silence_s, self._check_silence)
+        self._allow_silence(silence_s)
         self._transport.write(request)
 
     async def wait_head(self) -> None:
@@ -195,19 +192,18 @@ class Answer(asyncio.Protocol):
         if not self._is_busy:
             return
         self._is_busy = False
-        if self._silence_timer is not None:
-            self._silence_timer.cancel()
-            self._silence_timer = None
         self._sink = None
         is_whole = self._is_complete and not self._pieces and self._error is None and self._sink_error is None
         if is_whole and self._can_stay and self.is_open:
-            self._idle_timer = self._loop.call_later(IDLE_TIMEOUT_S, self.close)
+            self._is_kept = True
+            self._allow_silence(IDLE_TIMEOUT_S)
             self._client.keep(self)
         else:
             self.close()
 
     def close(self) -> None:
         self._client.forget(self)
+        self._stop_timer()
         if self._transport is not None:
             self._transport.abort()
 
@@ -229,10 +225,27 @@ class Answer(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def _allow_silence(self, silence_s: float) -> None:
+        """Allow `silence_s` from now on, and let the timer look soon enough."""
+        self._heard_at = self._loop.time()
+        self._silence_s = silence_s
+        looks_too_late = self._timer is not None and self._timer.when() > self._heard_at + silence_s
+        if self._timer is None or looks_too_late:
+            self._stop_timer()
+            self._timer = self._loop.call_later(min(silence_s, IDLE_TIMEOUT_S), self._check_silence)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _check_silence(self) -> None:
+        self._timer = None
         left_s = self._heard_at + self._silence_s - self._loop.time()
         if left_s > 0:
-            self._silence_timer = self._loop.call_later(left_s, self._check_silence)
+            self._timer = self._loop.call_later(min(left_s, IDLE_TIMEOUT_S), self._check_silence)
+        elif self._is_kept:
+            self.close()
         else:
             self._fail("it was silent for too long")
 
@@ -265,8 +278,7 @@ class Answer(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._client.forget(self)
-        if self._idle_timer is not None:
-            self._idle_timer.cancel()
+        self._stop_timer()
         if self._is_head_complete and self._ends_at_close and error is None and self._error is None:
             self._is_complete = True
         elif not self._is_complete and self._error is None:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 PROBE_INTERVAL_S = 2.0
 MAX_MISSED_PROBES = 3
 BLOCK_TOKENS = 16
+_NONE: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -180,20 +181,25 @@ class ExternalPool:
             if not usable and continues:
                 raise EngineUnavailable("The server of this model broke off its answer.", hint="Try again.")
             if free or not usable:  # without any, the router says why
-                return self._choose(call, hashes, failed, self._cheapest(free))
+                return self._choose(call, hashes, self._excluded(failed, self._cheapest(free)))
             await self._waiting.wait(call.model, call.tier)
             was_granted = True
 
-    def _choose(
-        self, call: ExternalCall, hashes: Sequence[bytes], failed: set[str], allowed: Collection[str]
-    ) -> _Member:
-        """The router's choice of the allowed servers; of all that may be asked, where none is allowed."""
+    def _excluded(self, failed: Collection[str], allowed: Collection[str]) -> frozenset[str]:
+        """All servers but the allowed ones; where none is allowed, those that failed or are left alone."""
+        if len(allowed) == len(self._members):
+            return _NONE
+        if allowed:
+            return frozenset(name for name in self._members if name not in allowed)
         now = self._clock.now()
-        asleep = {
+        asleep = [
             name for name, member in self._members.items() if not self._breaker.allows(member.breaker, now)
-        }
-        others = {name for name in self._members if allowed and name not in allowed}
-        excluded = failed | asleep | others
+        ]
+        return frozenset((*failed, *asleep))
+
+    def _choose(self, call: ExternalCall, hashes: Sequence[bytes], excluded: frozenset[str]) -> _Member:
+        """The router's choice of the servers that are not excluded."""
+        now = self._clock.now()
         request = RoutingRequest(
             id=call.id,
             model=call.model,
@@ -202,7 +208,7 @@ class ExternalPool:
             region=call.region or None,
             spill_over_s=call.spill_over_s,
             affinity_key=call.affinity_key or None,
-            excluded=frozenset(excluded),
+            excluded=excluded,
         )
         return self._members[self._router.choose(request, self._replicas, now, self._chance).replica_id]
 
@@ -229,6 +235,8 @@ class ExternalPool:
 
     def _cheapest(self, names: Sequence[str]) -> list[str]:
         """The cheapest servers of each region: whether to leave a region is the router's business."""
+        if len(names) < 2:
+            return list(names)
         servers = [self._members[name].server for name in names]
         least: dict[str, float] = {}
         for server in servers:
@@ -237,6 +245,8 @@ class ExternalPool:
 
     def _grant(self) -> None:
         """Let those that wait begin, as far as servers have room."""
+        if self._waiting.is_empty:
+            return
         self._waiting.grant(
             lambda model: any(
                 model in member.server.models

@@ -38,6 +38,11 @@ class WaitingCalls:
         return sum(not waiter.granted.done() for waiter in self._heap)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nobody waits. False also while calls that gave up are still on the list."""
+        return not self._heap
+
+    @property
     def num_granted(self) -> int:
         """Places that were granted to calls which have not begun yet: nobody else may take them."""
         return self._num_granted

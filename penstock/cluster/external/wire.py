@@ -44,11 +44,11 @@ class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
     affinity_key: str = ""
     timeout_s: float | None = None
     is_whole: bool = False  # whether the server is asked for the answer in one piece, instead of a stream
+    estimated_tokens: int = 0  # of the prompt; by default, estimated from its text
 
-    @property
-    def estimated_tokens(self) -> int:
-        """Estimate the number of tokens of the prompt."""
-        return estimated_tokens(self.text)
+    def __post_init__(self) -> None:
+        if not self.estimated_tokens:  # once: the text may be long
+            msgspec.structs.force_setattr(self, "estimated_tokens", estimated_tokens(self.text))
 
     @property
     def max_tokens(self) -> int | None:

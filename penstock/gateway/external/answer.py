@@ -231,14 +231,23 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
         if timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out)
         for choice, call in zip(self._choices, self._calls, strict=True):
-            timed = msgspec.structs.replace(call, timeout_s=timeout_s)
+            timed = call if timeout_s is None else msgspec.structs.replace(call, timeout_s=timeout_s)
             self._tasks.append(asyncio.create_task(self._follow(pool, timed, choice)))
 
     @property
     def usage(self) -> Usage:
         """The usage as servers report it, or as it is estimated. A prompt counts once, however many answers share
         it."""
-        leaders = self._choices[:: self._n]
+        choices = self._choices
+        if len(choices) == 1:
+            only = choices[0]
+            return Usage(
+                only.num_prompt_tokens,
+                only.num_tokens,
+                only.cached_tokens,
+                reasoning_tokens=only.num_reasoning_tokens,
+            )
+        leaders = choices[:: self._n]
         return Usage(
             prompt_tokens=sum(leader.num_prompt_tokens for leader in leaders),
             completion_tokens=sum(choice.num_tokens for choice in self._choices),

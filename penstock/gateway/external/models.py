@@ -155,6 +155,7 @@ class ExternalModels(Collector):
 
 
 _DEFAULTS = SamplingOptions()
+_NOTHING_STATED = SamplingDefaults()
 # Sampling options that are sent as they are called here, unless they are the defaults.
 _PLAIN_OPTIONS = (
     "temperature",
@@ -192,8 +193,9 @@ def calls_for(
         body = {**_prompt_fields(prompt), **_sampling_fields(request.sampling, is_chat=is_chat)}
         body |= _text_fields(request)
         text = _text_of(prompt)
+        num_tokens = estimated_tokens(text)
         if max_tokens is not None:
-            room = None if context is None else context - estimated_tokens(text)
+            room = None if context is None else context - num_tokens
             body["max_tokens"] = max_tokens if room is None or room < 1 else min(max_tokens, room)
         for sibling in range(request.n):
             seed = request.sampling.seed
@@ -210,6 +212,7 @@ def calls_for(
                     tier=tier,
                     affinity_key=request.prompt_cache_key or "",
                     is_whole=is_whole,
+                    estimated_tokens=num_tokens,
                 )
             )
     return calls
@@ -296,8 +299,10 @@ def _tool_choice(prompt: ChatPrompt) -> dict[str, Any]:
 
 def _sampling_fields(options: SamplingOptions, *, is_chat: bool) -> dict[str, Any]:
     # What a client leaves out is left to the other server, which knows what its model's makers recommend.
-    options = options.with_defaults(SamplingDefaults())
+    options = options.with_defaults(_NOTHING_STATED)
     fields: dict[str, Any] = {}
+    if msgspec.structs.replace(options, max_tokens=None, seed=None) == _DEFAULTS:
+        return fields
     for name in _PLAIN_OPTIONS:
         if (value := getattr(options, name)) != getattr(_DEFAULTS, name):
             fields[name] = value

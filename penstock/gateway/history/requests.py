@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from itertools import chain
-from typing import Literal
+from itertools import chain, starmap
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -79,6 +79,7 @@ class _Running:
         self.routes: list[Route] = []
 
 
+_Ended: TypeAlias = tuple[_Running, Outcome, str | None]  # with the prompt, where prompts are shown
 _decode = msgspec.json.Decoder(list[RequestView]).decode
 
 
@@ -96,7 +97,7 @@ class RecentRequests:
         self._wall_time = wall_time
         self.keeps_prompts = keeps_prompts
         self._running: dict[str, _Running] = {}
-        self._ended: deque[RequestView] = deque(maxlen=MAX_ENDED)
+        self._ended: deque[_Ended] = deque(maxlen=MAX_ENDED)
         self._prompts: OrderedDict[str, str] = OrderedDict()
         self._siblings = siblings or Siblings()
         self._siblings.answers[TOPIC] = self._encoded
@@ -110,7 +111,7 @@ class RecentRequests:
             if self._running.get(claim.request_id) is running:
                 del self._running[claim.request_id]
             prompt = self._prompts.get(claim.request_id)
-            self._ended.append(_ended(running, outcome, prompt))
+            self._ended.append((running, outcome, prompt))
 
         return settled
 
@@ -146,7 +147,7 @@ class RecentRequests:
 
     def _encoded(self, detail: str) -> bytes:
         running = (_begun(each, self._prompts.get(name)) for name, each in self._running.items())
-        views: Iterable[RequestView] = chain(self._ended, running)
+        views: Iterable[RequestView] = chain(starmap(_ended, self._ended), running)
         return msgspec.json.encode(list(views))
 
 

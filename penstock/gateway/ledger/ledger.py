@@ -79,7 +79,7 @@ class UsageLedger:
         self._refuses = when_unrecorded == "refuse"
         self._sync_interval_s = sync_interval_s
         self._wall_clock = wall_clock
-        self._open: dict[str, tuple[float, bytes]] = {}  # when it began, and its line, by request id
+        self._open: dict[str, tuple[BegunRequest, bytes]] = {}  # with its line, by request id
         self._unwritten: list[UsageRow] = []  # settled, but the journal would not take them
         self._flushed_to = Position(1, 0)
         self._flushing = asyncio.Lock()
@@ -95,22 +95,25 @@ class UsageLedger:
 
     def begin(self, claim: Claim) -> None:
         started_at = self._wall_clock()
-        line = encode_line(begun_request(claim, started_at))
+        begun = begun_request(claim, started_at)
+        line = encode_line(begun)
         if not self._append(line) and self._refuses:
             raise StoreUnavailable(
                 "The server cannot record usage at the moment, and serves nothing that it cannot record.",
                 retry_after_s=5.0,
             )
-        self._open[claim.request_id] = started_at, line
+        self._open[claim.request_id] = begun, line
 
     def settle(self, claim: Claim, outcome: Outcome) -> None:
-        started_at, _ = self._open.pop(claim.request_id, (self._wall_clock() - outcome.duration_s, b""))
+        begun, _ = self._open.pop(claim.request_id, (None, b""))
+        if begun is None:
+            begun = begun_request(claim, self._wall_clock() - outcome.duration_s)
         cost = (
             0
             if outcome.is_cached
             else self.spending.prices.rates(claim.model, claim.tier).cost_of(outcome.usage)
         )
-        row = usage_row(claim, outcome, started_at, cost)
+        row = usage_row(begun, outcome, cost)
         if not self._append(encode_line(row)):
             self._keep_in_memory(row)
         self.spending.add(row)

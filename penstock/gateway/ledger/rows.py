@@ -74,10 +74,18 @@ def begun_request(claim: Claim, started_at: float) -> BegunRequest:
     )
 
 
-def usage_row(claim: Claim, outcome: Outcome, started_at: float, cost_picodollars: int) -> UsageRow:
+def usage_row(begun: BegunRequest, outcome: Outcome, cost_picodollars: int) -> UsageRow:
     usage = outcome.usage
     return UsageRow(
-        **msgspec.structs.asdict(begun_request(claim, started_at)),
+        begun.request_id,
+        begun.started_at,
+        begun.organization_id,
+        begun.workspace_id,
+        begun.key_id,
+        begun.model,
+        begun.endpoint,
+        begun.tier,
+        begun.user,
         status=outcome.status,
         error_code=outcome.error_code,
         is_cached=outcome.is_cached,

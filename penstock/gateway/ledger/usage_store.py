@@ -90,8 +90,34 @@ def insert_rows(connection: Connection, rows: Sequence[UsageRow]) -> int:
     return sum(_insert_once(connection, group) for group in _groups(rows))
 
 
+_COLUMNS = (*UsageRow.__struct_fields__, "day")
+
+
 def _insert_once(connection: Connection, rows: Sequence[UsageRow]) -> int:
-    """Write rows, of which no two belong to the same request."""
+    """Write rows, of which no two belong to the same request. Nearly always none of them is there yet: then they go
+    in as they are, which costs a tenth of a statement that looks."""
+    try:
+        with connection.begin_nested():
+            connection.exec_driver_sql(
+                _plain_insert(connection), [(*msgspec.structs.astuple(row), row.day) for row in rows]
+            )
+    except (sa.exc.DataError, sa.exc.IntegrityError):
+        written = _insert_unless_there(connection, rows)
+    else:
+        written = frozenset(row.request_id for row in rows)
+    _add_spend(connection, rows, written)
+    return len(written)
+
+
+def _plain_insert(connection: Connection) -> str:
+    quote = connection.dialect.identifier_preparer.quote
+    mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
+    names = ", ".join(map(quote, _COLUMNS))
+    return f"INSERT INTO {quote(usage.name)} ({names}) VALUES ({', '.join([mark] * len(_COLUMNS))})"
+
+
+def _insert_unless_there(connection: Connection, rows: Sequence[UsageRow]) -> frozenset[str]:
+    """Write the rows that are new or say more than those that are there, and return their requests."""
     values = [msgspec.structs.asdict(row) | {"day": row.day} for row in rows]
     statement = insert_into(connection, usage)
     is_known = statement.excluded.status != "interrupted"
@@ -109,9 +135,7 @@ def _insert_once(connection: Connection, rows: Sequence[UsageRow]) -> int:
             sa.and_(is_cut_off, is_known, is_later),
         ),
     )
-    written = connection.execute(statement.returning(usage.c.request_id), values).scalars().all()
-    _add_spend(connection, rows, frozenset(written))
-    return len(written)
+    return frozenset(connection.execute(statement.returning(usage.c.request_id), values).scalars())
 
 
 def _groups(rows: Sequence[UsageRow]) -> list[list[UsageRow]]:

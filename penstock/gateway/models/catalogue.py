@@ -80,6 +80,13 @@ class Catalogue:
         """Names that stand for models. Aliases of the settings file override those given at the start."""
         return {**self._config.names.aliases, **self.settings.aliases, **self._split_names()}
 
+    def _meant_by(self, name: str) -> str:
+        """The model that a name stands for, which may be the name itself."""
+        settings = self.settings
+        if not settings.aliases and not settings.splits:
+            return self._config.names.aliases.get(name, name)
+        return self.aliases.get(name, name)
+
     def _split_names(self) -> dict[str, str]:
         """Names that stand for several models by weight, each with its heaviest, which stands for it in lists."""
         splits = self.settings.splits.items()
@@ -101,7 +108,7 @@ class Catalogue:
         if self.is_auto(name):
             name = self._smallest()
         if name not in models:
-            name = self.aliases.get(name, name)
+            name = self._meant_by(name)
         if (ready := models.get(name)) is not None:
             return self._of_engine(ready)
         if (entry := self.adapters.find(name)) is not None:
@@ -193,7 +200,7 @@ class Catalogue:
         if name is None:
             return None if models else self.external.first()
         if name not in models:
-            name = self.aliases.get(name, name)
+            name = self._meant_by(name)
         if name in models or self.adapters.find(name) is not None:
             return None
         return self.external.find(name)

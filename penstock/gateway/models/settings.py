@@ -269,12 +269,16 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def allows(self, principal: Principal, names: tuple[str, ...]) -> bool:
         """Whether a caller may use a model that goes by these names. The key itself, its table here and its
         workspace's must all allow it."""
-        return any(map(principal.may_use, names)) and all(
-            access.allows(names) for access in self._access(principal)
-        )
+        if not any(map(principal.may_use, names)):
+            return False
+        if not self.keys and not self.workspaces:
+            return True
+        return all(access.allows(names) for access in self._access(principal))
 
     def region_of(self, principal: Principal) -> str:
         """The region that the key or the workspace prefers; empty for none."""
+        if not self.keys and not self.workspaces:
+            return ""
         return next((access.region for access in self._access(principal) if access.region), "")
 
     def placed(self, region: str, principal: Principal, model: str) -> tuple[str, float | None]:

@@ -114,7 +114,7 @@ class LocalLimiter:
             over_budget = self._over_budget(meters, spends, NOTHING)
         if over_budget or not meters.admits(now):
             raise self._refuse(over_budget + meters.refusals(1, NOTHING, now) + self._full(meters), meters)
-        meters.admit(now)
+        meters.admit()
         self.metrics.admitted += 1
         return LocalLease(self, claim, meters)
 
@@ -128,7 +128,7 @@ class LocalLimiter:
         now = self.now()
         if over_budget or not meters.fits(demand, now):
             raise self._refuse(over_budget + meters.refusals(0, demand, now), meters)
-        meters.take(demand, now)
+        meters.take(demand)
         return demand
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:

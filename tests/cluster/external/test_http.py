@@ -181,6 +181,30 @@ async def test_silence_ends_an_answer() -> None:
             await client.get("/", timeout_s=0.01, max_bytes=10)
 
 
+async def test_a_connection_that_nobody_uses_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "IDLE_TIMEOUT_S", 0.05)
+    server = ScriptedServer(OK, OK)
+    async with client_of(server) as client:
+        assert await ask(client) == (200, b"hi")
+        while not server.num_left_by_client:
+            await asyncio.sleep(0.001)
+        assert await ask(client) == (200, b"hi")
+    assert server.num_connections == 2
+
+
+async def test_the_silence_of_an_earlier_request_does_not_bound_a_later_one() -> None:
+    """A connection has one timer, which looks at what the request of the moment allows."""
+    part = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi"
+    async with client_of(ScriptedServer(OK, part)) as client:
+        first = await client.post("/", b"{}", silence_s=600)
+        assert await first.read_all(10) == b"hi"
+        first.release()
+        second = await client.post("/", b"{}", silence_s=0.05)
+        with pytest.raises(AnswerBroken, match="silent"):
+            await second.deliver(lambda piece: None)
+        second.release()
+
+
 async def test_cancelling_closes_the_connection() -> None:
     server = ScriptedServer(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi")
     async with client_of(server) as client:

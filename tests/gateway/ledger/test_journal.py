@@ -33,7 +33,7 @@ def begin(name: str) -> BegunRequest:
 
 
 def settled(name: str, **changes: Any) -> UsageRow:
-    return usage_row(claim(name), outcome(**changes), 1.0, 7)
+    return usage_row(begun_request(claim(name), 1.0), outcome(**changes), 7)
 
 
 def read_all(journal: Journal) -> list[JournalEntry | None]:

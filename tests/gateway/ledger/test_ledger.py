@@ -105,7 +105,7 @@ async def test_what_a_dead_process_left_is_recovered_once(tmp_path: Path) -> Non
     dead = Journal(tmp_path / JOURNAL_FOLDER)
     for name in ("settled", "running"):
         dead.append(encode_line(begun_request(claim(name), NOON)))
-    dead.append(encode_line(usage_row(claim("settled"), outcome(), NOON, 5)))
+    dead.append(encode_line(usage_row(begun_request(claim("settled"), NOON), outcome(), 5)))
     dead.append(b'0123abcd ["settle","torn')
     dead.close(delete=False)
     async with open_ledger(tmp_path) as ledger:
@@ -120,7 +120,7 @@ async def test_what_a_dead_process_left_is_recovered_once(tmp_path: Path) -> Non
 
 
 async def test_a_row_that_reached_the_database_before_the_crash_is_not_repeated(tmp_path: Path) -> None:
-    row = usage_row(claim("a"), outcome(), NOON, 5)
+    row = usage_row(begun_request(claim("a"), NOON), outcome(), 5)
     database = Database(sqlite_url(tmp_path))
     assert database.run_now(lambda connection: insert_rows(connection, [row])) == 1
     database.close()
@@ -138,7 +138,7 @@ async def test_all_orphans_are_let_go_when_one_cannot_be_recovered(
 ) -> None:
     for name in ("a", "b", "c"):
         dead = Journal(tmp_path / JOURNAL_FOLDER)
-        dead.append(encode_line(usage_row(claim(name), outcome(), NOON, 5)))
+        dead.append(encode_line(usage_row(begun_request(claim(name), NOON), outcome(), 5)))
         dead.close(delete=False)
     real_insert, calls = UsageLedger._insert, []
 
@@ -285,8 +285,8 @@ class TestTrouble:
             assert (await total(ledger)).requests == 1
 
     def test_one_bad_row_does_not_hold_up_the_others(self) -> None:
-        rows = [usage_row(claim(str(number)), outcome(), NOON, 1) for number in range(9)]
-        rows[4] = usage_row(claim("bad"), outcome(usage=Usage(None, 0, 0)), NOON, 1)  # type: ignore[arg-type]
+        rows = [usage_row(begun_request(claim(str(number)), NOON), outcome(), 1) for number in range(9)]
+        rows[4] = usage_row(begun_request(claim("bad"), NOON), outcome(usage=Usage(None, 0, 0)), 1)  # type: ignore[arg-type]
         database = Database("sqlite://")
         assert database.run_now(lambda connection: _insert_all(connection, rows)) == (8, ["bad"])
         database.close()

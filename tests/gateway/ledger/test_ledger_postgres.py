@@ -63,8 +63,8 @@ async def test_rows_totals_pages_and_spend(tmp_path: Path, database: Database) -
 
 
 def test_a_bad_row_is_dropped_and_the_others_stay(database: Database) -> None:
-    rows = [usage_row(claim(f"b{number}"), outcome(), NOON, 1) for number in range(4)]
-    rows[2] = usage_row(claim("bad"), outcome(usage=Usage(2**70, 0, 0)), NOON, 1)
+    rows = [usage_row(begun_request(claim(f"b{number}"), NOON), outcome(), 1) for number in range(4)]
+    rows[2] = usage_row(begun_request(claim("bad"), NOON), outcome(usage=Usage(2**70, 0, 0)), 1)
     assert database.run_now(lambda connection: _insert_all(connection, rows)) == (3, ["bad"])
 
 

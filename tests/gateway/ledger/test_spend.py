@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.ledger.rows import usage_row
+from penstock.gateway.ledger.rows import begun_request, usage_row
 from penstock.gateway.ledger.spend import LedgerSpendTracker, SpendReader, first_day_of_month
 from penstock.gateway.ledger.usage_store import insert_rows
 from penstock.gateway.prompts import Usage
@@ -85,7 +85,7 @@ async def test_layers_neither_lose_nor_repeat(history: list[str]) -> None:
     known_elsewhere: list[tuple[int, int]] = []
     pending = []
     for serial, action in enumerate(history):
-        row = usage_row(claim(str(serial)), outcome(), clock(), 20 * 10**6)
+        row = usage_row(begun_request(claim(str(serial)), clock()), outcome(), 20 * 10**6)
         if action == "settle":
             spending.add(row)
             pending.append(row)
