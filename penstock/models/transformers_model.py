@@ -237,7 +237,9 @@ class PagedPass:
     def __init__(self, paged: PagedCalls, ops: Ops, batch: AttentionBatch, kv: KVStore) -> None:
         self._paged = paged
         self._ops = ops
-        self._batch = replace(batch, positions=torch.zeros_like(batch.positions))
+        at_zero = torch.zeros_like(batch.positions)
+        parts = tuple(replace(part, positions=at_zero) for part in batch.parts)
+        self._batch = replace(batch, positions=at_zero, parts=parts)
         self._kv = kv
         self._next = 0
 

@@ -70,8 +70,8 @@ def test_replayed_steps_agree(
     errors: list[float] = []
     mixed: list[bool] = []
 
-    def compared(self: PromptGraphs, step: HostStep) -> torch.Tensor | None:
-        replayed = replay(self, step)
+    def compared(self: PromptGraphs, step: HostStep, *slots: Any) -> torch.Tensor | None:
+        replayed = replay(self, step, *slots)
         if replayed is None:
             return None
         kept = replayed.float()

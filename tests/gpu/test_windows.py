@@ -44,12 +44,12 @@ def test_windows_change_no_answer(
     used: dict[str, int] = {}
     decode, prompt = DecodeGraphs.logits, PromptGraphs.hidden
 
-    def decoded(self: DecodeGraphs, step: Any) -> Any:
+    def decoded(self: DecodeGraphs, *arguments: Any) -> Any:
         used["decode"] = used.get("decode", 0) + 1
-        return decode(self, step)
+        return decode(self, *arguments)
 
-    def prompted(self: PromptGraphs, step: Any) -> Any:
-        made = prompt(self, step)
+    def prompted(self: PromptGraphs, *arguments: Any) -> Any:
+        made = prompt(self, *arguments)
         used["prompt"] = used.get("prompt", 0) + (made is not None)
         return made
 

@@ -26,7 +26,7 @@ from tests.models.checkpoints import SMALL, VOCAB_SIZE, Reference, save_random
 from tests.models.conftest import available_ops, random_prompt
 from tests.models.paged import BLOCK_SIZE, PagedRunner, Sequence
 from tests.models.quantized_checkpoints import LAYOUTS, quantize_folder
-from tests.models.tiny_families import TINY
+from tests.models.tiny_families import PROMPTS, TINY, answers, family_engine, save_tiny
 
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 PLAIN = {name: value for name, value in SMALL.items() if name not in ("head_dim", "num_key_value_heads")}
@@ -202,6 +202,16 @@ def test_a_window_longer_than_the_probe_is_seen(tmp_path: Path) -> None:
     torch.testing.assert_close(
         PagedRunner(model, ops).prompt_logits(prompt, 16), reference.logits(prompt), **TOLERANCE
     )
+
+
+@pytest.mark.parametrize("name", ["gemma2", "phi3"])
+def test_windows_that_give_blocks_back(name: str, tmp_path: Path) -> None:
+    reference = save_tiny(name, tmp_path)
+    engine = family_engine(tmp_path, 64, {"model_implementation": "transformers"}, max_num_batched_tokens=13)
+    assert engine.loop.scheduler.cache.windows is not None
+    for prompt, answer in zip(PROMPTS, answers(engine, "together", 32), strict=True):
+        expected = reference.logits(prompt + answer)[len(prompt) - 1 : -1].argmax(dim=1)
+        assert (len(answer), answer) == (32, expected.tolist())
 
 
 def test_attention_in_chunks_works_within_one_chunk(tmp_path: Path) -> None:
