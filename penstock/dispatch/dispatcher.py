@@ -355,6 +355,7 @@ class Dispatcher:
         if isinstance(error, EngineUnavailable):
             replica.num_failed += 1
             replica.breaker = self._breaker.failed(replica.breaker, now)
+            self.table.note_failure(replica)
         else:
             replica.breaker = self._breaker.abandoned(replica.breaker)
         actions.append(AttemptEnded(record.attempt(replica.revision, now, None, error)))

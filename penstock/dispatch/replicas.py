@@ -93,6 +93,7 @@ class ReplicaTable:
         self.num_ejections = 0
         self._slow = SlowReplicas(outliers)
         self._shared_models: frozenset[str] = frozenset()
+        self._failing: dict[str, ReplicaRecord] = {}  # replicas whose circuit may not be closed
 
     def offers_choice(self, model: str) -> bool:
         """Say whether several replicas serve a model, so that their caches matter."""
@@ -121,13 +122,18 @@ class ReplicaTable:
 
     def left_alone(self, breaker: CircuitBreaker, now: float) -> frozenset[str]:
         """Return the replicas that keep failing and must not be tried again yet."""
+        failing = self._failing
+        if not failing:
+            return frozenset()
+        for record in [each for each in failing.values() if each.breaker.circuit is Circuit.CLOSED]:
+            del failing[record.id]
         return frozenset(
-            [
-                record.id
-                for record in self.records.values()
-                if record.breaker.circuit is not Circuit.CLOSED and not breaker.allows(record.breaker, now)
-            ]
+            [name for name, record in failing.items() if not breaker.allows(record.breaker, now)]
         )
+
+    def note_failure(self, record: ReplicaRecord) -> None:
+        """Look at the circuit breaker of a replica before each request, until the circuit is closed."""
+        self._failing[record.id] = record
 
     def update(self, status: FleetStatus) -> dict[str, ReplicaRecord]:
         """Take over a new status of the fleet. Returns the lost replicas, by id."""
@@ -139,6 +145,7 @@ class ReplicaTable:
         self.records = {
             replica_id: self._updated(replica_id, replica) for replica_id, replica in present.items()
         }
+        self._failing = {name: record for name, record in self._failing.items() if name in self.records}
         self.refresh()
         return lost
 

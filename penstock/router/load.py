@@ -13,10 +13,14 @@ of other gateways, which are the difference to the heartbeat; and the speed of t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import repeat
 from math import inf
+from operator import add, itemgetter, mul
+from typing import Any
 
 from penstock.core.messages import EngineStats
 from penstock.router.request import Replica
@@ -90,6 +94,19 @@ class Ticket:
     has_output: bool = False
 
 
+class LoadColumns:
+    """Figures of several loads side by side, so that a thousand replicas are compared without a loop in Python."""
+
+    __slots__ = ("least_free", "least_room", "queue_s", "recent_requests", "token_s")
+
+    def __init__(self, num_loads: int) -> None:
+        self.queue_s = [0.0] * num_loads
+        self.token_s = [0.0] * num_loads
+        self.recent_requests = [0.0] * num_loads  # kept by RecentShares, in units of its own
+        self.least_free: float = inf  # blocks that each load has free, at least; and
+        self.least_room: float = inf  # blocks that each has room for, at least
+
+
 class ReplicaLoad:
     __slots__ = (
         "_fit",
@@ -103,11 +120,12 @@ class ReplicaLoad:
         "_uncached_share",
         "bit",
         "blocks_free",
+        "columns",
         "num_requests",
         "number",
         "own_requests",
+        "place",
         "queue_s",
-        "recent_requests",
         "replica",
         "room_blocks",
         "token_s",
@@ -128,7 +146,7 @@ class ReplicaLoad:
         self._uncached_share = 1.0
         self._has_told_steps = False
         self._num_steps = 0  # by the last heartbeat that told of one
-        self.recent_requests = 0.0  # kept by RecentShares, in units of its own
+        self.columns, self.place = LoadColumns(1), 0
         # The following fields are derived, and are all that a policy reads.
         self.num_requests = 0  # unfinished, of all gateways
         self.queue_s = 0.0  # until a request without a prompt would get its first token
@@ -138,6 +156,21 @@ class ReplicaLoad:
         self.room_blocks = inf  # that can be filled before anything cached is evicted; inf: unknown
         self._derive()
 
+    def join(self, columns: LoadColumns, place: int) -> None:
+        """Keep the figures of this load there from now on."""
+        columns.recent_requests[place] = self.recent_requests
+        self.columns, self.place = columns, place
+        columns.least_room = min(columns.least_room, self.room_blocks)
+        self._derive()
+
+    @property
+    def recent_requests(self) -> float:
+        return self.columns.recent_requests[self.place]
+
+    @recent_requests.setter
+    def recent_requests(self, value: float) -> None:
+        self.columns.recent_requests[self.place] = value
+
     @property
     def prefill_tokens(self) -> float:
         """Return the number of prompt tokens that wait to be computed."""
@@ -146,7 +179,8 @@ class ReplicaLoad:
     def holds(self, num_blocks: int) -> None:
         """Note how many blocks are cached here, in use or not."""
         if self.replica.num_kv_blocks is not None:
-            self.room_blocks = max(0, self.replica.num_kv_blocks - num_blocks)
+            self.room_blocks = float(max(0, self.replica.num_kv_blocks - num_blocks))
+            self.columns.least_room = min(self.columns.least_room, self.room_blocks)
 
     def describe(self, replica: Replica) -> None:
         self.replica = replica
@@ -212,3 +246,55 @@ class ReplicaLoad:
             self.wait_per_block_s = self._hold_s / max(1, self._kv_used)
         else:
             self.blocks_free = inf
+        columns, place = self.columns, self.place
+        columns.queue_s[place] = self.queue_s
+        columns.token_s[place] = self.token_s
+        if self.blocks_free < columns.least_free:
+            columns.least_free = self.blocks_free
+
+
+class Candidates(list[ReplicaLoad]):
+    """The replicas that may serve a request: all of the router's loads, in order, or some."""
+
+    __slots__ = ("_columns", "_some")
+
+    def __init__(self, loads: Iterable[ReplicaLoad], columns: LoadColumns) -> None:
+        super().__init__(loads)
+        self._columns = columns
+        self._some: Callable[[Sequence[float]], Any] | None = None
+        if len(self) == 1:
+            place = self[0].place
+            self._some = itemgetter(slice(place, place + 1))
+        elif 0 < len(self) < len(columns.queue_s):
+            self._some = itemgetter(*[load.place for load in self])
+
+    def part(self, loads: Iterable[ReplicaLoad]) -> Candidates:
+        """Return some of these replicas."""
+        return Candidates(loads, self._columns)
+
+    def costs_s(self, num_tokens: float) -> list[float]:
+        """Return queue_s + num_tokens * token_s of each."""
+        columns = self._columns
+        queue_s, token_s = self._of_these(columns.queue_s), self._of_these(columns.token_s)
+        return list(map(add, queue_s, map(mul, repeat(num_tokens), token_s)))
+
+    def recent_requests(self) -> float:
+        """Return the requests that these replicas got lately, together."""
+        return sum(self._of_these(self._columns.recent_requests))
+
+    def have_free(self, num_blocks: float) -> bool:
+        """Say whether each of these replicas has so many blocks free. False may mean that it is not known."""
+        if self._columns.least_free < num_blocks and self._some is None:
+            self._columns.least_free = min(
+                [load.blocks_free for load in self]
+            )  # had fallen, and may have risen
+        return self._columns.least_free >= num_blocks
+
+    def have_room(self, num_blocks: float) -> bool:
+        """Say whether each of these replicas has room for so many blocks. False may mean that it is not known."""
+        if self._columns.least_room < num_blocks and self._some is None:
+            self._columns.least_room = min([load.room_blocks for load in self])
+        return self._columns.least_room >= num_blocks
+
+    def _of_these(self, column: Sequence[float]) -> Sequence[float]:
+        return column if self._some is None else self._some(column)

@@ -10,10 +10,9 @@ from typing import ClassVar, Protocol, TypeAlias
 
 from penstock.core.errors import ConfigError
 from penstock.core.policy import RoutingWeights
-from penstock.router.load import ReplicaLoad, number_of, score
+from penstock.router.load import Candidates, ReplicaLoad, number_of, score
 from penstock.router.request import RandomSource, Reason, RoutingRequest
 
-Candidates: TypeAlias = Sequence[ReplicaLoad]
 Matches: TypeAlias = Mapping[
     ReplicaLoad, int
 ]  # prompt tokens that a candidate holds, for candidates that hold any
@@ -142,15 +141,14 @@ class PrefixAware:
         num_blocks = (num_tokens + request.expected_output_tokens) // block_size + 1
         weighted = num_tokens * self._recompute_weight
         # First without prefixes, which most replicas do not have. A matched part of the prompt only lowers a cost.
-        costs_s = [
-            candidate.queue_s + weighted * candidate.token_s
-            if num_blocks <= candidate.blocks_free
-            else self._cost_s(candidate, num_tokens, num_blocks)
-            for candidate in candidates
-        ]
-        rooms = [candidate.room_blocks for candidate in candidates]
-        if min(rooms) < num_blocks and max(rooms) > 0:
-            costs_s = _with_evictions(costs_s, candidates, num_blocks, max(rooms))
+        if candidates.have_free(num_blocks):
+            costs_s = candidates.costs_s(weighted)
+        else:
+            costs_s = [candidate.predict_s(weighted, num_blocks) for candidate in candidates]
+        if not candidates.have_room(num_blocks):
+            rooms = [candidate.room_blocks for candidate in candidates]
+            if min(rooms) < num_blocks and max(rooms) > 0:
+                costs_s = _with_evictions(costs_s, candidates, num_blocks, max(rooms))
         least_s = min(costs_s)
         best = candidates[_place(least_s, costs_s, start=int(rng.random() * len(costs_s)))]
         for candidate, matched in matches.items():

@@ -15,7 +15,7 @@ from math import exp
 from penstock.core.errors import EngineUnavailable, ModelNotFound
 from penstock.core.messages import EngineStats, KVEvent
 from penstock.router.index import Expectations, KVFeed, PrefixIndex
-from penstock.router.load import ReplicaLoad, Ticket
+from penstock.router.load import Candidates, LoadColumns, ReplicaLoad, Ticket
 from penstock.router.policies import Policy, PrefixAware
 from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 
@@ -50,8 +50,8 @@ class _Known:
 class _Pool:
     """The replicas that may serve one kind of request, until the fleet changes."""
 
-    local: list[ReplicaLoad]  # in the preferred region; all replicas when there is no preference
-    everywhere: list[ReplicaLoad]
+    local: Candidates  # in the preferred region; all replicas when there is no preference
+    everywhere: Candidates
 
 
 class Router:
@@ -64,6 +64,7 @@ class Router:
         self._shares = RecentShares(self.config.max_share, self.config.share_window_s)
         self._fleet: Sequence[Replica] | None = None
         self._known: dict[str, _Known] = {}
+        self._columns = LoadColumns(0)
         self._by_bit: dict[int, ReplicaLoad] = {}
         self._pools: dict[tuple[str, str | None, str | None], _Pool] = {}
         self._tickets: dict[str, Ticket] = {}
@@ -121,6 +122,9 @@ class Router:
                 feed = KVFeed(self.index, self.expectations)
                 load = self._by_bit[feed.bit] = ReplicaLoad(replica, feed.bit)
                 self._known[replica.id] = _Known(replica, load, feed)
+        self._columns = LoadColumns(len(self._known))
+        for place, known in enumerate(self._known.values()):
+            known.load.join(self._columns, place)
 
     def receive(self, replica_id: str, events: Iterable[KVEvent]) -> bool:
         """Take over KV events of a replica, in order. Returns False when events were lost and the replica must send
@@ -183,7 +187,7 @@ class Router:
     def _pick(
         self,
         request: RoutingRequest,
-        candidates: Sequence[ReplicaLoad],
+        candidates: Candidates,
         matches: dict[ReplicaLoad, int],
         now: float,
         rng: RandomSource,
@@ -194,12 +198,13 @@ class Router:
         if policy.reads_prefixes:
             within = self._shares.within(candidates, picked, now)
             if within is not candidates:
-                allowed = {load: matched for load, matched in matches.items() if load in within}
+                left = set(within)
+                allowed = {load: matched for load, matched in matches.items() if load in left}
                 picked, reason = policy.pick(request, within, allowed, rng)
             self._shares.count(picked, self._by_bit.values(), now)
         return picked, reason
 
-    def _candidates(self, request: RoutingRequest) -> list[ReplicaLoad]:
+    def _candidates(self, request: RoutingRequest) -> Candidates:
         """Return the replicas in the preferred region; all replicas when the shortest wait there is too long."""
         key = request.model, request.revision, request.region
         pool = self._pools.get(key)
@@ -245,7 +250,7 @@ class Router:
             and request.revision in (None, known.replica.revision)
         ]
         local = [candidate for candidate in everywhere if request.region in (None, candidate.replica.region)]
-        return _Pool(local, everywhere)
+        return _Pool(Candidates(local, self._columns), Candidates(everywhere, self._columns))
 
     def _match(self, request: RoutingRequest, candidates: Sequence[ReplicaLoad]) -> dict[ReplicaLoad, int]:
         """Return the prompt tokens that candidates hold; never the whole prompt."""
@@ -289,16 +294,14 @@ class RecentShares:
             self._origin_s = now
         picked.recent_requests += exp(self._exponent(now))
 
-    def within(
-        self, candidates: Sequence[ReplicaLoad], picked: ReplicaLoad, now: float
-    ) -> Sequence[ReplicaLoad]:
+    def within(self, candidates: Candidates, picked: ReplicaLoad, now: float) -> Candidates:
         """Return the candidates that may be picked instead of a replica with too many requests; all if it has not."""
-        total = sum([candidate.recent_requests for candidate in candidates])
+        total = candidates.recent_requests()
         one = exp(min(self._exponent(now), _LARGEST_EXPONENT + 200.0))
         limit = self._max_share * total / len(candidates) + _FREE_REQUESTS * one
         if picked.recent_requests <= limit:
             return candidates
-        return [candidate for candidate in candidates if candidate.recent_requests <= limit]
+        return candidates.part([load for load in candidates if load.recent_requests <= limit])
 
     def _exponent(self, now: float) -> float:
         if self._origin_s is None:
@@ -306,7 +309,7 @@ class RecentShares:
         return (now - self._origin_s) / self._window_s
 
 
-def _without(candidates: list[ReplicaLoad], excluded: frozenset[str]) -> list[ReplicaLoad]:
+def _without(candidates: Candidates, excluded: frozenset[str]) -> Candidates:
     if not excluded:
         return candidates
-    return [candidate for candidate in candidates if candidate.replica.id not in excluded]
+    return candidates.part([load for load in candidates if load.replica.id not in excluded])

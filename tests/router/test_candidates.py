@@ -1,0 +1,133 @@
+"""Comparing replicas by columns gives what comparing them one by one gives, to the last bit."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+
+from penstock.core.messages import EngineStats, KVStored
+from penstock.router import Router, RoutingRequest
+from penstock.router.load import Candidates, ReplicaLoad
+from penstock.router.policies import Matches, Pick, PrefixAware
+from penstock.router.request import RandomSource, Reason
+from penstock.router.router import RecentShares
+
+from .fleet import MODEL, chain, fleet
+
+
+class OneByOne(PrefixAware):
+    """The policy as its description says it: the cost of each replica by itself."""
+
+    def pick(
+        self, request: RoutingRequest, candidates: Candidates, matches: Matches, rng: RandomSource
+    ) -> Pick:
+        block_size = candidates[0].replica.block_size
+        num_tokens = request.num_prompt_tokens
+        num_blocks = (num_tokens + request.expected_output_tokens) // block_size + 1
+        most_room = max(load.room_blocks for load in candidates)
+        fewest = min(num_blocks, most_room)
+        costs_s = []
+        for load in candidates:
+            cost_s = load.predict_s(num_tokens * self._recompute_weight, num_blocks)
+            if most_room > 0 and min(each.room_blocks for each in candidates) < num_blocks:
+                cost_s += (fewest - min(load.room_blocks, fewest)) * block_size * load.token_s
+            costs_s.append(cost_s)
+        start, count = int(rng.random() * len(costs_s)), len(costs_s)
+        least_s = min(costs_s)
+        turns = [*range(start, count), *range(start)]
+        best = candidates[next(place for place in turns if costs_s[place] == least_s)]
+        for load, matched in matches.items():
+            uncached = (num_tokens - matched) * self._recompute_weight
+            cost_s = load.predict_s(uncached, num_blocks - matched // block_size)
+            if cost_s < least_s:
+                best, least_s = load, cost_s
+        if matches:
+            longest = max(matches.values())
+            return best, Reason.PREFIX if matches.get(best, 0) == longest else Reason.COPY
+        return best, Reason.LOAD
+
+
+def decisions(policy: PrefixAware, seed: int) -> list[object]:
+    """Let a router decide about random traffic while replicas report, come and go."""
+    rng, choices = Random(seed), Random(seed + 1)
+    router = Router(policy)
+    replicas = fleet(rng.choice((2, 3, 17)), num_kv_blocks=rng.choice((None, 60, 10_000)))
+    replicas = tuple(msgspec.structs.replace(each, region=rng.choice(("a", "b"))) for each in replicas)
+    made: list[object] = []
+    sequences = dict.fromkeys((replica.id for replica in replicas), 0)
+    for number in range(120):
+        now = number * rng.choice((0.001, 0.1))
+        request = RoutingRequest(
+            id=f"r{number}",
+            model=MODEL,
+            num_prompt_tokens=rng.choice((5, 100, 1000)),
+            block_hashes=chain(rng.randrange(3), rng.randrange(5)),
+            region=rng.choice((None, None, "a")),
+            excluded=frozenset({replicas[0].id} if rng.random() < 0.1 else ()),
+        )
+        made.append(router.choose(request, replicas, now, choices))
+        for replica in rng.sample(replicas, 2):
+            stats = EngineStats(
+                num_steps=number + 1, step_tokens=rng.randrange(1, 500), step_s=rng.choice((0.01, 0.02)),
+                num_kv_blocks_used=rng.randrange(60), num_running=rng.randrange(9),
+                num_waiting_tokens=rng.randrange(900),
+            )  # fmt: skip
+            router.heartbeat(replica.id, stats)
+            event = KVStored(sequences[replica.id], chain(rng.randrange(3), 4), b"")
+            sequences[replica.id] += 1
+            router.receive(replica.id, (event,))
+        router.first_token(f"r{number - 3}", now)
+        router.ended(f"r{number - rng.choice((5, 20))}", now)
+        if rng.random() < 0.05 and len(replicas) > 2:
+            replicas = replicas[1:] if rng.random() < 0.5 else tuple(reversed(replicas))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_columns_decide_as_single_loads_do(seed: int) -> None:
+    assert decisions(PrefixAware(), seed) == decisions(OneByOne(), seed)
+
+
+def test_columns_follow_their_loads() -> None:
+    router = Router()
+    replicas = fleet(3)
+    router.update(replicas)
+    loads = [load for replica in replicas if (load := router.load(replica.id)) is not None]
+    loads[1].recent_requests = 5.0
+    router.update(replicas[1:])  # the places of the others change
+    ticket = loads[1].enter(400, 30, 0.0)
+    left = Candidates(loads[1:], loads[1].columns)
+    assert left.costs_s(7.0) == [load.queue_s + 7.0 * load.token_s for load in loads[1:]]
+    assert left.recent_requests() == 5.0
+    loads[1].leave(ticket, 1.0)
+    assert left.part(loads[2:]).costs_s(7.0) == left.costs_s(7.0)[1:]
+
+
+@pytest.mark.parametrize("num_blocks", [None, 100])
+def test_bounds_of_free_blocks_are_found_again_when_blocks_come_free(num_blocks: int | None) -> None:
+    loads = [ReplicaLoad(replica, 1) for replica in fleet(2, num_kv_blocks=num_blocks)]
+    columns = loads[0].columns = type(loads[0].columns)(2)
+    for place, load in enumerate(loads):
+        load.join(columns, place)
+    everyone = Candidates(loads, columns)
+    ticket = loads[0].enter(10, 90, 0.0)
+    assert everyone.have_free(50) is (num_blocks is None)
+    loads[0].leave(ticket, 1.0)
+    assert everyone.have_free(50)
+    loads[1].holds(95)
+    assert everyone.have_room(50) is (num_blocks is None)
+    loads[1].holds(0)
+    assert everyone.have_room(50)
+
+
+def test_shares_are_those_of_the_candidates_alone() -> None:
+    loads = [ReplicaLoad(replica, 1) for replica in fleet(3)]
+    columns = type(loads[0].columns)(3)
+    for place, load in enumerate(loads):
+        load.join(columns, place)
+    loads[0].recent_requests = 100.0
+    shares = RecentShares(1.3, 30.0)
+    assert shares.within(Candidates(loads, columns), loads[0], 0.0) == loads[1:]
+    assert shares.within(Candidates(loads[:1], columns), loads[0], 0.0) == loads[:1]
