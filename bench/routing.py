@@ -19,6 +19,7 @@ from dataclasses import replace
 from penstock.core.engine_config import SchedulerConfig
 from penstock.dispatch import DispatchConfig
 from penstock.router import POLICIES
+from penstock.simulator.control import ControlTimes
 from penstock.simulator.cost import LLAMA_8B, Accelerator, roofline
 from penstock.simulator.report import Report
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
@@ -50,6 +51,7 @@ def make_config(options: argparse.Namespace, policy: str) -> SimulationConfig:
         dispatch=DispatchConfig(routing_policy=policy),  # type: ignore[arg-type]
         replica=replica,
         num_gateways=options.gateways,
+        times=ControlTimes(message_delay_s=options.message_delay),
         seed=options.seed,
     )
 
@@ -107,6 +109,9 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=16, help="median")
     parser.add_argument(
         "--gateways", type=int, default=1, help="each with a router that knows nothing of the others"
+    )
+    parser.add_argument(
+        "--message-delay", type=float, default=0.02, help="seconds until heartbeats and KV events arrive"
     )
     parser.add_argument("--policies", default="least-loaded,prefix-aware", help=f"of {', '.join(POLICIES)}")
     parser.add_argument("--processes", type=int, default=1, help="policies that are run at the same time")

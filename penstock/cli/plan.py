@@ -178,8 +178,8 @@ def _traffic(
 
     if trace is not None:
         read = read_trace(trace)
-        if read.num_damaged:
-            stderr_console().print(f"{read.num_damaged} lines of {trace} are no requests and were left out.")
+        if (warning := read.warning(trace)) is not None:
+            stderr_console().print(warning)
         traffic = read.traffic(rate)
         return traffic if prefix_share is None else replace(traffic, prefix_share=prefix_share)
     prompts, mean_prompt = parse_lengths(input_len, "--input-len")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _LONG_RUN_S = 60.0
 _PROGRESS_S = 2.0
+_GUESSED_REQUEST_S = 2e-3  # before anything was measured
 
 
 @click.command(cls=PenstockCommand, short_help="Run a fleet in virtual time; search for harmful faults.")
@@ -71,7 +72,9 @@ def simulate(
         from penstock.bench.summary import require_matplotlib
 
         require_matplotlib()
-    configs = {str(path): read_scenario(path) for path in scenarios} or {"default": simulation_of(Scenario())}
+    warn = stderr_console().print
+    configs = {str(path): read_scenario(path, warn) for path in scenarios}
+    configs = configs or {"default": simulation_of(Scenario())}
     reports: dict[str, Report] = {}
     times: dict[str, list[tuple[float, float]]] = {}
     for name, config in configs.items():
@@ -119,6 +122,9 @@ def _run(name: str, config: SimulationConfig) -> tuple[Report, list[tuple[float,
     total = config.workload.num_requests if config.arrivals is None else len(config.arrivals)
     console, began_s = stderr_console(), time.monotonic()
     shown_s, seen, warned = began_s, list[tuple[float, float]](), False
+    guess_s = total * _GUESSED_REQUEST_S
+    if guess_s > _LONG_RUN_S:
+        console.print(f"{name}: {total:,} requests will take about {_in_words(guess_s)} of one core.")
 
     def progress(num_ended: int, now: float) -> None:
         nonlocal shown_s, warned
@@ -128,7 +134,7 @@ def _run(name: str, config: SimulationConfig) -> tuple[Report, list[tuple[float,
         left_s = (shown_s - began_s) * (total - num_ended) / num_ended
         if left_s > _LONG_RUN_S and not warned:
             warned = True
-            console.print(f"{name}: {total:,} requests take about {left_s / 60:.0f} minutes.")
+            console.print(f"{name}: {total:,} requests take about {_in_words(left_s)}.")
         console.print(
             f"{name}: {num_ended:,} of {total:,} requests, {now:,.0f} s of virtual time, {left_s:.0f} s left"
         )
@@ -140,6 +146,10 @@ def _run(name: str, config: SimulationConfig) -> tuple[Report, list[tuple[float,
             seen.append((moments[0] - outcome.arrival.time_s, mean_s))
 
     return run(config, progress, watch), seen
+
+
+def _in_words(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} hours" if seconds > 5400 else f"{seconds / 60:.0f} minutes"
 
 
 def _compare(reports: dict[str, Report]) -> None:

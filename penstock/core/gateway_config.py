@@ -331,6 +331,16 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     show_prompts: Annotated[
         bool, Meta(description="Let the console show the text of prompts, which may be personal.")
     ] = False
+    record_requests: (
+        Annotated[
+            str,
+            Meta(
+                description="File to write the times, lengths and prefix hashes of requests to, for "
+                "penstock simulate and penstock plan. Never text."
+            ),
+        ]
+        | None
+    ) = None
     otlp_endpoint: (
         Annotated[
             str, Meta(description="OpenTelemetry collector to send traces to, such as http://localhost:4318.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from penstock.planner.roofline import Layout, RooflineCost
 from penstock.planner.shapes import KNOWN_MODELS, known_shape
 from penstock.planner.traffic import TraceLine, parse_lengths, read_trace
 from penstock.simulator import (
+    ControlTimes,
     Kill,
     LogNormal,
     LoseKVEvents,
@@ -31,10 +32,13 @@ from penstock.simulator import (
     Tenant,
     Workload,
 )
-from penstock.simulator.workload import Arrival, Fault, Lengths, RestartGateway
+from penstock.simulator.workload import Arrival, Fault, Lengths, RestartGateway, StepClock
 
 _BLOCK_TOKENS = 16
-_TRACE_BLOCK_TOKENS = 512  # of the prefix blocks in Mooncake's traces
+_HOST_BYTES_PER_S = 25e9  # PCIe 4.0 with 16 lanes
+_FROZEN_S = 10.0  # unless until_s says otherwise
+_FROZEN_FACTOR = 1e4
+_MOST_TOKEN_ID = (1 << 31) - (1 << 23)  # a prompt and its answer still fit behind it
 _LOG_NORMAL = re.compile(r"lognormal\((\d+), *(\d+(?:\.\d+)?), *(\d+)\)")
 
 
@@ -49,6 +53,7 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     kv_format: str = "bfloat16"
     tensor_parallel: int = 1
     draft_acceptance: float | None = None
+    host_memory_gib: float = 0.0  # for blocks that the device has no room for
 
 
 class TenantSection(_Section, frozen=True, kw_only=True):
@@ -77,10 +82,13 @@ class FleetSection(_Section, frozen=True, kw_only=True):
     replicas: int = 1
     gateways: int = 1
     autoscaler: AutoscalerConfig | None = None
+    heartbeat_s: float = 0.1
+    message_delay_s: float = 0.02  # of heartbeats and KV events
+    start_s: float = 30.0  # of a replica
 
 
 class FaultSection(_Section, frozen=True, kw_only=True):
-    kind: Literal["kill", "slow", "lose-kv-events", "restart-gateway"]
+    kind: Literal["kill", "freeze", "slow", "lose-kv-events", "restart-gateway", "step-clock"]
     at_s: float
     until_s: float | None = None
     replica: int = 0
@@ -88,6 +96,7 @@ class FaultSection(_Section, frozen=True, kw_only=True):
     share: float = 0.5  # of lose-kv-events
     restarts_after_s: float | None = 10.0  # of kill
     gateway: int = 0  # of restart-gateway
+    seconds: float = 1.0  # of step-clock
 
 
 class Scenario(_Section, frozen=True, kw_only=True):
@@ -101,13 +110,13 @@ class Scenario(_Section, frozen=True, kw_only=True):
     seed: int = 0
 
 
-def read_scenario(path: Path) -> SimulationConfig:
+def read_scenario(path: Path, warn: Callable[[str], None] = lambda text: None) -> SimulationConfig:
     """Read a scenario and describe its simulation. A wrong value is a UsageError that names it."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} cannot be read as TOML: {error}.") from error
-    return simulation_of(scenario_of(values, str(path)), path.parent)
+    return simulation_of(scenario_of(values, str(path)), path.parent, warn)
 
 
 def scenario_of(values: dict[str, Any], where: str) -> Scenario:
@@ -119,8 +128,11 @@ def scenario_of(values: dict[str, Any], where: str) -> Scenario:
         ) from error
 
 
-def simulation_of(scenario: Scenario, folder: Path = Path()) -> SimulationConfig:
-    """Describe the simulation of a scenario. Relative paths are looked for in `folder`."""
+def simulation_of(
+    scenario: Scenario, folder: Path = Path(), warn: Callable[[str], None] = lambda text: None
+) -> SimulationConfig:
+    """Describe the simulation of a scenario. Relative paths are looked for in `folder`; `warn` is told about damaged
+    lines of a trace."""
     fleet, traffic = scenario.fleet, scenario.traffic
     if not 1 <= fleet.replicas <= 100_000 or not 1 <= fleet.gateways <= 1000 or traffic.requests < 1:
         raise UsageError("A scenario has at least one replica, one gateway and one request.")
@@ -132,15 +144,29 @@ def simulation_of(scenario: Scenario, folder: Path = Path()) -> SimulationConfig
             f"{layout.model.name} leaves no memory for KV on {layout.tensor_parallel} × {layout.hardware.name}.",
             hint="Raise model.tensor_parallel, or choose a smaller format.",
         )
+    block_bytes = layout.kv_bytes_per_token * _BLOCK_TOKENS
+    host_bytes = scenario.model.host_memory_gib * (1 << 30)
+    if not 0 <= host_bytes < 1 << 50:
+        raise UsageError(f"model.host_memory_gib = {scenario.model.host_memory_gib} is no amount of memory.")
+    if not 0 < fleet.heartbeat_s <= 60 or not 0 <= fleet.message_delay_s <= 60 or fleet.start_s < 0:
+        raise UsageError(
+            "fleet.heartbeat_s and fleet.message_delay_s are at most 60, and no time is negative."
+        )
     return SimulationConfig(
         workload=_workload(traffic),
-        arrivals=None if traffic.trace is None else _arrivals(read_trace(folder / traffic.trace).lines),
+        arrivals=None if traffic.trace is None else _recorded(folder / traffic.trace, warn),
         replica=ReplicaConfig(
             num_blocks=layout.kv_tokens // _BLOCK_TOKENS,
             max_model_len=layout.model.max_positions,
             cost=RooflineCost(layout),
             scheduler=scenario.scheduler,
             draft_acceptance=scenario.model.draft_acceptance,
+            num_host_blocks=int(host_bytes / block_bytes),
+            block_copy_s=block_bytes / _HOST_BYTES_PER_S if host_bytes else None,
+            counts_decodes=not any(fault.kind == "step-clock" for fault in scenario.faults),
+        ),
+        times=ControlTimes(
+            heartbeat_s=fleet.heartbeat_s, message_delay_s=fleet.message_delay_s, start_s=fleet.start_s
         ),
         num_replicas=fleet.replicas,
         num_gateways=fleet.gateways,
@@ -208,29 +234,46 @@ def _fault(fault: FaultSection, fleet: FleetSection) -> Fault:
         return RestartGateway(fault.at_s, fault.gateway)
     if fault.kind == "kill":
         return Kill(fault.at_s, fault.replica, restarts_after_s=fault.restarts_after_s)
+    if fault.kind == "freeze":
+        until_s = fault.at_s + _FROZEN_S if fault.until_s is None else fault.until_s
+        return SlowDown(fault.at_s, fault.replica, _FROZEN_FACTOR, until_s)
+    if fault.kind == "step-clock":
+        return StepClock(fault.at_s, fault.replica, max(0.0, fault.seconds))
     if fault.kind == "slow":
         return SlowDown(fault.at_s, fault.replica, max(1.0, fault.factor), fault.until_s)
     until_s = fault.until_s if fault.until_s is not None else fault.at_s + 10.0
     return LoseKVEvents(fault.at_s, until_s, min(1.0, max(0.0, fault.share)))
 
 
+def _recorded(path: Path, warn: Callable[[str], None]) -> tuple[Arrival, ...]:
+    trace = read_trace(path)
+    if (warning := trace.warning(path)) is not None:
+        warn(warning)
+    return _arrivals(trace.lines)
+
+
 def _arrivals(lines: Sequence[TraceLine]) -> tuple[Arrival, ...]:
     """Make the requests of a trace. Prompts with equal block ids begin alike; all others have nothing in common."""
-    first_s, root = lines[0].time_s, root_hash("trace")
-    next_token = 1 + _TRACE_BLOCK_TOKENS * (
-        1 + max((block for line in lines for block in line.blocks), default=0)
-    )
+    first_s, next_token = lines[0].time_s, 1
+    known: dict[tuple[str, int], int] = {}  # tenants and blocks: where the tokens of a block begin
     made = []
     for number, line in enumerate(lines):
-        tokens = [
-            1 + block * _TRACE_BLOCK_TOKENS + place
-            for block in line.blocks
-            for place in range(_TRACE_BLOCK_TOKENS)
-        ][: line.prompt_tokens]
+        tokens: list[int] = []
+        size = line.block_tokens
+        for block in line.blocks[: line.prompt_tokens // size + 1]:
+            begin = known.get((line.tenant, block))
+            if begin is None:
+                begin = known[line.tenant, block] = next_token
+                next_token += size
+            tokens += range(begin, begin + size)
+        del tokens[line.prompt_tokens :]
         missing = line.prompt_tokens - len(tokens)
         tokens += range(next_token, next_token + missing)
         next_token += missing
-        hashes = chain_hashes(root, tokens, _BLOCK_TOKENS)
+        if next_token > _MOST_TOKEN_ID:
+            next_token = 1  # prompts of so long ago are no longer cached anywhere
+            known.clear()
+        hashes = chain_hashes(root_hash(line.tenant), tokens, _BLOCK_TOKENS)
         made.append(
             Arrival(
                 line.time_s - first_s,
@@ -238,7 +281,8 @@ def _arrivals(lines: Sequence[TraceLine]) -> tuple[Arrival, ...]:
                     id=f"r{number}",
                     prompt_token_ids=tuple(tokens),
                     sampling=SamplingParams(max_tokens=line.output_tokens),
-                    tenant="trace",
+                    tenant=line.tenant,
+                    tier=line.tier,
                 ),
                 line.output_tokens,
                 block_hashes=tuple(hashes)[: (line.prompt_tokens - 1) // _BLOCK_TOKENS],

@@ -2,7 +2,7 @@
 
 Known traces: CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure's LLM traces), and JSON lines
 with `timestamp` in milliseconds, `input_length`, `output_length` and, if known, `hash_ids` of prefix blocks
-(Mooncake's).
+(Mooncake's). `penstock serve --record-requests` writes the latter, and adds `block_tokens`, `tenant` and `tier`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,22 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 from random import Random
 
 from penstock.core.errors import UsageError
+from penstock.core.request import Tier
 from penstock.planner.capacity import Traffic
 from penstock.simulator import Fixed, Uniform
 from penstock.simulator.workload import Lengths
 
 _MOST_TOKENS = 1 << 22
 _MOST_REQUESTS = 5_000_000
+_MOST_SHOWN = 10  # numbers of damaged lines
+MOONCAKE_BLOCK_TOKENS = 512
 _DAMAGED_SHARE = 0.05  # of a trace's lines that may be left out
 
 
@@ -55,12 +59,22 @@ class TraceLine:
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    tenant: str = "trace"
+    tier: Tier = Tier.DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     lines: Sequence[TraceLine]
-    num_damaged: int
+    damaged: tuple[int, ...]  # numbers of lines that are no requests, the first line being 1
+
+    def warning(self, path: Path) -> str | None:
+        """Return a sentence about damaged lines, if there are any."""
+        if not self.damaged:
+            return None
+        verb = "is no request and was" if len(self.damaged) == 1 else "are no requests and were"
+        return f"{_listed(self.damaged)} of {path} {verb} left out."
 
     def traffic(self, requests_per_s: float | None = None) -> Traffic:
         """Return traffic with the trace's lengths, and with its mean rate unless another is given."""
@@ -96,37 +110,53 @@ def read_trace(path: Path) -> Trace:
             parsed = list(_json_lines(file) if first == "{" else _csv_lines(file, path))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}.") from error
-    lines = sorted((line for line in parsed if line is not None), key=lambda line: line.time_s)
-    num_damaged = len(parsed) - len(lines)
-    if not lines or num_damaged > _DAMAGED_SHARE * len(parsed):
+    lines = sorted((line for _, line in parsed if line is not None), key=lambda line: line.time_s)
+    damaged = tuple(number for number, line in parsed if line is None)
+    if not lines or len(damaged) > _DAMAGED_SHARE * len(parsed):
         raise UsageError(
-            f"{num_damaged} of the {len(parsed)} lines of {path} are no requests.",
+            f"{len(damaged)} of the {len(parsed)} requests of {path} cannot be read: {_listed(damaged)}."
+            if parsed
+            else f"{path} holds no requests.",
             hint="Give a CSV file with TIMESTAMP, ContextTokens and GeneratedTokens, or JSON lines with timestamp, "
             "input_length and output_length.",
         )
-    return Trace(lines, num_damaged)
+    return Trace(lines, damaged)
 
 
-def _json_lines(file: Iterator[str]) -> Iterator[TraceLine | None]:
-    for number, text in enumerate(file):
-        if number >= _MOST_REQUESTS:
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_MOST_SHOWN]))
+    more = f" and {len(numbers) - _MOST_SHOWN} more" if len(numbers) > _MOST_SHOWN else ""
+    return f"{'lines' if len(numbers) > 1 else 'line'} {shown}{more}"
+
+
+def _json_lines(file: Iterator[str]) -> Iterator[tuple[int, TraceLine | None]]:
+    for number, text in enumerate(file, 1):
+        if number > _MOST_REQUESTS:
             return
         if not text.strip():
             continue
         try:
             entry = json.loads(text)
             blocks = tuple(int(block) for block in entry.get("hash_ids", ()))
-            yield _line(
+            line = _line(
                 float(entry["timestamp"]) / 1e3,
                 int(entry["input_length"]),
                 int(entry["output_length"]),
                 blocks,
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            yield None
+            if line is not None and "block_tokens" in entry:
+                line = replace(
+                    line,
+                    block_tokens=min(_MOST_TOKENS, max(1, int(entry["block_tokens"]))),
+                    tenant=str(entry["tenant"])[:64],
+                    tier=Tier(entry["tier"]),
+                )
+            yield number, line
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            yield number, None
 
 
-def _csv_lines(file: Iterator[str], path: Path) -> Iterator[TraceLine | None]:
+def _csv_lines(file: Iterator[str], path: Path) -> Iterator[tuple[int, TraceLine | None]]:
     reader = csv.DictReader(file)
     if not {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= set(reader.fieldnames or ()):
         raise UsageError(
@@ -142,12 +172,12 @@ def _csv_lines(file: Iterator[str], path: Path) -> Iterator[TraceLine | None]:
             time_s = datetime.fromisoformat(
                 stamp.rstrip("0").rstrip(".") if "." in stamp else stamp
             ).timestamp()
-            yield _line(time_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())
+            yield reader.line_num, _line(time_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())
         except (ValueError, TypeError, AttributeError):
-            yield None
+            yield reader.line_num, None
 
 
 def _line(time_s: float, prompt: int, output: int, blocks: tuple[int, ...]) -> TraceLine | None:
-    if not (1 <= prompt <= _MOST_TOKENS and 0 <= output <= _MOST_TOKENS and time_s == time_s):
+    if not (1 <= prompt <= _MOST_TOKENS and 0 <= output <= _MOST_TOKENS and isfinite(time_s)):
         return None
     return TraceLine(time_s, prompt, max(1, output), blocks)

@@ -310,6 +310,10 @@ class CountedScheduler(Scheduler):
             self._update(decode, self._num_committed)
         super().abort(request_id, now)
 
+    def services(self) -> list[dict[str, int]]:
+        self._update_all()
+        return super().services()
+
     def check_integrity(self) -> None:
         self._update_all()
         super().check_integrity()

@@ -104,6 +104,10 @@ class WaitingQueue:
                 return sequence
         return None
 
+    def services(self) -> list[dict[str, int]]:
+        """Return, for each tier, the service of the tenants that have requests to be admitted."""
+        return [tier.services() for tier in self._tiers]
+
     def start(self, sequence: Sequence, now: float) -> None:
         """Remove a member, which runs from now on."""
         if self._shares is not None:
@@ -197,6 +201,9 @@ class _TierQueue:
     @property
     def is_empty(self) -> bool:
         return not self._resumed and not self._lines
+
+    def services(self) -> dict[str, int]:
+        return {account.tenant: account.service for account in self._tenants.items()}
 
     def sequences(self) -> list[Sequence]:
         return [*self._resumed.items(), *(item for line in self._lines.values() for item in line.items())]

@@ -334,6 +334,15 @@ class Scheduler:
             image_cache_tokens=self._images.num_tokens,
         )
 
+    @property
+    def num_preemptions(self) -> int:
+        return self._num_preemptions
+
+    def services(self) -> list[dict[str, int]]:
+        """Return, for each tier, the service that tenants with waiting requests received so far. Within a tier, the
+        tenant with the least goes first."""
+        return self._queue.services()
+
     def check_integrity(self) -> None:
         """Raise unless all records agree. Slow: for tests."""
         running = (sequence.blocks for sequence in self._running.sequences)

@@ -108,33 +108,39 @@ class StepTimePredictor:
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
         if elapsed_s <= 0.0:
             return
-        predicted_s = self.predict(load)
-        scale = 1.0 / max(elapsed_s, predicted_s)
-        error = self._cut((elapsed_s - predicted_s) * scale)
-        features = (
-            scale,
-            load.prefill_tokens * scale,
-            load.decode_rows * scale,
-            load.decode_context_tokens * scale,
-            load.prefill_pairs * scale,
-            load.encoder_patches * scale,
-        )
         weights, variances = self._weights, self._variances
-        spread = [variance * feature for variance, feature in zip(variances, features, strict=True)]
-        total = _NOISE_VARIANCE + sum(
-            [value * feature for value, feature in zip(spread, features, strict=True)]
+        rows, context = load.decode_rows, load.decode_context_tokens
+        has_more = load.prefill_tokens or load.prefill_pairs or load.encoder_patches
+        # Adding nothing changes nothing: the sums of a step with decodes alone are the same to the last bit.
+        predicted_s = (
+            self.predict(load) if has_more else weights[0] + weights[2] * rows + weights[3] * context
         )
-        for index, feature in enumerate(features):
+        scale = 1.0 / (elapsed_s if elapsed_s > predicted_s else predicted_s)
+        error = self._cut((elapsed_s - predicted_s) * scale)
+        features = [(0, scale), (2, rows * scale), (3, context * scale)]
+        if has_more:
+            features[1:1] = [(1, load.prefill_tokens * scale)]
+            features += [(4, load.prefill_pairs * scale), (5, load.encoder_patches * scale)]
+        total = 0.0
+        for index, feature in features:
+            total += variances[index] * feature * feature
+        total += _NOISE_VARIANCE
+        for index, feature in features:
             if feature:
-                gain = spread[index] / total
-                weights[index] = max(0.0, weights[index] + gain * error)
-                variance = (variances[index] - gain * spread[index]) / _FORGETTING
-                variances[index] = min(variance, self._max_variances[index])
+                variance = variances[index]
+                spread = variance * feature
+                gain = spread / total
+                weight = weights[index] + gain * error
+                weights[index] = weight if weight > 0.0 else 0.0
+                variance = (variance - gain * spread) / _FORGETTING
+                most = self._max_variances[index]
+                variances[index] = variance if variance < most else most
 
     def _cut(self, error: float) -> float:
-        limit = max(_MIN_CUT, _CUT_AT_USUAL_ERRORS * self._usual_error)
-        self._usual_error = _USUAL_ERROR_DECAY * self._usual_error + (1.0 - _USUAL_ERROR_DECAY) * abs(error)
-        return max(-limit, min(limit, error))
+        usual_error = self._usual_error
+        limit = max(_MIN_CUT, _CUT_AT_USUAL_ERRORS * usual_error)
+        self._usual_error = _USUAL_ERROR_DECAY * usual_error + (1.0 - _USUAL_ERROR_DECAY) * abs(error)
+        return error if -limit <= error <= limit else (limit if error > 0.0 else -limit)
 
 
 MIN_PREFILL_TOKENS = 16

@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -34,6 +36,7 @@ from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.history.history import History
+from penstock.gateway.history.recorder import RequestRecorder
 from penstock.gateway.history.requests import RecentRequests
 from penstock.gateway.history.siblings import Siblings
 from penstock.gateway.history.store import HistoryStore
@@ -127,6 +130,11 @@ async def open_gateway(
         request_log = build_request_log(config.telemetry, observer)
         recent = RecentRequests(siblings, keeps_prompts=config.telemetry.show_prompts)
         fleet.on_sent = recent.note_sent
+        if (path := config.telemetry.record_requests) is not None:
+            # One file for each process: their secrets differ.
+            recorder = RequestRecorder(Path(path if num_processes == 1 else f"{path}.{os.getpid()}"))
+            stack.callback(recorder.close)
+            fleet.observers.append(recorder)
         observers = Observers([recent, observer]) if request_log is not None else recent
         gateway = state.build_gateway(fleet, config.gateway, limiter, observers)
         if recent.keeps_prompts:

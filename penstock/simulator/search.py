@@ -7,13 +7,14 @@ fewer faults, fewer requests, fewer replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, permutations
 from random import Random
 
 import msgspec
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.request import FinishReason, Tier
+from penstock.scheduler.tenants import OUTPUT_TOKEN_WEIGHT, PROMPT_TOKEN_WEIGHT
 from penstock.simulator.control import ControlTimes
 from penstock.simulator.cost import LLAMA_8B_ON_H200
 from penstock.simulator.fleet import SimulatedFleet
@@ -35,6 +36,7 @@ _MOST_SHRINKS = 200
 _MAX_STEP_TOKENS = 512
 _MAX_MODEL_LEN = 1400
 _MAX_QUEUE_REQUESTS = 40
+_MAX_ANSWER = 200
 _FAULTS = ("kills", "slow", "lost", "restarts", "clock_steps")
 
 
@@ -146,8 +148,13 @@ def violation(case: FaultCase) -> str | None:
         if (problem := _problem(outcome)) is not None:
             wrong.append(f"{request_id} {problem}")
 
+    fairness = _Fairness(case)
+
     def check_limits(fleet: SimulatedFleet) -> None:
-        if not wrong and (problem := _exceeded(fleet, case)) is not None:
+        if wrong:
+            return
+        problem = _exceeded(fleet, case) or fairness.exceeded(fleet)
+        if problem is not None:
             wrong.append(problem)
 
     try:
@@ -176,6 +183,41 @@ def _exceeded(fleet: SimulatedFleet, case: FaultCase) -> str | None:
     return None
 
 
+class _Fairness:
+    """Checks that of two tenants whose requests wait in the same tier of a replica, neither gets much more service
+    than the other.
+
+    The tenant with less service goes first. So a tenant that is ahead grows by its last admitted prompt, and by the
+    answers of its running requests; the other may have been ahead by as much when both began to wait. A preempted
+    request resumes before all others, and its prompt counts once more."""
+
+    def __init__(self, case: FaultCase) -> None:
+        most_running = min(case.max_num_seqs, case.num_blocks)
+        self._bound = 2 * (
+            PROMPT_TOKEN_WEIGHT * _MAX_MODEL_LEN + OUTPUT_TOKEN_WEIGHT * _MAX_ANSWER * most_running
+        )
+        self._since: dict[str, dict[tuple[int, str, str], tuple[int, int]]] = {}  # by replica
+
+    def exceeded(self, fleet: SimulatedFleet) -> str | None:
+        for member in fleet.members.values():
+            scheduler = member.replica.scheduler
+            if scheduler.num_waiting < 2:
+                self._since.pop(member.id, None)
+                continue
+            before = self._since.get(member.id, {})
+            now: dict[tuple[int, str, str], tuple[int, int]] = {}
+            for rank, services in enumerate(scheduler.services()):
+                for first, second in permutations(services, 2) if len(services) > 1 else ():
+                    lead = services[first] - services[second]
+                    pair = rank, first, second
+                    began = now[pair] = before.get(pair) or (lead, scheduler.num_preemptions)
+                    again = PROMPT_TOKEN_WEIGHT * _MAX_MODEL_LEN * (scheduler.num_preemptions - began[1])
+                    if lead - began[0] > self._bound + again:
+                        return f"{member.id} gave {first} {lead - began[0]} more service than {second}, which waited"
+            self._since[member.id] = now
+        return None
+
+
 def _problem(outcome: Outcome) -> str | None:
     arrival, tokens = outcome.arrival, outcome.token_ids
     if any(token != arrival.output_token(index) for index, token in enumerate(tokens)):
@@ -199,7 +241,7 @@ def _simulation(case: FaultCase) -> SimulationConfig:
             num_requests=case.num_requests,
             requests_per_s=case.requests_per_s,
             prompt_tokens=LogNormal(median=60, sigma=1.0, maximum=900),
-            output_tokens=LogNormal(median=20, sigma=0.8, maximum=200),
+            output_tokens=LogNormal(median=20, sigma=0.8, maximum=_MAX_ANSWER),
             tenants=(Tenant("a", 3.0), Tenant("b"), Tenant("c", tier=Tier.BATCH)),
             prefix_tokens=LogNormal(median=100, sigma=0.5, maximum=300),
             prefixes_per_tenant=3,

@@ -172,9 +172,9 @@ def test_reads_published_traces(tmp_path: Path) -> None:
 def test_damaged_traces(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(MOONCAKE * 20 + '{"timestamp": 1\n')
-    assert read_trace(path).num_damaged == 1
+    assert len(read_trace(path).damaged) == 1
     path.write_text(MOONCAKE + '{"timestamp": "x"}\n{"a": {}}\n')
-    with pytest.raises(UsageError, match="2 of the 4 lines"):
+    with pytest.raises(UsageError, match=r"2 of the 4 requests of .* cannot be read: lines 3, 4\."):
         read_trace(path)
     path.write_text("a,b\n1,2\n")
     with pytest.raises(UsageError, match="TIMESTAMP"):

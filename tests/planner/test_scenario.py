@@ -51,6 +51,8 @@ def test_the_scenario_of_the_documentation(tmp_path: Path) -> None:
         ({"traffic": {"input": "many"}}, "neither a number of tokens nor a range"),
         ({"faults": [{"kind": "kill", "at_s": 1.0, "replica": 9}]}, "names replica 9 of 1"),
         ({"faults": [{"kind": "restart-gateway", "at_s": 1.0, "gateway": 1}]}, "names gateway 1 of 1"),
+        ({"model": {"host_memory_gib": -1.0}}, "is no amount of memory"),
+        ({"fleet": {"heartbeat_s": 0.0}}, "no time is negative"),
         ({"faults": [{"kind": "flood", "at_s": 1.0}]}, "Invalid enum value 'flood'"),
     ],
 )
@@ -67,6 +69,37 @@ def test_a_trace_is_replayed_with_its_prefixes(tmp_path: Path) -> None:
     assert [len(outcome.token_ids) for outcome in ended] == [5, 6]
     assert [outcome.arrival.time_s for outcome in ended] == [0.0, 0.5]
     assert report.cached_tokens == 512  # the block that both begin with
+
+
+@pytest.mark.parametrize("name", ["azure.csv", "mooncake.jsonl"])
+def test_the_examples_of_published_formats_are_simulated(name: str, tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(f'[traffic]\ntrace = "{DOCS.parent / "examples" / name}"\n')
+    report = simulate(read_scenario(tmp_path / "fleet.toml"))
+    assert report.num_answered == 24
+    assert (report.cached_share > 0.1) is (name == "mooncake.jsonl")
+
+
+def test_damaged_lines_are_told_by_number(tmp_path: Path) -> None:
+    (tmp_path / "requests.jsonl").write_text(MOONCAKE * 15 + "broken\n")
+    (tmp_path / "fleet.toml").write_text('[traffic]\ntrace = "requests.jsonl"\n')
+    code, _, errors = run(str(tmp_path / "fleet.toml"))
+    assert code == 0
+    assert "line 31 of" in errors
+
+
+def test_host_memory_delays_and_every_kind_of_fault() -> None:
+    kinds = ("kill", "freeze", "slow", "lose-kv-events", "restart-gateway", "step-clock")
+    values = {
+        "model": {"host_memory_gib": 2.0, "draft_acceptance": 0.7},
+        "traffic": {"requests": 40, "rate": 20.0, "input": 100, "output": "5:20"},
+        "fleet": {"replicas": 2, "message_delay_s": 0.05, "heartbeat_s": 0.25, "start_s": 1.0},
+        "faults": [{"kind": kind, "at_s": 0.3 + 0.2 * place} for place, kind in enumerate(kinds)],
+    }
+    config = simulation_of(scenario_of(values, "fleet.toml"))
+    assert config.replica.num_host_blocks == 1024  # of 2 MiB
+    assert (config.times.message_delay_s, config.times.heartbeat_s, config.times.start_s) == (0.05, 0.25, 1.0)
+    assert len({type(fault) for fault in config.faults}) == 5  # a frozen replica is a very slow one
+    assert simulate(config).num_requests == 40
 
 
 def test_the_command(tmp_path: Path) -> None:

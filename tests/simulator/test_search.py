@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
+from penstock.scheduler.keyed_heap import KeyedHeap
+from penstock.scheduler.tenants import TenantAccount
 from penstock.simulator import Fixed, ReplicaConfig, Report, SimulationConfig, Workload, simulate
 from penstock.simulator.fleet import SimulatedFleet
 from penstock.simulator.search import random_case, shrink, violation
@@ -82,3 +86,21 @@ def test_an_answer_may_end_with_the_context_of_the_model() -> None:
         case, num_gateways=1, timeout_s=None, mean_patience_s=None, message_delay_s=0.0
     )
     assert violation(case) is None
+
+
+@pytest.mark.parametrize("counts_decodes", [True, False])
+def test_a_scheduler_that_favours_one_tenant_is_found(
+    counts_decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = msgspec.structs.replace(
+        random_case(1, 400), requests_per_s=80.0, num_replicas=1, num_gateways=1, num_blocks=4000, max_num_seqs=4,
+        timeout_s=None, mean_patience_s=None, kills=(), slow=(), lost=(), restarts=(), clock_steps=(),
+        draft_acceptance=None, num_host_blocks=0, counts_decodes=counts_decodes,
+    )  # fmt: skip
+    assert violation(case) is None
+
+    def most_served(accounts: KeyedHeap[TenantAccount]) -> TenantAccount | None:
+        return max(accounts.items(), key=lambda account: account.service, default=None)
+
+    monkeypatch.setattr("penstock.scheduler.queue.least_served", most_served)
+    assert re.search("gave . [0-9]+ more service than ., which waited", str(violation(case)))
