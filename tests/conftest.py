@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import ssl
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,29 @@ SHARING_A_SERVER = tuple(f"tests/e2e/test_{name}.py" for name in ("readme", "ser
 def nobodys_state(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Servers that tests start keep their data here, and not where the user's own server has its keys."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once() -> None:
+    """Clients share one TLS context. Each would read all certificates, and most of them speak plain HTTP then."""
+    for library in ("httpx", "httpx2"):  # those of the SDKs too
+        transports: Any = sys.modules.get(f"{library}._transports.default")
+        if transports is not None:
+            transports.create_ssl_context = shared_by_default(transports.create_ssl_context)
+
+
+def shared_by_default(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
+    contexts: dict[tuple[object, ...], ssl.SSLContext] = {}
+
+    def shared(verify: object = True, cert: object = None, trust_env: bool = True) -> ssl.SSLContext:
+        if verify is not True or cert is not None:
+            return create(verify=verify, cert=cert, trust_env=trust_env)
+        key = (trust_env, *map(os.environ.get, ("SSL_CERT_FILE", "SSL_CERT_DIR")))
+        if key not in contexts:
+            contexts[key] = create(trust_env=trust_env)
+        return contexts[key]
+
+    return shared
 
 
 @pytest.fixture(scope="package")

@@ -12,6 +12,7 @@ A sign-in at an identity provider comes back to /console with a code, which the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from importlib import resources
 from typing import Annotated, Literal, NamedTuple
@@ -77,12 +78,7 @@ class ConsoleFiles:
         self._sign_in = sign_in
         self._needs_key = needs_key
         self._exchange = BodyDecoder(Exchange)
-        folder = resources.files("penstock.api").joinpath("static/console")
-        self._files = {
-            entry.name: _served(entry.name, entry.read_bytes())
-            for entry in folder.iterdir()
-            if entry.name.rpartition(".")[2] in _TYPES
-        }
+        self._files = _all_files()
 
     def routes(self) -> list[Route]:
         return [
@@ -122,6 +118,16 @@ class ConsoleFiles:
         if request.headers.get("if-none-match") == found.headers["etag"]:
             return Response(status_code=304, headers=found.headers)
         return Response(found.body, headers=found.headers)
+
+
+@functools.cache
+def _all_files() -> dict[str, ServedFile]:
+    folder = resources.files("penstock.api").joinpath("static/console")
+    return {
+        entry.name: _served(entry.name, entry.read_bytes())
+        for entry in folder.iterdir()
+        if entry.name.rpartition(".")[2] in _TYPES
+    }
 
 
 def _served(name: str, body: bytes) -> ServedFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -13,7 +14,15 @@ from penstock.kernels.library import Library
 from penstock.kernels.native import NativeOps
 from penstock.kernels.native_storage import NativeKVStore
 from penstock.kernels.reference import TorchOps
-from tests.kernels.attention_case import BLOCK_SIZE, make_batch, make_layer, make_sequences, run_all, run_step
+from tests.kernels.attention_case import (
+    BLOCK_SIZE,
+    Sequence,
+    make_batch,
+    make_layer,
+    make_sequences,
+    run_all,
+    run_step,
+)
 
 LAYERS = {
     "grouped": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
@@ -30,6 +39,7 @@ LAYERS = {
     "all": {"window": 100, "softcap": 20.0, "head_norms": True, "sinks": True},
 }
 LENGTHS = [1, 15, 16, 17, 100, 230]
+Case = tuple[AttentionLayer, list[Sequence]]
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
@@ -47,28 +57,38 @@ def poisoned_cache(ops: NativeOps, num_blocks: int, layer: AttentionLayer) -> Na
     return store
 
 
-def check_against(
-    definition: TorchOps, native: NativeOps, shape: dict, dtype: torch.dtype, close: dict[str, float]
-) -> None:
-    layer = make_layer(**shape)
+@functools.cache
+def defined(name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> tuple[Case, list[torch.Tensor]]:
+    """A layer of LAYERS with sequences, and what the definition makes of them: the same for all instruction sets."""
+    torch.manual_seed(0)
+    layer = make_layer(**LAYERS[name])
     num_blocks = num_blocks_for(LENGTHS)
     sequences = make_sequences(LENGTHS, layer, num_blocks, dtype)
-    run_all(native, layer, poisoned_cache(native, num_blocks, layer).layer(1), sequences, chunk=64)
-    found = [sequence.output for sequence in sequences]
-
+    inputs = [sequence.qkv for sequence in sequences]
     for sequence in sequences:
         sequence.qkv = sequence.qkv.float()
+    definition = TorchOps("cpu", torch.float32, kv_dtype)
     store = definition.allocate_kv(1, num_blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
     run_all(definition, layer, store.layer(0), sequences, chunk=64)
-    for output, sequence in zip(found, sequences, strict=True):
-        torch.testing.assert_close(output.float(), sequence.output, **close)
+    expected = [sequence.output for sequence in sequences]
+    for sequence, qkv in zip(sequences, inputs, strict=True):
+        sequence.qkv = qkv
+    return (layer, sequences), expected
 
 
-@pytest.mark.parametrize("shape", LAYERS.values(), ids=LAYERS.keys())
-def test_agrees_with_the_definition(
-    native: NativeOps, exact: TorchOps, shape: dict, dtype: torch.dtype
+def check_against_definition(
+    native: NativeOps, name: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, close: dict[str, float]
 ) -> None:
-    check_against(exact, native, shape, dtype, tolerance(dtype))
+    (layer, sequences), expected = defined(name, dtype, kv_dtype)
+    cache = poisoned_cache(native, num_blocks_for(LENGTHS), layer).layer(1)
+    run_all(native, layer, cache, sequences, chunk=64)
+    for sequence, output in zip(sequences, expected, strict=True):
+        torch.testing.assert_close(sequence.output.float(), output, **close)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_agrees_with_the_definition(native: NativeOps, name: str, dtype: torch.dtype) -> None:
+    check_against_definition(native, name, dtype, None, tolerance(dtype))
 
 
 @pytest.fixture
@@ -77,13 +97,13 @@ def native_int8(library: Library, isa: str, dtype: torch.dtype) -> NativeOps:
     return NativeOps(library, dtype, torch.int8)
 
 
-@pytest.mark.parametrize("shape", LAYERS.values(), ids=LAYERS.keys())
+@pytest.mark.parametrize("name", LAYERS)
 def test_eight_bits_agree_with_their_definition(
-    native_int8: NativeOps, shape: dict, dtype: torch.dtype
+    native_int8: NativeOps, name: str, dtype: torch.dtype
 ) -> None:
     # A number halfway between two codes may be rounded either way.
     close = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.float32 else tolerance(dtype)
-    check_against(TorchOps("cpu", torch.float32, torch.int8), native_int8, shape, dtype, close)
+    check_against_definition(native_int8, name, dtype, torch.int8, close)
 
 
 def test_eight_bits_take_half_the_memory_of_bfloat16(library: Library) -> None:
@@ -264,15 +284,18 @@ def test_requests_with_a_common_prefix_are_as_if_alone(
     sequences = make_sequences(lengths, layer, num_blocks, dtype)
     cache = native.allocate_kv(1, num_blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim).layer(0)
     origin = sequences[2]
+    run_step(native, layer, cache, [(origin, origin.qkv.shape[0] - 1)])
     for sharer in [sequences[1], *sequences[3:9], sequences[10]]:
         sharer.qkv[:shared_len] = origin.qkv[:shared_len]
         sharer.blocks[: shared_len // BLOCK_SIZE] = origin.blocks[: shared_len // BLOCK_SIZE]
+        sharer.computed = shared_len  # by the origin, into blocks that are the sharer's too
     for sequence in sequences:
-        run_step(native, layer, cache, [(sequence, sequence.qkv.shape[0] - 1)])
+        if rest := sequence.qkv.shape[0] - 1 - sequence.computed:
+            run_step(native, layer, cache, [(sequence, rest)])
     for sequence in sequences:
         run_step(native, layer, cache, [(sequence, 1)])
         sequence.computed -= 1
     run_step(native, layer, cache, [(sequence, 1) for sequence in sequences])
     for sequence in sequences:
-        _, alone, together = sequence.outputs
+        *_, alone, together = sequence.outputs
         assert torch.equal(alone, together)

@@ -14,6 +14,7 @@ from penstock.kernels.interface import DenseWeight, GroupQuantWeight
 from penstock.kernels.library import Library
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
+from tests.kernels.conftest import PRESENT_ISAS
 
 
 def test_native_where_it_can_torch_elsewhere(library: Library) -> None:
@@ -67,6 +68,15 @@ def test_capabilities_name_the_best_set(library: Library) -> None:
     assert found.isa in library_module.ISA_NAMES
     assert found.num_threads == library.num_threads()
     assert select.preferred_cpu_dtype() == (torch.bfloat16 if found.isa == "amx" else torch.float32)
+
+
+@pytest.mark.parametrize("name", library_module.ISA_NAMES)
+def test_every_instruction_set_is_tested(library: Library, name: str) -> None:
+    """All native tests run for each instruction set of the processor."""
+    if name not in PRESENT_ISAS:
+        pytest.skip(f"this processor does not have {name}, and no native test runs with it")
+    assert library.set_isa(library_module.ISA_NAMES.index(name))
+    library.set_isa(library.best_isa())
 
 
 def test_an_instruction_set_the_processor_lacks_is_refused(library: Library) -> None:

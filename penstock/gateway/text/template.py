@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -104,6 +105,17 @@ _LOOPS_OVER_PARTS = re.compile(r"""in\s+\w+(\[['"]content['"]\]|\.content)""")
 _TAKES_TEXT = re.compile(r"is\s+(not\s+)?(string|iterable)")
 
 
+_ENVIRONMENT = BoundedEnvironment()
+
+
+@functools.lru_cache(maxsize=64)
+def _template_and_variables(text: str) -> tuple[Template, frozenset[str]]:
+    """Compile a template, once for all models and adapters that have it. Raises TemplateError."""
+    template = _ENVIRONMENT.from_string(text)
+    template.globals = dict(template.globals)  # every rendering copies them
+    return template, frozenset(meta.find_undeclared_variables(_ENVIRONMENT.parse(text)))
+
+
 class ChatTemplate:
     """The templates of one model, compiled once. A model without a template refuses chats with a hint."""
 
@@ -113,7 +125,6 @@ class ChatTemplate:
         self._tool_format = tool_format or HERMES
         self._marks = PlainTextMarks(special_token_ids(card.tokenizer_json))
         self._image_token = card.vision.template_token if card.vision is not None else ""
-        self._environment = BoundedEnvironment()
         self._default = None if card.chat_template is None else self._compiled(card.chat_template)
         self._named = {name: self._compiled(text) for name, text in card.named_templates.items()}
 
@@ -134,13 +145,11 @@ class ChatTemplate:
 
     def _compiled(self, text: str) -> _Compiled:
         try:
-            template = self._environment.from_string(text)
-            variables = meta.find_undeclared_variables(self._environment.parse(text))
+            template, variables = _template_and_variables(text)
         except TemplateError as error:
             raise ModelLoadError(
                 f"The chat template of {self._model_name} cannot be read: {error}"
             ) from error
-        template.globals = dict(template.globals)  # every rendering copies them
         loops = bool(self._image_token) and _LOOPS_OVER_PARTS.search(text) is not None
         needs_parts = loops and _TAKES_TEXT.search(text) is None
         return _Compiled(template, "tools" in variables, loops, needs_parts)
@@ -199,7 +208,7 @@ class ChatTemplate:
             variables = self._variables(chosen, prompt, arguments_as_text=arguments_as_text)
             if not says_none:
                 variables = {name: value for name, value in variables.items() if value is not None}
-            text = self._environment.render(chosen.template, variables)
+            text = _ENVIRONMENT.render(chosen.template, variables)
             if prompt.continues_last:  # what closes the turn is not to be written
                 text = text[: text.rindex(_LAST_WORD)]
             return self._marks.restore(text)
