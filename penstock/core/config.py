@@ -180,7 +180,10 @@ class ExternalServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     cost: float = 0.0  # per token, in any unit: cheaper servers are asked first, while they have room
     max_concurrent: int | None = None  # requests at a time; more wait here, by tier
     continues: bool | None = None  # whether it completes an assistant's message; None: as known of its kind
-    api_key_header: str = "authorization"  # with "Bearer" before the key; any other holds the key alone
+    dialect: Literal["openai", "azure", "anthropic"] = "openai"  # the API that the server speaks
+    api_version: str = ""  # of Azure
+    api_key_header: str = ""  # "authorization" has "Bearer" before the key; empty: as the dialect has it
+    takes_cache_control: bool = False  # whether marks of prompt caching are passed on; Anthropic's always are
     shows_cached_tokens: bool = (
         False  # whether clients may see cached tokens, which tell about other clients' prompts
     )

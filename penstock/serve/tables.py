@@ -26,7 +26,7 @@ Servers given with `--external` get the key in PENSTOCK_EXTERNAL_API_KEY, if it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -185,7 +185,10 @@ class ExternalTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     continues: bool | None = None
     shows_cached_tokens: bool = False
     api_key_variable: str | None = None
-    api_key_header: str = "authorization"
+    api_key_header: str = ""
+    dialect: Literal["openai", "azure", "anthropic"] = "openai"
+    api_version: str = ""
+    takes_cache_control: bool = False
 
     def to_config(self) -> ExternalServerConfig:
         models = self.models if isinstance(self.models, dict) else {name: name for name in self.models}
@@ -206,6 +209,9 @@ class ExternalTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             shows_cached_tokens=self.shows_cached_tokens,
             api_key=key,
             api_key_header=self.api_key_header,
+            dialect=self.dialect,
+            api_version=self.api_version,
+            takes_cache_control=self.takes_cache_control,
         )
 
 

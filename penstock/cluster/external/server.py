@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.cluster.external.dialects import ReadEvent, dialect_of
 from penstock.cluster.external.http import Answer, HttpClient, HttpError
 from penstock.cluster.external.wire import (
     ExternalCall,
@@ -28,7 +29,7 @@ from penstock.cluster.external.wire import (
     server_root,
 )
 from penstock.core.config import ExternalServerConfig
-from penstock.core.errors import EngineUnavailable
+from penstock.core.errors import EngineUnavailable, InvalidRequest
 
 MAX_LINE_BYTES = 16 << 20
 _DONE = b"[DONE]"
@@ -137,7 +138,6 @@ _CONTINUING = frozenset(
 )  # owners of models, by which servers tell what they are
 _NO_METRICS = frozenset({401, 403, 404, 405, 501})  # will not change while the server runs
 
-_decode_chunk = msgspec.json.Decoder(StreamChunk).decode
 _decode_models = msgspec.json.Decoder(ModelPage).decode
 _to_json = msgspec.json.Encoder().encode
 OnChunks: TypeAlias = Callable[[list[StreamChunk]], None]
@@ -165,9 +165,11 @@ class ExternalServer:
         self.max_concurrent = config.max_concurrent
         self.continues = bool(config.continues)  # whether it completes an assistant's message
         self._knows_continues = config.continues is not None
-        headers: dict[str, str] = {}
+        self._dialect = dialect_of(config)
+        self._takes_cache_control = config.takes_cache_control or self._dialect.takes_cache_control
+        headers = dict(self._dialect.headers)
         if config.api_key is not None:
-            header = config.api_key_header.lower()
+            header = config.api_key_header.lower() or self._dialect.key_header
             headers[header] = f"Bearer {config.api_key}" if header == "authorization" else config.api_key
         self._http = HttpClient(server_root(config), headers)
 
@@ -177,14 +179,15 @@ class ExternalServer:
     async def probe(self) -> None:
         """Ask the server for its models and its load. Raises ServerDown."""
         try:
-            status, body = await self._get("/v1/models", MAX_MODELS_BYTES)
+            path = self._dialect.models_path
+            status, body = await self._get(path, MAX_MODELS_BYTES)
             if status != 200:
-                raise ServerDown(f"/v1/models answers {status}")
+                raise ServerDown(f"{path} answers {status}")
             page = _decode_models(body)
         except HttpError as error:
             raise ServerDown(str(error)) from error
         except msgspec.DecodeError as error:
-            raise ServerDown("/v1/models is not a list of models") from error
+            raise ServerDown(f"{path} is not a list of models") from error
         if self._lists_models:
             self.models = {model.id: model.id for model in page.data}
         owners = {model.owned_by for model in page.data}
@@ -212,7 +215,8 @@ class ExternalServer:
         answer that is asked for whole is one chunk. Raises RequestRefused. Cancelling this closes the connection, so
         that the server stops too."""
         try:
-            answer = await self._http.post(f"/v1/{call.api}", _to_json(self._body(call)))
+            path = self._dialect.path(call, self.models[call.model])
+            answer = await self._http.post(path, _to_json(self._body(call)))
             try:
                 if answer.status != 200:
                     raise await self._refusal(answer)
@@ -236,24 +240,28 @@ class ExternalServer:
             ) from error
 
     def _body(self, call: ExternalCall) -> dict[str, Any]:
-        body = {**call.body, "model": self.models[call.model], "stream": not call.is_whole}
-        if not call.is_whole:
-            body["stream_options"] = {"include_usage": True}
+        if call.has_cache_marks and not self._takes_cache_control:
+            call = call.without_cache_marks()
+        try:
+            body = self._dialect.body(call, self.models[call.model])
+        except InvalidRequest as error:  # another server may have another dialect
+            raise RequestRefused(error, elsewhere=False) from error
         if self._salts_cache:  # workspaces can neither read nor time each other's prefixes
             body["cache_salt"] = blake2b(call.tenant.encode(), digest_size=16).hexdigest()
         return body
 
     def _pass_on_whole(self, call: ExternalCall, data: bytes, on_chunks: OnChunks) -> None:
-        chunks, problem = self._chunks([data])
+        chunks, problem = self._chunks([data], self._dialect.read_whole)
         if problem is not None:
             raise problem
         on_chunks([chunk.as_whole(call.estimated_tokens) for chunk in chunks])
 
     async def _pass_on_events(self, answer: Answer, on_chunks: OnChunks) -> None:
         lines = EventLines()
+        read = self._dialect.reader()
 
         def take(events: Sequence[bytes]) -> None:
-            chunks, problem = self._chunks(events)
+            chunks, problem = self._chunks(events, read)
             if chunks:
                 on_chunks(chunks)
             if problem is not None:
@@ -267,12 +275,12 @@ class ExternalServer:
         if not lines.has_ended:
             take(lines.end())
 
-    def _chunks(self, events: Sequence[bytes]) -> tuple[list[StreamChunk], Exception | None]:
+    def _chunks(self, events: Sequence[bytes], read: ReadEvent) -> tuple[list[StreamChunk], Exception | None]:
         """The chunks of these events, up to the first that is none or tells of an error, and that error."""
         chunks: list[StreamChunk] = []
         for data in events:
             try:
-                chunk = _decode_chunk(data)
+                chunk = read(data)
             except msgspec.DecodeError as error:
                 return chunks, error
             if chunk.error is not None:

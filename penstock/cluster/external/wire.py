@@ -44,6 +44,7 @@ class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
     affinity_key: str = ""
     timeout_s: float | None = None
     is_whole: bool = False  # whether the server is asked for the answer in one piece, instead of a stream
+    has_cache_marks: bool = False  # whether parts of the body have a `cache_control`
     estimated_tokens: int = 0  # of the prompt; by default, estimated from its text
 
     def __post_init__(self) -> None:
@@ -54,6 +55,17 @@ class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
     def max_tokens(self) -> int | None:
         """Of the answer; None where the server decides."""
         return self.body.get("max_tokens")
+
+    def without_cache_marks(self) -> ExternalCall:
+        """For servers that do not know the marks: contents of texts are one text again, which all servers take."""
+        messages = [message | {"content": _unmarked(message["content"])} for message in self.body["messages"]]
+        body = self.body | {"messages": messages}
+        if "tools" in body:
+            body["tools"] = [
+                {name: value for name, value in tool.items() if name != "cache_control"}
+                for tool in body["tools"]
+            ]
+        return msgspec.structs.replace(self, body=body, has_cache_marks=False)
 
     def with_shorter_answer(self, error: ContextLengthExceeded) -> ExternalCall | None:
         """The call with a `max_tokens` that fits, after a server refused it with `error`. A server that does not say
@@ -68,6 +80,14 @@ class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
                 return None
             body["max_tokens"] = room
         return msgspec.structs.replace(self, body=body)
+
+
+def _unmarked(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    if any(part["type"] != "text" for part in content):
+        return [{name: part[name] for name in part if name != "cache_control"} for part in content]
+    return "\n".join(part["text"] for part in content)
 
 
 def estimated_tokens(text: str) -> int:

@@ -27,6 +27,7 @@ from penstock.dispatch.health import Circuit
 from penstock.gateway.checks import check_request
 from penstock.gateway.metrics.table import metric, metric_by
 from penstock.gateway.prompts import (
+    CacheMark,
     ChatMessage,
     ChatPrompt,
     GenerationRequest,
@@ -38,8 +39,10 @@ from penstock.gateway.prompts import (
     Tool,
     ToolCall,
 )
+from penstock.gateway.text.caching import has_cache_marks
 from penstock.router import ReplicaState
 
+_SHORT_TTL_S = 300.0  # of a mark without a time
 UNKNOWN_VOCAB_SIZE = 1 << 31  # more than any vocabulary has
 
 
@@ -194,6 +197,7 @@ def calls_for(
         body |= _text_fields(request)
         text = _text_of(prompt)
         num_tokens = estimated_tokens(text)
+        has_marks = isinstance(prompt, ChatPrompt) and has_cache_marks(prompt)
         if max_tokens is not None:
             room = None if context is None else context - num_tokens
             body["max_tokens"] = max_tokens if room is None or room < 1 else min(max_tokens, room)
@@ -212,6 +216,7 @@ def calls_for(
                     tier=tier,
                     affinity_key=request.prompt_cache_key or "",
                     is_whole=is_whole,
+                    has_cache_marks=has_marks,
                     estimated_tokens=num_tokens,
                 )
             )
@@ -258,18 +263,34 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     return fields
 
 
+def _marked(part: dict[str, Any], mark: CacheMark | None) -> dict[str, Any]:
+    if mark is None:
+        return part
+    ttl = {} if mark.ttl_s <= _SHORT_TTL_S else {"ttl": "1h"}
+    return part | {"cache_control": {"type": "ephemeral", **ttl}}
+
+
 def _content(message: ChatMessage) -> str | list[dict[str, Any]]:
-    """The content as one text, because not every server takes parts; as parts if there are images."""
-    if isinstance(message.content, str):
-        return message.content
-    if any(isinstance(part, ImagePart) for part in message.content):
-        return [
+    """The content as one text, because not every server takes parts; as parts if there are images or marks of prompt
+    caching."""
+    content, mark = message.content, message.cache
+    if isinstance(content, str):
+        is_plain = mark is None or not content
+        return content if is_plain else [_marked({"type": "text", "text": content}, mark)]
+    if mark is None and not any(isinstance(part, ImagePart) or part.cache is not None for part in content):
+        return "\n".join(part.text for part in content)
+    parts = [
+        _marked(
             {"type": "image_url", "image_url": {"url": part.url}}
             if isinstance(part, ImagePart)
-            else {"type": "text", "text": part.text}
-            for part in message.content
-        ]
-    return "\n".join(part.text for part in message.content)
+            else {"type": "text", "text": part.text},
+            part.cache,
+        )
+        for part in content
+    ]
+    if parts and "cache_control" not in parts[-1]:
+        parts[-1] = _marked(parts[-1], mark)
+    return parts
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
@@ -282,7 +303,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
         function["description"] = tool.description
     if tool.strict:
         function["strict"] = True
-    return {"type": "function", "function": function}
+    return _marked({"type": "function", "function": function}, tool.cache)
 
 
 def _tool_choice(prompt: ChatPrompt) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def tools_salt(prompt: ChatPrompt) -> str:
 def marked_pieces(prompt: ChatPrompt) -> list[Piece]:
     """The pieces of a chat; empty when none of them carries a mark. Raises InvalidRequest for marks against the
     rules."""
-    if not _has_marks(prompt):
+    if not has_cache_marks(prompt):
         return []
     pieces = [Piece("tool", index, mark=tool.cache) for index, tool in enumerate(prompt.tools)]
     for index, message in enumerate(prompt.messages):
@@ -141,7 +141,7 @@ def written_by_ttl(breakpoints: Sequence[CacheBreakpoint], use: CacheUse) -> tup
     return short, long
 
 
-def _has_marks(prompt: ChatPrompt) -> bool:
+def has_cache_marks(prompt: ChatPrompt) -> bool:
     return any(tool.cache is not None for tool in prompt.tools) or any(
         message.cache is not None
         or any(call.cache is not None for call in message.tool_calls)

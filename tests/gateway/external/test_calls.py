@@ -48,7 +48,7 @@ def bodies(
         assert (call.region, call.affinity_key) == ("eu", "session")
         assert call.api == ("chat/completions" if "messages" in call.body else "completions")
         assert "somebody" not in json.dumps(call.body), "who asks is nobody else's business"
-    return [call.body for call in calls]
+    return [call.without_cache_marks().body if call.has_cache_marks else call.body for call in calls]
 
 
 def body(prompt: Prompt, **sampling: Any) -> dict[str, Any]:
@@ -64,6 +64,28 @@ def test_a_plain_chat_says_no_more_than_it_must() -> None:
     assert body(chat()) == {
         "messages": [{"role": "user", "content": "Hello"}],
     }
+
+
+def test_marks_of_prompt_caching_are_for_servers_that_take_them() -> None:
+    hour, short = CacheMark(3600.0), CacheMark(300.0)
+    prompt = chat(
+        ChatMessage("system", (TextPart("One.", hour), TextPart("Two."))),
+        ChatMessage("user", "Hello", cache=short),
+        ChatMessage("user", (TextPart("a"), TextPart("b")), cache=short),
+        tools=(Tool("weather", cache=short),),
+    )
+    request = GenerationRequest(prompts=(prompt,), sampling=SamplingOptions())
+    (call,) = calls_for("r", request, model="m", max_tokens=None, context=None, region="")
+    assert call.has_cache_marks
+    system, user, last = (message["content"] for message in call.body["messages"])
+    assert system[0]["cache_control"] == {"type": "ephemeral", "ttl": "1h"}
+    assert "cache_control" not in system[1]
+    assert user == [{"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}]
+    assert [("cache_control" in part) for part in last] == [False, True]
+    assert call.body["tools"][0]["cache_control"] == {"type": "ephemeral"}
+    plain = call.without_cache_marks().body
+    assert "cache_control" not in json.dumps(plain)
+    assert [message["content"] for message in plain["messages"]] == ["One.\nTwo.", "Hello", "a\nb"]
 
 
 def test_every_sampling_option_that_was_given() -> None:
