@@ -197,6 +197,7 @@ async def test_malformed_json(body: bytes) -> None:
         (CHAT, chat(tools=[tool(f"t{number}") for number in range(1025)]), "tools"),
         (CHAT, chat(tools=[tool("a")], tool_choice="some"), "tool_choice"),
         (CHAT, chat(tool_choice="required"), "tool_choice"),
+        (CHAT, chat(tool_choice="any"), "tool_choice"),
         (CHAT, chat(tools=[tool("a")], tool_choice=named("b")), "tool_choice"),
         (CHAT, chat(tools=[tool("a")], tool_choice={"type": "custom"}), "tool_choice"),
         (CHAT, chat(messages=[{"role": "tool", "content": "x"}]), "messages[0].tool_call_id"),

@@ -1,4 +1,5 @@
-"""Requests as clients differ in sending them: compressed bodies, a slash too many, a base URL without /v1."""
+"""Requests as clients differ in sending them: compressed bodies, a slash too many, a base URL without /v1, paths and
+keys of other providers."""
 
 from __future__ import annotations
 
@@ -131,3 +132,30 @@ async def test_patterns_that_are_not_enforced_are_named_in_the_answer(
             assert f'"param":"{param}"' in answer.text
     (first, second) = engine.added
     assert first.sampling.grammar == second.sampling.grammar
+
+
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [
+        ("/openai/deployments/bytes/chat/completions?api-version=2024-10-21", None),
+        ("/openai/deployments/team/bytes/chat/completions", "bytes"),
+        ("/openai/v1/chat/completions/", "bytes"),
+        ("/openai/chat/completions", "bytes"),
+    ],
+)
+async def test_paths_and_keys_of_other_providers_are_taken(path: str, model: str | None) -> None:
+    body = CHAT | {"model": model}
+    async with direct_client(FakeEngine(script_text("fine")), api_key="secret") as client:
+        answer = await client.post(path, json=body, headers={"api-key": "secret"})
+        refused = await client.post(path, json=body, headers={"api-key": "wrong"})
+    assert (answer.status_code, refused.status_code) == (200, 401), answer.text
+    assert answer.json()["model"] == "bytes"
+
+
+async def test_a_path_names_the_model_where_the_body_does_not() -> None:
+    async with direct_client(FakeEngine()) as client:
+        answer = await client.post("/openai/deployments/no/such/completions", json={"prompt": "hi"})
+        unknown = await client.post("/openai/deployments/completions", json={"prompt": "hi"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert "'no/such'" in answer.json()["error"]["message"]
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")

@@ -153,18 +153,19 @@ def test_required_and_named_choices_are_enforced_by_a_grammar(serve: Serve) -> N
             "tools": [{"type": "function", "function": {"name": "weather"}}],
         },
     }
-    for choice in ("required", named, allowed, "auto"):
+    for choice in ("required", "any", named, allowed, "auto"):
         sdk.chat.completions.create(model="bytes", messages=[USER], tools=[WEATHER, TIME], tool_choice=choice)
     grammars = [request.sampling.grammar for request in served.engine.added]
     tags = [msgspec.json.decode(grammar.text, type=StructuralTags) for grammar in grammars if grammar]
-    assert grammars[3] is None
+    assert grammars[4] is None
     assert all(tag.at_least_one for tag in tags)
     assert [[_name(structure.begin) for structure in tag.structures] for tag in tags] == [
+        ["weather", "get_time"],
         ["weather", "get_time"],
         ["get_time"],
         ["weather"],
     ]
-    assert [tag.stop_after_first for tag in tags] == [False, True, False]
+    assert [tag.stop_after_first for tag in tags] == [False, False, True, False]
 
 
 def _name(begin: str) -> str:

@@ -225,7 +225,7 @@ CLIENTS: tuple[Client, ...] = (
         "openai",
         "openai (Python)",
         "openai_sdk.py",
-        ("chat", "stream", "tools", "structured", "files", "errors", "cancel"),
+        ("chat", "stream", "tools", "structured", "files", "errors", "cancel", "other"),
         "openai",
         pip=("openai>=3,<4",),
         quick=True,

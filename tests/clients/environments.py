@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -9,8 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -83,10 +84,20 @@ def prepare(client: Client, root: Path = ROOT) -> Environment:
         return Environment(folder, version(_bare_name(client.pip[0])))
     stamp = folder / "installed.json"
     wanted = [*client.pip, *client.npm]
-    if not stamp.exists() or json.loads(stamp.read_text()) != wanted:
-        _install(client, folder)
-        stamp.write_text(json.dumps(wanted))
+    with _alone(folder):
+        if not stamp.exists() or json.loads(stamp.read_text()) != wanted:
+            _install(client, folder)
+            stamp.write_text(json.dumps(wanted))
     return Environment(folder, _version(client, folder))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Several processes of pytest may want one folder: one of them installs, and the others wait."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def run(
@@ -135,7 +146,9 @@ def _step(client: Client, command: list[str], cwd: Path | None = None) -> None:
     finished = run(command, INSTALL_TIMEOUT_S, cwd=cwd)
     if finished.status != 0:
         lines = finished.stderr.strip().splitlines() or [f"status {finished.status}"]
-        raise CannotInstall(f"{client.title} does not install here: {lines[-1][:300]}")
+        # Node ends the story of its own crash with its version, and npm ends with the place of its log.
+        why = next((line for line in lines if "error" in line.lower()), lines[-1])
+        raise CannotInstall(f"{client.title} does not install here: {why[:300]}")
 
 
 def _version(client: Client, folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.clients import environments
 from tests.clients.catalogue import CAPABILITIES, CLIENTS, OTHER, Client
 from tests.clients.environments import CannotInstall, Environment, Finished, prepare, run
 from tests.clients.outcome import BEGIN, END, PAGE, Outcome, Report, read_outcome, write_table
@@ -110,6 +112,23 @@ def test_what_is_not_here_is_told(tmp_path: Path) -> None:
     with pytest.raises(CannotInstall, match="One does not install here"):
         prepare(replace(CLIENT, pip=(str(tmp_path / "no-such-package"),)), tmp_path)
     assert not (tmp_path / "one/installed.json").exists()
+
+
+def test_one_process_installs_while_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two installations into one folder would break each other."""
+    installs = threading.Event()
+
+    def install(client: Client, folder: Path) -> None:
+        folder.mkdir()
+        installs.set()
+
+    monkeypatch.setattr(environments, "_install", install)
+    other = threading.Thread(target=prepare, args=(CLIENT, tmp_path))
+    with environments._alone(tmp_path / "one"):
+        other.start()
+        assert not installs.wait(0.2)
+    other.join()
+    assert installs.is_set()
 
 
 def test_scripts_see_neither_the_home_nor_the_keys_of_the_user(

@@ -16,7 +16,13 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from penstock.api.http.context import ON_DEPARTURE, are_limits_told, set_principal, set_request_id
+from penstock.api.http.context import (
+    ON_DEPARTURE,
+    are_limits_told,
+    note_deployment,
+    set_principal,
+    set_request_id,
+)
 from penstock.api.http.errors import (
     CLIENT_CLOSED_REQUEST,
     error_response_for,
@@ -132,10 +138,36 @@ async def call_endpoint(
 logger = logging.getLogger(__name__)
 
 
+_OTHER_ROOT = "/openai/"  # Azure's clients say /openai, and Groq's say /openai/v1, where OpenAI's say /v1
+_DEPLOYMENTS = "deployments/"
+_DEPLOYED_PATHS = (
+    "/chat/completions",
+    "/completions",
+    "/embeddings",
+)  # a model's name may have slashes as well
+
+
+def _make_path_plain(scope: Scope) -> None:
+    """Leave out a slash at the end, and read the path of another provider as the path of OpenAI that it stands for.
+    The model in a path of Azure's is noted."""
+    path: str = scope["path"]
+    if path.endswith("/") and len(path) > 1:
+        path = path.rstrip("/") or "/"
+    if path.startswith(_OTHER_ROOT):
+        rest = path[len(_OTHER_ROOT) :].removeprefix("v1/")
+        if rest.startswith(_DEPLOYMENTS):
+            end = next((each for each in _DEPLOYED_PATHS if rest.endswith(each)), "")
+            if model := rest[len(_DEPLOYMENTS) : -len(end)] if end else "":
+                note_deployment(scope, model)
+                rest = end[1:]
+        path = f"/v1/{rest}"
+    scope["path"] = path
+
+
 class RequestIds:
-    """Names every request in a header, and turns an unforeseen exception into a logged 500. A slash at the end of a
-    path is left out. With `limits`, every answer to a caller that is known has its rate-limit headers, however early
-    it was refused. `counts` counts the statuses of answers."""
+    """Names every request in a header, and turns an unforeseen exception into a logged 500. Paths are made plain.
+    With `limits`, every answer to a caller that is known has its rate-limit headers, however early it was refused.
+    `counts` counts the statuses of answers."""
 
     def __init__(
         self, app: ASGIApp, limits: CallerLimits | None = None, counts: RequestCounts | None = None
@@ -156,11 +188,9 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path: str = scope["path"]
-        if path.endswith("/") and len(path) > 1:
-            scope["path"] = path.rstrip("/") or "/"
         request_id = self._new_id()
         set_request_id(scope, request_id)
+        _make_path_plain(scope)
         header_name = b"request-id" if is_anthropic(scope) else b"x-request-id"
         has_started = False
 

@@ -1,8 +1,8 @@
 """Authenticates and authorizes every request and WebSocket. Plain ASGI, for speed.
 
-The credential comes in a header, `Authorization: Bearer` or `x-api-key`; never in a URL, because URLs end up in logs.
-A page can set no header of a WebSocket but its subprotocols, so a key may come as one of them, as with OpenAI.
-Nothing here logs a credential or repeats it in an answer.
+The credential comes in a header, `Authorization: Bearer`, `x-api-key` or `api-key`; never in a URL, because URLs end
+up in logs. A page can set no header of a WebSocket but its subprotocols, so a key may come as one of them, as with
+OpenAI. Nothing here logs a credential or repeats it in an answer.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _credential(scope: Connection) -> str | None:
             scheme, _, credential = value.partition(b" ")
             if scheme.lower() == b"bearer":
                 return str(credential.strip(), "latin-1") or None
-        elif name == b"x-api-key":
+        elif name in (b"x-api-key", b"api-key"):  # of Anthropic's clients, and of Azure's
             api_key = str(value.strip(), "latin-1") or None
     if api_key is None and scope["type"] == "websocket":
         offered: list[str] = scope.get("subprotocols", [])

@@ -63,6 +63,16 @@ def refusal_of(scope: Scope) -> str | None:
     return code
 
 
+def note_deployment(scope: Scope, name: str) -> None:
+    """The path names the model, which the body need not name then."""
+    scope["state"]["deployment"] = name
+
+
+def deployment_of(connection: HTTPConnection) -> str | None:
+    deployment: str | None = connection.scope.get("state", {}).get("deployment")
+    return deployment
+
+
 def note_limits_told(scope: Scope) -> None:
     """The answer says what its caller's limits are, if there are any."""
     scope.setdefault("state", {})["limits_told"] = True

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from penstock.api.http.context import headers_of
+from penstock.api.http.context import deployment_of, headers_of
 from penstock.core.errors import InvalidRequest, RequestTooLarge, UnsupportedMediaType
 from penstock.gateway.answers.stream import ReaderGone
 
@@ -112,7 +112,11 @@ class BodyDecoder(Generic[Shape]):
         body."""
         app = request.scope.get("app")
         max_bytes = MAX_INNER_BYTES if app is None else app.state.max_body_bytes
-        return self.decode(await read_body(request, max_bytes) or default)
+        decoded = self.decode(await read_body(request, max_bytes) or default)
+        deployment = deployment_of(request)
+        if deployment is None or getattr(decoded, "model", None):
+            return decoded
+        return msgspec.structs.replace(decoded, model=deployment)
 
     def decode(self, body: bytes) -> Shape:
         try:

@@ -85,11 +85,14 @@ def toolbox_of(tools: Sequence[ChatTool] | None, functions: Sequence[FunctionDef
 
 
 def flat_choice(
-    choice: ToolMode | ChosenTool | None,
+    choice: ToolMode | Literal["any"] | ChosenTool | None,
     older: Literal["auto", "none"] | FunctionName | None,
     toolbox: Toolbox,
 ) -> ToolMode | ResponseToolChoice | None:
-    """`tool_choice`, or the older `function_call`, as the Responses API writes the choice."""
+    """`tool_choice`, or the older `function_call`, as the Responses API writes the choice. Mistral's clients say
+    "any" for "required"."""
+    if choice == "any":
+        choice = "required"
     if choice is None:
         choice = older if not isinstance(older, FunctionName) else ChosenTool("function", older)
     if older is not None and not toolbox.tools:

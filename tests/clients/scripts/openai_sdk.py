@@ -111,3 +111,11 @@ with capability("cancel"):
     ) as stream:
         next(iter(stream))
     assert client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=5).choices
+
+with capability("other", "AzureOpenAI"):
+    azure = openai.AzureOpenAI(
+        azure_endpoint=BASE_URL, api_key=API_KEY, api_version="2024-10-21", timeout=120
+    )
+    answer = azure.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=5)
+    assert answer.choices[0].message.content
+    assert MODEL in [model.id for model in azure.models.list()]
