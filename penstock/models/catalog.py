@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.errors import UsageError
+from penstock.models.gguf_choice import type_in_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,52 @@ BUILT_IN_MODELS = frozenset({"echo"})
 CATALOG: dict[str, CatalogModel] = {
     model.name: model for model in (SMOLLM2_135M, QWEN25_CODER_1_5B, ALL_MINILM_L6_V2)
 }
+
+
+# Ollama's names for models, and where the same model is: a name of the catalog, or a repository of GGUF files on the
+# Hugging Face hub. `{}` is the size. The first size is the one that a name without a tag, or `:latest`, stands for.
+_OLLAMA_FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "qwen2.5": ("Qwen/Qwen2.5-{}-Instruct-GGUF", ("7B", "0.5B", "1.5B", "3B", "14B", "32B", "72B")),
+    "qwen2.5-coder": ("Qwen/Qwen2.5-Coder-{}-Instruct-GGUF", ("7B", "0.5B", "1.5B", "3B", "14B", "32B")),
+    "qwen3": ("Qwen/Qwen3-{}-GGUF", ("8B", "0.6B", "1.7B", "4B", "14B", "32B", "30B-A3B")),
+    "llama3.1": ("bartowski/Meta-Llama-3.1-{}-Instruct-GGUF", ("8B", "70B")),
+    "llama3.2": ("bartowski/Llama-3.2-{}-Instruct-GGUF", ("3B", "1B")),
+    "llama3.3": ("bartowski/Llama-3.3-{}-Instruct-GGUF", ("70B",)),
+    "gemma2": ("bartowski/gemma-2-{}-it-GGUF", ("9b", "2b", "27b")),
+    "gemma3": ("ggml-org/gemma-3-{}-it-GGUF", ("4b", "1b", "12b", "27b")),
+    "mistral": ("bartowski/Mistral-{}-Instruct-v0.3-GGUF", ("7B",)),
+    "phi3.5": ("bartowski/Phi-3.5-mini-instruct-GGUF", ("3.8b",)),
+    "phi4": ("bartowski/phi-4-GGUF", ("14b",)),
+    "smollm2": ("HuggingFaceTB/SmolLM2-{}-Instruct-GGUF", ("1.7B", "135M", "360M")),
+    "gpt-oss": ("ggml-org/gpt-oss-{}-GGUF", ("20b", "120b")),
+}
+_OLLAMA_IN_CATALOG = {"qwen2.5-coder:1.5b": "qwen2.5-coder-1.5b", "smollm2:135m": "smollm2-135m"}
+_OLLAMA_NAMES_ALONE = {"all-minilm": "all-minilm-l6-v2"}
+_OLLAMA_VARIANTS = ("instruct", "it", "chat")  # of a tag: the variant that is in these places anyway
+
+
+def from_ollama_name(name: str) -> str | None:
+    """Return what a name of Ollama's, such as `llama3.2:3b` or `llama3.2:3b-instruct-q8_0`, stands for: a name of the
+    catalog, or a Hugging Face id. None for other names."""
+    family, _, tag = name.lower().partition(":")
+    if family in _OLLAMA_NAMES_ALONE:
+        return _OLLAMA_NAMES_ALONE[family] if tag in ("", "latest") else None
+    if family not in _OLLAMA_FAMILIES:
+        return None
+    place, sizes = _OLLAMA_FAMILIES[family]
+    known = {size.lower(): size for size in sizes}
+    tag = tag if tag not in ("", "latest") else sizes[0].lower()
+    size = max((each for each in known if f"{tag}-".startswith(f"{each}-")), key=len, default=None)
+    if size is None:
+        return None
+    words = [word for word in tag[len(size) :].split("-") if word and word not in _OLLAMA_VARIANTS]
+    if len(words) > 1:
+        return None
+    if not words and f"{family}:{size}" in _OLLAMA_IN_CATALOG:
+        return _OLLAMA_IN_CATALOG[f"{family}:{size}"]
+    if words and type_in_name(words[0]) is None:
+        return None
+    return ":".join([place.format(known[size]), *(word.upper() for word in words)])
 
 
 PARALLEL_DOWNLOADS = 3

@@ -40,9 +40,9 @@ def choose_gguf(files: Iterable[AnyPath], where: str, wanted: str | None = None)
     such as Q8_0. Raises ModelLoadError if the names do not tell which one."""
     firsts = sorted({split_parts(file)[0] for file in files if not file.name.lower().startswith(_BESIDE)})
     if wanted is not None:
-        matching = [file for file in firsts if _type_of(file) == wanted.upper()]
+        matching = [file for file in firsts if type_in_name(file.name) == wanted.upper()]
         if not matching:
-            known = ", ".join(sorted({_type_of(file) or file.name for file in firsts}))
+            known = ", ".join(sorted({type_in_name(file.name) or file.name for file in firsts}))
             raise ModelLoadError(
                 f"{where} has no .gguf file of the type {wanted}; there are {known or 'none'}."
             )
@@ -52,7 +52,7 @@ def choose_gguf(files: Iterable[AnyPath], where: str, wanted: str | None = None)
     if not firsts:
         raise ModelLoadError(f"{where} has no .gguf file.")
     versions = {_BESIDE_NAME.sub("", _TYPE.sub("", file.name)) for file in firsts}
-    ranked = [file for name in _PREFERRED for file in firsts if _type_of(file) == name]
+    ranked = [file for name in _PREFERRED for file in firsts if type_in_name(file.name) == name]
     if len(versions) > 1 or not ranked:
         raise ModelLoadError(
             f"{where} has {len(firsts)} .gguf files.", hint=f"Name one of them, such as {firsts[0]}."
@@ -60,6 +60,7 @@ def choose_gguf(files: Iterable[AnyPath], where: str, wanted: str | None = None)
     return ranked[0]
 
 
-def _type_of(file: PurePath) -> str | None:
-    found = _TYPE.findall(file.name)
+def type_in_name(name: str) -> str | None:
+    """Return the type of weights that a name has, such as Q8_0; None if it has none."""
+    found = _TYPE.findall(name)
     return found[-1].upper() if found else None

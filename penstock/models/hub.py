@@ -33,6 +33,7 @@ from penstock.models.catalog import (
     CatalogModel,
     WheelPart,
     WheelSource,
+    from_ollama_name,
 )
 from penstock.models.gguf_choice import choose_gguf, split_parts
 
@@ -97,7 +98,8 @@ class ModelHub:
     def resolve(self, name_or_path: str) -> Path:
         """Return the file or folder of a model that is already on disk; a Hugging Face id may be downloaded.
 
-        A name of the catalog comes first: write `./name` for a folder that is called like one.
+        A name of the catalog comes first: write `./name` for a folder that is called like one. Ollama's names of
+        models that are known come last.
         """
         known = self.catalog.get(name_or_path)
         if known is not None:
@@ -113,12 +115,18 @@ class ModelHub:
             return _checked_local_path(path)
         if _looks_like_hub_id(name_or_path):
             return self._download_from_hub(name_or_path)
-        raise self._unknown(name_or_path)
+        meant = from_ollama_name(name_or_path)
+        if meant is None:
+            raise self._unknown(name_or_path)
+        return self.resolve(meant) if meant in self.catalog else self._download_from_hub(meant, name_or_path)
 
     def ensure(self, name_or_path: str, on_progress: OnProgress = _ignore_progress) -> Path:
         """Resolve a model like `resolve`, and pull a missing model of the catalog."""
         if name_or_path in self.catalog:
             return self.pull(name_or_path, on_progress)
+        meant = None if Path(name_or_path).exists() else from_ollama_name(name_or_path)
+        if meant is not None and meant in self.catalog:
+            return self.pull(meant, on_progress)
         return self.resolve(name_or_path)
 
     def pull(self, name: str, on_progress: OnProgress = _ignore_progress, *, force: bool = False) -> Path:
@@ -224,15 +232,16 @@ class ModelHub:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _download_from_hub(self, name: str) -> Path:
+    def _download_from_hub(self, name: str, asked: str | None = None) -> Path:
         """Download a repository; of one with GGUF files only, one model. `name` may end with the type of the file:
-        `org/name:Q8_0`."""
+        `org/name:Q8_0`. `asked` is what the caller calls it, if not that."""
         repository, _, wanted = name.partition(":")
+        subject = f"'{repository}'" if asked is None else f"'{asked}', which is '{repository}',"
         try:
             from huggingface_hub import HfApi, snapshot_download
         except ImportError as error:
             raise ModelLoadError(
-                f"'{repository}' looks like a Hugging Face id, and huggingface_hub is not installed.",
+                f"{subject} comes from the Hugging Face hub, and huggingface_hub is not installed.",
                 hint=f"Run `{install_command('hub')}`, or give a folder or a .gguf file.",
             ) from error
         try:
@@ -247,13 +256,29 @@ class ModelHub:
         except ModelLoadError:
             raise
         except Exception as error:  # the library lets errors of several HTTP clients through
+            cached = self._cached_repository(repository, wanted or None)
+            if cached is not None:
+                logger.warning("the hub did not answer for %s: taking the copy in the cache", repository)
+                return cached
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             raise ModelLoadError(
-                f"'{repository}' could not be downloaded from the Hugging Face hub: {reason}.",
+                f"{subject} could not be downloaded from the Hugging Face hub: {reason}.",
                 hint="Check the id, the network, and HF_TOKEN for a gated model. "
                 f"Names that need no hub: {', '.join(self.catalog)}.",
             ) from error
         return Path(folder) if gguf is None else Path(folder, gguf)
+
+    def _cached_repository(self, repository: str, wanted: str | None) -> Path | None:
+        """Return what was downloaded of a repository before; None if that is nothing, or no file of the type."""
+        folder = self._hub_dir / f"models--{repository.replace('/', '--')}"
+        snapshot = _latest_snapshot(folder)
+        if snapshot is None or wanted is None:
+            return snapshot
+        root = snapshot if snapshot.is_dir() else snapshot.parent
+        try:
+            return choose_gguf(root.rglob("*.gguf"), repository, wanted)
+        except ModelLoadError:
+            return None
 
     def _unknown(self, name_or_path: str) -> ModelLoadError:
         names = ", ".join(self.catalog)
@@ -261,7 +286,8 @@ class ModelHub:
         guess = f"Did you mean {close[0]}? " if close else ""
         return ModelLoadError(
             f"There is no model, file or folder called '{name_or_path}'.",
-            hint=f"{guess}Known names are {names}; or give a Hugging Face id, a folder or a .gguf file.",
+            hint=f"{guess}Known names are {names}; or give a Hugging Face id, a folder, a .gguf file, or a name of "
+            "Ollama's such as llama3.2:3b.",
         )
 
 

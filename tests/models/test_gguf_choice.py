@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import ModelLoadError
+from penstock.models.catalog import from_ollama_name
 from penstock.models.gguf_choice import choose_gguf, split_parts
 from penstock.models.hub import ModelHub
 
@@ -102,3 +103,63 @@ def test_a_folder_with_several_versions(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING):
         assert hub.resolve(str(tmp_path)) == tmp_path / FILES[2]
     assert "has 5 .gguf files: taking m-Q4_K_M-00001-of-00002.gguf" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("qwen2.5-coder:1.5b", "qwen2.5-coder-1.5b"),
+        ("qwen2.5-coder:1.5b-instruct", "qwen2.5-coder-1.5b"),
+        ("qwen2.5-coder", "Qwen/Qwen2.5-Coder-7B-Instruct-GGUF"),
+        ("Llama3.2:3b", "bartowski/Llama-3.2-3B-Instruct-GGUF"),
+        ("llama3.2:3b-instruct-q8_0", "bartowski/Llama-3.2-3B-Instruct-GGUF:Q8_0"),
+        ("llama3.2:latest", "bartowski/Llama-3.2-3B-Instruct-GGUF"),
+        ("qwen3:30b-a3b", "Qwen/Qwen3-30B-A3B-GGUF"),
+        ("smollm2:135m", "smollm2-135m"),
+        ("smollm2:135m-q8_0", "HuggingFaceTB/SmolLM2-135M-Instruct-GGUF:Q8_0"),
+        ("all-minilm", "all-minilm-l6-v2"),
+        ("llama3.2:90b", None),
+        ("llama3.2:3b-text", None),
+        ("llama3.2:3b-q8_0-q4_0", None),
+        ("unheard-of:7b", None),
+        ("", None),
+    ],
+)
+def test_names_of_ollama(name: str, meant: str | None) -> None:
+    assert from_ollama_name(name) == meant
+
+
+def test_a_name_of_ollama_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeHub(tmp_path, FILES)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake.module)
+    hub = ModelHub(tmp_path / "cache")
+    assert hub.ensure("llama3.2:3b") == tmp_path / FILES[2]
+    assert hub.ensure("llama3.2:3b-instruct-q8_0") == tmp_path / "m-Q8_0.gguf"
+    with pytest.raises(ModelLoadError, match="has not been fetched"):
+        hub.resolve("qwen2.5-coder:1.5b")  # of the catalog, which needs no hub
+    with pytest.raises(ModelLoadError, match=r"no model, file or folder called 'llama3\.2:90b'"):
+        hub.ensure("llama3.2:90b")
+
+
+def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was downloaded before is served from the cache; another is refused by a sentence."""
+    fake = FakeHub(tmp_path, FILES)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake.module)
+
+    def fail(repository: str) -> list[str]:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(fake, "list_repo_files", fail)
+    hub = ModelHub(tmp_path / "cache")
+    sentence = (
+        r"'llama3\.2:3b', which is 'bartowski/Llama-3\.2-3B-Instruct-GGUF', could not .* no route to host"
+    )
+    with pytest.raises(ModelLoadError, match=sentence):
+        hub.ensure("llama3.2:3b")
+    snapshot = tmp_path / "cache/hub/models--bartowski--Llama-3.2-3B-Instruct-GGUF/snapshots/1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "m-Q8_0.gguf").touch()
+    assert hub.ensure("llama3.2:3b") == snapshot / "m-Q8_0.gguf"
+    assert hub.ensure("llama3.2:3b-q8_0") == snapshot / "m-Q8_0.gguf"
+    with pytest.raises(ModelLoadError, match="no route to host"):
+        hub.ensure("llama3.2:3b-q4_0")

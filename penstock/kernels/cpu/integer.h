@@ -73,6 +73,8 @@ struct TileRun {
   int64_t num_tiles;
   bool half_scales;
   bool has_offsets;
+  const uint8_t* next;  // packed tiles that are needed behind these unpacked ones, or null
+  int64_t next_step;
 };
 
 }  // namespace penstock

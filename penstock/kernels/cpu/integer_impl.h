@@ -77,10 +77,17 @@ PENSTOCK_INLINE Floats load_factors(const TileRun& run, const uint8_t* table, in
                          : load(reinterpret_cast<const float*>(table) + group * kLanes);
 }
 
-// Asks for the memory that few rows will read soon: a tile some way ahead, in this panel or behind it.
 PENSTOCK_INLINE void prefetch_tile(const uint8_t* tile, int64_t tile_bytes) {
+  for (int64_t line = 0; line < tile_bytes; line += 64) __builtin_prefetch(tile + line);
+}
+
+// Asks for the memory that will be read soon. Few rows: a tile some way ahead, in this panel or behind it. More rows: tile
+// t of those that will be unpacked next; asked for while they are unpacked, they would come later than they are needed.
+template <CodeKind kKind>
+PENSTOCK_INLINE void prefetch_ahead(const TileRun& run, const uint8_t* tile, int64_t t) {
   constexpr int64_t ahead = 4096;
-  for (int64_t line = 0; line < tile_bytes; line += 64) __builtin_prefetch(tile + ahead + line);
+  if (kKind != CodeKind::unpacked) return prefetch_tile(tile + ahead, run.step);
+  if (run.next != nullptr) prefetch_tile(run.next + t * run.next_step, run.next_step);
 }
 
 // body(run) with a run of which the compiler knows what its loops would ask again and again.
@@ -105,6 +112,8 @@ static TileRun unpack_tiles(const Part& part, const TileRun& packed, uint8_t* to
   run.offsets_at = table_bytes;
   run.codes_at = table_bytes * (run.has_offsets ? 2 : 1);
   run.step = run.codes_at + Engine::kUnpackedBytes;
+  run.next = packed.data + Engine::kTilesAtOnce * packed.step;
+  run.next_step = packed.step;
   for (int64_t t = 0; t < run.num_tiles; ++t, to += run.step) {
     const uint8_t* tile = packed.data + t * packed.step;
     for (int64_t g = 0; g < part.groups_per_tile; ++g) {
@@ -143,7 +152,7 @@ static const float* sum_panel(const IntegerCall& call, const Panel& panel, int64
   float* sums = room->get<float>(count + Engine::kTilesAtOnce * largest_tile / 4);
   memset(sums, 0, static_cast<size_t>(count) * sizeof(float));
   TileRun run = {panel.tiles, part.tile_bytes, part.table_bytes(), part.codes_at(),
-                 0,           call.num_tiles,  part.half_scales,   part.has_offsets};
+                 0,           call.num_tiles,  part.half_scales,   part.has_offsets, nullptr, 0};
   if (Engine::unpacks(call, part, rows)) {
     uint8_t* unpacked = reinterpret_cast<uint8_t*>(sums + count);
     for (; run.first_tile < call.num_tiles; run.first_tile += run.num_tiles) {

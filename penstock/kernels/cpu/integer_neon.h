@@ -152,7 +152,7 @@ struct NeonEngine {
     const RoundedGroup* rounded = call.row_groups(row) + run.first_tile;
     const int64_t x_stride = call.row_stride(), groups_stride = call.num_tiles;
     for (int64_t t = 0; t < run.num_tiles; ++t, tile += run.step, x += kRowTileBytes, ++rounded) {
-      if (kKind != CodeKind::unpacked) prefetch_tile(tile, run.step);
+      prefetch_ahead<kKind>(run, tile, t);
       const uint8_t* codes = tile + run.codes_at;
       Sums<kRows> sum;
       sum.clear();

@@ -106,7 +106,7 @@ struct ByteEngine {
   static constexpr int kVectors = kPanelOutputs / Vector::kOutputs;
   static constexpr int64_t kVectorBytes = Vector::kOutputs * kQuadInputs;
   static constexpr int64_t kPairBytes = kPanelOutputs * 2 * sizeof(int16_t);
-  static constexpr int64_t kWordRows = kByteBlockRows + 1, kTilesAtOnce = 16, kUnpackedBytes = kTileElements * 2;
+  static constexpr int64_t kWordRows = 2 * kByteBlockRows + 1, kTilesAtOnce = 16, kUnpackedBytes = kTileElements * 2;
 #ifdef PENSTOCK_DOT_PRODUCTS
   static constexpr bool kWideBytes = false;
 #else
@@ -142,9 +142,13 @@ struct ByteEngine {
   static void multiply(const IntegerCall& call, const TileRun& run, int64_t row, int64_t rows, float* sums) {
     constexpr int most = kKind == CodeKind::unpacked ? kWordBlockRows : kByteBlockRows;
     int64_t r = 0;
-    for (; r + most <= rows; r += most) block<kKind, kGroups, most>(call, run, row + r, sums + r * kPanelOutputs);
+    TileRun left = run;
+    for (; r + most <= rows; r += most) {
+      block<kKind, kGroups, most>(call, left, row + r, sums + r * kPanelOutputs);
+      left.next = nullptr;  // the first rows have asked for it
+    }
     for_row_groups<most - 1>(rows - r, [&](auto count, int64_t first) {
-      block<kKind, kGroups, decltype(count)::value>(call, run, row + r + first, sums + (r + first) * kPanelOutputs);
+      block<kKind, kGroups, decltype(count)::value>(call, left, row + r + first, sums + (r + first) * kPanelOutputs);
     });
   }
 
@@ -282,7 +286,7 @@ struct ByteEngine {
                                                  : reinterpret_cast<const uint8_t*>(call.row_bytes(row));
     RowCodes<kRows> x(row_codes + run.first_tile * kRowTileBytes, call.row_stride());
     for (int64_t t = 0; t < run.num_tiles; ++t, tile += run.step, ++rounded, x.next_tile()) {
-      if (kKind != CodeKind::unpacked) prefetch_tile(tile, run.step);
+      prefetch_ahead<kKind>(run, tile, t);
 #pragma GCC unroll 2
       for (int g = 0; g < kGroups; ++g) {
         RowSums sum[kRows];
