@@ -42,6 +42,7 @@ class Result:
     added_share: float
     added_ms: float
     fetched_ttft_s: float
+    transfer_gb_per_s: float  # of cached KV, as the router learns it from heartbeats
     same_answers: bool
 
 
@@ -123,7 +124,8 @@ async def measure(model: str, num_tokens: int, repeats: int, threads: int) -> Re
         fetched.append(await decode.ask(known, cached))
         borrowed.append(await decode.ask(prompt(), computed))
         same = same and alone[-1].token_ids == fetched[-1].token_ids
-    assert decode.client.stats.kv_fetches_failed == 0
+    stats = decode.client.stats
+    assert stats.kv_fetches_failed == 0
     await decode.leave()
     await prefill.leave()
     alone_s, borrowed_s, fetched_s = (
@@ -137,6 +139,7 @@ async def measure(model: str, num_tokens: int, repeats: int, threads: int) -> Re
         added_share=borrowed_s / alone_s - 1.0,
         added_ms=(borrowed_s - alone_s) * 1e3,
         fetched_ttft_s=fetched_s,
+        transfer_gb_per_s=stats.kv_read_bytes / stats.kv_read_s / 1e9 if stats.kv_read_s else 0.0,
         same_answers=same,
     )
 
@@ -157,6 +160,7 @@ def main() -> None:
     print(f"  computed by another engine        {result.borrowed_ttft_s * 1e3:8.1f} ms")
     print(f"  cached at another engine          {result.fetched_ttft_s * 1e3:8.1f} ms")
     print(f"  the transfer adds {result.added_ms:.1f} ms, {result.added_share:+.1%}")
+    print(f"  cached KV moves at {result.transfer_gb_per_s:.2f} GB/s, as the receiver measured it")
     print(f"  answers are the same: {'yes' if result.same_answers else 'NO'}")
     if arguments.json:
         arguments.json.write_text(json.dumps(asdict(result), indent=2))

@@ -257,7 +257,8 @@ class ControlLink:
             token_s={
                 member.id: load.token_s
                 for member in fleet.members
-                if (load := fleet.router.load(member.id)) is not None
+                for router in (fleet.router, fleet.dispatcher.table.prefill_router)  # one knows the replica
+                if (load := router.load(member.id)) is not None
             },
             reasons=dict(new_reasons),
             num_prompt_tokens=routed - told_routed,

@@ -45,6 +45,7 @@ from penstock.cluster.experiments import ExperimentService
 from penstock.cluster.release_record import ReleaseStore, serving_spec
 from penstock.cluster.releases import ReleaseService, Resolve
 from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
+from penstock.cluster.role_scaling import role_pairs
 from penstock.cluster.scaling import PoolScaler
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.cluster_view import (
@@ -137,6 +138,7 @@ class ControlPlane:
         self._described = described
         self._is_looking = is_looking
         self.pools = [PoolScaler(manager, spec, scaling, drain_timeout_s) for spec, scaling in pools]
+        self._pairs = role_pairs(manager, self.pools)
         self.releases = ReleaseService(
             self.pools, manager, store, resolve_weights, self.announce, interval_s=look_interval_s
         )
@@ -290,11 +292,11 @@ class ControlPlane:
             self._should_look.clear()
             if not self._is_looking():
                 continue
-            for pool in self.pools:
+            for scaled in (*self.pools, *self._pairs):
                 try:
-                    pool.look(loop.time(), time.time())
+                    scaled.look(loop.time(), time.time())
                 except Exception:  # one failure must not end all scaling
-                    logger.exception("the autoscaler stumbled over %s", pool.spec.model)
+                    logger.exception("the autoscaler stumbled")
 
     async def announce(self) -> None:
         """Wait until every gateway follows the present state of releases, or the time for that is over."""

@@ -22,7 +22,8 @@ from penstock.cluster.hosts import Hosts
 from penstock.cluster.leadership import Writer
 from penstock.cluster.release_record import ReleaseStore
 from penstock.cluster.replica import ReplicaSpec
-from penstock.cluster.scaling import PoolScaler, autoscaling
+from penstock.cluster.role_scaling import autoscaling
+from penstock.cluster.scaling import PoolScaler
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.cluster_view import ClusterView, HostOrder, HostView, LeaderView
 from penstock.core.config import ScalingConfig

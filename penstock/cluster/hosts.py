@@ -16,8 +16,9 @@ from penstock.cluster.engine_watch import EngineWatch
 from penstock.cluster.host_record import HostRecord, Offer
 from penstock.cluster.leadership import Writer
 from penstock.cluster.replica import Member, ReplicaSpec
-from penstock.core.errors import EngineUnavailable, NotFound, PenstockError
+from penstock.core.errors import Conflict, EngineUnavailable, NotFound, PenstockError
 from penstock.core.messages import EngineReady, EngineStats
+from penstock.dispatch import Role
 from penstock.router import Replica, ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,9 @@ class Hosts:
             return False
         self._order_later(host, replace(slot, want="serve"))
         return True
+
+    def convert(self, replica_id: str, role: Role) -> None:
+        raise Conflict("Replicas of a shared fleet keep their roles, which their hosts offer.")
 
     async def stop(self, replica_id: str) -> None:
         await self.drain(replica_id, 0.0)

@@ -108,6 +108,10 @@ class ReplicaManager(Protocol):
         """Take a replica out of draining. Returns whether it serves again."""
         ...
 
+    def convert(self, replica_id: str, role: Role) -> None:
+        """Let a replica work in another role from now on. Its process and its running requests go on."""
+        ...
+
     async def stop(self, replica_id: str) -> None: ...
 
 

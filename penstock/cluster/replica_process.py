@@ -20,12 +20,15 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from penstock.cluster.replica import EngineClient, Launcher, Member, ReplicaSpec, RunningReplica
 from penstock.cluster.transport import KeyPair, ZmqEngineClient
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineReady, EngineStats, LoadProgress
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
+from penstock.dispatch import Role
 from penstock.router import Replica, ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -175,6 +178,10 @@ class ReplicaProcess:
         if self._state is ReplicaState.DRAINING:
             self._become(ReplicaState.READY)
         return self._state is ReplicaState.READY
+
+    def convert(self, role: Role) -> None:
+        self.spec = replace(self.spec, role=role)
+        self._on_change()
 
     async def end(self, *, at_once: bool = False) -> None:
         """Ask the process to leave and wait until it has. With `at_once`, or while it loads, the process is

@@ -31,9 +31,9 @@ from penstock.control.autoscaler import (
     Start,
     Stop,
 )
+from penstock.control.role_pools import signals_of
 from penstock.core.cluster_view import DecisionView, PoolView, ReplicaOrder
-from penstock.core.config import ScalingConfig
-from penstock.core.errors import ConfigError, Conflict, InvalidRequest, ModelNotFound, NotFound, PenstockError
+from penstock.core.errors import Conflict, InvalidRequest, ModelNotFound, NotFound, PenstockError
 from penstock.router import ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -53,28 +53,6 @@ _PHASES = {
 }
 
 
-def autoscaling(config: ScalingConfig, num_replicas: int) -> AutoscalerConfig | None:
-    """Return the autoscaler's settings; None when the number of replicas stays as it is."""
-    if config.min_replicas is None and config.max_replicas is None:
-        return None
-    floor = num_replicas if config.min_replicas is None else config.min_replicas
-    ceiling = max(floor, num_replicas) if config.max_replicas is None else config.max_replicas
-    if config.min_replicas is not None and floor > ceiling:
-        raise ConfigError(
-            f"--min-replicas {floor} is more than --max-replicas {ceiling}.", hint="Raise the ceiling."
-        )
-    return AutoscalerConfig(
-        min_replicas=min(floor, ceiling),
-        max_replicas=ceiling,
-        drain_target_s=config.queue_target_s,
-        ttft_target_s=config.ttft_target_ms / 1e3,
-        kv_target=config.kv_usage_target,
-        up_cooldown_s=config.scale_up_pause_s,
-        down_cooldown_s=config.scale_down_pause_s,
-        idle_to_zero_s=config.scale_to_zero_after_s,
-    )
-
-
 def _shifted(state: AutoscalerState, by_s: float) -> AutoscalerState:
     """Return the same state with its times on another clock. Milliseconds are exact enough, and stay the same."""
     times = {
@@ -92,6 +70,7 @@ class PoolFigures:
         # Times from before the last change must not cause another change.
         window_s = max(MIN_WINDOW_S, min(MAX_TTFT_WINDOW_S, 0.75 * config.up_cooldown_s))
         self.ttfts_s = RecentTimes(window_s)
+        self.itls_s = RecentTimes(window_s)
         self.arrived_tokens = RecentRate(
             max(MIN_WINDOW_S, min(MAX_ARRIVAL_WINDOW_S, 0.5 * config.down_cooldown_s))
         )
@@ -130,8 +109,12 @@ class PoolFigures:
         return len(known) / sum(known) if known and sum(known) > 0.0 else None
 
     def _add_sample(self, sample: Sample, model: str, revision: str, now: float) -> None:
-        if sample.ttft_s is not None and sample.model == model and sample.revision == revision:
+        if (sample.model, sample.revision) != (model, revision):
+            return
+        if sample.ttft_s is not None:
             self.ttfts_s.add(sample.ttft_s, now)
+        if sample.itl_s is not None:
+            self.itls_s.add(sample.itl_s, now)
 
 
 class PoolScaler:
@@ -149,9 +132,10 @@ class PoolScaler:
         self.figures = PoolFigures(config or AutoscalerConfig())
         self.is_releasing = False  # while another revision is compared with this one, none of this one leaves
         self.is_fixed = False  # while an experiment has chosen the number of replicas
+        self.is_paired = False  # where `role_scaling` sizes this pool together with another
         self._config = config
         self._drain_timeout_s = drain_timeout_s
-        self._state = AutoscalerState()
+        self.state = AutoscalerState()
         self._drains: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures = 0  # to start a replica, in a row
@@ -166,6 +150,10 @@ class PoolScaler:
     def key(self) -> str:
         return f"{self.spec.model}/{self.spec.role}"
 
+    @property
+    def config(self) -> AutoscalerConfig | None:
+        return self._config
+
     def configure(self, config: AutoscalerConfig | None) -> None:
         """Scale within other bounds from now on."""
         self._config = config
@@ -173,12 +161,12 @@ class PoolScaler:
     @property
     def decided(self) -> tuple[AutoscalerState, int, int]:
         """Return what changes with decisions."""
-        return self._state, self._num_ups, self._num_downs
+        return self.state, self._num_ups, self._num_downs
 
     def kept(self, now: float, wall_s: float) -> PoolState:
         """Return the state that the next leader of a shared fleet continues with."""
         return PoolState(
-            state=_shifted(self._state, wall_s - now),
+            state=_shifted(self.state, wall_s - now),
             num_scale_ups=self._num_ups,
             num_scale_downs=self._num_downs,
             last_decision=self._last_decision,
@@ -187,7 +175,7 @@ class PoolScaler:
 
     def restore(self, kept: PoolState, now: float, wall_s: float) -> None:
         """Continue where an earlier leader was."""
-        self._state = _shifted(kept.state, now - wall_s)
+        self.state = _shifted(kept.state, now - wall_s)
         self._num_ups, self._num_downs = kept.num_scale_ups, kept.num_scale_downs
         self._last_decision, self._last_decision_at = kept.last_decision, kept.last_decision_at
 
@@ -210,7 +198,7 @@ class PoolScaler:
 
     def look(self, now: float, wall_s: float) -> None:
         """Look at the signals, decide, and begin to act."""
-        if self._config is None or self.is_fixed:
+        if self._config is None or self.is_fixed or self.is_paired:
             return
         signals = self.signals(now)
         config = self._config
@@ -218,23 +206,25 @@ class PoolScaler:
             num_serving = sum(replica.phase is not Phase.DRAINING for replica in signals.replicas)
             floor = min(config.max_replicas, max(config.min_replicas, num_serving))
             config = replace(config, min_replicas=floor)
-        actions, self._state = Autoscaler(config).decide(signals, self._state, now)
+        actions, self.state = Autoscaler(config).decide(signals, self.state, now)
         for action in actions:
-            self._act(action, signals, now, wall_s)
+            self.act(action, signals, now, wall_s)
 
     def signals(self, now: float) -> Signals:
         members = [member for member in self.members() if member.replica.revision == self.spec.revision]
         replicas = [self._signal(member) for member in members]
         ready = [replica.id for replica in replicas if replica.phase is Phase.READY]
         queued = sum(self._manager.stats(member.id).num_waiting_tokens for member in members)
-        return Signals(
+        signals = Signals(
             replicas=tuple(replicas),
             queued_prefill_tokens=queued + self.figures.held_tokens,
             arriving_prefill_tokens_per_s=self.figures.arrived_tokens.per_s(now),
             drain_tokens_per_s=self.figures.drain_tokens_per_s(ready),
             ttft_p95_s=self.figures.ttfts_s.percentile(95, now),
+            itl_p95_s=self.figures.itls_s.percentile(95, now),
             held_requests=self.figures.held_requests,
         )
+        return signals if self.spec.role == "both" else signals_of(self.spec.role, signals)
 
     def view(self, now: float) -> PoolView:
         signals = self.signals(now)
@@ -258,6 +248,8 @@ class PoolScaler:
             kv_usage=sum(replica.kv_utilisation for replica in ready) / len(ready) if ready else 0.0,
             drain_target_s=targets.drain_target_s,
             ttft_target_s=targets.ttft_target_s,
+            itl_p95_s=signals.itl_p95_s,
+            itl_target_s=targets.itl_target_s,
             kv_target=targets.kv_target,
             held_requests=signals.held_requests,
             num_scale_ups=self._num_ups,
@@ -270,7 +262,7 @@ class PoolScaler:
         """Begin to carry out an operator's order. Raises Conflict for a replica that is not in a state for it."""
         signals = self.signals(now)
         if order.action == "start":
-            self._note("start 1: an operator's order", signals, wall_s)
+            self.note("start 1: an operator's order", signals, wall_s)
             self._begin(self._launch())
             return
         replica_id = order.replica_id or ""
@@ -280,7 +272,7 @@ class PoolScaler:
             order.action == "drain" and state is not ReplicaState.READY
         ):
             raise Conflict(f"The replica {replica_id!r} is {state}, so it cannot {order.action}.")
-        self._note(f"{order.action} {replica_id}: an operator's order", signals, wall_s)
+        self.note(f"{order.action} {replica_id}: an operator's order", signals, wall_s)
         if order.action == "drain":
             self._drain(replica_id)
         else:
@@ -302,22 +294,22 @@ class PoolScaler:
         phase = _PHASES[member.replica.state]
         return ReplicaSignal(member.id, phase, stats.num_running + stats.num_waiting, usage)
 
-    def _act(self, action: Action, signals: Signals, now: float, wall_s: float) -> None:
+    def act(self, action: Action, signals: Signals, now: float, wall_s: float) -> None:
         match action:
             case Start(count=count, reason=reason):
                 if now < self._retry_at_s:
                     return
-                self._note(f"start {count}: {reason}", signals, wall_s)
+                self.note(f"start {count}: {reason}", signals, wall_s)
                 self._num_ups += 1
                 for _ in range(count):
                     self._begin(self._launch())
             case Resume(replica_ids=replica_ids, reason=reason):
-                self._note(f"resume {len(replica_ids)}: {reason}", signals, wall_s)
+                self.note(f"resume {len(replica_ids)}: {reason}", signals, wall_s)
                 self._num_ups += 1
                 for replica_id in replica_ids:
                     self._resume(replica_id)
             case Drain(replica_ids=replica_ids, reason=reason):
-                self._note(f"drain {len(replica_ids)}: {reason}", signals, wall_s)
+                self.note(f"drain {len(replica_ids)}: {reason}", signals, wall_s)
                 self._num_downs += 1
                 for replica_id in replica_ids:
                     self._drain(replica_id)
@@ -326,7 +318,7 @@ class PoolScaler:
                     if replica_id not in self._drains:  # else its drain is about to return, and stops it
                         self._begin(self._leave(replica_id))
 
-    def _note(self, decision: str, signals: Signals, wall_s: float) -> None:
+    def note(self, decision: str, signals: Signals, wall_s: float) -> None:
         self._last_decision = decision
         self._last_decision_at = wall_s
         ready = [replica for replica in signals.replicas if replica.phase is Phase.READY]

@@ -18,6 +18,7 @@ from penstock.cluster.replica_process import ReplicaProcess
 from penstock.cluster.transport import KeyPair
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineReady, EngineStats, LoadProgress
+from penstock.dispatch import Role
 from penstock.router import ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,11 @@ class Supervisor:
         slot = self._slot(replica_id)
         slot.is_leaving = not slot.process.resume()
         return not slot.is_leaving
+
+    def convert(self, replica_id: str, role: Role) -> None:
+        """Let a replica work in another role from now on, and its successors too. Engines do not know their roles, so
+        nothing is loaded and running requests go on."""
+        self._slot(replica_id).process.convert(role)
 
     async def stop(self, replica_id: str) -> None:
         """End a replica and its requests, and start no other in its slot."""

@@ -1,8 +1,8 @@
 """Decides how many replicas there should be: `decide(signals, state, now)`. Pure: knows no process, clock or cloud.
 
-Each of three signals alone scales up, because each means that users wait or are about to: queued prefill tokens over
-the rate at which they drain, the time to first token against its target, and KV utilisation. The
-utilisation of an accelerator says nothing: it is high at half load too.
+Each signal alone scales up, because each means that users wait or are about to: queued prefill tokens over the rate
+at which they drain, the time to first token against its target, KV utilisation and, where a pool has a target for it,
+the time between tokens. The utilisation of an accelerator says nothing: it is high at half load too.
 
 The fleet scales down when the present load would fit into fewer replicas, with room to spare. The thresholds for that
 are a share of the thresholds for scaling up, and a number of replicas that was too few for a load is not tried again
@@ -28,6 +28,7 @@ class AutoscalerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     drain_target_s: float = 2.0  # queued prefill tokens should take no longer
     ttft_target_s: float = 1.0  # for the 95th percentile
     kv_target: float = 0.85  # share of KV blocks in use
+    itl_target_s: float | None = None  # for the 95th percentile; None: not a signal
     fit_share: float = 0.7  # of each target, that a smaller fleet must be predicted to stay under
     max_growth: float = 4.0  # times, in one decision
     up_cooldown_s: float = 30.0  # longer than the window that ttft_p95_s is taken over
@@ -64,6 +65,7 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True):
         None  # prefill of one replica that has enough to do; None: not known yet
     )
     ttft_p95_s: float | None = None
+    itl_p95_s: float | None = None  # between tokens of an answer
     held_requests: int = 0  # that wait for a first replica
 
 
@@ -135,13 +137,28 @@ class Autoscaler:
                 too_few_load=signals.arriving_prefill_tokens_per_s,
             )
         elif wanted < num_serving:
-            actions = [Drain(_least_loaded(signals, num_serving - wanted), reason)]
+            actions = [Drain(least_loaded(signals, num_serving - wanted), reason)]
             state = msgspec.structs.replace(state, last_change_s=now, roomy_since_s=None)
         else:
             actions = []
         if drained:
             actions.append(Stop(drained))
         return tuple(actions), state
+
+    def num_spare(self, signals: Signals, state: AutoscalerState, now: float) -> int:
+        """Return how many ready replicas another pool may have now: fewer have been enough for `up_cooldown_s`, and
+        nothing has changed meanwhile."""
+        config, num_serving = self.config, _num_serving(signals)
+        pause_s = config.up_cooldown_s
+        if not _was_so_for(state.roomy_since_s, pause_s, now) or not _has_passed(
+            state.last_change_s, pause_s, now
+        ):
+            return 0
+        num_ready = sum(replica.phase is Phase.READY for replica in signals.replicas)
+        most = min(num_serving - max(1, config.min_replicas), num_ready - 1)
+        return next(
+            (count for count in range(most, 0, -1) if self._fits(signals, state, num_serving - count)), 0
+        )
 
     def _observe(
         self, signals: Signals, state: AutoscalerState, num_serving: int, now: float
@@ -201,6 +218,9 @@ class Autoscaler:
         is_settled = len(ready) == num_serving
         if is_settled and signals.ttft_p95_s is not None and signals.ttft_p95_s > config.ttft_target_s:
             yield max(num_serving + 1, ceil(num_serving * _TTFT_GROWTH)), "time to first token"
+        itl_target_s = config.itl_target_s
+        if is_settled and itl_target_s and (signals.itl_p95_s or 0.0) > itl_target_s:
+            yield max(num_serving + 1, ceil(num_serving * _TTFT_GROWTH)), "time between tokens"
         if ready:
             in_use = sum(replica.kv_utilisation for replica in ready)
             if in_use / len(ready) > config.kv_target:
@@ -221,9 +241,12 @@ class Autoscaler:
         ready = [replica for replica in signals.replicas if replica.phase is Phase.READY]
         if sum(replica.kv_utilisation for replica in ready) > share * config.kv_target * count:
             return False
-        if signals.ttft_p95_s is not None:
-            now_serving = max(1, len(ready))
-            if signals.ttft_p95_s * now_serving > share * config.ttft_target_s * count:
+        now_serving = max(1, len(ready))
+        for found_s, target_s in (
+            (signals.ttft_p95_s, config.ttft_target_s),
+            (signals.itl_p95_s, config.itl_target_s),
+        ):
+            if found_s and target_s and found_s * now_serving > share * target_s * count:
                 return False
         if not signals.drain_tokens_per_s:
             return not signals.queued_prefill_tokens
@@ -249,7 +272,7 @@ def _grow(signals: Signals, count: int, reason: str) -> list[Action]:
     return actions
 
 
-def _least_loaded(signals: Signals, count: int) -> tuple[str, ...]:
+def least_loaded(signals: Signals, count: int) -> tuple[str, ...]:
     """Return the replicas with the fewest unfinished requests, the newest of equals. Starting replicas have none."""
     serving = [
         (replica.phase is Phase.READY, replica.num_requests, -position, replica.id)

@@ -58,6 +58,8 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
     num_scale_downs: int = 0
     last_decision: str = ""
     last_decision_at: float | None = None  # Unix seconds
+    itl_p95_s: float | None = None
+    itl_target_s: float | None = None  # None: not a signal
 
     @property
     def num_wanted(self) -> int:
@@ -72,10 +74,11 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def load(self) -> float:
-        """Return the largest of the three signals as a share of its target; above 1, the pool needs more replicas."""
+        """Return the largest of the signals as a share of its target; above 1, the pool needs more replicas."""
         return max(
             self.drain_s / self.drain_target_s,
             (self.ttft_p95_s or 0.0) / self.ttft_target_s,
+            (self.itl_p95_s or 0.0) / self.itl_target_s if self.itl_target_s else 0.0,
             self.kv_usage / self.kv_target,
             float(self.held_requests > 0),
         )

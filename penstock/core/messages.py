@@ -200,6 +200,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     kv_fetches: int = 0  # requests whose KV was to come from another engine
     kv_fetches_failed: int = 0  # fetches that brought too little
     kv_fetched_tokens: int = 0
+    kv_read_bytes: int = 0  # of blocks that another engine had cached
+    kv_read_s: float = 0.0  # seconds that reading them took
     num_nan_logits: int = 0  # requests ended because the model produced no numbers for them
     num_out_of_memory: int = 0  # requests ended because a step had no memory for them
     drafters: tuple[DrafterStats, ...] = ()  # in the order in which they first drafted

@@ -109,6 +109,8 @@ class Dispatcher:
 
     def update(self, status: FleetStatus, now: float) -> Sequence[Action]:
         lost = self.table.update(status)
+        if lost:
+            self.kv_sources.speeds.keep(self.table.records)
         actions = self._after_change(now)
         gone = EngineUnavailable("The engine that served this request is gone.", retry_after_s=5.0)
         for record in tuple(self._requests.values()):
@@ -199,6 +201,7 @@ class Dispatcher:
         return self._with_wakeup(actions)
 
     def heartbeat(self, replica_id: str, stats: EngineStats, now: float) -> Sequence[Action]:
+        self.kv_sources.speeds.heard(replica_id, stats, now)
         changed = self.table.heartbeat(replica_id, stats, now)
         if not changed:
             return _NOTHING

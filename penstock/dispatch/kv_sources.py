@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from penstock.core.errors import PenstockError
 from penstock.core.kv_transfer import KVSource
+from penstock.core.messages import EngineStats
 from penstock.dispatch.replicas import ReplicaRecord, ReplicaTable
 from penstock.router import Decision, RandomSource, Router, RoutingRequest
 
@@ -28,10 +30,15 @@ class TransferConfig:
     min_saved_s: float = 0.005  # that a fetch must save
     min_saved_share: float = 0.2  # of the time of computing
     latency_s: float = 0.005  # of a question and its answer
-    bytes_per_s: float = 1e9
+    # Until a transfer has been measured. Too fast a guess costs one fetch; too slow a guess would never be corrected.
+    first_bytes_per_s: float = 1e10
+    speed_half_life_s: float = 60.0  # of a measurement, without newer ones
     # How much longer a first token may take by way of a prefill replica: a busy pool is not waited for.
     max_slowdown: float = 2.0
     allowed_delay_s: float = 0.25
+
+
+_KEPT_SHARE = 0.7  # of earlier bytes and seconds, when a new transfer is measured
 
 
 class Way(enum.StrEnum):
@@ -51,6 +58,7 @@ class Options:
     queue_here_s: float
     token_here_s: float  # for each token that is computed
     kv_bytes_per_token: int
+    bytes_per_s: float  # of transfers to the serving replica
     cached_elsewhere: int = 0  # the most tokens that one other replica has
     prefill_s: float | None = (
         None  # predicted, until a prefill replica has computed it; None without such replicas
@@ -68,11 +76,58 @@ def cheapest_way(options: Options, config: TransferConfig) -> Way:
     fetched = options.cached_elsewhere - options.cached_here
     if fetched <= 0:
         return Way.HERE
-    transfer_s = config.latency_s + fetched * options.kv_bytes_per_token / config.bytes_per_s
+    transfer_s = config.latency_s + fetched * options.kv_bytes_per_token / options.bytes_per_s
     saved_s = fetched * options.token_here_s - transfer_s
     if saved_s >= config.min_saved_s and saved_s >= config.min_saved_share * here_s:
         return Way.FETCH
     return Way.HERE
+
+
+@dataclass(slots=True)
+class _Measured:
+    num_bytes: float  # read lately; what was read earlier counts less
+    seconds: float
+    at_s: float
+
+
+class TransferSpeeds:
+    """How fast replicas read KV of others, by what their heartbeats report."""
+
+    def __init__(self, config: TransferConfig) -> None:
+        self._config = config
+        self._totals: dict[str, tuple[int, float]] = {}  # bytes and seconds of the last heartbeat
+        self._measured: dict[str, _Measured] = {}
+
+    def heard(self, replica_id: str, stats: EngineStats, now: float) -> None:
+        num_bytes, seconds = self._totals.get(replica_id, (0, 0.0))
+        if stats.kv_read_bytes == num_bytes:
+            return
+        self._totals[replica_id] = stats.kv_read_bytes, stats.kv_read_s
+        new_bytes, new_s = stats.kv_read_bytes - num_bytes, stats.kv_read_s - seconds
+        if new_bytes <= 0 or new_s <= 0.0:  # the replica has begun anew
+            return
+        before = self._measured.get(replica_id)
+        kept = 0.0 if before is None else _KEPT_SHARE
+        self._measured[replica_id] = _Measured(
+            new_bytes + (kept * before.num_bytes if before else 0.0),
+            new_s + (kept * before.seconds if before else 0.0),
+            now,
+        )
+
+    def keep(self, replica_ids: Container[str]) -> None:
+        """Forget all other replicas."""
+        self._totals = {name: total for name, total in self._totals.items() if name in replica_ids}
+        self._measured = {name: found for name, found in self._measured.items() if name in replica_ids}
+
+    def bytes_per_s(self, replica_id: str, now: float) -> float:
+        """Return the measured speed. Without newer measurements it moves back to the first guess, so that a way which
+        was slow once is tried again."""
+        first = self._config.first_bytes_per_s
+        found = self._measured.get(replica_id)
+        if found is None:
+            return first
+        weight = 0.5 ** max(0.0, (now - found.at_s) / self._config.speed_half_life_s)
+        return float((found.num_bytes / found.seconds) ** weight * first ** (1.0 - weight))
 
 
 class KVSources:
@@ -82,6 +137,7 @@ class KVSources:
         self._rng = rng
         self._config = config or TransferConfig()
         self._prefilling: set[str] = set()  # requests that count at a prefill replica
+        self.speeds = TransferSpeeds(self._config)
 
     def choose(
         self, request: RoutingRequest, decision: Decision, record: ReplicaRecord, now: float
@@ -101,6 +157,7 @@ class KVSources:
             queue_here_s=0.0 if load is None else load.queue_s,
             token_here_s=0.0 if load is None else load.token_s,
             kv_bytes_per_token=status.kv_bytes_per_token,
+            bytes_per_s=self.speeds.bytes_per_s(record.id, now),
             cached_elsewhere=cached_there,
             prefill_s=None if prefill is None else prefill.predicted_ttft_s,
             is_for_decode=status.role == "decode",

@@ -29,7 +29,7 @@ from penstock.cluster.control_plane import ControlPlane
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.release_record import ReleaseRecord, revision_of
 from penstock.cluster.replica import ReplicaSpec
-from penstock.cluster.scaling import autoscaling
+from penstock.cluster.role_scaling import pool_scaling
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.config import ExtraModelConfig, ServeConfig
 from penstock.core.engine_config import CacheConfig, EngineConfig
@@ -117,7 +117,7 @@ async def open_control(
     """Build the control plane, and apply earlier releases to the planned replicas before one is started."""
     counts = Counter((spec.model, spec.role) for spec in planned)
     first = {(spec.model, spec.role): spec for spec in reversed(planned)}
-    pools = [(first[key], autoscaling(config.scaling, count)) for key, count in counts.items()]
+    pools = list(zip(map(first.__getitem__, counts), pool_scaling(config.scaling, planned), strict=True))
     database = open_database(config.store)
     # The folder is private, because anybody who can connect to the socket can start releases.
     folder = Path(tempfile.mkdtemp(prefix="penstock-control-"))
@@ -195,10 +195,22 @@ def _roles(config: ServeConfig) -> list[Role]:
         return ["both"] * cluster.replicas
     if not cluster.prefill_replicas or not cluster.decode_replicas:
         raise ConfigError("--prefill-replicas and --decode-replicas need each other.")
-    if cluster.replicas > 1 or config.scaling.max_replicas is not None:
+    if cluster.replicas > 1:
         raise ConfigError(
-            "Replicas that only prefill or decode take the place of --replicas, and their number stays.",
-            hint="Leave --replicas and --max-replicas out.",
+            "Replicas that only prefill or decode take the place of --replicas.", hint="Leave --replicas out."
+        )
+    num_first, scaling = cluster.prefill_replicas + cluster.decode_replicas, config.scaling
+    if scaling.max_replicas is not None and scaling.max_replicas < num_first:
+        raise ConfigError(
+            f"--max-replicas {scaling.max_replicas} is for prefill and decode replicas together, and there are "
+            f"{num_first} of them at first.",
+            hint="Raise the ceiling.",
+        )
+    if scaling.min_replicas is not None and 2 * scaling.min_replicas > (scaling.max_replicas or num_first):
+        raise ConfigError(
+            f"--min-replicas {scaling.min_replicas} is for each of the prefill and decode pools, and they may have "
+            f"{scaling.max_replicas or num_first} replicas together.",
+            hint="Lower the floor, or raise --max-replicas.",
         )
     prefill: list[Role] = ["prefill"] * cluster.prefill_replicas
     decode: list[Role] = ["decode"] * cluster.decode_replicas

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.messages import EngineReady, EngineStats
+from penstock.dispatch import Role
 from penstock.router import Replica, ReplicaState
 
 
@@ -82,6 +83,11 @@ class FakeManager:
     def resume(self, replica_id: str) -> bool:
         self._become(replica_id, ReplicaState.READY)
         return True
+
+    def convert(self, replica_id: str, role: Role) -> None:
+        member = self._find(replica_id)
+        self._members[replica_id] = replace(member, spec=replace(member.spec, role=role))
+        self._tell()
 
     async def stop(self, replica_id: str) -> None:
         self._find(replica_id)

@@ -202,8 +202,30 @@ async def test_the_fleet_sends_long_prompts_by_way_of_the_prefill_replica_and_a_
     await until(lambda: ended >= {each.id for each in (short, *long)})
     assert {each.id: answers[each.id] for each in long} == expected
     await until(lambda: prefill.client.stats.num_kv_blocks_used == 0)
+
+    # The two exchange their roles where they are: nothing is loaded, and the answers are the same.
+    fleet.update([in_role(members[0], "decode"), in_role(member(spare, "r2"), "prefill")])
+    again = msgspec.structs.replace(long[0], id="again", tenant="another")
+    num_before = fleet.dispatcher.kv_sources.ways["prefill"]
+    ask(again)
+    await until(lambda: "again" in ended)
+    assert answers["again"] == expected[long[0].id]
+    assert fleet.dispatcher.kv_sources.ways["prefill"] == num_before + 1
+
+    # What a replica has cached is read at a speed that the receiver reports.
+    cached = make_request("cached", 70)
+    lent = msgspec.structs.replace(cached, id="lent")
+    expected_tokens = await prefill.answer(cached)
+    source = msgspec.structs.replace(prefill.source, computes=False)
+    assert await spare.answer(lent, source) == expected_tokens
+    await until(lambda: spare.client.stats.kv_read_bytes > 0)
+    assert spare.client.stats.kv_read_s > 0.0
     fleet.close()
     await spare.leave()
+
+
+def in_role(changed: Member, role: Role) -> Member:
+    return msgspec.structs.replace(changed, spec=msgspec.structs.replace(changed.spec, role=role))
 
 
 def member(process: Process, replica_id: str) -> Member:

@@ -154,3 +154,34 @@ async def test_a_prefix_is_fetched_from_the_replica_that_has_it(rig: Rig) -> Non
         EngineStats(num_running=8, num_waiting=50, num_waiting_tokens=60_000, num_steps=99)
     )
     assert rig.ask() == ("free", KVSource("kv://busy", computes=False))
+
+
+async def test_a_replica_changes_its_role_with_its_requests_underway(rig: Rig) -> None:
+    rig.join(("p", "prefill", "a"), ("d1", "decode", "a"), ("d2", "decode", "a"))
+    servers = {rig.ask(bytes([n]) * 1000)[0] for n in range(4)}
+    assert servers == {"d1", "d2"}
+    before = dict(rig.replicas)
+    rig.fleet.update(
+        [with_role(name, role, "a") for name, role in (("p", "decode"), ("d1", "decode"))]
+        + [with_role("d2", "prefill", "a")]
+    )
+    assert rig.replicas == before, "no connection is made anew"
+    assert not rig.fleet.verdicts, "no request is lost"
+    server, source = rig.ask(bytes([9]) * 1000)
+    assert server in ("p", "d1")
+    assert source == KVSource("kv://d2")
+    (of_d2,) = [name for name, source in before["d2"].sources.items()][:1]
+    rig.replicas["d2"].emit(of_d2, 1)  # it still answers what it had
+    assert not rig.fleet.verdicts
+
+
+async def test_a_transfer_that_was_measured_to_be_slow_is_not_repeated(rig: Rig) -> None:
+    rig.join(("busy", "both", "a"), ("free", "both", "a"))
+    rig.cache("busy", PROMPT)
+    rig.replicas["free"].tell_stats(
+        EngineStats(num_steps=50, step_tokens=1000, step_s=1.01, kv_read_bytes=20_000, kv_read_s=2.0)
+    )
+    rig.replicas["busy"].tell_stats(
+        EngineStats(num_running=8, num_waiting=50, num_waiting_tokens=60_000, num_steps=99)
+    )
+    assert rig.ask() == ("free", None)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cluster.control_messages import ModelReport, Report, Sample
-from penstock.cluster.scaling import PoolScaler, autoscaling
+from penstock.cluster.role_scaling import autoscaling
+from penstock.cluster.scaling import PoolScaler
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.cluster_view import ReplicaOrder
 from penstock.core.config import ScalingConfig

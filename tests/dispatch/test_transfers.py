@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dispatch.kv_sources import Options, TransferConfig, Way, cheapest_way
+from penstock.core.messages import EngineStats
+from penstock.dispatch.kv_sources import Options, TransferConfig, TransferSpeeds, Way, cheapest_way
 
 CONFIG = TransferConfig()
 # A prompt that takes 2 s to compute here, and 46 MB to move.
@@ -17,6 +19,7 @@ OPTIONS = Options(
     queue_here_s=0.01,
     token_here_s=0.001,
     kv_bytes_per_token=23_040,
+    bytes_per_s=1e9,
 )
 DECODE = replace(OPTIONS, is_for_decode=True, prefill_s=2.0)
 
@@ -44,7 +47,7 @@ def test_what_another_replica_has_is_fetched_when_that_is_cheaper() -> None:
     assert cheapest_way(replace(there, cached_here=1590), CONFIG) is Way.HERE, "ten tokens save nothing"
     fast = replace(there, token_here_s=10e-6)
     assert cheapest_way(fast, CONFIG) is Way.HERE, "computing is quicker than moving"
-    assert cheapest_way(fast, replace(CONFIG, bytes_per_s=50e9, latency_s=0.001)) is Way.FETCH
+    assert cheapest_way(replace(fast, bytes_per_s=50e9), replace(CONFIG, latency_s=0.001)) is Way.FETCH
 
 
 @given(
@@ -72,6 +75,7 @@ def test_no_way_is_taken_that_cannot_gain(
         queue_here_s=0.0,
         token_here_s=token_s,
         kv_bytes_per_token=bytes_per_token,
+        bytes_per_s=1e9,
         prefill_s=prefill_s,
         is_for_decode=is_for_decode,
     )
@@ -82,4 +86,39 @@ def test_no_way_is_taken_that_cannot_gain(
         assert options.num_tokens - options.cached_here >= CONFIG.min_prefill_tokens
     elif way is Way.FETCH:
         num_fetched = options.cached_elsewhere - options.cached_here
-        assert num_fetched * bytes_per_token / CONFIG.bytes_per_s < num_fetched * token_s
+        assert num_fetched * bytes_per_token / options.bytes_per_s < num_fetched * token_s
+
+
+def reads(num_bytes: int, seconds: float) -> EngineStats:
+    return EngineStats(kv_read_bytes=num_bytes, kv_read_s=seconds)
+
+
+def test_the_speed_of_transfers_is_measured_for_each_receiver() -> None:
+    speeds = TransferSpeeds(CONFIG)
+    assert speeds.bytes_per_s("a", 0.0) == CONFIG.first_bytes_per_s
+    speeds.heard("a", reads(0, 0.0), 0.0)
+    speeds.heard("a", reads(40_000_000, 0.1), 1.0)
+    assert speeds.bytes_per_s("a", 1.0) == pytest.approx(4e8)
+    assert speeds.bytes_per_s("b", 1.0) == CONFIG.first_bytes_per_s
+    for n in range(2, 30):  # the network has become twenty times faster
+        speeds.heard("a", reads(40_000_000 * n, 0.1 + 0.005 * n), float(n))
+    assert speeds.bytes_per_s("a", 30.0) == pytest.approx(8e9, rel=0.1)
+
+
+def test_a_slow_way_is_tried_again_after_a_while() -> None:
+    speeds = TransferSpeeds(CONFIG)
+    speeds.heard("a", reads(1_000_000, 1.0), 0.0)
+    there = replace(OPTIONS, cached_elsewhere=1600)
+    ways = [
+        cheapest_way(replace(there, bytes_per_s=speeds.bytes_per_s("a", now)), CONFIG) for now in (0.0, 600.0)
+    ]
+    assert ways == [Way.HERE, Way.FETCH]
+
+
+def test_a_replica_that_began_anew_and_one_that_is_gone_leave_nothing_behind() -> None:
+    speeds = TransferSpeeds(CONFIG)
+    speeds.heard("a", reads(9_000, 0.001), 0.0)
+    speeds.heard("a", reads(1_000, 0.001), 1.0)  # fewer than before: another process
+    assert speeds.bytes_per_s("a", 1.0) == pytest.approx(9e6, rel=0.1)
+    speeds.keep({"b"})
+    assert speeds.bytes_per_s("a", 1.0) == CONFIG.first_bytes_per_s

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cluster.role_scaling import pool_scaling
 from penstock.core.config import ClusterConfig, ScalingConfig, ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.serve.control import planned_replicas
@@ -17,6 +18,19 @@ def test_roles_share_a_revision_and_exchange_kv() -> None:
     assert [spec.role for spec in specs] == ["prefill", "decode", "decode"]
     assert all(spec.engine.kv_transfer for spec in specs)
     assert len({spec.revision for spec in specs}) == 1
+
+
+def test_both_pools_share_a_ceiling_and_have_targets_of_their_own() -> None:
+    config = ServeConfig(
+        cluster=ClusterConfig(prefill_replicas=1, decode_replicas=2), scaling=ScalingConfig(max_replicas=6)
+    )
+    prefill, decode = pool_scaling(config.scaling, planned_replicas(config, Path("/model")))
+    assert prefill is not None
+    assert decode is not None
+    assert (prefill.min_replicas, prefill.max_replicas, prefill.itl_target_s) == (1, 6, None)
+    assert (decode.min_replicas, decode.max_replicas, decode.itl_target_s) == (1, 6, 0.1)
+    fixed = ServeConfig(cluster=ClusterConfig(prefill_replicas=1, decode_replicas=1))
+    assert pool_scaling(fixed.scaling, planned_replicas(fixed, Path("/model"))) == [None, None]
 
 
 def test_without_them_replicas_do_both() -> None:
@@ -35,9 +49,16 @@ def test_without_them_replicas_do_both() -> None:
         (
             ServeConfig(
                 cluster=ClusterConfig(prefill_replicas=1, decode_replicas=1),
-                scaling=ScalingConfig(max_replicas=3),
+                scaling=ScalingConfig(max_replicas=1),
             ),
-            "their number stays",
+            "together, and there are 2",
+        ),
+        (
+            ServeConfig(
+                cluster=ClusterConfig(prefill_replicas=1, decode_replicas=1),
+                scaling=ScalingConfig(min_replicas=2, max_replicas=3),
+            ),
+            "for each of the prefill and decode pools",
         ),
     ],
 )

@@ -7,6 +7,7 @@ is dropped with all its transfers; a later fetch connects again.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -42,6 +43,9 @@ class Fetching:
         self.num_cached_tokens = 0
         self.is_cancelled = False
         self.is_reported_read = False
+        self.num_read_bytes = 0
+        self.read_s = 0.0
+        self._offered_s = 0.0
         self._num_layers = num_layers
         self._their_block_ids: tuple[int, ...] | None = None
         self._layers_begun: list[int] = []  # of each block that was offered
@@ -69,6 +73,7 @@ class Fetching:
         first = self.order.first_block
         self._their_block_ids = message.block_ids[first : first + len(self.order.block_ids)]
         self._layers_begun = [0] * len(self._their_block_ids)
+        self._offered_s = time.monotonic()
         self.num_cached_tokens = message.num_cached_tokens
 
     def ready(self, message: BlocksReady, agent: NixlAgent, peer: KVLayout) -> None:
@@ -99,6 +104,12 @@ class Fetching:
         self._reads = unfinished
         if failure is not None:
             raise failure
+
+    def measure(self, bytes_per_block: int) -> None:
+        """Note the speed of the transfer, now that all is read. It says nothing where the sender had to compute."""
+        if not self.order.source.computes:
+            self.num_read_bytes = self._num_whole_begun * bytes_per_block
+            self.read_s = time.monotonic() - self._offered_s
 
     def stop_reads(self) -> bool:
         """Stop the reads. Returns whether nothing writes to the blocks any more."""
@@ -278,6 +289,7 @@ class Receiver:
             self._end(fetching, 0)
         elif fetching.is_read or fetching.trouble is not None:
             fetching.is_reported_read = True
+            fetching.measure(self._agent.memory.bytes_per_block)
             self._send(peer, BlocksRead(number))
 
     def _lose(self, peer: _Peer, reason: str) -> None:
@@ -301,7 +313,16 @@ class Receiver:
 
     def _end(self, fetching: Fetching, num_filled: int) -> None:
         trouble = None if fetching.is_cancelled else fetching.trouble
-        self._tell(Fetched(fetching.order.number, num_filled, fetching.num_cached_tokens, trouble))
+        self._tell(
+            Fetched(
+                fetching.order.number,
+                num_filled,
+                fetching.num_cached_tokens,
+                trouble,
+                fetching.num_read_bytes,
+                fetching.read_s,
+            )
+        )
 
     def _send(self, peer: _Peer, message: ToSender) -> None:
         with contextlib.suppress(zmq.Again):  # it has gone, as the monitor will tell

@@ -221,6 +221,8 @@ class FetchCounters:
     num_begun: int = 0
     num_failed: int = 0  # fetches that brought too few blocks
     num_tokens: int = 0
+    num_read_bytes: int = 0  # of blocks that senders had cached
+    read_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -278,6 +280,8 @@ class KVImports:
             self.counters.num_failed += 1
             logger.warning("KV of %s did not all come from another engine: %s", request_id, news.trouble)
         self.counters.num_tokens += news.num_filled * self._block_size
+        self.counters.num_read_bytes += news.num_read_bytes
+        self.counters.read_s += news.read_s
         waiting = self._waiting.get(request_id)
         if waiting is None or waiting.begun is not begun:
             return
@@ -403,4 +407,6 @@ class KVTransfers(Collaborator):
             kv_fetches=counters.num_begun,
             kv_fetches_failed=counters.num_failed,
             kv_fetched_tokens=counters.num_tokens,
+            kv_read_bytes=counters.num_read_bytes,
+            kv_read_s=counters.read_s,
         )
