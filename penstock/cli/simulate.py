@@ -16,7 +16,11 @@ from penstock.cli.console import json_option, print_json, stderr_console, stdout
 from penstock.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from penstock.core.request import Request
+    from penstock.gateway.ratelimits.meters import CallerMeters
+    from penstock.gateway.ratelimits.spend import Demand
     from penstock.simulator import Report, SimulationConfig
+    from penstock.simulator.report import Outcome
     from penstock.simulator.search import FaultCase
 
 _LONG_RUN_S = 60.0
@@ -63,7 +67,7 @@ def simulate(
       penstock simulate one.toml other.toml
       penstock simulate --fault-search 1000
     """
-    from penstock.planner.scenario import Scenario, read_scenario, simulation_of
+    from penstock.planner.scenario import Scenario, load_scenario, simulation_of
 
     if num_cases is not None or case_file is not None:
         _search(num_cases, case_file, seed or 0, num_requests)
@@ -73,13 +77,14 @@ def simulate(
 
         require_matplotlib()
     warn = stderr_console().print
-    configs = {str(path): read_scenario(path, warn) for path in scenarios}
-    configs = configs or {"default": simulation_of(Scenario())}
+    loaded = {str(path): load_scenario(path) for path in scenarios} or {"default": Scenario()}
     reports: dict[str, Report] = {}
     times: dict[str, list[tuple[float, float]]] = {}
-    for name, config in configs.items():
+    for name, scenario in loaded.items():
+        config = simulation_of(scenario, Path(name).parent, warn)
         changed = _changed(config, replicas, rate, num_requests, seed)
-        reports[name], times[name] = _run(name, changed)
+        limits = _Limits(scenario.limits, name) if scenario.limits else None
+        reports[name], times[name] = _run(name, changed, limits)
     if plot_file:
         _plot(plot_file, times)
     if as_json:
@@ -115,7 +120,55 @@ def _changed(
     )
 
 
-def _run(name: str, config: SimulationConfig) -> tuple[Report, list[tuple[float, float]]]:
+class _Limits:
+    """The limits of a scenario, counted by the meters that serve. Implements `simulator.driver.Admission`."""
+
+    def __init__(self, settings: dict[str, Any], name: str) -> None:
+        from penstock.gateway.ratelimits.meters import Meters
+        from penstock.gateway.ratelimits.settings import LimitSettings
+
+        try:
+            self._settings = msgspec.convert(settings, LimitSettings)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"The limits of {name} are wrong: {error}.") from error
+        self._settings.check()
+        self._meters = Meters(self._settings, 1.0)
+        self._leases: dict[str, tuple[CallerMeters, Demand]] = {}
+
+    def admit(self, request: Request, now: float) -> str | None:
+        from penstock.core.errors import RateLimited
+        from penstock.core.identity import Principal
+        from penstock.gateway.ratelimits.spend import Demand
+
+        caller = Principal(workspace_id=request.tenant, key_id=request.tenant)
+        meters = self._meters.of_caller(caller, request.model or None, now)
+        if meters.limits.has_budget:
+            raise UsageError(
+                "Budgets in dollars are not simulated.", hint="Leave dollars_per_day and _month out."
+            )
+        most = min(request.sampling.max_tokens, meters.limits.max_reserved_output_tokens)
+        demand = Demand(len(request.prompt_token_ids), most, 0.0)
+        if not meters.admits(now) or not meters.fits(demand, now):
+            return RateLimited.code
+        meters.admit()
+        meters.take(demand)
+        self._leases[request.id] = meters, demand
+        return None
+
+    def ended(self, outcome: Outcome, now: float) -> None:
+        from penstock.gateway.ratelimits.spend import Demand
+
+        lease = self._leases.pop(outcome.arrival.request.id, None)
+        if lease is not None:
+            meters, reserved = lease
+            num_prompt = len(outcome.arrival.request.prompt_token_ids) - outcome.num_cached_tokens
+            used = Demand(num_prompt if outcome.queue_s is not None else 0, len(outcome.token_ids), 0.0)
+            meters.settle(reserved, used, now)
+
+
+def _run(
+    name: str, config: SimulationConfig, limits: _Limits | None
+) -> tuple[Report, list[tuple[float, float]]]:
     """Run one scenario. A run that takes long says how far it is, and when it will be done."""
     from penstock.simulator import simulate as run
 
@@ -139,13 +192,13 @@ def _run(name: str, config: SimulationConfig) -> tuple[Report, list[tuple[float,
             f"{name}: {num_ended:,} of {total:,} requests, {now:,.0f} s of virtual time, {left_s:.0f} s left"
         )
 
-    def watch(outcome: Any) -> None:
+    def watch(outcome: Outcome) -> None:
         moments = outcome.token_times_s
         if moments:
             mean_s = (moments[-1] - moments[0]) / max(1, len(moments) - 1)
             seen.append((moments[0] - outcome.arrival.time_s, mean_s))
 
-    return run(config, progress, watch), seen
+    return run(config, progress, watch, admission=limits), seen
 
 
 def _in_words(seconds: float) -> str:

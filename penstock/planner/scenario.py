@@ -32,10 +32,12 @@ from penstock.simulator import (
     Tenant,
     Workload,
 )
+from penstock.simulator.transfers import KVLink
 from penstock.simulator.workload import Arrival, Fault, Lengths, RestartGateway, StepClock
 
 _BLOCK_TOKENS = 16
 _HOST_BYTES_PER_S = 25e9  # PCIe 4.0 with 16 lanes
+_KV_GBYTES_PER_S = 10.0  # a 100 Gbit/s network
 _FROZEN_S = 10.0  # unless until_s says otherwise
 _FROZEN_FACTOR = 1e4
 _MOST_TOKEN_ID = (1 << 31) - (1 << 23)  # a prompt and its answer still fit behind it
@@ -80,6 +82,10 @@ class TrafficSection(_Section, frozen=True, kw_only=True):
 
 class FleetSection(_Section, frozen=True, kw_only=True):
     replicas: int = 1
+    prefill_replicas: int = 0  # that compute long prompts for `replicas`, which then decode
+    kv_gbytes_per_s: float | None = (
+        None  # between replicas; None: replicas without a pool for prompts move no KV
+    )
     gateways: int = 1
     autoscaler: AutoscalerConfig | None = None
     heartbeat_s: float = 0.1
@@ -107,16 +113,21 @@ class Scenario(_Section, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     objective: ObjectiveSettings = ObjectiveSettings()
     faults: tuple[FaultSection, ...] = ()
+    limits: dict[str, Any] = {}  # as in the settings of a gateway; tenants are workspaces with one key each
     seed: int = 0
 
 
 def read_scenario(path: Path, warn: Callable[[str], None] = lambda text: None) -> SimulationConfig:
     """Read a scenario and describe its simulation. A wrong value is a UsageError that names it."""
+    return simulation_of(load_scenario(path), path.parent, warn)
+
+
+def load_scenario(path: Path) -> Scenario:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} cannot be read as TOML: {error}.") from error
-    return simulation_of(scenario_of(values, str(path)), path.parent, warn)
+    return scenario_of(values, str(path))
 
 
 def scenario_of(values: dict[str, Any], where: str) -> Scenario:
@@ -152,6 +163,13 @@ def simulation_of(
         raise UsageError(
             "fleet.heartbeat_s and fleet.message_delay_s are at most 60, and no time is negative."
         )
+    if fleet.prefill_replicas and fleet.autoscaler is not None:
+        raise UsageError("The autoscaler has one pool: leave fleet.prefill_replicas or fleet.autoscaler out.")
+    if not 0 <= fleet.prefill_replicas <= 100_000 or (
+        fleet.kv_gbytes_per_s is not None and not 0 < fleet.kv_gbytes_per_s <= 1e6
+    ):
+        raise UsageError("fleet.prefill_replicas and fleet.kv_gbytes_per_s are positive numbers.")
+    gbytes_per_s = fleet.kv_gbytes_per_s or (_KV_GBYTES_PER_S if fleet.prefill_replicas else None)
     return SimulationConfig(
         workload=_workload(traffic),
         arrivals=None if traffic.trace is None else _recorded(folder / traffic.trace, warn),
@@ -169,6 +187,8 @@ def simulation_of(
             heartbeat_s=fleet.heartbeat_s, message_delay_s=fleet.message_delay_s, start_s=fleet.start_s
         ),
         num_replicas=fleet.replicas,
+        num_prefill_replicas=fleet.prefill_replicas,
+        kv_link=None if gbytes_per_s is None else KVLink(int(layout.kv_bytes_per_token), gbytes_per_s * 1e9),
         num_gateways=fleet.gateways,
         dispatch=scenario.dispatch,
         autoscaler=fleet.autoscaler,
@@ -226,8 +246,9 @@ def _lengths(value: int | str, key: str) -> Lengths:
 
 
 def _fault(fault: FaultSection, fleet: FleetSection) -> Fault:
-    if not 0 <= fault.replica < fleet.replicas or not fault.at_s >= 0:
-        raise UsageError(f"The fault at {fault.at_s} s names replica {fault.replica} of {fleet.replicas}.")
+    num_replicas = fleet.replicas + fleet.prefill_replicas
+    if not 0 <= fault.replica < num_replicas or not fault.at_s >= 0:
+        raise UsageError(f"The fault at {fault.at_s} s names replica {fault.replica} of {num_replicas}.")
     if not 0 <= fault.gateway < fleet.gateways:
         raise UsageError(f"The fault at {fault.at_s} s names gateway {fault.gateway} of {fleet.gateways}.")
     if fault.kind == "restart-gateway":

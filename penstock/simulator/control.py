@@ -121,8 +121,10 @@ class FleetControl:
     def _notice(self, fault: Kill, member: Member, now: float) -> None:
         """Replace a dead replica by a new one, as a supervisor does, unless the fault says otherwise."""
         del self._fleet.members[member.id]
+        if self._driver.transfers is not None:
+            self._driver.transfers.lost(member, now)
         if fault.restarts_after_s is not None:
-            successor = self._fleet.start(ReplicaState.STARTING)
+            successor = self._fleet.start(ReplicaState.STARTING, member.role)
             ready_s = max(now, fault.at_s + fault.restarts_after_s)
             self._driver.events.at(ready_s, Rank.CONTROL, partial(self._ready, successor))
         self._driver.update(now)

@@ -12,12 +12,12 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
-from penstock.core.request import FinishReason
+from penstock.core.request import FinishReason, Request
 from penstock.dispatch import (
     Action,
     Arrived,
@@ -34,10 +34,23 @@ from penstock.dispatch import (
 from penstock.scheduler.counted_plan import Told
 from penstock.simulator.fleet import Member, SimulatedFleet
 from penstock.simulator.report import Outcome
+from penstock.simulator.transfers import KVLink, Transfers
 from penstock.simulator.workload import Arrival
 
 GATEWAY_RESTARTED = "gateway_restarted"  # the rejection of a request whose gateway was replaced
 _EventAction: TypeAlias = Callable[[float], None]
+
+
+class Admission(Protocol):
+    """The limits of the gateways."""
+
+    def admit(self, request: Request, now: float) -> str | None:
+        """Let a request in, or return the code of the error that refuses it."""
+        ...
+
+    def ended(self, outcome: Outcome, now: float) -> None:
+        """Called for every request, also for refused ones."""
+        ...
 
 
 class Rank(enum.IntEnum):
@@ -84,6 +97,8 @@ class Driver:
         *,
         starts_on_demand: bool = False,
         message_delay_s: float = 0.0,
+        kv_link: KVLink | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.events = EventHeap(self.clock)
@@ -95,6 +110,8 @@ class Driver:
         self._on_end = on_end
         self._starts_on_demand = starts_on_demand
         self._message_delay_s = message_delay_s
+        self._admission = admission
+        self.transfers = None if kv_link is None else Transfers(self, kv_link)
         self._outcomes: dict[str, Outcome] = {}  # of requests that have not ended
         self._pending: deque[tuple[int, Action]] = deque()  # actions that are not carried out yet, by gateway
         self._is_acting = False
@@ -116,6 +133,8 @@ class Driver:
         requests of a gateway that is gone."""
         for outcome in [each for each in self._outcomes.values() if each.gateway == gateway]:
             request_id = outcome.arrival.request.id
+            if self.transfers is not None:
+                self.transfers.forget(request_id)
             member = self.fleet.members.get(outcome.replica_id or "")
             if member is not None and member.is_alive:
                 self.tell_all(member, now, request_id)
@@ -153,6 +172,8 @@ class Driver:
                 self._send(gateway, action, now)
             case Cancel(replica_id, request_id):
                 member = self.fleet.members[replica_id]
+                if self.transfers is not None:
+                    self.transfers.forget(request_id)
                 if member.is_alive:
                     self.touch(member, now)
                     member.replica.abort(request_id, now)
@@ -187,7 +208,13 @@ class Driver:
         self._num_arrived += 1
         gateway = self._num_arrived % len(self.dispatchers)
         request = arrival.request
-        self._outcomes[request.id] = Outcome(arrival, gateway)
+        outcome = self._outcomes[request.id] = Outcome(arrival, gateway)
+        if self._admission is not None:
+            outcome.rejection = self._admission.admit(request, now)
+            if outcome.rejection is not None:
+                self._end(outcome, now)
+                self._expect_next(arrivals)
+                return
         if arrival.departs_s is not None:
             self.events.at(arrival.departs_s, Rank.DEPART, partial(self._depart, request.id))
         actions = self.dispatchers[gateway].add(
@@ -217,15 +244,32 @@ class Driver:
         outcome.replica_id = member.id
         if not member.is_alive:
             return  # the death was not noticed yet: no answer
-        self.touch(member, now)
-        try:
-            member.replica.add(outcome.arrival, action.request, now)
-        except PenstockError as error:
-            actions = self.dispatchers[gateway].failed(member.id, action.request.id, error, now)
-            self.carry_out(gateway, actions, now)
+        if action.kv_source is not None and self.transfers is not None:
+            source = self.fleet.members.get(action.kv_source.endpoint)
+            if self.transfers.begin(action, source, member, now, partial(self._hand_over, outcome, action)):
+                return
+        self._hand_over(outcome, action, now)
+
+    def _hand_over(self, outcome: Outcome, action: Send, now: float) -> None:
+        """Give a request to its replica, which has all the KV that it will get."""
+        member = self.fleet.members.get(action.replica_id)
+        if member is None or not member.is_alive:
             return
+        try:
+            self.give(member, outcome.arrival, action.request, now)
+        except PenstockError as error:
+            actions = self.dispatchers[outcome.gateway].failed(member.id, action.request.id, error, now)
+            self.carry_out(outcome.gateway, actions, now)
+
+    def give(self, member: Member, arrival: Arrival, request: Request, now: float) -> None:
+        """Add a request to a replica. Raises what the scheduler raises."""
+        self.touch(member, now)
+        member.replica.add(arrival, request, now)
         member.num_taken += 1
         self._plan_soon(member, now)
+
+    def later(self, time_s: float, action: _EventAction) -> None:
+        self.events.at(time_s, Rank.ARRIVE, action)
 
     def _resync(self, replica_id: str, now: float) -> None:
         member = self.fleet.members.get(replica_id)
@@ -295,6 +339,8 @@ class Driver:
 
     def _tell(self, member: Member, told: list[Told], now: float) -> None:
         for each in told:
+            if self.transfers is not None and self.transfers.is_prefill(each.event, now):
+                continue
             outcome = self._outcomes[each.event.request_id]
             outcome.earlier_s = each.times_s
             self.carry_out(
@@ -312,4 +358,6 @@ class Driver:
     def _end(self, outcome: Outcome, now: float) -> None:
         outcome.end_s = now
         del self._outcomes[outcome.arrival.request.id]
+        if self._admission is not None:
+            self._admission.ended(outcome, now)
         self._on_end(outcome, now)

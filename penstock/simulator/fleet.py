@@ -18,6 +18,7 @@ from penstock.core.messages import EngineStats
 from penstock.core.plan import NO_DRAFTS, Chunk, Draft, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.dispatch import FleetStatus, ReplicaStatus
+from penstock.dispatch.replicas import Role
 from penstock.kvcache import KVCache
 from penstock.router import Replica, ReplicaState
 from penstock.scheduler.counted import CountedScheduler
@@ -290,6 +291,7 @@ class Member:
     is_planning: bool = False  # a plan is already due at this instant
     due_s: float | None = None  # when the driver looks at this replica next
     num_taken: int = 0  # requests, ever
+    role: Role = "both"
 
     def stats(self) -> EngineStats:
         step_tokens, step_s = self.replica.last_step
@@ -305,18 +307,24 @@ class Member:
 
 class SimulatedFleet:
     def __init__(
-        self, build: Callable[[], SimulatedReplica], *, block_size: int, max_step_tokens: int
+        self,
+        build: Callable[[], SimulatedReplica],
+        *,
+        block_size: int,
+        max_step_tokens: int,
+        kv_bytes_per_token: int | None = None,
     ) -> None:
+        """`kv_bytes_per_token`: of replicas that read KV from each other; None if they do not."""
         self._build = build
+        self._kv_bytes_per_token = kv_bytes_per_token
         self._block_size = block_size
         self._max_step_tokens = max_step_tokens
         self.members: dict[str, Member] = {}
         self.all_members: list[Member] = []  # also those that are gone, in order of starting
 
-    def start(self, state: ReplicaState) -> Member:
-        member = Member(
-            f"replica-{len(self.all_members)}", self._build(), state, number=len(self.all_members)
-        )
+    def start(self, state: ReplicaState, role: Role = "both") -> Member:
+        number = len(self.all_members)
+        member = Member(f"replica-{number}", self._build(), state, number=number, role=role)
         self.members[member.id] = member
         self.all_members.append(member)
         return member
@@ -339,4 +347,7 @@ class SimulatedFleet:
                 max_step_tokens=self._max_step_tokens,
             ),
             model=MODEL,
+            role=member.role,
+            kv_endpoint=member.id if self._kv_bytes_per_token is not None else "",
+            kv_bytes_per_token=self._kv_bytes_per_token or 0,
         )

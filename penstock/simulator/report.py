@@ -264,6 +264,7 @@ class Report:
     num_retries: int
     num_waits: int  # how often a request waited for a replica that started
     num_resyncs: int  # how often KV events were asked for again
+    num_moved_tokens: int  # whose KV went from one replica to another
     num_ejections: int  # how often a replica was left out for being slow
     reasons: dict[str, int]  # of routing decisions
     sizes: tuple[tuple[float, int], ...]  # when the number of serving replicas changed, and to what

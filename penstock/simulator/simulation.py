@@ -21,9 +21,10 @@ from penstock.scheduler.counted import CountedScheduler
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.control import ControlTimes, FleetControl
 from penstock.simulator.cost import LLAMA_8B_ON_H200, StepCost
-from penstock.simulator.driver import Driver
+from penstock.simulator.driver import Admission, Driver
 from penstock.simulator.fleet import Answers, SimulatedFleet, SimulatedReplica
 from penstock.simulator.report import Outcome, ReplicaReport, Report, Tally
+from penstock.simulator.transfers import KVLink
 from penstock.simulator.workload import END_TOKEN_ID, Arrival, Fault, Workload, generate
 
 
@@ -83,6 +84,8 @@ class SimulationConfig:
     arrivals: tuple[Arrival, ...] | None = None  # requests that were recorded, instead of the workload's
     replica: ReplicaConfig = field(default_factory=ReplicaConfig)
     num_replicas: int = 1
+    num_prefill_replicas: int = 0  # that compute long prompts for the others, which then decode
+    kv_link: KVLink | None = None  # between replicas; None: no KV moves
     num_gateways: int = 1  # each with a dispatcher of its own; they tell each other nothing
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     autoscaler: AutoscalerConfig | None = None
@@ -97,10 +100,11 @@ def simulate(
     progress: Callable[[int, float], None] | None = None,
     on_outcome: Callable[[Outcome], None] | None = None,
     on_event: Callable[[SimulatedFleet], None] | None = None,
+    admission: Admission | None = None,
 ) -> Report:
     """Run the workload to its end in virtual time. The same configuration gives the same report, to the last bit.
     `progress` is told the number of requests that have ended and the virtual time, `on_outcome` each outcome;
-    `on_event` looks at the replicas after every event."""
+    `on_event` looks at the replicas after every event; `admission` are the limits of the gateways."""
     rng = Random(config.seed)
     tally = Tally(targets=config.objective.targets)
 
@@ -116,15 +120,20 @@ def simulate(
         config.replica.build,
         block_size=block_size,
         max_step_tokens=config.replica.scheduler.max_num_batched_tokens,
+        kv_bytes_per_token=None if config.kv_link is None else config.kv_link.bytes_per_token,
     )
     for _ in range(config.num_replicas):
-        fleet.start(ReplicaState.READY)
+        fleet.start(ReplicaState.READY, "decode" if config.num_prefill_replicas else "both")
+    for _ in range(config.num_prefill_replicas):
+        fleet.start(ReplicaState.READY, "prefill")
     driver = Driver(
         fleet,
         [Dispatcher(config.dispatch, Random(rng.random()), 0.0) for _ in range(config.num_gateways)],
         on_end,
         starts_on_demand=config.autoscaler is not None and config.autoscaler.min_replicas == 0,
         message_delay_s=config.times.message_delay_s,
+        kv_link=config.kv_link,
+        admission=admission,
     )
     autoscaler = None if config.autoscaler is None else Autoscaler(config.autoscaler)
     control = FleetControl(driver, tally, config.times, autoscaler, Random(rng.random()))
@@ -168,6 +177,7 @@ def _report(config: SimulationConfig, driver: Driver, tally: Tally, control: Fle
         num_retries=tally.num_retries,
         num_waits=driver.num_waits,
         num_resyncs=driver.num_resyncs,
+        num_moved_tokens=0 if driver.transfers is None else driver.transfers.num_moved_tokens,
         num_ejections=sum(dispatcher.table.num_ejections for dispatcher in driver.dispatchers),
         reasons=dict(sorted(reasons.items())),
         sizes=tuple(control.sizes),

@@ -102,6 +102,40 @@ def test_host_memory_delays_and_every_kind_of_fault() -> None:
     assert simulate(config).num_requests == 40
 
 
+def test_limits_of_tenants_are_those_of_the_gateway(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    tenants = '[[traffic.tenants]]\nname = "big"\nweight = 3.0\n[[traffic.tenants]]\nname = "small"\n'
+    limits = "[limits.workspace.overrides.big]\nrequests_per_minute = 6\n"
+    path.write_text(SMALL + tenants + limits)
+    code, output, errors = run(str(path), "--json")
+    assert code == 0, errors
+    [report] = json.loads(output).values()
+    assert report["rejected"]["rate_limit_exceeded"] > 15
+    assert report["finished"]["stop"] + report["rejected"]["rate_limit_exceeded"] == 40
+    path.write_text(SMALL + "[limits.key]\nconcurrent_requests = 1\noutput_tokens_per_minute = 100000\n")
+    code, output, _ = run(str(path), "--json")
+    assert 0 < json.loads(output)[str(path)]["finished"]["stop"] < 40
+    path.write_text(SMALL + "[limits.key]\nrequests_per_hour = 1\n")
+    code, _, errors = run(str(path))
+    assert code != 0
+    assert "requests_per_hour" in errors
+    path.write_text(SMALL + "[limits.key]\ndollars_per_day = 1.0\n")
+    assert "not simulated" in run(str(path))[2]
+
+
+def test_prompts_have_a_pool_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.toml"
+    path.write_text('[traffic]\nrequests = 20\nrate = 20\ninput = 2000\noutput = 9\n'
+                    "[fleet]\nprefill_replicas = 1\n")  # fmt: skip
+    code, output, _ = run(str(path), "--json")
+    assert code == 0
+    [report] = json.loads(output).values()
+    assert len(report["replicas"]) == 2
+    assert report["num_moved_tokens"] > 15 * 2000
+    path.write_text("[fleet]\nprefill_replicas = 1\n[fleet.autoscaler]\nmax_replicas = 2\n")
+    assert "has one pool" in run(str(path))[2]
+
+
 def test_the_command(tmp_path: Path) -> None:
     one, other = tmp_path / "one.toml", tmp_path / "other.toml"
     one.write_text(SMALL)
