@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,9 @@ _FIGURES = ("fits", "TTFT", "ITL", "req/s", "need", "$/h", "$/month", "$/M")
               help="Format of the KV cache: bfloat16, fp8 or int8.")  # fmt: skip
 @click.option("--tensor-parallel", type=click.IntRange(1, 64), metavar="N",
               help="Devices of a replica. Default: what costs least of 1, 2, 4 and 8.")  # fmt: skip
-@click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="PER_SECOND",
+@click.option("--pipeline-parallel", type=click.IntRange(1, 16), default=1, show_default=True, metavar="N",
+              help="Stages of a replica, each with a part of the layers.")  # fmt: skip
+@click.option("--rate", type=click.FloatRange(0.001, 1e6), metavar="PER_SECOND",
               help="Requests per second. Default: the trace's, or 1.")  # fmt: skip
 @click.option("--input-len", default="512", show_default=True, help="Prompt tokens: a number, or a range.")
 @click.option("--output-len", default="256", show_default=True, help="Answer tokens: a number, or a range.")
@@ -46,9 +49,9 @@ _FIGURES = ("fits", "TTFT", "ITL", "req/s", "need", "$/h", "$/month", "$/M")
               help="Share of prompt tokens that prompts have in common. Default: the trace's, or 0.")  # fmt: skip
 @click.option("--trace", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE",
               help="Requests to take rate and lengths from: Azure's CSV or Mooncake's JSON lines.")  # fmt: skip
-@click.option("--ttft-ms", type=click.FloatRange(0, min_open=True), default=1000.0, show_default=True,
+@click.option("--ttft-ms", type=click.FloatRange(0, 1e7, min_open=True), default=1000.0, show_default=True,
               help="Target of the time to the first token.")  # fmt: skip
-@click.option("--itl-ms", type=click.FloatRange(0, min_open=True), default=50.0, show_default=True,
+@click.option("--itl-ms", type=click.FloatRange(0, 1e6, min_open=True), default=50.0, show_default=True,
               help="Target of the mean time between the tokens of an answer.")  # fmt: skip
 @click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=0.95, show_default=True,
               help="Share of requests that must meet both targets.")  # fmt: skip
@@ -67,6 +70,7 @@ def plan(
     formats: tuple[str, ...],
     kv_format: str,
     tensor_parallel: int | None,
+    pipeline_parallel: int,
     rate: float | None,
     input_len: str,
     output_len: str,
@@ -95,15 +99,28 @@ def plan(
     from penstock.bench.summary import require_matplotlib
     from penstock.planner.capacity import Targets
 
+    _check_numbers({"--rate": rate, "--ttft-ms": ttft_ms, "--itl-ms": itl_ms, "--share": share,
+                    "--prefix-share": prefix_share})  # fmt: skip
+    if measure and (names or tensor_parallel or pipeline_parallel > 1):
+        raise UsageError("--measure plans for this machine, so it takes neither --hardware nor a layout.")
     if plot_file:
         require_matplotlib()
+        if simulated == "none":
+            raise UsageError("--plot draws what was simulated, and --simulate none simulates nothing.")
+        if not plot_file.absolute().parent.is_dir():
+            raise UsageError(f"There is no folder for the picture {plot_file}.")
     shape = _shape(model)
     devices = _devices(names, prices)
     traffic = _traffic(trace, rate, input_len, output_len, prefix_share)
     targets = Targets(ttft_ms / 1e3, itl_ms / 1e3, share)
     measured = _measured_layout(model, shape, prices) if measure else None
     ranks = (tensor_parallel,) if tensor_parallel else _TENSOR_PARALLEL
-    candidates = [] if measured else _candidates(shape, devices, formats, kv_format, ranks, traffic, targets)
+    candidates = []
+    if measured is None:
+        layouts = [
+            _layouts(shape, device, formats, kv_format, ranks, pipeline_parallel) for device in devices
+        ]
+        candidates = _candidates(layouts, traffic, targets)
     if measured is not None:
         from penstock.planner.capacity import estimate
 
@@ -115,8 +132,10 @@ def plan(
     possible.sort(key=lambda pair: _num_replicas(pair[1], traffic) * pair[0].dollars_per_hour)
     checked = {"best": possible[:1], "all": possible, "none": []}[simulated]
     plans = {id(layout): _simulated(layout, guess, traffic, targets, measured) for layout, guess in checked}
+    if plans and all(isinstance(each, UsageError) for each in plans.values()):
+        raise next(each for each in plans.values() if isinstance(each, UsageError))
     if plot_file:
-        _plot(plot_file, list(plans.values()), targets)
+        _plot(plot_file, [each for each in plans.values() if not isinstance(each, UsageError)], targets)
     rows = [_row(layout, guess, traffic, plans.get(id(layout))) for layout, guess in candidates]
     if as_json:
         print_json({"model": msgspec.to_builtins(shape), "plans": rows})
@@ -194,38 +213,65 @@ def _traffic(
     )
 
 
-def _candidates(
+def _check_numbers(given: dict[str, float | None]) -> None:
+    for option, value in given.items():
+        if value is not None and math.isnan(value):
+            raise UsageError(f"{option} {value} is not a number.")
+
+
+def _layouts(
     shape: ModelShape,
-    devices: list[Hardware],
+    device: Hardware,
     formats: tuple[str, ...],
     kv_format: str,
     ranks: tuple[int, ...],
-    traffic: Traffic,
-    targets: Targets,
-) -> list[tuple[Layout, Estimate]]:
-    """Return the cheapest layout of each device, or the largest one if no layout meets the targets."""
-    from penstock.planner.capacity import best_layout, estimate
+    stages: int,
+) -> list[Layout]:
+    """Return the layouts that the model can be cut into, the largest last."""
     from penstock.planner.hardware import KV_FORMATS, WEIGHT_FORMATS
-    from penstock.planner.roofline import Layout, RooflineCost
+    from penstock.planner.roofline import Layout
 
     for name, known in [(kv_format, KV_FORMATS), *((name, WEIGHT_FORMATS) for name in formats)]:
         if name not in known:
             raise UsageError(f"The format {name} is not known.", hint=f"Known are {', '.join(known)}.")
+    if stages > shape.num_layers:
+        raise UsageError(f"{shape.name} has {shape.num_layers} layers, too few for {stages} stages.")
+    possible = [number for number in ranks if shape.num_heads % number == 0]
+    if not possible:
+        raise UsageError(
+            f"The {shape.num_heads} heads of {shape.name} cannot be cut over {ranks[0]} devices.",
+            hint="--tensor-parallel must divide the number of heads.",
+        )
+    return [
+        Layout(shape, device, WEIGHT_FORMATS[name], KV_FORMATS[kv_format], number, stages)
+        for name in formats
+        for number in possible
+    ]
+
+
+def _candidates(
+    layouts: list[list[Layout]], traffic: Traffic, targets: Targets
+) -> list[tuple[Layout, Estimate]]:
+    """Return the cheapest layout of each device, or the largest one if no layout meets the targets."""
+    from penstock.planner.capacity import best_layout, estimate
+    from penstock.planner.roofline import RooflineCost
+
     found = []
-    for device in devices:
-        layouts = [
-            Layout(shape, device, WEIGHT_FORMATS[name], KV_FORMATS[kv_format], number)
-            for name in formats
-            for number in ranks
-            if number == 1 or shape.num_heads % number == 0
-        ]
-        largest = layouts[-1]
-        best = best_layout(layouts, traffic, targets)
-        found.append(best or (largest, estimate(largest, RooflineCost(largest), traffic, targets)))
+    for of_device in layouts:
+        largest = of_device[-1]
+        best = best_layout(of_device, traffic, targets)
+        found.append(
+            best or (largest, estimate(largest, RooflineCost(largest, serves=True), traffic, targets))
+        )
     return found
 
 
 def _impossible(shape: ModelShape, candidates: list[tuple[Layout, Estimate]]) -> UsageError:
+    if all(guess.binds == "context length" for _, guess in candidates):
+        return UsageError(
+            f"{shape.name} takes contexts of {shape.max_positions:,} tokens, and these requests are longer.",
+            hint="Lower --input-len or --output-len.",
+        )
     reasons = sorted({guess.binds for _, guess in candidates})
     smallest = min(layout.weight_bytes for layout, _ in candidates)
     return UsageError(
@@ -246,25 +292,36 @@ def _simulated(
     traffic: Traffic,
     targets: Targets,
     measured: tuple[Layout, LinearCost] | None,
-) -> Plan:
+) -> Plan | UsageError:
+    """The error says that no number of replicas meets the targets: other layouts may."""
     from penstock.planner.capacity import plan_replicas
 
     with spinner(f"Simulating {layout.hardware.name}"):
-        return plan_replicas(layout, guess, traffic, targets, cost=measured[1] if measured else None)
+        try:
+            return plan_replicas(layout, guess, traffic, targets, cost=measured[1] if measured else None)
+        except UsageError as error:
+            return error
 
 
-def _row(layout: Layout, guess: Estimate, traffic: Traffic, plan: Plan | None) -> dict[str, Any]:
+def _row(
+    layout: Layout, guess: Estimate, traffic: Traffic, checked: Plan | UsageError | None
+) -> dict[str, Any]:
+    plan = None if isinstance(checked, UsageError) else checked
     if plan is not None:
         replicas = plan.num_replicas
     else:
-        replicas = _num_replicas(guess, traffic) if guess.is_possible else 0
+        replicas = _num_replicas(guess, traffic) if guess.is_possible and checked is None else 0
     dollars = replicas * layout.dollars_per_hour
     return {
         "hardware": layout.hardware.name,
-        "devices_per_replica": layout.tensor_parallel,
+        "layout": layout.name,
+        "devices_per_replica": layout.num_devices,
+        "tensor_parallel": layout.tensor_parallel,
+        "pipeline_parallel": layout.pipeline_parallel,
         "format": layout.weights.name,
         "weight_bytes": round(layout.weight_bytes),
         "kv_bytes_per_token": round(layout.kv_bytes_per_token),
+        "state_bytes_per_sequence": layout.model.state_bytes,
         "contexts": layout.contexts(round(traffic.mean_prompt + traffic.mean_output)),
         "ttft_s": guess.ttft_s,
         "itl_s": guess.itl_s,
@@ -273,7 +330,7 @@ def _row(layout: Layout, guess: Estimate, traffic: Traffic, plan: Plan | None) -
         "dollars_per_hour": dollars or None,
         "dollars_per_month": dollars * 730 or None,
         "dollars_per_million_tokens": dollars / (traffic.requests_per_s * traffic.mean_output * 0.0036) or None,
-        "binds": guess.binds,
+        "binds": "queues, in the simulator" if isinstance(checked, UsageError) else guess.binds,
         "simulated": None if plan is None else [
             {"replicas": point.num_replicas, "share": point.share, "ttft_p95_s": point.ttft_p95_s,
              "itl_p95_s": point.itl_p95_s, "output_tokens_per_s": point.output_tokens_per_s}
@@ -302,8 +359,7 @@ def _print(shape: ModelShape, rows: list[dict[str, Any]], traffic: Traffic, targ
             f"{dollars:,.2f}", f"{row['dollars_per_month']:,.0f}", f"{row['dollars_per_million_tokens']:.2f}"
         ) if dollars is not None else ("—", "—", "—")  # fmt: skip
         table.add_row(
-            f"{row['devices_per_replica']}×{row['hardware']}"
-            + (f" {row['format']}" if len({each["format"] for each in rows}) > 1 else ""),
+            row["layout"] + (f" {row['format']}" if len({each["format"] for each in rows}) > 1 else ""),
             f"{row['contexts']:,}",
             f"{row['ttft_s'] * 1e3:.0f}",
             f"{row['itl_s'] * 1e3:.1f}",
@@ -328,8 +384,10 @@ def _print(shape: ModelShape, rows: list[dict[str, Any]], traffic: Traffic, targ
 
 def _sizes(rows: list[dict[str, Any]]) -> str:
     sizes = {row["format"]: (row["weight_bytes"], row["kv_bytes_per_token"]) for row in rows}
+    states = rows[0]["state_bytes_per_sequence"]
     return " ".join(
-        f"In {name}: {format_bytes(weights)} of weights, {format_bytes(kv)} of KV per token."
+        f"In {name}: {format_bytes(weights)} of weights, {format_bytes(kv)} of KV per token"
+        + (f", {format_bytes(states)} of states per request." if states else ".")
         for name, (weights, kv) in sizes.items()
     )
 
@@ -390,7 +448,7 @@ def _plot(path: Path, plans: list[Plan], targets: Targets) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for each in plans:
-        label = f"{each.layout.tensor_parallel} × {each.layout.hardware.name}"
+        label = each.layout.name
         axes.plot(
             [point.num_replicas for point in each.curve],
             [100 * point.share for point in each.curve],

@@ -75,23 +75,43 @@ class Estimate:
         return self.requests_per_s > 0.0
 
 
-def estimate(layout: Layout, cost: StepCost, traffic: Traffic, targets: Targets) -> Estimate:
-    """Solve for the largest batch that keeps the inter-token target and fits into memory.
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A replica with so many requests at once, which are replaced when they end."""
 
-    With b requests at once, d(b) seconds for a decode step, p seconds for a prompt and o tokens in an answer, a
-    replica answers b / (o d(b) + b p) requests per second, and prompts stretch each step to d(b) + b p / o.
-    """
+    decode: StepWork
+    decode_s: float
+    prompts_s: float  # the part of a step that new prompts take
+
+    @property
+    def step_s(self) -> float:
+        return self.decode_s + self.prompts_s
+
+
+def under_load(cost: StepCost, traffic: Traffic, batch: int) -> Load:
+    """With b requests at once, d(b) seconds for a decode step, p(b) seconds that a prompt adds to one and o tokens in
+    an answer, prompts stretch each step to d(b) + b p(b) / o."""
     context = round(traffic.mean_prompt + traffic.mean_output / 2)
+    decode = StepWork(batch, batch, batch * context)
+    prompt, computed = round(traffic.mean_prompt), max(1, round(traffic.computed_prompt))
+    decode_s = cost.step_s(decode)
+    both_s = cost.step_s(StepWork(batch + computed, batch + 1, batch * context + prompt))
+    return Load(decode, decode_s, max(0.0, both_s - decode_s) * batch / traffic.mean_output)
+
+
+def estimate(layout: Layout, cost: StepCost, traffic: Traffic, targets: Targets) -> Estimate:
+    """Solve for the largest batch that keeps the inter-token target and fits into memory. A replica then answers
+    b / (o d(b) + b p(b)) requests per second."""
     whole = round(traffic.mean_prompt + traffic.mean_output)
     computed = max(1, round(traffic.computed_prompt))
-    empty_s = cost.step_s(StepWork(0, 0, 0))
     alone_s = cost.step_s(StepWork(computed, 1, round(traffic.mean_prompt)))
-    prompt_s = max(0.0, alone_s - empty_s)
     room = min(layout.contexts(whole), _MOST_SEQUENCES)
 
     def step_s(batch: int) -> float:
-        return cost.step_s(StepWork(batch, batch, batch * context)) + batch * prompt_s / traffic.mean_output
+        return under_load(cost, traffic, batch).step_s
 
+    if whole > layout.model.max_positions:
+        return Estimate(0, 0.0, alone_s, 0.0, "context length")
     if room < 1:
         return Estimate(0, 0.0, alone_s, 0.0, "memory")
     if alone_s > targets.ttft_s:
@@ -105,17 +125,14 @@ def estimate(layout: Layout, cost: StepCost, traffic: Traffic, targets: Targets)
     rate = low / (traffic.mean_output * step_s(low))
     binds = "KV memory" if low == room < _MOST_SEQUENCES else "ITL target"
     if low == _MOST_SEQUENCES:
-        binds = _binding(cost, low, context, prompt_s, traffic)
+        binds = _binding(cost, under_load(cost, traffic, low))
     return Estimate(low, rate * _LOAD, alone_s, step_s(low), binds)
 
 
-def _binding(cost: StepCost, batch: int, context: int, prompt_s: float, traffic: Traffic) -> str:
+def _binding(cost: StepCost, load: Load) -> str:
     if not isinstance(cost, RooflineCost):
         return "engine"
-    work = StepWork(batch, batch, batch * context)
-    if batch * prompt_s / traffic.mean_output > cost.step_s(work):
-        return "prompts"
-    return cost.times(work).binds
+    return "prompts" if load.prompts_s > load.decode_s else cost.times(load.decode).binds
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +174,9 @@ def best_layout(
     layouts: Iterable[Layout], traffic: Traffic, targets: Targets
 ) -> tuple[Layout, Estimate] | None:
     """Return the layout with the least money for each request; None if no layout can meet the targets."""
-    found = [(layout, estimate(layout, RooflineCost(layout), traffic, targets)) for layout in layouts]
+    found = [
+        (layout, estimate(layout, RooflineCost(layout, serves=True), traffic, targets)) for layout in layouts
+    ]
     possible = [pair for pair in found if pair[1].is_possible]
     if not possible:
         return None
@@ -176,6 +195,7 @@ def attained(
     simulated = min(num_replicas, _MOST_SIMULATED)
     rate = traffic.requests_per_s * simulated / num_replicas
     outcomes: list[Outcome] = []
+    whole = round(traffic.mean_prompt + traffic.mean_output)
     prefix = round(traffic.mean_prompt * traffic.prefix_share)
     config = SimulationConfig(
         workload=Workload(
@@ -186,7 +206,7 @@ def attained(
             prefix_tokens=Fixed(prefix) if prefix else None,
         ),
         replica=ReplicaConfig(
-            num_blocks=max(1, layout.kv_tokens // BLOCK_TOKENS),
+            num_blocks=max(1, layout.kv_tokens(whole) // BLOCK_TOKENS),
             max_model_len=layout.model.max_positions,
             cost=cost,
             scheduler=SchedulerConfig(itl_target_ms=targets.itl_s * 1e3, max_num_seqs=_MOST_SEQUENCES),
@@ -224,7 +244,7 @@ def plan_replicas(
     on_attempt: Callable[[int], None] | None = None,
 ) -> Plan:
     """Find the least number of replicas that meets the targets in the simulator, from the estimate on."""
-    cost = cost or RooflineCost(layout)
+    cost = cost or RooflineCost(layout, serves=True)
     points: dict[int, Attainment] = {}
 
     def is_enough(number: int) -> bool:

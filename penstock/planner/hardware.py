@@ -24,10 +24,14 @@ class Hardware:
     dollars_per_hour: float
     memory_efficiency: float = 0.79
     compute_efficiency: float = 0.72
-    layer_s: float = 1.7e-5  # the least time of a layer's products; twice that with experts
+    layer_s: float = 1.7e-5  # the least time of a layer's products; 2.8 times that with experts
+    launch_s: float = (
+        1.4e-4  # of a layer's kernels: the least time in a step with prompts, which has no graph
+    )
     step_s: float = 1.8e-4  # launches and gaps that nothing hides
     sequence_s: float = 1.2e-6  # sampling
-    exchange_s: float = 1.2e-5  # of one all-reduce, without its bytes
+    stream_s: float = 6e-6  # of a token on its way to a client, as far as nothing hides it
+    exchange_s: float = 1.2e-5  # of one all-reduce, or of one hop to the next stage, without its bytes
 
 
 def _gpu(
@@ -72,6 +76,7 @@ HARDWARE: Mapping[str, Hardware] = {
             dollars_per_hour=2.20,
             compute_efficiency=0.4,
             step_s=1e-3,
+            launch_s=0.0,
         ),
     )
 }
@@ -79,17 +84,21 @@ HARDWARE: Mapping[str, Hardware] = {
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How weights or KV are stored: bytes of one number, scales included, and whether products run in fp8."""
+    """How weights or KV are stored: bytes of one number, scales included, and whether products run in fp8.
+
+    Products in fp8 reach less of their peak, and scale their inputs first, which takes time in every layer."""
 
     name: str
     bytes_per_number: float
     computes_in_fp8: bool = False
+    compute_share: float = 1.0  # of the device's compute efficiency
+    layer_factor: float = 1.0  # on the least time of a layer
 
 
 WEIGHT_FORMATS: Mapping[str, Format] = {
     "float32": Format("float32", 4.0),
     "bfloat16": Format("bfloat16", 2.0),
-    "fp8": Format("fp8", 1.0, computes_in_fp8=True),
+    "fp8": Format("fp8", 1.0, computes_in_fp8=True, compute_share=0.62, layer_factor=1.7),
     "int8": Format("int8", 1.03),
     "int4": Format("int4", 0.56),  # a 16-bit scale and an offset for every 64 weights
 }

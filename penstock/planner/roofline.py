@@ -12,18 +12,30 @@ from penstock.simulator.cost import StepWork
 _OVERLAP = 1.8
 _ACTIVATION_SHARE = 0.1  # of a device's memory: activations, graphs, the allocator's gaps
 # Attention over prompts reaches less of the peak than matrix products do.
-_ATTENTION_EFFICIENCY = 0.75
+_ATTENTION_EFFICIENCY = 0.6
+_EXPERT_LAYER = 1.8  # least times of a layer that experts add: choosing, sorting, grouped products
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One replica: a model in a format, cut over `tensor_parallel` devices of one kind."""
+    """One replica: a model in a format on devices of one kind. Each of `pipeline_parallel` stages has a part of the
+    layers, cut over `tensor_parallel` devices."""
 
     model: ModelShape
     hardware: Hardware
     weights: Format
     kv: Format
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def name(self) -> str:
+        stages = f"{self.pipeline_parallel}×" if self.pipeline_parallel > 1 else ""
+        return f"{stages}{self.tensor_parallel}×{self.hardware.name}"
 
     @property
     def weight_bytes(self) -> float:
@@ -35,28 +47,30 @@ class Layout:
     @property
     def kv_bytes_per_token(self) -> float:
         """Of the whole replica, for a token that all layers still see."""
+        return self.context_bytes(1) - self.model.state_bytes
+
+    def context_bytes(self, num_tokens: int) -> float:
+        """KV and states of one context. A KV head that there are too few of is kept by several devices."""
         copies = max(1.0, self.tensor_parallel / self.model.num_kv_heads)
-        return self.model.kv_bytes(1, self.kv.bytes_per_number) * copies
+        return self.model.kv_bytes(num_tokens, self.kv.bytes_per_number) * copies + self.model.state_bytes
 
     @property
     def kv_memory_bytes(self) -> float:
         """The memory that is left for KV in the whole replica; not positive if the weights do not fit."""
-        usable = self.hardware.memory_bytes * (1 - _ACTIVATION_SHARE) * self.tensor_parallel
+        usable = self.hardware.memory_bytes * (1 - _ACTIVATION_SHARE) * self.num_devices
         return usable - self.weight_bytes
 
-    @property
-    def kv_tokens(self) -> int:
-        return max(0, int(self.kv_memory_bytes / self.kv_bytes_per_token))
+    def kv_tokens(self, context: int) -> int:
+        """The tokens that fit in contexts of this length. With windows or states, a longer context has more."""
+        return max(0, int(self.kv_memory_bytes / self.context_bytes(context) * context))
 
     def contexts(self, num_tokens: int) -> int:
         """The most contexts of so many tokens that fit at once."""
-        copies = max(1.0, self.tensor_parallel / self.model.num_kv_heads)
-        each = self.model.kv_bytes(num_tokens, self.kv.bytes_per_number) * copies
-        return max(0, int(self.kv_memory_bytes / each))
+        return max(0, int(self.kv_memory_bytes / self.context_bytes(num_tokens)))
 
     @property
     def dollars_per_hour(self) -> float:
-        return self.hardware.dollars_per_hour * self.tensor_parallel
+        return self.hardware.dollars_per_hour * self.num_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +84,7 @@ class StepTimes:
     exchange_s: float
     fixed_s: float
     least_s: float = 0.0  # of the products, however small
+    launches_s: float = 0.0  # of the whole step: the host cannot start its kernels faster
 
     @property
     def linear_s(self) -> float:
@@ -78,7 +93,8 @@ class StepTimes:
 
     @property
     def total_s(self) -> float:
-        return self.linear_s + max(self.kv_s, self.attention_s) + self.exchange_s + self.fixed_s
+        work_s = self.linear_s + max(self.kv_s, self.attention_s) + self.exchange_s + self.fixed_s
+        return max(work_s, self.launches_s)
 
     @property
     def binds(self) -> str:
@@ -89,56 +105,78 @@ class StepTimes:
             "KV bandwidth": self.kv_s,
             "attention": self.attention_s,
             "links": self.exchange_s,
-            "launches": self.fixed_s + self.least_s,
+            "launches": max(self.fixed_s + self.least_s, self.launches_s),
         }
         return max(parts, key=lambda name: parts[name])
 
 
 @dataclass(frozen=True, slots=True)
 class RooflineCost:
-    """Predicts the seconds of a step, for the planner and as the cost model of a simulated replica."""
+    """Predicts the seconds of a step, for the planner and as the cost model of a simulated replica. A replica that
+    `serves` also sends its tokens to clients, which an engine alone does not."""
 
     layout: Layout
+    serves: bool = False
 
     def step_s(self, work: StepWork) -> float:
         return self.times(work).total_s
 
     def times(self, work: StepWork) -> StepTimes:
         layout, device, model = self.layout, self.layout.hardware, self.layout.model
+        stages = layout.pipeline_parallel
+        if stages > 1:
+            # Each stage works on its own part of the requests; a turn of all parts takes as long as a step of one
+            # part on one stage that had all layers.
+            work = StepWork(
+                *(-(-each // stages) for each in (work.tokens, work.sequences, work.context_tokens))
+            )
         ranks = layout.tensor_parallel
         bytes_per_s = device.bytes_per_s * device.memory_efficiency * ranks
-        flops_per_s = device.flops_per_s
+        efficiency = device.compute_efficiency * ranks
+        flops_per_s = device.flops_per_s * efficiency
         if layout.weights.computes_in_fp8 and device.fp8_flops_per_s is not None:
-            flops_per_s = device.fp8_flops_per_s
-        flops_per_s *= device.compute_efficiency * ranks
-        read = model.read_parameters(work.tokens) * layout.weights.bytes_per_number
+            flops_per_s = device.fp8_flops_per_s * efficiency * layout.weights.compute_share
         # Logits are computed for the sampled rows alone.
         head = model.embedding_parameters
         flops = 2.0 * ((model.multiplied_parameters - head) * work.tokens + head * work.sequences)
-        seen = work.context_tokens
-        if model.window is not None and work.sequences:
+        seen, pairs = self._seen(work)
+        heads = 4.0 * model.num_attention_layers * model.num_heads * model.head_size
+        states = 2.0 * model.state_bytes * work.sequences  # read and written
+        layers = model.num_layers + _EXPERT_LAYER * model.num_expert_layers
+        told = device.stream_s * stages * work.sequences if self.serves else 0.0
+        return StepTimes(
+            weights_s=model.read_parameters(work.tokens) * layout.weights.bytes_per_number / bytes_per_s,
+            products_s=flops / flops_per_s,
+            kv_s=(seen * layout.kv_bytes_per_token + states) / bytes_per_s,
+            attention_s=pairs * heads / (device.flops_per_s * efficiency * _ATTENTION_EFFICIENCY),
+            exchange_s=self._exchange_s(work),
+            fixed_s=device.step_s + device.sequence_s * work.sequences + told,
+            least_s=device.layer_s * layers * layout.weights.layer_factor,
+            launches_s=device.launch_s * model.num_layers if work.tokens > work.sequences else 0.0,
+        )
+
+    def _seen(self, work: StepWork) -> tuple[float, float]:
+        """Tokens of KV that the layers read on average, and pairs of tokens that attention multiplies."""
+        model, seen = self.layout.model, float(work.context_tokens)
+        if model.window is not None and work.sequences and model.num_attention_layers:
             mean = work.context_tokens / work.sequences
-            share = model.num_window_layers / model.num_layers
-            seen = round(seen * (1 - share + share * min(1.0, model.window / max(1.0, mean))))
+            share = model.num_window_layers / model.num_attention_layers
+            seen *= 1 - share + share * min(1.0, model.window / max(1.0, mean))
         # Every computed token multiplies with the KV in front of it: on average with half of a chunk of its own.
         pairs = seen / max(1, work.sequences) * work.tokens
         if work.tokens > work.sequences:
             pairs -= work.tokens * (work.tokens / max(1, work.sequences)) / 2
-        heads = 4.0 * model.num_layers * model.num_heads * model.head_size
-        exchanged = 0.0
+        return seen, max(0.0, pairs)
+
+    def _exchange_s(self, work: StepWork) -> float:
+        layout, device, model = self.layout, self.layout.hardware, self.layout.model
+        ranks, hops = layout.tensor_parallel, layout.pipeline_parallel - 1
+        row_bytes = work.tokens * model.hidden_size * 2.0
+        exchanged = hops * (device.exchange_s + row_bytes / device.link_bytes_per_s)
         if ranks > 1:
-            moved = 2.0 * (ranks - 1) / ranks * work.tokens * model.hidden_size * 2.0
-            exchanged = 2 * model.num_layers * (device.exchange_s + moved / device.link_bytes_per_s)
-        return StepTimes(
-            weights_s=read / bytes_per_s,
-            products_s=flops / flops_per_s,
-            kv_s=seen * layout.kv_bytes_per_token / bytes_per_s,
-            attention_s=max(0.0, pairs) * heads
-            / (device.flops_per_s * device.compute_efficiency * _ATTENTION_EFFICIENCY * ranks),
-            exchange_s=exchanged,
-            fixed_s=device.step_s + device.sequence_s * work.sequences,
-            least_s=device.layer_s * (model.num_layers + model.num_expert_layers),
-        )  # fmt: skip
+            moved = 2.0 * (ranks - 1) / ranks * row_bytes
+            exchanged += 2 * model.num_layers * (device.exchange_s + moved / device.link_bytes_per_s)
+        return exchanged
 
     def decode_s(self, batch: int, context: int) -> float:
         return self.step_s(StepWork(batch, batch, batch * context))

@@ -36,6 +36,7 @@ from penstock.simulator.transfers import KVLink
 from penstock.simulator.workload import Arrival, Fault, Lengths, RestartGateway, StepClock
 
 _BLOCK_TOKENS = 16
+_CONTEXT = 2048  # tokens: what layers with windows or states are worth in blocks
 _HOST_BYTES_PER_S = 25e9  # PCIe 4.0 with 16 lanes
 _KV_GBYTES_PER_S = 10.0  # a 100 Gbit/s network
 _FROZEN_S = 10.0  # unless until_s says otherwise
@@ -150,7 +151,8 @@ def simulation_of(
     if not 0 < traffic.rate <= 1e9:
         raise UsageError(f"The rate {traffic.rate} is not a positive number of requests per second.")
     layout = _layout(scenario.model)
-    if layout.kv_tokens < _BLOCK_TOKENS:
+    kv_tokens = layout.kv_tokens(_CONTEXT)
+    if kv_tokens < _BLOCK_TOKENS:
         raise UsageError(
             f"{layout.model.name} leaves no memory for KV on {layout.tensor_parallel} × {layout.hardware.name}.",
             hint="Raise model.tensor_parallel, or choose a smaller format.",
@@ -174,9 +176,9 @@ def simulation_of(
         workload=_workload(traffic),
         arrivals=None if traffic.trace is None else _recorded(folder / traffic.trace, warn),
         replica=ReplicaConfig(
-            num_blocks=layout.kv_tokens // _BLOCK_TOKENS,
+            num_blocks=kv_tokens // _BLOCK_TOKENS,
             max_model_len=layout.model.max_positions,
-            cost=RooflineCost(layout),
+            cost=RooflineCost(layout, serves=True),
             scheduler=scenario.scheduler,
             draft_acceptance=scenario.model.draft_acceptance,
             num_host_blocks=int(host_bytes / block_bytes),

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.errors import UsageError
+from penstock.planner.state_layers import StateLayers, layer_counts, state_layers
 
 _LARGEST_SIZE = 1 << 24
+_GATED_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +28,14 @@ class ModelShape:
     tied: bool  # the output head is the embedding
     attention_parameters: int  # of one layer
     mlp_parameters: int  # of one layer without experts
-    num_dense_layers: int  # layers without experts
+    num_dense_layers: int  # layers with an MLP that has no experts
     expert_parameters: int = 0  # of one expert
     shared_parameters: int = 0  # of the experts for every token, in one layer
     num_experts: int = 0
     experts_per_token: int = 0
+    num_attention_layers: int
+    num_expert_layers: int = 0
+    states: StateLayers | None = None
     window: int | None = None
     num_window_layers: int = 0
     max_positions: int = 1 << 17
@@ -38,10 +43,6 @@ class ModelShape:
     @property
     def embedding_parameters(self) -> int:
         return self.vocab_size * self.hidden_size
-
-    @property
-    def num_expert_layers(self) -> int:
-        return self.num_layers - self.num_dense_layers
 
     @property
     def num_parameters(self) -> int:
@@ -72,7 +73,8 @@ class ModelShape:
     @property
     def _dense_parameters(self) -> int:
         return (
-            self.num_layers * self.attention_parameters
+            self.num_attention_layers * self.attention_parameters
+            + (self.states.num_layers * self.states.parameters if self.states else 0)
             + self.num_dense_layers * self.mlp_parameters
             + self.num_expert_layers * (self.shared_parameters + self.hidden_size * self.num_experts)
         )
@@ -80,8 +82,13 @@ class ModelShape:
     def kv_bytes(self, num_tokens: int, bytes_per_number: float) -> float:
         """The KV cache of one context, if layers with a window keep no more than their window."""
         seen = min(num_tokens, self.window or num_tokens)
-        whole = (self.num_layers - self.num_window_layers) * num_tokens
+        whole = (self.num_attention_layers - self.num_window_layers) * num_tokens
         return (whole + self.num_window_layers * seen) * self.kv_numbers * bytes_per_number
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one context, however long it is."""
+        return self.states.num_layers * self.states.state_bytes if self.states else 0
 
 
 def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
@@ -89,15 +96,20 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     inner = config.get("text_config")
     reader = _Reader(name, inner if isinstance(inner, Mapping) else config)
     hidden, layers = reader.size("hidden_size", "n_embd"), reader.size("num_hidden_layers", "n_layer")
-    heads = reader.size("num_attention_heads", "n_head")
+    counts = layer_counts(reader, layers)
+    if not (hidden and layers and reader.size("vocab_size")):
+        raise UsageError(f"The settings of {name} describe a model without layers.")
+    heads = max(1, reader.size("num_attention_heads", "n_head", "num_heads"))
     kv_heads = reader.size("num_key_value_heads", default=heads)
     head_dim = reader.size("head_dim", default=max(1, hidden // heads))
     attention, kv_numbers, head_size = _attention(reader, hidden, heads, kv_heads, head_dim)
-    intermediate = reader.size("intermediate_size", "n_inner", default=4 * hidden)
     count = reader.size("num_experts", "num_local_experts", "n_routed_experts", default=0)
-    dense_layers = layers if not count else min(layers, reader.size("first_k_dense_replace", default=0))
+    dense = counts.mlp if not count else min(counts.mlp, reader.size("first_k_dense_replace", default=0))
+    shared = reader.size("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
+    intermediate = reader.size("intermediate_size", "n_inner", default=4 * hidden)
+    if shared and not count:  # a model of a family with experts that has none
+        intermediate, shared = shared, 0
     expert = reader.size("moe_intermediate_size", default=intermediate)
-    shared = reader.size("shared_expert_intermediate_size", default=0)
     shared = shared or reader.size("n_shared_experts", default=0) * expert
     window, window_layers = _windows(reader, layers)
     return ModelShape(
@@ -105,14 +117,18 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=kv_heads,
+        # Latents belong to no head: every device of a replica keeps all of them.
+        num_kv_heads=1 if reader.values.get("kv_lora_rank") else kv_heads,
         kv_numbers=kv_numbers,
         head_size=head_size,
         vocab_size=reader.size("vocab_size"),
         tied=bool(reader.values.get("tie_word_embeddings", False)),
         attention_parameters=attention,
-        mlp_parameters=3 * hidden * intermediate,
-        num_dense_layers=dense_layers,
+        mlp_parameters=(2 if reader.values.get("mlp_hidden_act") == "relu2" else 3) * hidden * intermediate,
+        num_dense_layers=dense,
+        num_attention_layers=counts.attention,
+        num_expert_layers=counts.mlp - dense,
+        states=state_layers(reader, counts, hidden),
         expert_parameters=3 * hidden * expert if count else 0,
         shared_parameters=3 * hidden * shared,
         num_experts=count,
@@ -130,7 +146,8 @@ def _attention(
     latent = reader.size("kv_lora_rank", default=0)
     if not latent:
         size = head_dim * (heads + kv_heads)
-        return 2 * hidden * size, 2 * kv_heads * head_dim, head_dim
+        gate = hidden * heads * head_dim if reader.values.get("model_type") in _GATED_ATTENTION else 0
+        return 2 * hidden * size + gate, 2 * kv_heads * head_dim, head_dim
     rope, plain = reader.size("qk_rope_head_dim"), reader.size("qk_nope_head_dim")
     value, query = reader.size("v_head_dim"), reader.size("q_lora_rank", default=0)
     queries = heads * (rope + plain)
@@ -215,6 +232,26 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     | _TIED,
     "qwen3-32b": _dense(5120, 25600, 64, 64, 8, 151936) | _HEAD_128,
     "qwen3-30b-a3b": _mixture(_dense(2048, 6144, 48, 32, 4, 151936) | _HEAD_128, 128, 8, 768),
+    "qwen3-next-80b-a3b": _mixture(_dense(2048, 5120, 48, 16, 2, 151936), 512, 10, 512)
+    | {
+        "model_type": "qwen3_next",
+        "head_dim": 256,
+        "shared_expert_intermediate_size": 512,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "granite-4.0-h-small": _mixture(_dense(4096, 768, 40, 32, 8, 100352), 72, 10, 768)
+    | _TIED
+    | {
+        "shared_intermediate_size": 1536,
+        "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+        "mamba_n_heads": 128,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+    },
     "mixtral-8x7b": _mixture(_dense(4096, 14336, 32, 32, 8, 32000), 8, 2, 14336),
     "llama-2-70b": _dense(8192, 28672, 80, 64, 8, 32000) | {"max_position_embeddings": 4096},
     "llama-3.1-70b": _dense(8192, 28672, 80, 64, 8, 128256),
