@@ -81,8 +81,8 @@ export async function show(root, { api, signal }) {
       ["Waiting", number(points.at(-1)?.num_waiting), "num_waiting"],
       ["KV in use", share(points.at(-1)?.kv_usage), "kv_usage"],
       ["Cache hits", share(total.cached_share), "cached_share"],
-      ["Failed", number(total.failures), "failures_per_s", total.failures > 0],
-      ["Refused", number(isPart ? null : total.refused ?? 0), "refused_per_s"],
+      isPart ? ["Failed", number(total.failures), "failures_per_s", total.failures > 0]
+        : ["Failed / refused", `${number(total.failures)} / ${number(total.refused ?? 0)}`, "failures_per_s", total.failures > 0],
     ].map(([title, value, key, isBad]) => element("div", { class: isBad ? "tile bad" : "tile" },
       element("dt", {}, title), element("dd", {}, value), sparkline(points.map((point) => point[key] ?? null)))));
     const columns = [

@@ -107,7 +107,7 @@ export async function show(root, { api, signal }) {
     return [panel("Limits", element("p", { class: "soft" }, "An empty field inherits. 'unlimited' lifts a limit that would be inherited."), table("Limits", columns, rows), saver()),
       panel("A limit of its own", adder("A limit of its own", "Add", [
         select("Of", SCOPES.map(([name, title]) => [name, title.slice(5)]), "key", null, { name: "scope" }),
-        field("Id, name or pattern", { name: "name", required: true, autocomplete: "off" }, "For pairs: ID/MODEL."),
+        field("Id, name or pattern", { name: "name", required: true, autocomplete: "off", placeholder: "for pairs: ID/MODEL" }),
         select("Figure", FIGURES, FIGURES[0][0], null, { name: "figure" }),
         field("Value", { name: "value", required: true, autocomplete: "off" })],
       (given) => ["limits", given.scope, "overrides", given.name.trim(), given.figure], (given) => number(given.value.trim())))];
