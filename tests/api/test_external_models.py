@@ -22,6 +22,7 @@ from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import Overloaded
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
+from penstock.core.request import Tier
 from penstock.gateway.accounts import Accounts, Claim, Outcome
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
@@ -134,6 +135,9 @@ async def test_openai_whole_and_streamed() -> None:
         assert whole.choices[0].finish_reason == "stop"
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (40, 4)
         assert whole.usage.prompt_tokens_details.cached_tokens == 32
+        latencies = ours.gateway.metrics.of("theirs").latencies(Tier.DEFAULT)
+        assert sum(latencies.first_token_s.counts) == sum(latencies.inter_token_s.counts) == 0, "nobody knows"
+        assert sum(latencies.end_to_end_s.counts) == 2
         chunks = [
             chunk
             async for chunk in await ours.openai.chat.completions.create(

@@ -295,17 +295,22 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
         await pool.send(call, take)
 
     def _time_tokens(self, choice: ExternalChoice, count: int, *, is_whole: bool) -> None:
-        """Note when `count` tokens came, which came together. Of a whole answer, nobody knows when it began."""
+        """Note when `count` tokens came, which came together. Of a whole answer, nobody knows when it began or how
+        far apart its tokens were: the histograms of tokens leave it out, because a guess would set off alerts on
+        first tokens."""
         now = self._context.clock.now()
-        if choice.first_token_at is None:
+        is_first, before = choice.first_token_at is None, choice.last_token_at
+        choice.last_token_at = now
+        if is_first:
             choice.first_token_at = now
-            if not is_whole:
-                self._latencies.first_token_s.observe(now - self._arrived_at)
+        if is_whole:
+            return
+        if is_first:
+            self._latencies.first_token_s.observe(now - self._arrived_at)
         else:
-            self._latencies.inter_token_s.observe(now - choice.last_token_at)
+            self._latencies.inter_token_s.observe(now - before)
         if count > 1:
             self._latencies.inter_token_s.observe(0.0, count - 1)
-        choice.last_token_at = now
 
     def _pass_on(self, choice: ExternalChoice) -> None:
         if self._error is not None:

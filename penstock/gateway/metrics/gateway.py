@@ -354,15 +354,24 @@ _POOL_ATTRIBUTES = {
 
 
 class ReplicaMetrics(Collector):
-    def __init__(self, fleet: Fleet) -> None:
+    """`server` tells the replicas of servers apart that each count their own from 1; in a shared fleet, the ids of
+    replicas differ already."""
+
+    def __init__(self, fleet: Fleet, server: str | None = None) -> None:
         self._fleet = fleet
+        self._prefix = "" if server is None else f"{server}/"
 
     def collect(self) -> Iterator[Metric]:
         fleet = self._fleet
         values: dict[str, dict[tuple[str, ...], float]] = {}
         for connection in list(fleet.connections.by_id.values()):
             replica = connection.member.replica
-            labels = (connection.member.spec.model, replica.id, replica.revision, replica.region)
+            labels = (
+                connection.member.spec.model,
+                self._prefix + replica.id,
+                replica.revision,
+                replica.region,
+            )
             record = fleet.replicas.get(replica.id)
             if record is not None:
                 for name, value in _replica_values(record, connection.client.stats).items():

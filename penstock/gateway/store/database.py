@@ -102,6 +102,7 @@ class Database:
         )
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-database")
         self._migrating = threading.Lock()
+        self._outage: set[str] = set()  # the causes of the present outage, each of which was logged
         self._is_migrated = False
 
     @property
@@ -170,15 +171,28 @@ class Database:
             with self._turn, self._engine.connect() as connection:
                 connection = connection.execution_options(**options)
                 with connection.begin():
-                    return work(connection)
+                    result = work(connection)
+            self._note_return()
+            return result
         except (sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError) as error:
             if not _is_outage(error):
                 raise
             # Callers of an API read the error, so the address of the database and the cause go to the log only.
-            logger.error("the database %s cannot be used: %s", self.description, _cause(error))
+            self._note_outage(_cause(error))
             raise StoreUnavailable(
                 "The database cannot be used at the moment; the log says why.", retry_after_s=1.0
             ) from error
+
+    def _note_outage(self, cause: str) -> None:
+        """Many parts ask several times a second: an outage is one line of the log for each cause."""
+        if cause not in self._outage:
+            self._outage.add(cause)
+            logger.error("the database %s cannot be used: %s", self.description, cause)
+
+    def _note_return(self) -> None:
+        if self._outage:
+            self._outage = set()
+            logger.warning("the database %s can be used again", self.description)
 
     def _make_private_file(self) -> None:
         if self.file is None or self.file.exists():

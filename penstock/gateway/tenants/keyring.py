@@ -125,7 +125,8 @@ class KeyRing:
         try:
             await self._database.run(lambda connection: write_uses(connection, uses))
         except PenstockError as error:
-            logger.warning("the last uses of keys could not be written yet: %s", error.message)
+            # The database itself tells of an outage, once.
+            logger.debug("the last uses of keys could not be written yet: %s", error.message)
             self._uses = {**uses, **self._uses}
 
     async def close(self) -> None:
@@ -169,9 +170,10 @@ class KeyRing:
                     lambda connection: read_changes(connection, self._revision), reads_only=True
                 )
             except PenstockError as error:
-                self._is_failing = True
                 self._metrics.failed_checks += 1
-                logger.warning("keys could not be checked for changes: %s", error.message)
+                if not self._is_failing:
+                    logger.warning("keys cannot be checked for changes: %s", error.message)
+                self._is_failing = True
                 return
             self._apply(changes)
         self._is_failing = False

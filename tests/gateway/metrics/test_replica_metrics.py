@@ -13,7 +13,7 @@ from tests.cluster.engines import send
 from tests.cluster.fake_replicas import FakeReplicas, make_request, member
 
 
-async def page() -> bytes:
+async def page(server: str | None = None) -> bytes:
     fakes = FakeReplicas()
     fleet = Fleet(seed=0, connect=fakes.connect)
     fleet.update([member("one"), member("two")])
@@ -33,7 +33,7 @@ async def page() -> bytes:
     fakes[first].reject("a", EngineUnavailable("broken"))
     fakes[fakes.holder_of("a")].finish_all()
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaMetrics(fleet))
+    registry.register(ReplicaMetrics(fleet, server))
     rendered = generate_latest(registry)
     fleet.close()
     return rendered
@@ -71,3 +71,8 @@ async def test_gateways_add_up_what_they_counted_and_repeat_what_they_heard() ->
     assert value(merged, "penstock_replica_prefix_cache_hits_total", 'replica="one"') == 7
     assert value(merged, "penstock_replica_requests_total", 'replica="one"') == 2
     assert value(merged, "penstock_failed_attempts_total", 'verdict="restart"') == 2
+
+
+async def test_replicas_of_separate_servers_have_different_names() -> None:
+    metrics = await page("gpu7:8000")
+    assert value(metrics, "penstock_replica_ready", 'replica="gpu7:8000/one"') == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy
 from sqlalchemy import Connection, func, insert, select, text
+from sqlalchemy.exc import OperationalError
 
 from penstock.core.errors import ConfigError, StoreUnavailable
 from penstock.gateway.store.database import Database, sqlite_url
@@ -157,3 +159,21 @@ def test_a_server_that_is_not_there_is_said_without_the_password(caplog: pytest.
     assert "127.0.0.1" not in caught.value.message
     assert "hunter2" not in f"{database.description} {caught.value.message} {caplog.text}"
     database.close()
+
+
+def test_an_outage_is_told_once_and_so_is_its_end(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    database.run_now(name_of_default)
+    caplog.clear()
+
+    def broken(_: Connection) -> None:
+        raise OperationalError("", {}, sqlite3.OperationalError("disk I/O error"))
+
+    for _ in range(5):
+        with pytest.raises(StoreUnavailable):
+            database.run_now(broken)
+    for _ in range(2):
+        database.run_now(name_of_default)
+    lines = [record.message.partition("penstock.db ")[2] for record in caplog.records]
+    assert lines == ["cannot be used: disk I/O error", "can be used again"]
