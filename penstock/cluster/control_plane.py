@@ -184,6 +184,7 @@ class ControlPlane:
         self.pools.append(pool)
         if is_new:
             await self.releases.resume(records, {spec.model: spec.revision})
+            await self.experiments.resume({spec.model: spec.revision})
         return pool
 
     @contextlib.asynccontextmanager

@@ -166,17 +166,14 @@ class ExperimentRun(StagedRun):
         # After a restart of the server only the replicas from before are there.
         if not await self._arms_serve():
             return
-        for revision in {record.base[0].revision, record.a.revision, record.b.revision}:
-            counts = [
-                sum(arm.counts[place] for arm in (record.a, record.b) if arm.revision == revision)
-                for place in range(len(self._pools))
-            ]
-            await remove_beyond(self._pools, revision, counts)
+        await self._remove_others(record.base[0].revision, record.a.revision, record.b.revision)
         # Requests that began before this moment had other replicas, and do not count.
         self._collected = {arm: _Collected() for arm in Arm}
         began_s = time.monotonic()
         while self.state.stage is ExperimentStage.RUNNING:
             await asyncio.sleep(self._interval_s)
+            # A host that joins a shared fleet brings replicas, with which an arm would have less load than the other.
+            await self._remove_others(record.a.revision, record.b.revision)
             if self._is_arm_lost():
                 await self._end(Verdict.FAILED, "an arm has no replica that is ready")
                 return
@@ -188,6 +185,15 @@ class ExperimentRun(StagedRun):
             if judged is not state:
                 await self._enter(judged)
                 state = judged
+
+    async def _remove_others(self, *revisions: str) -> None:
+        """Remove the replicas of these revisions that belong to no arm."""
+        for revision in set(revisions):
+            counts = [
+                sum(arm.counts[place] for arm in (self.record.a, self.record.b) if arm.revision == revision)
+                for place in range(len(self._pools))
+            ]
+            await remove_beyond(self._pools, revision, counts)
 
     def _take_window(self, seconds: float) -> Window:
         parts = {}

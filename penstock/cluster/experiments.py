@@ -46,8 +46,7 @@ class ExperimentService:
         *,
         interval_s: float,
     ) -> None:
-        """`is_released` says whether a release of a model is active. Without a store, none can be started."""
-        self._is_possible = store is not None
+        """`is_released` says whether a release of a model is active."""
         self._pools = pools
         self._manager = manager
         self._store: ExperimentStore = store or MemoryExperiments()
@@ -62,22 +61,18 @@ class ExperimentService:
         model."""
         self._base_revisions |= base_revisions
         for record in await self._store.load():
-            if record.model not in self._base_revisions:
+            if record.model not in base_revisions:
                 continue
             if not record.state.is_over and record.base_revision != self._base_revisions[record.model]:
                 record = await self._abandoned(record)
             self._runs[record.model] = self._run(record)
-        for run in self._runs.values():
-            if not run.state.is_over:
+        for model, run in self._runs.items():
+            if model in base_revisions and not run.state.is_over:
                 logger.info("going on with experiment %s, which is %s", run.record.id, run.state.stage)
                 run.begin()
 
     async def start(self, order: ExperimentOrder) -> ExperimentView:
         """Begin an experiment. Raises InvalidRequest, ModelNotFound, or Conflict while another change runs."""
-        if not self._is_possible:
-            raise InvalidRequest(
-                "Experiments need the engines of one server, and these belong to a shared fleet."
-            )
         model = self._model(order.model)
         if self.is_active(model) or self._is_released(model):
             raise Conflict(

@@ -25,13 +25,12 @@ from penstock.cluster.documents import (
     ScalingDocument,
 )
 from penstock.cluster.engine_watch import EngineWatch
-from penstock.cluster.fleet_term import LeaderSettings, Term
+from penstock.cluster.fleet_term import LeaderSettings, Stores, Term
 from penstock.cluster.host_record import HostRecord
 from penstock.cluster.hosts import Hosts
 from penstock.cluster.join_tokens import JoinTokens
 from penstock.cluster.leadership import Leadership, Writer
 from penstock.cluster.registry import Follower, Registry, RegistryError
-from penstock.cluster.release_record import ReleaseStore
 from penstock.core.cluster_view import LeaderView
 from penstock.core.errors import PenstockError
 
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class FleetLeader:
-    """`open_store` returns the store of releases for an epoch; the store refuses to write for earlier epochs."""
+    """`open_stores` returns the stores for an epoch; they refuse to write for earlier epochs."""
 
     def __init__(
         self,
@@ -47,13 +46,13 @@ class FleetLeader:
         registry: Registry,
         tokens: JoinTokens,
         leadership: Leadership,
-        open_store: Callable[[int], Awaitable[ReleaseStore]],
+        open_stores: Callable[[int], Awaitable[Stores]],
     ) -> None:
         self._settings = settings
         self._registry = registry
         self._tokens = tokens
         self._leadership = leadership
-        self._open_store = open_store
+        self._open_stores = open_stores
 
     async def keep_leading(self) -> None:
         """Lead whenever this process holds the lease."""
@@ -84,7 +83,7 @@ class FleetLeader:
         settings, tokens = self._settings, self._tokens
         writer = Writer(self._registry, tokens, self._leadership, epoch)
         async with contextlib.AsyncExitStack() as stack:
-            store = await self._open_store(epoch)
+            stores = await self._open_stores(epoch)
             engines = EngineWatch(tokens.client_keys())
             stack.callback(engines.close)
             orders, scaling = await self._inherited()
@@ -93,7 +92,7 @@ class FleetLeader:
             follower = Follower(self._registry, tokens, on_records=self._taken_by(hosts))
             await stack.enter_async_context(follower.running())
             await hosts.adopt()
-            term = Term(settings, writer, hosts, store, scaling)
+            term = Term(settings, writer, hosts, stores, scaling)
             stack.push_async_callback(term.close)
             await stack.enter_async_context(term.plane.running())
             # What ends with this process, such as a start that it waits for, stays ordered for the next leader.

@@ -29,6 +29,7 @@ from penstock.core.cluster_view import (
     RoutingView,
 )
 from penstock.core.errors import EngineUnavailable
+from penstock.core.experiment_view import ExperimentOrder, ExperimentView
 from penstock.core.messages import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ _HINT = "Start one with `penstock control`, or wait 10 s if one was lost just no
 
 
 class FleetLink:
-    """Implements `FleetControl`. `take` gets the documents of the registry."""
+    """Implements `FleetControl` and `ExperimentControl`. `take` gets the documents of the registry."""
 
     def __init__(self, fleet: Fleet, tokens: JoinTokens, name: str) -> None:
         self._fleet = fleet
@@ -46,8 +47,8 @@ class FleetLink:
         self._reader = DocumentReader(tokens)
         self._leader: LeaderDocument | None = None
         self._link = ControlLink(self._connect, fleet, name=name)
-        fleet.observers.append(self._link.traffic)
-        fleet.choose_revisions(self._link.traffic.choose_revision)
+        fleet.observers += [self._link.traffic, self._link.experiment_traffic]
+        fleet.choose_revisions(self._link.choose_revision)
 
     def take(self, documents: Mapping[str, bytes]) -> None:
         """Follow the documents of the leader that are new."""
@@ -83,6 +84,15 @@ class FleetLink:
 
     async def roll_back_release(self, model: str | None) -> ReleaseView:
         return await self._leading().roll_back_release(model)
+
+    async def experiments(self) -> tuple[ExperimentView, ...]:
+        return await self._leading().experiments()
+
+    async def start_experiment(self, order: ExperimentOrder) -> ExperimentView:
+        return await self._leading().start_experiment(order)
+
+    async def stop_experiment(self, model: str | None) -> ExperimentView:
+        return await self._leading().stop_experiment(model)
 
     async def operate(self, order: HostOrder) -> ClusterView:
         return await self._leading().operate(order)

@@ -10,13 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from penstock.cluster.control_messages import Directive
 from penstock.cluster.control_plane import ControlPlane, ReplicaTimes, replica_view
 from penstock.cluster.documents import DIRECTIVE, SCALING, SERVING, ScalingDocument, Serving
+from penstock.cluster.experiment_record import ExperimentStore
 from penstock.cluster.host_record import Offer
 from penstock.cluster.hosts import Hosts
 from penstock.cluster.leadership import Writer
@@ -47,6 +48,13 @@ class LeaderSettings:
     settle_s: float = SETTLE_S
 
 
+class Stores(NamedTuple):
+    """What a leader writes down for the next one."""
+
+    releases: ReleaseStore
+    experiments: ExperimentStore
+
+
 class Term:
     """`scaling` is the state that an earlier leader left."""
 
@@ -55,7 +63,7 @@ class Term:
         settings: LeaderSettings,
         writer: Writer,
         hosts: Hosts,
-        store: ReleaseStore,
+        stores: Stores,
         scaling: ScalingDocument,
     ) -> None:
         self._settings = settings
@@ -71,7 +79,7 @@ class Term:
         self.plane = ControlPlane(
             hosts,
             [],
-            store,
+            stores.releases,
             _by_name,
             drain_timeout_s=settings.drain_timeout_s,
             look_interval_s=settings.look_interval_s,
@@ -80,6 +88,7 @@ class Term:
             operate=self.operate,
             described=self._described,
             is_looking=lambda: time.monotonic() >= self._settled_s,
+            experiments=stores.experiments,
         )
 
     async def keep_looking(self) -> None:

@@ -36,6 +36,7 @@ from penstock.core.request import Tier
 
 MAX_WINDOWS = 2_000  # more are joined in pairs
 _JOINED_ABOVE = 0.3
+_LEAST_VARIANCE = 1e-12  # of differences of objectives, whose size is about one
 _MAX_DEPENDENCE = 0.95  # of a window on the one before
 _TUNED_FOR_WINDOWS = 40  # the interval is narrowest, among confidence sequences, at about this many
 
@@ -184,7 +185,8 @@ def long_run_variance(values: Sequence[float]) -> float:
         total += 2.0 * (1.0 - lag / (num_lags + 1.0)) * covariance
     phi = dependence(values)
     dependent = plain * (1.0 + phi) / (1.0 - phi)
-    return max(plain, total, dependent) * count / (count - 1.0 - num_lags)
+    # Two arms that are both far beyond their targets differ by rounding errors alone, which must not decide.
+    return max(plain, total, dependent, _LEAST_VARIANCE) * count / (count - 1.0 - num_lags)
 
 
 class Experiments:

@@ -13,21 +13,17 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from msgspec.structs import replace
-from sqlalchemy import Connection, select
 
 from penstock.cluster.control_link import ControlLink, SocketChannel
 from penstock.cluster.control_plane import ControlPlane
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.release_record import ReleaseRecord, revision_of
+from penstock.cluster.release_record import revision_of
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.role_scaling import pool_scaling
 from penstock.cluster.supervisor import Supervisor
@@ -35,70 +31,10 @@ from penstock.core.config import ExtraModelConfig, ServeConfig
 from penstock.core.engine_config import CacheConfig, EngineConfig
 from penstock.core.errors import ConfigError, InvalidRequest, UsageError
 from penstock.dispatch import Role
-from penstock.gateway.store.database import Database, insert_into
-from penstock.gateway.store.tables import releases
-from penstock.serve.database_registry import raise_epoch
 from penstock.serve.environment import model_hub, open_database, visible_gpus
-from penstock.serve.experiment_store import DatabaseExperiments
+from penstock.serve.staged_store import DatabaseExperiments, DatabaseReleases
 
 logger = logging.getLogger(__name__)
-
-_decode = msgspec.json.Decoder(ReleaseRecord).decode
-MAX_LOADED = 1000  # the latest releases; older ones are not shown
-
-
-RELEASES = "releases"  # the lease of the process that decides about the releases in a database
-
-
-class DatabaseReleases:
-    """Implements `ReleaseStore`. With an epoch, it writes only while no later leader has claimed the releases."""
-
-    def __init__(self, database: Database, epoch: int | None = None) -> None:
-        self._database = database
-        self._epoch = epoch
-
-    @staticmethod
-    async def of_leader(database: Database, epoch: int) -> DatabaseReleases:
-        """Claim the releases for the leader of a shared fleet. Raises Superseded if a later leader has them."""
-        await database.run(lambda connection: raise_epoch(connection, RELEASES, epoch))
-        return DatabaseReleases(database, epoch)
-
-    async def load(self) -> tuple[ReleaseRecord, ...]:
-        if not self._database.exists:
-            return ()
-        return await self._database.run(_load, reads_only=True)
-
-    async def save(self, record: ReleaseRecord) -> None:
-        def work(connection: Connection) -> None:
-            if self._epoch is not None:
-                raise_epoch(connection, RELEASES, self._epoch)
-            _save(connection, record)
-
-        await self._database.run(work)
-
-
-def _load(connection: Connection) -> tuple[ReleaseRecord, ...]:
-    newest = select(releases.c.id, releases.c.body).order_by(releases.c.created_at.desc()).limit(MAX_LOADED)
-    found = []
-    for name, body in connection.execute(newest):
-        try:
-            found.append(_decode(body))
-        except msgspec.ValidationError as error:
-            # The settings belong to another version of Penstock, and this version cannot start what the release
-            # promoted.
-            logger.warning("the release %s of an earlier version is passed over: %s", name, error)
-    return tuple(reversed(found))
-
-
-def _save(connection: Connection, record: ReleaseRecord) -> None:
-    values: dict[str, Any] = {
-        "model": record.model,
-        "stage": record.state.stage,
-        "updated_at": time.time(),
-        "body": msgspec.json.encode(record),
-    }
-    statement = insert_into(connection, releases).values(id=record.id, created_at=record.created_at, **values)
-    connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=values))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import uvloop
 
@@ -14,14 +15,13 @@ from penstock.cluster.fleet_leader import FleetLeader
 from penstock.cluster.fleet_term import LeaderSettings
 from penstock.cluster.leadership import Leadership
 from penstock.cluster.registry import Registry
-from penstock.cluster.release_record import ReleaseStore
 from penstock.core.config import ServeConfig
 from penstock.gateway.store.database import Database
-from penstock.serve.control import DatabaseReleases
 from penstock.serve.environment import open_database
 from penstock.serve.process import until
 from penstock.serve.server import stop_event
 from penstock.serve.shared_fleet import join_tokens, open_registry
+from penstock.serve.staged_store import stores_of_leader
 from penstock.serve.telemetry import configure_server_logging
 
 
@@ -38,10 +38,7 @@ def run_control(config: ServeConfig, *, on_ready: Callable[[str], None] | None =
         name, config.cluster.control_host, config.scaling, drain_timeout_s=config.server.drain_timeout
     )
 
-    async def open_store(epoch: int) -> ReleaseStore:
-        return await DatabaseReleases.of_leader(database, epoch)
-
-    leader = FleetLeader(settings, registry, tokens, leadership, open_store)
+    leader = FleetLeader(settings, registry, tokens, leadership, partial(stores_of_leader, database))
     uvloop.run(_run(leader, leadership, registry, database, lambda: on_ready and on_ready(name)))
 
 

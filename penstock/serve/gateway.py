@@ -28,7 +28,7 @@ from penstock.cluster.control_link import ControlLink
 from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.server import ExternalServer
 from penstock.cluster.fleet import Fleet
-from penstock.core.cluster_view import FleetControl
+from penstock.cluster.fleet_link import FleetLink
 from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.accounts import Observers
@@ -107,7 +107,7 @@ async def open_gateway(
     listener: socket.socket,
     *,
     is_open: bool,
-    control: FleetControl,
+    control: ControlLink | FleetLink,
     siblings: Siblings | None = None,
 ) -> AsyncIterator[RunningGateway]:
     """Serve `fleet`, which must be ready, until the context ends. `control` answers the admin API. `siblings` are the
@@ -159,7 +159,9 @@ async def open_gateway(
         fleet.observers.append(objective)
         gateway.metrics.register(objective)
         state.settings.attach(lambda settings: objective.apply(settings.objective))
-        gateway.metrics.register(ReplicaMetrics(fleet))
+        is_own_fleet = isinstance(control, ControlLink)
+        server_name = f"{socket.gethostname()}:{listener.getsockname()[1]}" if is_own_fleet else None
+        gateway.metrics.register(ReplicaMetrics(fleet, server_name))
         store = HistoryStore(database) if config.telemetry.keep_history else None
         history = History(gateway.metrics, gateway.engine, siblings, store)
         if store is not None:
@@ -167,9 +169,7 @@ async def open_gateway(
             await stack.enter_async_context(running(history.keep_saving()))
         await stack.enter_async_context(running(history.run()))
         cluster = ClusterEndpoints(control, database, external=gateway.catalogue.external)
-        experiments = ExperimentEndpoints(
-            control if isinstance(control, ControlLink) else None, state.settings, database
-        )
+        experiments = ExperimentEndpoints(control, state.settings, database)
         app = create_app(
             gateway,
             config.server,

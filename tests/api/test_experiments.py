@@ -126,18 +126,6 @@ async def test_only_administrators_may(server: TenantServer) -> None:
             assert (await client.request(method, path)).status_code == 403
 
 
-async def test_a_gateway_of_a_shared_fleet_says_why_it_cannot(server: TenantServer) -> None:
-    endpoints = ExperimentEndpoints(None, LiveSettings(), server.database)
-    server.app = create_app(
-        server.gateway, ServerConfig(), tenants=server.tenants, more_routes=endpoints.routes()
-    )
-    async with server.client("root") as admin:
-        assert (await admin.get("/admin/experiments")).json()["data"] == []
-        refused = await admin.post("/admin/experiments", json={"a": "default", "b": "default"})
-    assert refused.status_code == 400
-    assert "shared fleet" in refused.json()["error"]["message"]
-
-
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, list[httpx.Request]]:
     """Run the command against a server that always answers with the same experiment."""
     seen: list[httpx.Request] = []

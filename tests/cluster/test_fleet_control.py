@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -22,20 +23,24 @@ from penstock.cluster.documents import (
     Slot,
     sealed,
 )
+from penstock.cluster.experiment_record import MemoryExperiments
 from penstock.cluster.fleet import Fleet, SharedFleet
 from penstock.cluster.fleet_leader import FleetLeader
 from penstock.cluster.fleet_link import FleetLink
-from penstock.cluster.fleet_term import LeaderSettings
+from penstock.cluster.fleet_term import LeaderSettings, Stores
 from penstock.cluster.host_record import Offer
 from penstock.cluster.join_tokens import JoinTokens
 from penstock.cluster.leadership import Leadership, Writer
 from penstock.cluster.ordered_host import OrderedHost
 from penstock.cluster.registry import Follower, MemoryRegistry, Publisher, RegistryError
-from penstock.cluster.release_record import ReleaseStore
 from penstock.cluster.replica import ReplicaSpec
 from penstock.core.cluster_view import ClusterView, HostOrder, ReleaseOrder
 from penstock.core.config import ScalingConfig
-from penstock.core.errors import EngineUnavailable, NotFound, Superseded
+from penstock.core.errors import Conflict, EngineUnavailable, NotFound, Superseded
+from penstock.core.experiment_view import ExperimentOrder
+from penstock.core.objective import ObjectiveSettings
+from penstock.core.policy import PolicySet
+from penstock.router import ReplicaState
 from tests.cluster.control_stage import SPEC, MemoryReleases
 from tests.cluster.engines import until
 from tests.cluster.fake_manager import FakeManager
@@ -83,7 +88,7 @@ class Fleets:
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.registry = MemoryRegistry()
-        self.store = MemoryReleases()
+        self.stores = Stores(MemoryReleases(), MemoryExperiments())
         self._stack = stack
 
     async def host(self, name: str, most: int = 2, count: int = 1) -> Host:
@@ -101,10 +106,10 @@ class Fleets:
             name, "127.0.0.1", scaling or ScalingConfig(), 10.0, look_interval_s=0.02, settle_s=0.0
         )
 
-        async def open_store(epoch: int) -> ReleaseStore:
-            return self.store
+        async def open_stores(epoch: int) -> Stores:
+            return self.stores
 
-        leader = FleetLeader(settings, uplink, TOKENS, leadership, open_store)
+        leader = FleetLeader(settings, uplink, TOKENS, leadership, open_stores)
         await self._stack.enter_async_context(_leading(leader, leadership))
         return leadership, uplink
 
@@ -306,6 +311,56 @@ async def test_every_gateway_follows_a_release_and_hosts_that_join_start_the_pro
     await until(lambda: SERVING in fleets.documents() and b"roomy" in fleets.documents()[SERVING])
     joined = await fleets.host("south", most=1)
     assert [member.replica.revision for member in joined.manager.members()] == ["roomy"]
+
+
+def arms_of(*hosts: Host) -> dict[str, int]:
+    """Return how many replicas of each revision are ready."""
+    found: Counter[str] = Counter()
+    for host in hosts:
+        ready = (each.replica for each in host.manager.members() if each.replica.state is ReplicaState.READY)
+        found.update(replica.revision.rpartition("-")[2] for replica in ready)
+    return dict(found)
+
+
+async def test_every_gateway_follows_an_experiment_and_the_next_leader_goes_on_with_it(
+    fleets: Fleets,
+) -> None:
+    north, south = await fleets.host("north", most=3), await fleets.host("south", most=2)
+    _, uplink = await fleets.control("first")
+    links = [await fleets.gateway(f"gateway-{number}") for number in range(2)]
+    await view_of(
+        links[0], lambda view: view.pools and view.pools[0].num_ready == 2 and len(view.gateways) == 2
+    )
+    order = ExperimentOrder(
+        model="echo",
+        a="default",
+        b="small",
+        policy_a=PolicySet(),
+        policy_b=PolicySet(max_num_seqs=4),
+        objective=ObjectiveSettings(),
+        config={"share": 0.5},
+    )
+    shown = await links[0].start_experiment(order)
+    base = SPEC.revision.rpartition("-")[2]
+    for link in links:
+        await until(lambda link=link: any(each.is_running for each in link._link._directive.experiments))
+    await until(lambda: arms_of(north, south) == {base: 1, "b": 1})
+    with pytest.raises(Conflict, match="still running"):
+        await links[1].start_experiment(order)
+    # A replica that a joining host brings would take load from one arm only.
+    joined = await fleets.host("west", most=1)
+    await until(lambda: arms_of(north, south, joined) == {base: 1, "b": 1})
+
+    uplink.is_cut = True
+    await fleets.control("second")
+    await view_of(links[1], lambda view: view.leader and view.leader.name == "second" and view.pools)
+    [gone_on] = await links[1].experiments()
+    assert (gone_on.id, gone_on.is_over) == (shown.id, False)
+    await until(lambda: arms_of(north, south, joined) == {base: 1, "b": 1})
+    await links[1].stop_experiment("echo")
+    await until(lambda: arms_of(north, south, joined) == {base: 2})
+    [over] = await links[1].experiments()
+    assert (over.verdict, over.is_over) == ("stopped by an operator", True)
 
 
 async def test_a_follower_of_directives_refuses_an_earlier_leader(fleets: Fleets) -> None:

@@ -129,6 +129,60 @@ def test_a_guard_rail_ends_it_before_any_interval() -> None:
     assert "errors: 10.00% failed" in after.reason
 
 
+def test_without_traffic_it_ends_with_its_time_and_says_why() -> None:
+    quiet = running([])
+    for _ in range(50):
+        quiet = RULES.with_window(quiet, Window(10.0, ArmWindow({}, 0), ArmWindow({}, 0)))
+    assert len(quiet.windows) == 1, "an empty window goes on"
+    assert RULES.judged(quiet, NOTHING, 999.0) is quiet
+    after = RULES.judged(quiet, NOTHING, 1000.0)
+    assert (after.verdict, after.reason) == (Verdict.NO_DIFFERENCE, "too few requests")
+
+
+def test_traffic_of_one_arm_alone_decides_nothing() -> None:
+    state = running([])
+    for _ in range(50):
+        state = RULES.with_window(state, Window(10.0, arm(5.0), ArmWindow({}, 0)))
+    assert RULES.complete(state) == ()
+    assert RULES.judged(state, NOTHING, 500.0) is state
+    one_sided = Evidence(stage_number=0, stable=Figures(num_requests=500, num_errors=500))
+    assert RULES.judged(state, one_sided, 500.0) is state, "the first set cannot break a guard rail"
+    assert RULES.judged(state, NOTHING, 1000.0).reason == "too few requests"
+
+
+def test_a_set_that_drops_everything_is_ended_by_the_guard_rail_and_not_before_enough_requests() -> None:
+    state = running([(1.0, 1.0)])
+    for count, verdict in ((39, None), (40, Verdict.GUARD_RAIL)):
+        failing = Evidence(
+            stage_number=0,
+            stable=Figures(num_requests=count, ttft_p95_s=0.1, itl_p95_s=0.01),
+            candidate=Figures(num_requests=count, num_errors=count),
+        )
+        after = RULES.judged(state, failing, 10.0)
+        assert after.verdict is verdict
+    assert "errors: 100.00% failed" in after.reason
+
+
+def test_rounding_errors_decide_nothing() -> None:
+    """Both sets keep every request waiting for ten times its target, and differ by the order of additions alone."""
+    rng = Random(3)
+    state = running([(10.0, 10.0 - 1e-14 * rng.random()) for _ in range(40)])
+    assert RULES.judged(state, NOTHING, 200.0).verdict is None
+
+
+def test_a_restart_goes_on_with_the_windows_and_loses_no_time() -> None:
+    rng = Random(5)
+    pairs = [(1.0, 0.5 + 0.1 * rng.random()) for _ in range(20)]
+    before = running(pairs[:10])
+    after = msgspec.json.decode(msgspec.json.encode(before), type=ExperimentState)
+    after = msgspec.structs.replace(after, since_s=150.0)  # its second start
+    for a, b in pairs[10:]:
+        after = RULES.with_window(after, Window(10.0, arm(a), arm(b)))
+    assert RULES.difference(after) == RULES.difference(running(pairs))
+    assert RULES.judged(after, NOTHING, 300.0).verdict is Verdict.B_IS_BETTER
+    assert RULES.judged(before, NOTHING, 1000.0).verdict is not None, "time counts from the first start"
+
+
 def test_a_window_with_too_few_requests_goes_on() -> None:
     state = ExperimentState(stage=ExperimentStage.RUNNING, since_s=0.0)
     for _ in range(3):

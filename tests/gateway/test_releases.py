@@ -13,7 +13,7 @@ from penstock.cluster.release_record import ReleaseRecord, changed
 from penstock.control.release import Happening, ReleaseConfig, Releases
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.store.tables import releases
-from penstock.serve.control import DatabaseReleases
+from penstock.serve.staged_store import DatabaseReleases
 from tests.cluster.control_stage import SPEC
 
 

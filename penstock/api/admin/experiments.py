@@ -48,8 +48,7 @@ class ExperimentList(msgspec.Struct, frozen=True):
 
 
 class ExperimentEndpoints:
-    def __init__(self, control: ExperimentControl | None, settings: LiveSettings, database: Database) -> None:
-        """Without `control` the engines belong to a shared fleet, where no server may start and end them."""
+    def __init__(self, control: ExperimentControl, settings: LiveSettings, database: Database) -> None:
         self._control = control
         self._settings = settings
         self._database = database
@@ -64,7 +63,7 @@ class ExperimentEndpoints:
         ]
 
     async def list_experiments(self, request: Request) -> Response:
-        views = () if self._control is None else await self._control.experiments()
+        views = await self._control.experiments()
         return private_json(ExperimentList([_shown(view) for view in views]))
 
     async def start(self, request: Request) -> Response:
@@ -82,18 +81,11 @@ class ExperimentEndpoints:
                 if (value := getattr(new, name)) is not None
             },
         )
-        return await self._done(request, "experiment.start", await self._fleet().start_experiment(order))
+        return await self._done(request, "experiment.start", await self._control.start_experiment(order))
 
     async def stop(self, request: Request) -> Response:
         which = await self._which.read(request, default=b"{}")
-        return await self._done(request, "experiment.stop", await self._fleet().stop_experiment(which.model))
-
-    def _fleet(self) -> ExperimentControl:
-        if self._control is None:
-            raise InvalidRequest(
-                "Experiments need the engines of one server, and this gateway belongs to a shared fleet."
-            )
-        return self._control
+        return await self._done(request, "experiment.stop", await self._control.stop_experiment(which.model))
 
     def _policy(self, name: str, param: str) -> PolicySet:
         try:
