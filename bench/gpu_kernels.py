@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Microseconds of CUDA kernels beside what they replace: sampling against a sort, int8 products against bfloat16
-products, and attention over prompts on Hopper against the kernel for every GPU, and against FlashInfer where that is
-installed.
+products, the products of a layer of Llama-8B in every format, and attention over prompts on Hopper against the kernel
+for every GPU, and against FlashInfer where that is installed.
 
-    python -m bench.gpu_kernels
+    python -m bench.gpu_kernels [sampling] [products] [layers] [attention]
 """
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,14 @@ from unittest.mock import patch
 
 import torch
 
-from penstock.kernels.interface import AttentionBatch, GroupQuantWeight, SamplingBatch
+from penstock.kernels.interface import (
+    AttentionBatch,
+    DenseWeight,
+    Float8Weight,
+    GroupQuantWeight,
+    SamplingBatch,
+    WeightData,
+)
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.triton import int8, int8_rows
 from penstock.kernels.triton.ops import TritonOps
@@ -143,7 +151,7 @@ def attention() -> None:
         ours = TritonOps(DEVICE, torch.bfloat16)
         cache = ours.allocate_kv(1, num_blocks, 16, 8, 128).layer(0)
         taken = [microseconds(_attend_often, ours, qkv, layer, cache, batch) / AT_ONCE]
-        with patch.object(prefill_attention, "_has_hopper_kernel", lambda: False):
+        with patch.object(prefill_attention, "has_hopper_kernels", lambda: False):
             for other in others.values():
                 taken.append(microseconds(_attend_often, other, qkv, layer, cache, batch) / AT_ONCE)
         flops = sum(4 * 32 * 128 * count * (before + count / 2) for before, count in lengths)
@@ -157,7 +165,71 @@ def _attend_often(ops: TritonOps, qkv: Any, layer: Any, cache: Any, batch: Atten
         ops.attend(qkv, layer, cache, batch)
 
 
+# Outputs and widths of a layer of Llama-8B: queries, keys and values; attention's output; gate and up; down.
+LAYER = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))
+LAYERS = 4  # so many that no weight stays in the cache until its next use
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+def matrix(form: str, outputs: int, width: int) -> WeightData:
+    """A random matrix in this form, on the GPU."""
+    if form == "bfloat16":
+        return DenseWeight(torch.randn(outputs, width, dtype=torch.bfloat16, device=DEVICE) / width**0.5)
+    if form.startswith("int4"):
+        group = int(form.rpartition(" ")[2])
+        codes = torch.randint(0, 16, (outputs, width), dtype=torch.uint8, device=DEVICE)
+        scales = (torch.rand(outputs, width // group, device=DEVICE) + 0.5) / 8 / width**0.5
+        return GroupQuantWeight(codes, scales, -8 * scales, group, 4)
+    values = torch.randn(outputs, width, device=DEVICE).to(torch.float8_e4m3fn)
+    if form == "fp8 by row":
+        return Float8Weight(values, (torch.rand(outputs, device=DEVICE) + 0.5) / width**0.5)
+    blocks = (torch.rand(outputs // 128, width // 128, device=DEVICE) + 0.5) / width**0.5
+    return Float8Weight(values, blocks.repeat_interleave(128, dim=0), 128)
+
+
+FORMS = ("bfloat16", "int4 in groups of 128", "int4 in groups of 32", "fp8 by row", "fp8 in blocks")
+
+
+def layer_products(ops: TritonOps, form: str) -> Callable[[torch.Tensor], None]:
+    """The four products of a layer, with the norms, the gate and the sums around them."""
+    qkv, output, gate_up, down = (ops.pack_linear([matrix(form, *shape)]) for shape in LAYER)
+    norm = torch.rand(4096, dtype=torch.bfloat16, device=DEVICE)
+
+    def run(residual: torch.Tensor) -> None:
+        projected = ops.normed_linear(residual, norm, 1e-5, qkv)
+        ops.add_linear(projected[:, :4096].contiguous(), output, residual)
+        ops.mlp_block(residual, norm, 1e-5, gate_up, down, "silu")
+
+    return run
+
+
+def graph_microseconds(runs: list[Callable[[torch.Tensor], None]], rows: int) -> float:
+    """Of one layer, in a CUDA graph of several."""
+    residual = torch.randn(rows, 4096, dtype=torch.bfloat16, device=DEVICE)
+    for run in runs:
+        run(residual)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs * 3:
+            run(residual)
+    return microseconds(graph.replay) / (3 * len(runs))
+
+
+def layers() -> None:
+    ops = TritonOps(DEVICE, torch.bfloat16)
+    print("\nproducts of a layer of Llama-8B with norms, gate and sums, µs (times as fast as bfloat16)")
+    row("rows", *(str(count) for count in ROWS))
+    row(*["---"] * (1 + len(ROWS)))
+    dense: list[float] = []
+    for form in FORMS:
+        runs = [layer_products(ops, form) for _ in range(LAYERS)]
+        taken = [graph_microseconds(runs, rows) for rows in ROWS]
+        dense = dense or taken
+        row(form, *(f"{each:,.0f} ({one / each:.2f})" for each, one in zip(taken, dense, strict=True)))
+
+
+PARTS = {"sampling": sampling, "products": products, "layers": layers, "attention": attention}
+
 if __name__ == "__main__":
-    sampling()
-    products()
-    attention()
+    for name in sys.argv[1:] or PARTS:
+        PARTS[name]()

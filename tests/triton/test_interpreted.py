@@ -25,6 +25,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from penstock.kernels.triton import (
     decode_attention,
     float8,
+    float8_blocks,
     int4_few,
     int8,
     int8_rows,
@@ -49,6 +50,7 @@ from tests.triton.cases import (
     placed_expert_error,
     product_errors,
     quantized_formats,
+    random_float8,
     random_quantized,
     sampling_batch,
     share_of_close_tokens,
@@ -244,7 +246,28 @@ def test_quantized_weights(name: str, rows: int) -> None:
         else DenseWeight(torch.randn(128, 16))
     )
     errors = product_errors(HALF, gate_up, [down], rows, bias=rows == 5)
-    assert max(errors.values()) < 4e-3, errors
+    # Several rows are themselves rounded to float8, which the interpreter does badly.
+    assert max(errors.values()) < (0.2 if name == "float8 in blocks" and rows > 1 else 4e-3), errors
+
+
+@pytest.mark.parametrize("processors", [1, 3])
+def test_float8_blocks_multiply_rounded_rows(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three processors, the width is cut into shares that are added up."""
+
+    def rounded(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = x.float().view(x.shape[0], -1, group)
+        scales = blocks.abs().amax(dim=2) / 448
+        return (blocks / scales.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn), scales
+
+    monkeypatch.setattr(float8_blocks, "rounded", rounded)
+    monkeypatch.setattr(float8_blocks, "SHORTEST_SHARE", 1)
+    monkeypatch.setattr(float8_blocks, "num_processors", lambda index: processors)
+    weight = random_float8(20, 384, 128)
+    x, residual, bias = torch.randn(3, 384).half(), torch.randn(3, 20).half(), torch.randn(20)
+    taken = Float8Weight(*rounded(x, 128), 128).dequantize()
+    expected = residual + taken @ weight.dequantize().T + bias.half()
+    HALF.ops.add_linear(x, HALF.ops.pack_linear([weight], bias), residual)
+    assert (residual - expected).abs().max() < 4e-3 * expected.abs().max()
 
 
 def test_quantized_weights_stay_packed() -> None:

@@ -34,12 +34,12 @@ def test_every_kernel_compiles() -> None:
     assert [problem for report in reports for problem in report["problems"]] == []
     assert done.returncode == 0
     assert [report["target"] for report in reports] == ["86", "90", "120"]
-    # Float8 products are for GPUs that have them, one kernel is for Hopper.
+    # Float8 products are for GPUs that have them, some kernels are for Hopper.
     without, *others = (set(report["kernels"]) for report in reports)
     assert len(without) > 25
-    for with_float8, own in zip(others, ({"hopper_attention"}, set[str]()), strict=True):
+    for with_float8, own in zip(others, ({"hopper_attention", "int4_hopper"}, set[str]()), strict=True):
         # Experts have a product of their own, and round inputs.
-        float8 = {"float8", "experts", "expert_numbers"}
+        float8 = {"float8", "float8_blocks", "experts", "expert_numbers"}
         assert {name.partition(".")[0] for name in with_float8 - without} == float8 | own
         assert len(with_float8 & without) >= 8
         assert {"prefill_attention", "decode_attention", "experts", "int4_row", "int8"} <= {
@@ -68,15 +68,15 @@ def test_tiles_take_the_stages_that_fit(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(targets.tile(name) == TILES[name] for name in TILES)
 
 
-def test_only_hopper_has_a_kernel_of_its_own_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_hopper_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     for family in FAMILIES:
-        monkeypatch.setattr(prefill_attention, "current", lambda family=family: family)
-        assert prefill_attention._has_hopper_kernel() == (family == HOPPER)
-    monkeypatch.setattr(prefill_attention, "current", lambda: HOPPER)
+        monkeypatch.setattr(targets, "current", lambda family=family: family)
+        assert targets.has_hopper_kernels() == (family == HOPPER)
+    monkeypatch.setattr(targets, "current", lambda: HOPPER)
     for version, compiles in (("3.6.0", True), ("3.9.1+git", True), ("3.10.0", False), ("4.0", False)):
         monkeypatch.setattr(triton, "__version__", version)
-        assert prefill_attention._has_hopper_kernel() == compiles
+        assert targets.has_hopper_kernels() == compiles
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ else:
 
 
 @triton.jit
-def _float8_inputs_kernel(x, out, scales, K, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+def _float8_inputs_kernel(
+    x, out, scales, K, row_stride, group_stride, GROUPS: tl.constexpr, GROUP: tl.constexpr
+):
     """Round a row to float8, each group with a scale of its own."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
@@ -61,18 +63,22 @@ def _float8_inputs_kernel(x, out, scales, K, GROUPS: tl.constexpr, GROUP: tl.con
     wait_for_previous()
     values = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-12) / LARGEST_FLOAT8
-    tl.store(scales + row * (K // GROUP) + group, scale, mask=inside)
+    tl.store(scales + row * row_stride + group * group_stride, scale, mask=inside)
     tl.store(out + at, (values / scale[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
 
 
-def rounded(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return the rows in float8, and the scales of their groups: float32 [rows, width / group]."""
+def rounded(x: Tensor, group: int, *, for_rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return the rows in float8, and the scales of their groups: float32 [rows, width / group]. With `for_rows`, as
+    cuBLAS takes them: that many rows, of which further ones may hold anything, and the scales of a group together."""
     rows, width = x.shape
-    out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(rows, width // group, dtype=torch.float32, device=x.device)
+    out = torch.empty(for_rows or rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    if for_rows is not None:
+        scales = torch.empty(width // group, for_rows, dtype=torch.float32, device=x.device).t()
+    else:
+        scales = torch.empty(rows, width // group, dtype=torch.float32, device=x.device)
     groups = triton.next_power_of_2(width // group)
     _float8_inputs_kernel[(rows,)](
-        x, out, scales, width, GROUPS=groups, GROUP=group, num_warps=4, **launch_options()
+        x, out, scales, width, *scales.stride(), GROUPS=groups, GROUP=group, num_warps=4, **launch_options()
     )
     return out, scales
 

@@ -257,7 +257,16 @@ def few_rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
         num_stages=num_stages,
         **launch_options(),
     )
-    parts = (part if part is not None else absent for part in (weight.bias, product.residual))
+    add_shares(partial, weight.bias, product, out)
+    return out
+
+
+def add_shares(partial: Tensor, bias: Tensor | None, product: RowProduct, out: Tensor) -> None:
+    """Add up partial sums [shares, rows, outputs]; then gate, bias and residual."""
+    shares, rows, _ = partial.shape
+    outputs = out.shape[1]
+    absent = out  # any pointer will do
+    parts = (part if part is not None else absent for part in (bias, product.residual))
     _add_shares_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
         partial,
         *parts,
@@ -267,9 +276,8 @@ def few_rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
         GATED=product.gate is not None,
         IS_SILU=product.gate == "silu",
         ADD=product.residual is not None,
-        BIAS=weight.bias is not None,
+        BIAS=bias is not None,
         BLOCK=SUM_BLOCK,
         num_warps=4,
         **launch_options(),
     )
-    return out

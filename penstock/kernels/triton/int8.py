@@ -7,6 +7,7 @@ are no float8 tensor cores): both are exact in bfloat16, and the kernels are the
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.gpus import HOPPER
 from penstock.kernels.interface import Float8Weight, GroupQuantWeight
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 from penstock.kernels.triton.skinny import RowProduct, finish_row, load_added
@@ -23,6 +25,7 @@ from penstock.kernels.triton.words import float8_from_bits
 MAX_ROWS = 64
 ROW_OUTPUTS = 2  # for one program of a one-row kernel
 SMALLEST_GROUP = 16
+FLOAT8_BLOCK = 128  # inputs of one scale in `float8_blocks`
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class Int8Linear:
     row_scales: Tensor | None = (
         None  # float32 [out], where many rows are multiplied in integers (`int8_rows`)
     )
+    # float32 [out / 128, in / 128], where that many rows have the same scales and cuBLAS takes such blocks
+    block_scales: Tensor | None = None
 
     @property
     def out_features(self) -> int:
@@ -46,7 +51,7 @@ class Int8Linear:
 
     @property
     def num_bytes(self) -> int:
-        parts = (self.codes, self.scales, self.offsets, self.bias, self.row_scales)
+        parts = (self.codes, self.scales, self.offsets, self.bias, self.row_scales, self.block_scales)
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
@@ -60,7 +65,13 @@ class Int8Linear:
         # Not every device indexes float8; bytes are bytes.
         codes = self.codes.view(torch.int8)[index].view(self.codes.dtype)
         return replace(
-            self, codes=codes, scales=self.scales[index], offsets=offsets, bias=None, row_scales=None
+            self,
+            codes=codes,
+            scales=self.scales[index],
+            offsets=offsets,
+            bias=None,
+            row_scales=None,
+            block_scales=None,
         )
 
 
@@ -94,7 +105,32 @@ def pack(
         group,
         None if bias is None else bias.to(device, dtype),
         stacked[:, 0].contiguous() if rounds_inputs else None,
+        _block_scales(stacked) if isinstance(parts[0], Float8Weight) and group == FLOAT8_BLOCK else None,
     )
+
+
+def _block_scales(scales: Tensor) -> Tensor | None:
+    """The scales of square blocks, if all are whole and have one scale each, and if cuBLAS takes them."""
+    outputs, blocks = scales.shape
+    if not scales.is_cuda or outputs % FLOAT8_BLOCK or not _cublas_takes_blocks():
+        return None
+    each = scales.view(-1, FLOAT8_BLOCK, blocks)
+    return each[:, 0].contiguous() if bool((each == each[:, :1]).all()) else None
+
+
+@functools.cache
+def _cublas_takes_blocks() -> bool:
+    """Whether torch's cuBLAS multiplies float8 with scales for blocks on this GPU, which a small product tells."""
+    if current().arch != HOPPER.arch:
+        return False
+    side = 4 * FLOAT8_BLOCK
+    values = torch.zeros(side, side, dtype=torch.float8_e4m3fn, device="cuda")
+    scales, x_scales = (torch.ones(4, size, device="cuda").t() for size in (4, side))
+    try:
+        torch._scaled_mm(values, values.t(), scale_a=x_scales, scale_b=scales, out_dtype=torch.bfloat16)
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 @triton.jit

@@ -17,12 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.gpus import HOPPER
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.attention_parts import Partials, absorb, finish, load_tile
 from penstock.kernels.triton.device import num_processors
 from penstock.kernels.triton.paged_kv import PagedLayer
-from penstock.kernels.triton.targets import attention_tiles, current, stages
+from penstock.kernels.triton.targets import attention_tiles, current, has_hopper_kernels, stages
 
 LARGE_TILE, SMALL_TILE, SMALLEST_TILE = 128, 64, 16
 LARGE_TILE_GAIN = 1.1
@@ -37,7 +36,6 @@ NO_WINDOW = 1 << 30
 # merging the splits of a row, in keys that a program could absorb instead.
 SHORT_CONTEXT = 320
 ROUND_KEYS, MERGED_ROW_KEYS = 500, 0.2
-GLUON_SINCE, GLUON_BEFORE = (3, 6), (3, 10)  # Gluon still changes: versions that compile the kernel
 
 
 @triton.jit
@@ -186,7 +184,7 @@ def prefill_attention(
     """Writes the rows of `out` after the first `batch.num_decodes`."""
     heads, size = layer.num_heads, layer.head_dim
     hopper: Any = None
-    if _has_hopper_kernel():
+    if has_hopper_kernels():
         from penstock.kernels.triton import hopper_attention as hopper
     may_specialize = hopper is not None and hopper.attends(q, cache)
     shape = tile_shape(batch, layer, q.dtype, num_processors(q.device.index or 0), may_specialize)
@@ -255,13 +253,6 @@ def fitting_tile(rows: int, keys: int, row_bytes: int) -> tuple[int, int]:
     while (rows + 2 * keys) * row_bytes > current().shared_bytes and rows > SMALLEST_TILE:
         rows, keys = (rows, keys // 2) if keys > SMALLEST_TILE else (rows // 2, keys)
     return rows, keys
-
-
-def _has_hopper_kernel() -> bool:
-    """Whether this GPU is a Hopper and Triton compiles the kernel for it."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    is_hopper = not triton.knobs.runtime.interpret and current().arch == HOPPER.arch
-    return is_hopper and GLUON_SINCE <= version < GLUON_BEFORE
 
 
 @dataclass(frozen=True, slots=True)

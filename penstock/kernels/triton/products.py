@@ -16,13 +16,17 @@ from torch import Tensor
 
 from penstock.kernels.interface import Activation
 from penstock.kernels.reference import TorchLinear
-from penstock.kernels.triton import float8, int4, int4_few, int4_row, int8, int8_rows, skinny
+from penstock.kernels.triton import float8, float8_blocks, int4, int4_few, int4_row, int8, int8_rows, skinny
 from penstock.kernels.triton.elementwise import gated, rms_norm
 from penstock.kernels.triton.float8 import Float8Linear
 from penstock.kernels.triton.int4 import Int4Linear
 from penstock.kernels.triton.int8 import Int8Linear
 from penstock.kernels.triton.packing import Packed, ReorderedLinear, StackedLinear
 from penstock.kernels.triton.skinny import RowProduct
+from penstock.kernels.triton.targets import has_hopper_kernels
+
+# Up to here, `int4_hopper` multiplies four-bit weights as they are: with 1,024 rows in the time of dense weights.
+MAX_HOPPER_ROWS = 2048
 
 
 def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -39,6 +43,8 @@ def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> T
             return float8.few_rows(x, weight, out_dtype=out_dtype)
         case Float8Linear():
             return float8.many_rows(x, weight, out_dtype)
+        case Int8Linear() if float8_blocks.multiplies(weight, x):
+            return float8_blocks.rows(x, weight, RowProduct(out_dtype=out_dtype))
         case Int8Linear() if rows <= int8.MAX_ROWS:
             return int8.few_rows(x, weight, out_dtype=out_dtype)
         case Int8Linear() if weight.row_scales is not None:
@@ -65,6 +71,8 @@ def add_linear(x: Tensor, weight: Packed, residual: Tensor) -> None:
             add_linear(x.index_select(1, weight.order), weight.inner, residual)
         case Float8Linear() if rows <= float8.MAX_ROWS:
             float8.few_rows(x, weight, residual=residual)
+        case Int8Linear() if float8_blocks.multiplies(weight, x):
+            float8_blocks.rows(x, weight, RowProduct(residual=residual))
         case Int8Linear() if rows <= int8.MAX_ROWS:
             int8.few_rows(x, weight, residual=residual)
         case TorchLinear() if skinny.fits(x, weight.weight):
@@ -107,6 +115,14 @@ def _with_surroundings(weight: Packed, rows: int) -> Callable[[Tensor, Any, RowP
             return int8.one_row
         case Int4Linear() if 1 <= rows <= int4_row.MAX_ROWS and weight.factors.dtype != torch.float32:
             return int4_row.rows
+        case Int4Linear() if 1 <= rows <= MAX_HOPPER_ROWS and _has_hopper_kernel(weight):
+            from penstock.kernels.triton import int4_hopper  # in Gluon, which not every version of Triton has
+
+            return int4_hopper.rows
         case Int4Linear() if 1 <= rows <= int4_few.MAX_ROWS:
             return int4_few.few_rows
     return None
+
+
+def _has_hopper_kernel(weight: Int4Linear) -> bool:
+    return has_hopper_kernels() and weight.factors.dtype != torch.float32

@@ -53,6 +53,7 @@ class RowTile:
 
 
 SMALLEST_WIDTH = 32
+GLUON_SINCE, GLUON_BEFORE = (3, 6), (3, 10)  # Gluon still changes: versions that compile its kernels
 
 # Tiles by kernel and case, measured on an H200 over the shapes of 0.6 to 8 billion parameters and of Qwen3-30B-A3B.
 TILES: Mapping[str, Tile] = {
@@ -62,6 +63,7 @@ TILES: Mapping[str, Tile] = {
     "dense": Tile(outputs=64, width=256, num_warps=4, num_stages=4),
     "float8, many outputs": Tile(outputs=128, width=128, num_warps=8, num_stages=3),
     "float8": Tile(outputs=64, width=256, num_warps=4, num_stages=7),
+    "float8 blocks": Tile(outputs=128, width=128, num_warps=4, num_stages=5),
     "int8": Tile(outputs=32, width=128, num_warps=4, num_stages=3),
     "int8, many rows": Tile(outputs=128, width=128, num_warps=8, num_stages=4),
     "int4, 16 rows": Tile(outputs=128, width=128, num_warps=4, num_stages=3),
@@ -144,6 +146,13 @@ def current() -> Family:
     except RuntimeError:
         return HOPPER
     return family_of(target.backend, target.arch)
+
+
+def has_hopper_kernels() -> bool:
+    """Whether this GPU is a Hopper and Triton compiles the kernels in Gluon for it."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    is_hopper = not triton.knobs.runtime.interpret and current().arch == HOPPER.arch
+    return is_hopper and GLUON_SINCE <= version < GLUON_BEFORE
 
 
 def _tuning() -> Tuning:

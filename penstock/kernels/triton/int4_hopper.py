@@ -1,0 +1,386 @@
+"""Several rows times weights of four bits (`int4`) on Hopper, at any number of rows.
+
+A warp copies tiles of codes and of the input to shared memory with the copy engine. Two groups of four warps
+take codes apart in registers, where they become the left operand of a tensor product in the compute type, while the
+product of the tile before runs. The input is put into the order in which codes arrive (`_arrange_kernel`), so that no
+number moves between threads. The kernel is written in Gluon, which has no interpreter: its tests need a GPU
+(`tests/gpu`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.jit import constexpr_function
+
+from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.int4 import Int4Linear
+from penstock.kernels.triton.int4_few import add_shares
+from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton.skinny import RowProduct
+
+copy_to_shared = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+def _ptx(type: str, base: str, one: str, minus: str) -> str:
+    """Eight codes of two words of 16 bits. The bits of `base` + code are a number, from which the base is subtracted;
+    then code × scale + offset."""
+    numbers = "".join(
+        f"shr.u32 c, $4, {4 * index}; lop3.b32 c, c, 0x000f000f, {base}, 0xea;"
+        f"fma.rn.{type} c, c, one, minus; fma.rn.{type} ${index}, c, $5, $6;"
+        for index in range(4)
+    )
+    return f"{{ .reg .b32 c, one, minus; mov.b32 one, {one}; mov.b32 minus, {minus}; {numbers} }}"
+
+
+# 0x4300 + code is 128 + code in bfloat16, and 0x6400 + code is 1024 + code in float16.
+AS_BFLOAT16 = gl.constexpr(_ptx("bf16x2", "0x43004300", "0x3f803f80", "0xc300c300"))
+AS_FLOAT16 = gl.constexpr(_ptx("f16x2", "0x64006400", "0x3c003c00", "0xe400e400"))
+
+
+@constexpr_function
+def _bits(size):
+    return [1 << bit for bit in range(size.bit_length() - 1)]
+
+
+@constexpr_function
+def _words_layout(outputs, groups, quads):
+    """Of words [outputs, groups, quads of a group, 8]: where the left operand of a product has their numbers."""
+    registers = [[0, 0, 0, 1], [8, 0, 0, 0]]
+    registers += [[0, 0, bit, 0] for bit in _bits(quads)] + [[0, bit, 0, 0] for bit in _bits(groups)]
+    registers += [[64 * bit, 0, 0, 0] for bit in _bits(outputs // 64)]
+    lanes = [[0, 0, 0, 2], [0, 0, 0, 4], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    warps = [[16, 0, 0, 0], [32, 0, 0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [outputs, groups, quads, 8])
+
+
+@constexpr_function
+def _flat_layout(outputs, quads):
+    """The same of words [outputs, 8 × quads]."""
+    registers = [[0, 1], [8, 0]] + [[0, 8 * bit] for bit in _bits(quads)]
+    registers += [[64 * bit, 0] for bit in _bits(outputs // 64)]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [outputs, 8 * quads])
+
+
+@gluon.jit
+def _load_factors(pairs_at, step, K, GROUP: gl.constexpr, WIDTH: gl.constexpr, WORDS: gl.constexpr):
+    """The words that hold scales and offsets of a step's groups: [outputs, groups]."""
+    groups: gl.constexpr = WIDTH // GROUP if WIDTH > GROUP else 1
+    group = gl.arange(0, groups, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
+    group = gl.minimum(step * WIDTH // GROUP + group, K // GROUP - 1)
+    return gl.load(gl.expand_dims(pairs_at, 1) + gl.expand_dims(group, 0))
+
+
+@gluon.jit
+def _numbers(words, factors, type: gl.constexpr, WORDS: gl.constexpr, OPERAND: gl.constexpr):
+    """The weights of words [outputs, 8 × quads], as the left operand [outputs, 32 × quads] of a product."""
+    outputs: gl.constexpr = WORDS.shape[0]
+    groups: gl.constexpr = WORDS.shape[1]
+    quads: gl.constexpr = WORDS.shape[2]
+    words = gl.convert_layout(words.reshape([outputs, groups, quads, 8]), WORDS)
+    scale = factors.to(gl.int16).to(type, bitcast=True)
+    offset = (factors >> 16).to(gl.int16).to(type, bitcast=True)
+    scale, words = gl.broadcast(gl.expand_dims(gl.expand_dims(scale, 2), 3), words)
+    offset, words = gl.broadcast(gl.expand_dims(gl.expand_dims(offset, 2), 3), words)
+    if type == gl.bfloat16:
+        a, b, c, d = gl.inline_asm_elementwise(
+            AS_BFLOAT16, "=&r,=&r,=&r,=&r,r,r,r", [words, scale, offset],
+            dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        a, b, c, d = gl.inline_asm_elementwise(
+            AS_FLOAT16, "=&r,=&r,=&r,=&r,r,r,r", [words, scale, offset],
+            dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    both = gl.join(gl.join(a, b), gl.join(c, d))  # [outputs, groups, quads, 8, 2, 2]
+    return gl.convert_layout(
+        both.permute((0, 1, 2, 5, 4, 3)).reshape([outputs, 32 * groups * quads]), OPERAND
+    )
+
+
+@triton.jit
+def _arrange_kernel(x, norm, out, K, eps, NORM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Norm a row, and put its columns into the order in which `_numbers` makes weights: word c of a group of codes
+    has columns 2 c, 2 c + GROUP / 2, 2 c + 1 and 2 c + 1 + GROUP / 2, and eight words make 32 neighbours."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    inside = place < K
+    plane, word = place % 32 // 8, place % GROUP // 32 * 8 + place % 8
+    column = place // GROUP * GROUP + word * 2 + plane // 2 + plane % 2 * (GROUP // 2)
+    weight = 1.0
+    let_next_start()
+    if NORM:
+        weight = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous()
+    values = tl.load(x + row * K + column, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        values = values * tl.rsqrt(tl.sum(values * values, axis=0) / K + eps) * weight
+    tl.store(out + row * K + place, values.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _copy(
+    x, codes, x_tiles, code_tiles, ready, free, row, output, second, begin, end,
+    OUTPUTS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy tiles, each as soon as its place is free. The first codes are on their way before the kernel in front has
+    ended, which writes the input."""
+    bytes: gl.constexpr = OUTPUTS * WIDTH + ROWS * WIDTH * 2
+    early = gl.minimum(end - begin, STAGES)
+    for turn in range(early):
+        mbarrier.expect(ready.index(turn), bytes)
+        for part in gl.static_range(2):
+            at = [output + part * second, (begin + turn) * (WIDTH // 4)]
+            copy_to_shared(codes, at, ready.index(turn), code_tiles.index(turn * 2 + part))
+    gdc_wait()
+    for turn in range(early):
+        copy_to_shared(x, [row, (begin + turn) * WIDTH], ready.index(turn), x_tiles.index(turn))
+    for turn in range(STAGES, end - begin):
+        stage = turn % STAGES
+        mbarrier.wait(free.index(stage), ((turn // STAGES) & 1) ^ 1)
+        mbarrier.expect(ready.index(stage), bytes)
+        for part in gl.static_range(2):
+            at = [output + part * second, (begin + turn) * (WIDTH // 4)]
+            copy_to_shared(codes, at, ready.index(stage), code_tiles.index(stage * 2 + part))
+        copy_to_shared(x, [row, (begin + turn) * WIDTH], ready.index(stage), x_tiles.index(stage))
+
+
+@gluon.jit
+def _multiply(
+    shared, PART: gl.constexpr, GROUP: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr,
+    WIDTH: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr, IS_SILU: gl.constexpr,
+    ADD: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: the products of half a program's outputs."""
+    (
+        pairs, bias, residual, out, x_tiles, code_tiles, ready, free, up_tile, up_ready,
+        row, output, second, share, begin, end, M, N, K,
+    ) = shared  # fmt: skip
+    type: gl.constexpr = x_tiles.dtype
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    groups: gl.constexpr = WIDTH // GROUP if WIDTH > GROUP else 1
+    WORDS: gl.constexpr = _words_layout(OUTPUTS, groups, WIDTH // 32 // groups)
+    FLAT: gl.constexpr = _flat_layout(OUTPUTS, WIDTH // 32)
+    own = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
+    last_output = N * (2 if GATED else 1) - 1
+    pairs_at = pairs + gl.minimum(output + PART * second + own, last_output).to(gl.int64) * (K // GROUP)
+    total = gl.zeros((OUTPUTS, ROWS), gl.float32, layout=SUMS)
+    factors = _load_factors(pairs_at, begin, K, GROUP, WIDTH, WORDS)
+    next_factors = _load_factors(pairs_at, begin + 1, K, GROUP, WIDTH, WORDS)
+    mbarrier.wait(ready.index(0), 0)
+    numbers = _numbers(code_tiles.index(PART).load(FLAT), factors, type, WORDS, OPERAND)
+    for turn in range(1, end - begin):
+        stage = turn % STAGES
+        before = (turn - 1) % STAGES
+        running = warpgroup_mma(numbers, x_tiles.index(before).permute((1, 0)), total, is_async=True)
+        factors = next_factors
+        next_factors = _load_factors(pairs_at, begin + turn + 1, K, GROUP, WIDTH, WORDS)
+        mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
+        words = code_tiles.index(stage * 2 + PART).load(FLAT)
+        next_numbers = _numbers(words, factors, type, WORDS, OPERAND)
+        total, numbers = warpgroup_mma_wait(0, deps=(running, numbers))
+        mbarrier.arrive(free.index(before))
+        numbers = next_numbers
+    stage = (end - begin - 1) % STAGES
+    running = warpgroup_mma(numbers, x_tiles.index(stage).permute((1, 0)), total, is_async=True)
+    total, numbers = warpgroup_mma_wait(0, deps=(running, numbers))
+
+    outputs = output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, SUMS))
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
+    if GATED:
+        if PART == 1:
+            up_tile.store(total.to(type))
+            mbarrier.arrive(up_ready)
+        else:
+            mbarrier.wait(up_ready, 0)
+            up = up_tile.load(SUMS).to(gl.float32)
+            total = _activated(total.to(type).to(gl.float32), IS_SILU) * up
+    else:
+        outputs += PART * second
+    if PART == 0 or not GATED:
+        gdc_wait()
+        inside = gl.expand_dims(outputs < N, 1) & gl.expand_dims(rows < M, 0)
+        target = gl.expand_dims(rows.to(gl.int64) * N, 0) + gl.expand_dims(outputs, 1)
+        if SPLIT:
+            target += share.to(gl.int64) * M * N
+        if BIAS:
+            total += gl.expand_dims(gl.load(bias + gl.minimum(outputs, N - 1)).to(gl.float32), 1)
+        if ADD:
+            total += gl.load(residual + target, mask=inside, other=0.0).to(gl.float32)
+        gl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _activated(gate, IS_SILU: gl.constexpr):
+    if IS_SILU:
+        inner = gate
+    else:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + gl.exp(-inner))
+
+
+@gluon.jit(do_not_specialize=["M", "shares"])
+def _rows_kernel(
+    x, codes, pairs, bias, residual, out, M, N, K, shares,
+    GROUP: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr, IS_SILU: gl.constexpr,
+    ADD: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """A program multiplies a tile of rows with a tile of outputs, over a share of the width. With SPLIT, `out` has a
+    plane for each share. With GATED, N is half the number of outputs, and a tile has as many of the second half as of
+    the first."""
+    row_tiles = (M + ROWS - 1) // ROWS
+    tile = gl.program_id(0) // shares
+    share = gl.program_id(0) - tile * shares
+    row = tile % row_tiles * ROWS
+    output = tile // row_tiles * (OUTPUTS if GATED else 2 * OUTPUTS)
+    second = N if GATED else OUTPUTS  # from a tile's first outputs to its second ones
+    steps = (K + WIDTH - 1) // WIDTH
+    begin = share * steps // shares
+    end = (share + 1) * steps // shares
+    x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, WIDTH], x.layout)
+    code_tiles = gl.allocate_shared_memory(gl.int16, [STAGES * 2, OUTPUTS, WIDTH // 4], codes.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    up_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    UP: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
+    up_tile = gl.allocate_shared_memory(x.dtype, [OUTPUTS, ROWS] if GATED else [1, 8], UP)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    mbarrier.init(up_ready, count=1)
+    fence_async_shared()
+    gdc_launch_dependents()
+    shared = (
+        pairs, bias, residual, out, x_tiles, code_tiles, ready, free, up_tile, up_ready,
+        row, output, second, share, begin, end, M, N, K,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                shared, gl.constexpr(0), GROUP, OUTPUTS, ROWS, WIDTH, STAGES, SPLIT, GATED, IS_SILU, ADD, BIAS,
+            )),
+            (_multiply, (
+                shared, gl.constexpr(1), GROUP, OUTPUTS, ROWS, WIDTH, STAGES, SPLIT, GATED, IS_SILU, ADD, BIAS,
+            )),
+            (_copy, (
+                x, codes, x_tiles, code_tiles, ready, free, row, output, second, begin, end,
+                OUTPUTS, ROWS, WIDTH, STAGES,
+            )),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """The outputs of each of the two groups of warps, how much of the width a program reads at a time, how many reads
+    are in flight, and how many programs share a processor."""
+
+    outputs: int
+    width: int
+    num_stages: int
+    per_processor: int = 1
+
+    def options(self) -> dict[str, int]:
+        """Registers of the second group of warps and, where programs share a processor, of a thread on average."""
+        return {"REGISTERS": 240} if self.per_processor == 1 else {"REGISTERS": 112, "maxnreg": 80}
+
+
+# By rows of a tile. Measured on an H200 over the shapes of 8 billion parameters.
+TILES = {
+    16: HopperTile(outputs=64, width=128, num_stages=6, per_processor=2),
+    32: HopperTile(outputs=64, width=128, num_stages=5, per_processor=2),
+    64: HopperTile(outputs=64, width=128, num_stages=4, per_processor=2),
+    128: HopperTile(outputs=64, width=128, num_stages=4),
+    256: HopperTile(outputs=64, width=64, num_stages=5),
+}
+
+
+def rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
+    """Multiply any number of rows."""
+    num_rows, width = x.shape
+    num_made = weight.out_features
+    outputs = product.num_outputs(num_made)
+    out = product.residual
+    if out is None:
+        out = torch.empty(num_rows, outputs, dtype=product.out_dtype or x.dtype, device=x.device)
+    arranged = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    absent = x  # any pointer will do
+    _arrange_kernel[(num_rows,)](
+        x,
+        product.norm if product.norm is not None else absent,
+        arranged,
+        width,
+        product.eps,
+        NORM=product.norm is not None,
+        GROUP=weight.group,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=8,
+        **launch_options(),
+    )
+    tile_rows = min(max(TILES), max(min(TILES), triton.next_power_of_2(num_rows)))
+    tile = TILES[tile_rows]
+    row_tiles, output_tiles = triton.cdiv(num_rows, tile_rows), triton.cdiv(num_made, 2 * tile.outputs)
+    # Tiles that leave the chip half empty are cut into shares of the width.
+    processors = tile.per_processor * num_processors(x.device.index or 0)
+    shares = max(1, min(triton.cdiv(width, tile.width) // 2, processors // (row_tiles * output_tiles)))
+    is_whole = shares == 1
+    is_gated = is_whole and product.gate is not None
+    made = out
+    if not is_whole:
+        made = torch.empty(shares, num_rows, num_made, dtype=torch.float32, device=x.device)
+    if is_gated:
+        output_tiles = triton.cdiv(outputs, tile.outputs)
+    parts = (part if part is not None else absent for part in (weight.bias, product.residual))
+    _rows_kernel[(shares * row_tiles * output_tiles,)](
+        _described(arranged, tile_rows, tile.width),
+        _described(weight.codes.view(torch.int16), tile.outputs, tile.width // 4),
+        weight.pairs,
+        *parts,
+        made,
+        num_rows,
+        outputs if is_gated else num_made,
+        width,
+        shares,
+        GROUP=weight.group,
+        OUTPUTS=tile.outputs,
+        ROWS=tile_rows,
+        WIDTH=tile.width,
+        STAGES=tile.num_stages,
+        SPLIT=not is_whole,
+        GATED=is_gated,
+        IS_SILU=is_gated and product.gate == "silu",
+        ADD=is_whole and product.residual is not None,
+        BIAS=is_whole and weight.bias is not None,
+        num_warps=4,
+        **tile.options(),
+        **launch_options(),
+    )
+    if not is_whole:
+        add_shares(made, weight.bias, product, out)
+    return out
+
+
+def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe a matrix of numbers of 16 bits to the copy engine, in tiles."""
+    layout = gl.NVMMASharedLayout(min(128, 2 * columns), 16, 2)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], layout)
