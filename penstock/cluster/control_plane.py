@@ -42,6 +42,8 @@ from penstock.cluster.control_messages import (
 )
 from penstock.cluster.experiment_record import ExperimentStore
 from penstock.cluster.experiments import ExperimentService
+from penstock.cluster.leadership import Leadership
+from penstock.cluster.release_owner import ReleaseOwner
 from penstock.cluster.release_record import ReleaseStore, serving_spec
 from penstock.cluster.releases import ReleaseService, Resolve
 from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
@@ -59,6 +61,7 @@ from penstock.core.cluster_view import (
 )
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError
 from penstock.core.messages import EngineStats
+from penstock.core.tasks import end_task
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +127,11 @@ class ControlPlane:
         described: Callable[[ClusterView], ClusterView] = lambda view: view,
         is_looking: Callable[[], bool] = lambda: True,
         experiments: ExperimentStore | None = None,
+        ownership: Leadership | None = None,
     ) -> None:
-        """In a shared fleet, `first_directive` is greater than the numbers of earlier leaders, `publish` gets every
+        """With `ownership`, other servers share the database, and one of them carries out releases.
+
+        In a shared fleet, `first_directive` is greater than the numbers of earlier leaders, `publish` gets every
         new directive, `operate` carries out orders about hosts, `described` adds hosts to the view, and
         `is_looking` says whether enough is known for decisions."""
         self._manager = manager
@@ -151,6 +157,9 @@ class ControlPlane:
             interval_s=look_interval_s,
         )
         self.releases.is_tested = self.experiments.is_active
+        self._owner: ReleaseOwner | None = None
+        if ownership is not None:
+            self._owner = ReleaseOwner(ownership, self.releases, store, self._base_revisions)
         self._directive_number = first_directive
         self._gateways: dict[int, _Gateway] = {}
         self._num_gateways = 0  # that ever came
@@ -194,17 +203,23 @@ class ControlPlane:
         server = None
         if socket is not None:
             server = await asyncio.start_unix_server(self._serve, str(socket), limit=MAX_LINE_BYTES)
-        await self.releases.resume(await self._store.load(), self._base_revisions)
+        if self._owner is None:
+            await self.releases.resume(await self._store.load(), self._base_revisions)
+        else:
+            await self._owner.begin()
         await self.experiments.resume(self._base_revisions)
-        looking = asyncio.create_task(self._keep_looking())
+        tasks = [asyncio.create_task(self._keep_looking())]
+        if self._owner is not None:
+            tasks.append(asyncio.create_task(self._owner.keep_looking()))
         try:
             yield
         finally:
-            looking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await looking
+            for task in tasks:
+                await end_task(task)
             await self.experiments.close()
             await self.releases.close()
+            if self._owner is not None:
+                await self._owner.close()
             for pool in self.pools:
                 await pool.close()
             if server is not None:
@@ -364,7 +379,8 @@ class ControlPlane:
                 case ShowCluster():
                     return Shown(self.view())
                 case StartRelease(order=order):
-                    return ReleaseShown(await self.releases.start(order))
+                    async with self._owner.claimed() if self._owner else contextlib.nullcontext():
+                        return ReleaseShown(await self.releases.start(order))
                 case PromoteRelease(model=model):
                     return ReleaseShown(await self.releases.promote(model))
                 case RollBackRelease(model=model):

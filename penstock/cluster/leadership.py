@@ -52,6 +52,11 @@ class Leadership:
     def epoch(self) -> int | None:
         return self._epoch if self._now() < self._valid_until_s else None
 
+    @property
+    def latest_epoch(self) -> int:
+        """The latest epoch that this process knows of, whether it leads or not; 0 before the first."""
+        return self._known_epoch
+
     def know(self, epoch: int) -> None:
         """Learn of an epoch that a host has obeyed. The next lease must have a greater one."""
         self._known_epoch = max(self._known_epoch, epoch)

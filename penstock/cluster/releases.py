@@ -144,6 +144,15 @@ class ReleaseService:
     def views(self) -> tuple[ReleaseView, ...]:
         return tuple(run.view() for run in self._runs.values())
 
+    async def let_go(self) -> None:
+        """Stop what is unfinished, and leave it to whoever owns the releases now. Replicas stay as they are."""
+        for model, run in tuple(self._runs.items()):
+            if not run.state.is_over:
+                await run.close()
+                run.hold_pools(False)
+                del self._runs[model]
+        await self._announce()
+
     async def close(self) -> None:
         for run in self._runs.values():
             await run.close()

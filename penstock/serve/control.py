@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import shutil
+import socket
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -23,6 +25,7 @@ from msgspec.structs import replace
 from penstock.cluster.control_link import ControlLink, SocketChannel
 from penstock.cluster.control_plane import ControlPlane
 from penstock.cluster.fleet import Fleet
+from penstock.cluster.leadership import Leadership
 from penstock.cluster.release_record import revision_of
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.role_scaling import pool_scaling
@@ -31,8 +34,9 @@ from penstock.core.config import ExtraModelConfig, ServeConfig
 from penstock.core.engine_config import CacheConfig, EngineConfig
 from penstock.core.errors import ConfigError, InvalidRequest, UsageError
 from penstock.dispatch import Role
+from penstock.serve.database_registry import DatabaseRegistry
 from penstock.serve.environment import model_hub, open_database, visible_gpus
-from penstock.serve.staged_store import DatabaseExperiments, DatabaseReleases
+from penstock.serve.staged_store import SERVER_LEASE, DatabaseExperiments, OwnedReleases
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +61,17 @@ async def open_control(
     database = open_database(config.store)
     # The folder is private, because anybody who can connect to the socket can start releases.
     folder = Path(tempfile.mkdtemp(prefix="penstock-control-"))
+    name = f"{socket.gethostname()}-{secrets.token_hex(6)}"
+    ownership = Leadership(DatabaseRegistry(database, SERVER_LEASE), name)
     try:
         plane = ControlPlane(
             supervisor,
             pools,
-            DatabaseReleases(database),
+            OwnedReleases(database, ownership),
             _resolve_weights,
             drain_timeout_s=config.server.drain_timeout,
             experiments=DatabaseExperiments(database),
+            ownership=ownership,
         )
         serving = dict(zip(counts, await plane.prepare(), strict=True))
         specs = [replace(serving[spec.model, spec.role], region=spec.region) for spec in planned]
@@ -75,9 +82,9 @@ async def open_control(
 
 
 @contextlib.asynccontextmanager
-async def open_link(socket: Path, fleet: Fleet) -> AsyncIterator[ControlLink]:
+async def open_link(path: Path, fleet: Fleet) -> AsyncIterator[ControlLink]:
     """Connect a gateway's fleet to the control plane."""
-    link = ControlLink(lambda: SocketChannel.connect(socket), fleet)
+    link = ControlLink(lambda: SocketChannel.connect(path), fleet)
     fleet.observers += [link.traffic, link.experiment_traffic]
     fleet.choose_revisions(link.choose_revision)
     async with link.running():

@@ -20,8 +20,9 @@ UNIX_EPOCH_DAY = 2_440_587.5  # as SQLite counts days
 class DatabaseRegistry:
     """Implements `registry.Registry`. The database keeps the time. Gateways ask for changes regularly."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, lease: str = LEADER) -> None:
         self._database = database
+        self._lease = lease  # its name; leases of different names have nothing to do with each other
 
     async def publish(self, name: str, record: bytes, lease_s: float) -> None:
         def work(connection: Connection) -> None:
@@ -43,15 +44,17 @@ class DatabaseRegistry:
         return await self._run(work, reads_only=True)
 
     async def lead(self, candidate: str, lease_s: float, above: int) -> int | None:
-        return await self._run(lambda connection: take_lease(connection, LEADER, candidate, lease_s, above))
+        return await self._run(
+            lambda connection: take_lease(connection, self._lease, candidate, lease_s, above)
+        )
 
     async def resign(self, candidate: str) -> None:
-        await self._run(lambda connection: end_lease(connection, LEADER, candidate))
+        await self._run(lambda connection: end_lease(connection, self._lease, candidate))
 
     async def write(self, name: str, document: bytes | None, epoch: int) -> bool:
         def work(connection: Connection) -> bool:
             # The row stays locked until the document is written, so that no other leader comes between.
-            latest = select(fleet_leases.c.epoch).where(fleet_leases.c.name == LEADER).with_for_update()
+            latest = select(fleet_leases.c.epoch).where(fleet_leases.c.name == self._lease).with_for_update()
             if connection.scalar(latest) != epoch:
                 return False
             if document is None:

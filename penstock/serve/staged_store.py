@@ -14,6 +14,7 @@ from sqlalchemy import Connection, Table, select
 
 from penstock.cluster.experiment_record import ExperimentRecord
 from penstock.cluster.fleet_term import Stores
+from penstock.cluster.leadership import Leadership
 from penstock.cluster.release_record import ReleaseRecord
 from penstock.gateway.store.database import Database, insert_into
 from penstock.gateway.store.tables import experiments, releases
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 MAX_LOADED = 1000  # the latest records; older ones are not shown
 LEASE = "releases"  # of the process that decides about the releases and experiments in a database
+SERVER_LEASE = (
+    "server releases"  # the same, where servers share a database and there is no `penstock control`
+)
 RecordT = TypeVar("RecordT", ReleaseRecord, ExperimentRecord)
 
 
@@ -34,6 +38,7 @@ class _Records(Generic[RecordT]):
     def __init__(self, database: Database, epoch: int | None = None) -> None:
         self._database = database
         self._epoch = epoch
+        self._lease = LEASE
 
     async def load(self) -> tuple[RecordT, ...]:
         if not self._database.exists:
@@ -43,7 +48,7 @@ class _Records(Generic[RecordT]):
     async def save(self, record: RecordT) -> None:
         def work(connection: Connection) -> None:
             if self._epoch is not None:
-                raise_epoch(connection, LEASE, self._epoch)
+                raise_epoch(connection, self._lease, self._epoch)
             self._save(connection, record)
 
         await self._database.run(work)
@@ -77,6 +82,19 @@ class DatabaseReleases(_Records[ReleaseRecord]):
     """Implements `release_record.ReleaseStore`."""
 
     kind, table, record = "release", releases, ReleaseRecord
+
+
+class OwnedReleases(DatabaseReleases):
+    """The releases of a server, which writes only while no other server has owned them since."""
+
+    def __init__(self, database: Database, ownership: Leadership) -> None:
+        super().__init__(database)
+        self._ownership = ownership
+        self._lease = SERVER_LEASE
+
+    async def save(self, record: ReleaseRecord) -> None:
+        self._epoch = self._ownership.latest_epoch
+        await super().save(record)
 
 
 class DatabaseExperiments(_Records[ExperimentRecord]):

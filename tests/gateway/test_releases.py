@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 from sqlalchemy import update
 
+from penstock.cluster.leadership import Leadership
+from penstock.cluster.release_owner import ReleaseOwner
 from penstock.cluster.release_record import ReleaseRecord, changed
-from penstock.control.release import Happening, ReleaseConfig, Releases
+from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
+from penstock.core.errors import Conflict, Superseded
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.store.tables import releases
-from penstock.serve.staged_store import DatabaseReleases
+from penstock.serve.database_registry import DatabaseRegistry
+from penstock.serve.staged_store import SERVER_LEASE, DatabaseReleases, OwnedReleases
 from tests.cluster.control_stage import SPEC
 
 
@@ -52,6 +57,83 @@ async def test_what_is_written_comes_back_oldest_first(database: Database) -> No
 async def test_a_server_that_releases_nothing_leaves_no_file(database: Database, tmp_path: Path) -> None:
     assert await DatabaseReleases(database).load() == ()
     assert list(tmp_path.iterdir()) == []
+
+
+class Server:
+    """One of several servers on a database: its owner of releases, and what the owner has its service do."""
+
+    def __init__(self, database: Database, name: str) -> None:
+        self.leadership = Leadership(DatabaseRegistry(database, SERVER_LEASE), name, lease_s=0.2)
+        self.store = OwnedReleases(database, self.leadership)
+        self.running: set[str] = set()
+        self.owner = ReleaseOwner(self.leadership, self, self.store, {"echo": SPEC.revision})  # type: ignore[arg-type]
+
+    async def resume(self, records: Sequence[ReleaseRecord], base_revisions: dict[str, str]) -> None:
+        self.running = {record.id for record in records if not record.state.is_over}
+
+    async def let_go(self) -> None:
+        self.running.clear()
+
+    def is_active(self, model: str) -> bool:
+        return bool(self.running)
+
+    async def end_release(self, ended: ReleaseRecord) -> None:
+        state = Releases(ended.config).happened(ended.state, Happening.OPERATOR_ROLLS_BACK, now=9.0)
+        await self.store.save(ended.at(replace(state, stage=Stage.ROLLED_BACK)))
+        self.running.clear()
+
+
+async def until_owned(server: Server) -> None:
+    async with asyncio.timeout(20):
+        while not server.running:
+            await server.owner.look()
+            await asyncio.sleep(0.02)
+
+
+async def test_one_of_several_servers_goes_on_with_a_release(database: Database) -> None:
+    unfinished = record("rel_a", 1.0)
+    await DatabaseReleases(database).save(unfinished)
+    first, second = Server(database, "first"), Server(database, "second")
+    first.leadership._lease_s = 600.0  # a busy machine must not let it end
+    await first.owner.begin()
+    await second.owner.begin()
+    assert (first.running, second.running) == ({"rel_a"}, set())
+    with pytest.raises(Conflict, match="Another server"):
+        async with second.owner.claimed():
+            pytest.fail("two owners")
+    await first.end_release(unfinished)
+    await first.owner.look()  # gives the lease up
+    async with second.owner.claimed():
+        await second.owner.look()
+        assert second.leadership.epoch is not None, "not given up while a release starts"
+
+
+async def test_a_server_goes_on_when_the_owner_has_died(database: Database) -> None:
+    await DatabaseReleases(database).save(record("rel_a", 1.0))
+    dead, heir = Server(database, "dead"), Server(database, "heir")
+    await dead.owner.begin()
+    await until_owned(heir)
+    # The first one was only frozen: its release is no longer its own, whatever it tries.
+    with pytest.raises(Superseded):
+        await dead.store.save(record("rel_a", 1.0))
+    heir.leadership._lease_s = 600.0
+    await heir.owner.look()
+    await dead.owner.look()
+    assert dead.running == set()
+    assert heir.running == {"rel_a"}
+
+
+async def test_an_owner_that_was_slow_goes_on_if_nobody_else_came(database: Database) -> None:
+    await DatabaseReleases(database).save(record("rel_a", 1.0))
+    server = Server(database, "slow")
+    await server.owner.begin()
+    first = server.leadership.latest_epoch
+    server.running = {"still the same"}
+    async with asyncio.timeout(20):
+        while server.leadership.latest_epoch == first:
+            await asyncio.sleep(0.25)
+            await server.owner.look()
+    assert server.running == {"still the same"}
 
 
 async def test_what_another_version_wrote_is_passed_over(
