@@ -26,6 +26,7 @@ from penstock.kernels.triton import (
     decode_attention,
     float8,
     float8_blocks,
+    int4,
     int4_few,
     int8,
     int8_rows,
@@ -268,6 +269,27 @@ def test_float8_blocks_multiply_rounded_rows(processors: int, monkeypatch: pytes
     expected = residual + taken @ weight.dequantize().T + bias.half()
     HALF.ops.add_linear(x, HALF.ops.pack_linear([weight], bias), residual)
     assert (residual - expected).abs().max() < 4e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_inputs_come_in_the_order_of_four_bit_words(group: int, has_norm: bool) -> None:
+    """The Hopper kernel makes 32 weights of 8 words: the lowest codes of all eight, then the next ones."""
+    from penstock.kernels.triton import int4_hopper
+
+    weight = random_quantized(6, 384, group, 4, offsets=False)
+    words = (
+        int4.pack([weight], None, torch.float32, torch.device("cpu"))
+        .codes.view(torch.int16)
+        .view(6, -1, 1, 8)
+    )
+    codes = (words.to(torch.int32) >> torch.arange(0, 16, 4).view(1, 1, 4, 1)) & 15
+    x = torch.randn(3, 384)
+    norm = torch.rand(384) if has_norm else None
+    expected = WHOLE.definition.rms_norm(x, norm, 1e-5) if norm is not None else x
+    got = int4_hopper._arranged(x, group, skinny.RowProduct(norm, 1e-5))
+    made = got.double() @ codes.reshape(6, 384).double().T
+    torch.testing.assert_close(made, expected.double() @ weight.codes.double().T, rtol=1e-4, atol=1e-4)
 
 
 def test_quantized_weights_stay_packed() -> None:

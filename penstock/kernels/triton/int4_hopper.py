@@ -119,7 +119,7 @@ def _arrange_kernel(x, norm, out, K, eps, NORM: tl.constexpr, GROUP: tl.constexp
     """Norm a row, and put its columns into the order in which `_numbers` makes weights: word c of a group of codes
     has columns 2 c, 2 c + GROUP / 2, 2 c + 1 and 2 c + 1 + GROUP / 2, and eight words make 32 neighbours."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < K
     plane, word = place % 32 // 8, place % GROUP // 32 * 8 + place % 8
     column = place // GROUP * GROUP + word * 2 + plane // 2 + plane % 2 * (GROUP // 2)
@@ -313,6 +313,7 @@ TILES = {
     128: HopperTile(outputs=64, width=128, num_stages=4),
     256: HopperTile(outputs=64, width=64, num_stages=5),
 }
+ARRANGED_BLOCK = 4096  # columns of a program where there is no norm
 
 
 def rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
@@ -323,20 +324,8 @@ def rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
     out = product.residual
     if out is None:
         out = torch.empty(num_rows, outputs, dtype=product.out_dtype or x.dtype, device=x.device)
-    arranged = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
+    arranged = _arranged(x, weight.group, product)
     absent = x  # any pointer will do
-    _arrange_kernel[(num_rows,)](
-        x,
-        product.norm if product.norm is not None else absent,
-        arranged,
-        width,
-        product.eps,
-        NORM=product.norm is not None,
-        GROUP=weight.group,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=8,
-        **launch_options(),
-    )
     tile_rows = min(max(TILES), max(min(TILES), triton.next_power_of_2(num_rows)))
     tile = TILES[tile_rows]
     row_tiles, output_tiles = triton.cdiv(num_rows, tile_rows), triton.cdiv(num_made, 2 * tile.outputs)
@@ -377,6 +366,28 @@ def rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
     )
     if not is_whole:
         add_shares(made, weight.bias, product, out)
+    return out
+
+
+def _arranged(x: Tensor, group: int, product: RowProduct) -> Tensor:
+    """The rows, normed if the product says so, in the order of codes in groups of this size."""
+    num_rows, width = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    if product.norm is None:
+        block = min(block, ARRANGED_BLOCK)
+    _arrange_kernel[(num_rows, triton.cdiv(width, block))](
+        x,
+        product.norm if product.norm is not None else x,
+        out,
+        width,
+        product.eps,
+        NORM=product.norm is not None,
+        GROUP=group,
+        BLOCK=block,
+        num_warps=min(16, max(4, block // 512)),
+        **launch_options(),
+    )
     return out
 
 

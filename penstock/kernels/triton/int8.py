@@ -124,7 +124,7 @@ def _cublas_takes_blocks() -> bool:
     if current().arch != HOPPER.arch:
         return False
     side = 4 * FLOAT8_BLOCK
-    values = torch.zeros(side, side, dtype=torch.float8_e4m3fn, device="cuda")
+    values = torch.zeros(side, side, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     scales, x_scales = (torch.ones(4, size, device="cuda").t() for size in (4, side))
     try:
         torch._scaled_mm(values, values.t(), scale_a=x_scales, scale_b=scales, out_dtype=torch.bfloat16)
