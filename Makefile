@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
 ARGS ?=
-# Tests mostly wait for processes, so a few more workers than two cores help. A worker takes whole files, so that the
-# fixtures of a module are built once. `make test WORKERS=0` runs in one process.
-WORKERS ?= 4
+# One worker more than two cores, because some tests wait. Each worker imports every test first, which takes half a
+# minute of its core. A worker takes whole files, so that the fixtures of a module are built once. `make test WORKERS=0`
+# runs in one process.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of processes, which would compile every module again where the environment keeps Python from
 # writing bytecode.
@@ -43,11 +44,11 @@ $(STAMPS)/venv:
 	$(BIN)/python -m pip install -q --upgrade pip
 	@mkdir -p $(STAMPS) && touch $@
 
-# Installs Penstock with the extras in $(1). One installation compiles the kernels once.
+# Installs Penstock with the extras in $(1) and pip's options $(2). One installation compiles the kernels once.
 define install
 	@echo "Installing Penstock and its dependencies into $(VENV), and compiling the CPU kernels: some minutes, once."
-$(if $(TORCH_INDEX),$(BIN)/python -m pip install --index-url $(TORCH_INDEX) -c constraints.txt torch,$(no_gpu_hint))
-	$(BIN)/python -m pip install -c constraints.txt -e '.$(1)'
+$(if $(TORCH_INDEX),$(BIN)/python -m pip install $(2) --index-url $(TORCH_INDEX) -c constraints.txt torch,$(no_gpu_hint))
+	$(BIN)/python -m pip install $(2) -c constraints.txt -e '.$(1)'
 endef
 
 define no_gpu_hint
@@ -64,8 +65,10 @@ $(STAMPS)/install: $(STAMPS)/venv $(SOURCES)
 	$(call install,)
 	@touch $@
 
+# Most modules that the development tools bring are never imported. Python compiles the others at their first import.
+UNCOMPILED := --no-compile
 $(STAMPS)/dev: $(STAMPS)/venv $(SOURCES)
-	$(call install,[dev])
+	$(call install,[dev],$(UNCOMPILED))
 	@touch $(STAMPS)/install $@
 
 serve: $(STAMPS)/install

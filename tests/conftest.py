@@ -18,8 +18,17 @@ if not Path("/dev/nvidiactl").exists():
 
 # Two slow cores compute a prompt of 2,000 tokens in a minute or two while other tests run.
 E2E_TIMEOUT_S = 1200
-# These files take minutes, in one process each.
-LONG_FILES = ("tests/triton/", "tests/engine/test_prompt_scores_transformers.py")
+CLIENT_TIMEOUT_S = 60.0
+# These files take longest, in one process each.
+LONG_FILES = (
+    "tests/triton/",
+    "tests/kernels/test_attention.py",
+    "tests/models/test_families.py",
+    "tests/engine/parallel/",
+    "tests/e2e/",
+    "tests/deploy/",
+    "tests/clients/",
+)
 # Tests in these files share a server with the default model. One worker takes them all, and starts the server once.
 SHARING_A_SERVER = tuple(f"tests/e2e/test_{name}.py" for name in ("readme", "serve", "structured_output"))
 
@@ -31,12 +40,17 @@ def nobodys_state(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def certificates_are_read_once() -> None:
-    """Clients share one TLS context. Each would read all certificates, and most of them speak plain HTTP then."""
+def patient_and_quick_clients() -> None:
+    """Clients share one TLS context. Each would read all certificates, and most of them speak plain HTTP then. Those
+    that name no timeout wait longer than the usual five seconds: a busy machine is no defect."""
     for library in ("httpx", "httpx2"):  # those of the SDKs too
         transports: Any = sys.modules.get(f"{library}._transports.default")
         if transports is not None:
             transports.create_ssl_context = shared_by_default(transports.create_ssl_context)
+            timeout = sys.modules[
+                f"{library}._config"
+            ].DEFAULT_TIMEOUT_CONFIG  # the value of default arguments
+            timeout.connect = timeout.read = timeout.write = timeout.pool = CLIENT_TIMEOUT_S
 
 
 def shared_by_default(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
@@ -68,7 +82,7 @@ def one_torch_thread() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give tests of the real server time on a slow machine, and begin with the longest files: workers take whole
     files, and all but one would be idle if a long file came last."""
-    items.sort(key=lambda item: not any(part in item.nodeid for part in LONG_FILES))
+    items.sort(key=lambda item: next((at for at, part in enumerate(LONG_FILES) if part in item.nodeid), 99))
     for item in items:
         if item.get_closest_marker("e2e") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))

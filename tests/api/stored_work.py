@@ -60,7 +60,7 @@ def serving_work(
         files=FilesConfig(**{"max_file_bytes": 1 << 20} | files),
         batches=BatchesConfig(poll_s=0.02),
     )
-    tenants: Any = SimpleNamespace(authenticator=WorkspaceKeys(), directory=None)
+    tenants: Any = SimpleNamespace(authenticator=WorkspaceKeys(), directory=None, sign_in=None)
     app = create_app(Gateway(engine, GatewayConfig()), ServerConfig(), tenants=tenants, work=work)
 
     async def with_runner(scope: Scope, receive: Receive, send: Send) -> None:

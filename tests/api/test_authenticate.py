@@ -293,7 +293,7 @@ NEEDED = {
     },
     Scope.METRICS: {"/metrics"},
     Scope.USAGE: {"/v1/usage"},
-    None: {*OPEN_PATHS, "/console/{name}"},
+    None: {*OPEN_PATHS, "/console/{name}", "/console/sign-in"},
     Scope.INFERENCE: {
         *("/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/v1/models/{name:path}"),
         *(
