@@ -21,6 +21,7 @@ E2E_TIMEOUT_S = 1200
 CLIENT_TIMEOUT_S = 60.0
 # These files take longest, in one process each.
 LONG_FILES = (
+    "tests/triton/test_targets.py",
     "tests/triton/",
     "tests/kernels/test_attention.py",
     "tests/models/test_families.py",
@@ -47,9 +48,8 @@ def patient_and_quick_clients() -> None:
         transports: Any = sys.modules.get(f"{library}._transports.default")
         if transports is not None:
             transports.create_ssl_context = shared_by_default(transports.create_ssl_context)
-            timeout = sys.modules[
-                f"{library}._config"
-            ].DEFAULT_TIMEOUT_CONFIG  # the value of default arguments
+            # One object, which is the value of default arguments.
+            timeout = sys.modules[f"{library}._config"].DEFAULT_TIMEOUT_CONFIG
             timeout.connect = timeout.read = timeout.write = timeout.pool = CLIENT_TIMEOUT_S
 
 
