@@ -86,7 +86,7 @@ class CompiledGrammar:
         self._text_words = ~end_words
         (first,) = self.masks([matcher])
         if isinstance(first, str):
-            raise InvalidRequest(f"The grammar is too complex: {first}.")
+            raise InvalidRequest(f"The grammar allows no answer, or is too complex: {first}.")
         self.first_mask = first
         self.first_forced = tuple(matcher.compute_ff_tokens())
 

@@ -269,6 +269,50 @@ async def test_fields_of_other_servers_are_refused_by_name(path: str, field: str
     assert field in answer.json()["error"]["message"]
 
 
+async def test_too_many_unknown_fields_are_refused() -> None:
+    """Each is compared with the known names. Only the first of many were, so that a misspelt one could hide."""
+    body = chat(**{f"field_{position}": 1 for position in range(300)}, top_kk=3)
+    async with direct_client(FakeEngine()) as client:
+        answer = await client.post(CHAT, json=body)
+    assert answer.status_code == 400
+    assert "more than 256 unknown fields" in answer.json()["error"]["message"]
+
+
+TURN = {"role": "user", "content": "a"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}] * 20_000}
+INPUT_PARTS = {"role": "user", "content": [{"type": "input_text", "text": "a"}] * 20_000}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat(messages=[TURN] * 20_001)),
+        (CHAT, chat(messages=[PARTS])),
+        ("/v1/messages", chat(messages=[TURN] * 20_001, max_tokens=5)),
+        ("/v1/messages", chat(messages=[PARTS], max_tokens=5)),
+        ("/v1/messages/count_tokens", chat(messages=[PARTS])),
+        ("/v1/responses", {"model": "bytes", "input": [TURN] * 20_001}),
+        ("/v1/responses", {"model": "bytes", "input": [INPUT_PARTS]}),
+        ("/api/chat", {"model": "bytes", "messages": [TURN] * 20_001}),
+    ],
+    ids=[
+        "chat",
+        "chat-parts",
+        "messages",
+        "messages-parts",
+        "count",
+        "responses",
+        "responses-parts",
+        "ollama",
+    ],
+)
+async def test_too_many_messages_and_parts_are_refused(path: str, body: dict[str, Any]) -> None:
+    async with direct_client(FakeEngine()) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 400
+    assert "more than 20000 messages and parts" in answer.text
+
+
 async def test_other_unknown_fields_are_ignored() -> None:
     ignored = {
         "metadata": {"a": "1"},

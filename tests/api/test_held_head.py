@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from penstock.api.http.protocol import HeldHead
+from penstock.api.http.answer_transports import HeldHead, UnframedBody
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 
@@ -62,3 +62,20 @@ def test_closing_after_an_answer_writes_nothing_more() -> None:
     held.write(b"body")
     held.close()
     assert wire.packets == [HEAD + b"body"]
+
+
+def test_an_answer_to_http_1_0_has_no_chunks() -> None:
+    wire = Wire()
+    plain = UnframedBody(wire)
+    plain.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n")
+    plain.write(b"5\r\na\r\n5c\r\n")
+    plain.write(b"1\r\nx\r\n0\r\n\r\n")
+    assert b"".join(wire.packets) == b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\na\r\n5cx"
+
+
+def test_an_answer_with_a_length_stays_as_it_is() -> None:
+    wire = Wire()
+    plain = UnframedBody(wire)
+    plain.write(HEAD)
+    plain.write(b"5\r\nhello\r\n")
+    assert b"".join(wire.packets) == HEAD + b"5\r\nhello\r\n"

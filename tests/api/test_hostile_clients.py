@@ -54,6 +54,22 @@ def serves(served: BoundedServed) -> bool:
 QUICK = ServerConfig(header_timeout_s=0.2, body_timeout_s=0.2)
 
 
+@pytest.mark.parametrize("more", [b"", b"Expect: 100-continue\r\n"])
+def test_a_stream_to_http_1_0_ends_with_its_connection(more: bytes) -> None:
+    """HTTP/1.0 has neither chunks nor interim answers."""
+    body = b'{"prompt": "hi", "max_tokens": 4, "stream": true}'
+    head = COMPLETION.replace(b"HTTP/1.1", b"HTTP/1.0") + more + b"Content-Length: %d\r\n\r\n" % len(body)
+    with bounded_server(FakeEngine(script_text("ok")), ServerConfig()) as served:
+        connection = dial(served)
+        connection.sendall(head + body)
+        answer_head, _, events = read_all(connection).partition(b"\r\n\r\n")
+    assert answer_head.startswith(b"HTTP/1.1 200")
+    assert b"transfer-encoding" not in answer_head
+    assert b"connection: close" in answer_head
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
+
+
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/compl", COMPLETION, COMPLETION + b"X-A: b", b"\r\n\r\n"])
 def test_a_head_that_never_ends_is_timed_out(sent: bytes) -> None:
     with bounded_server(FakeEngine(script_text("ok")), QUICK) as served:

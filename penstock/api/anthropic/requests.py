@@ -20,6 +20,7 @@ from penstock.api.anthropic.blocks import (
     system_message,
 )
 from penstock.api.extensions import EXTENSION_FIELDS, ExtensionFields
+from penstock.api.http.parsing import check_num_parts
 from penstock.core.errors import InvalidRequest, ThreadsUnsupported
 from penstock.core.request import Grammar, Tier
 from penstock.gateway.prompts import (
@@ -233,6 +234,7 @@ class CountTokensRequest(ExtensionFields, kw_only=True):
         return *edits, *(_skipped(name, param) for name, param in dict.fromkeys(skipped))
 
     def prompt(self) -> ChatPrompt:
+        check_num_parts(self.messages, "messages")
         messages = (*system_message(self.system), *chat_messages(self.messages))
         if self.cache_control is not None:
             messages = (*messages[:-1], _marked_at_end(messages[-1], self.cache_control.mark()))

@@ -24,7 +24,8 @@ _SIMILAR_ENOUGH = 0.85
 MAX_INNER_BYTES = (
     1 << 30
 )  # of requests from inside the server, such as lines of batches, which are bounded already
-_MAX_UNKNOWN_FIELDS_CHECKED = 256
+MAX_UNKNOWN_FIELDS = 256  # each is compared with the known ones on the event loop
+MAX_MESSAGE_PARTS = 20_000  # each is read on the event loop
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -83,6 +84,16 @@ def _inflated(body: bytes, max_bytes: int) -> bytes:
 _FIELD_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
+def check_num_parts(messages: Sequence[object], param: str) -> None:
+    """Refuse more messages, and parts of messages, than can be read without keeping other streams waiting."""
+    num_parts = len(messages)
+    if num_parts <= MAX_MESSAGE_PARTS:
+        contents = (getattr(message, "content", None) for message in messages)
+        num_parts += sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > MAX_MESSAGE_PARTS:
+        raise InvalidRequest(f"{param} has more than {MAX_MESSAGE_PARTS} messages and parts.", param=param)
+
+
 @functools.cache
 def _decoder_and_fields(shape: type[Shape]) -> tuple[msgspec.json.Decoder[Shape], frozenset[str]]:
     """Return the decoder of a shape and the names of its fields. Applications share them: msgspec reads the
@@ -124,7 +135,10 @@ class BodyDecoder(Generic[Shape]):
             unknown: dict[str, msgspec.Raw] = {}
             if self._guarded or self._check_unknown is not None:
                 fields = _FIELD_DECODER.decode(body)
-                unknown = {name: fields[name] for name in fields.keys() - self._known}
+                names = fields.keys() - self._known
+                if len(names) > MAX_UNKNOWN_FIELDS:
+                    raise InvalidRequest(f"The request has more than {MAX_UNKNOWN_FIELDS} unknown fields.")
+                unknown = {name: fields[name] for name in sorted(names)}
         except msgspec.ValidationError as error:
             field = _FIELD_IN_MESSAGE.search(str(error))
             raise InvalidRequest(
@@ -135,14 +149,14 @@ class BodyDecoder(Generic[Shape]):
         except RecursionError as error:
             raise InvalidRequest("The request body is nested too deeply.") from error
         if self._check_unknown is not None:
-            for name in sorted(unknown)[:_MAX_UNKNOWN_FIELDS_CHECKED]:
-                self._check_unknown(name, msgspec.json.decode(unknown[name]))
+            for name, value in unknown.items():
+                self._check_unknown(name, msgspec.json.decode(value))
         if self._guarded:
             self._refuse_misspelt(unknown)
         return decoded
 
     def _refuse_misspelt(self, unknown: Iterable[str]) -> None:
-        for field in sorted(unknown)[:_MAX_UNKNOWN_FIELDS_CHECKED]:
+        for field in unknown:
             if len(field) > 2 * max(map(len, self._guarded)):
                 continue
             plain = field.lower().replace("-", "_")

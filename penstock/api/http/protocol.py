@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
+from penstock.api.http.answer_transports import HeldHead, UnframedBody
 from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.errors import error_body
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
@@ -92,34 +93,6 @@ class StallTimer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-class HeldHead(asyncio.Transport):
-    """What one answer is written to. Its head waits for the first piece of its body, as ASGI wants it, and the two
-    leave in one packet: a second one would cost a short answer as much as the rest of it."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        super().__init__()
-        self._transport = transport
-        self._head = b""
-        self._is_head_out = False
-
-    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        if self._is_head_out:
-            self._transport.write(data)
-        elif not self._head:
-            self._head = bytes(data)
-        else:
-            self._is_head_out = True
-            self._transport.write(self._head + data)
-
-    def close(self) -> None:
-        if not self._is_head_out and self._head:
-            self._transport.write(self._head)
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -258,7 +231,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.limits.is_leaving and self.cycle is not None:
             self.cycle.keep_alive = False
         # Answers to other methods may have no body that the head could wait for.
-        if self.cycle is not None and self.scope["method"] == "POST" and not self.expect_100_continue:
+        if self.cycle is None:
+            return
+        if self.scope["http_version"] == "1.0":
+            self.cycle.waiting_for_100_continue = False  # which HTTP/1.0 does not have
+            self.cycle.transport = UnframedBody(self.transport)
+        elif self.scope["method"] == "POST" and not self.expect_100_continue:
             self.cycle.transport = HeldHead(self.transport)
 
     def on_body(self, body: bytes) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
+from penstock.api.http.parsing import check_num_parts
 from penstock.api.openai.messages import FunctionDefinition
 from penstock.api.openai.requests import thinking_of
 from penstock.core.errors import InvalidRequest
@@ -279,6 +280,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
 
 def _chat_messages(messages: list[OllamaMessage]) -> tuple[ChatMessage, ...]:
     """Ollama's calls need no ids. Here calls get ids, and results name the calls that they answer, in order."""
+    check_num_parts(messages, "messages")
     turns = []
     unanswered: list[ToolCall] = []
     for position, message in enumerate(messages):

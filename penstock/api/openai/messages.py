@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.api.http.parsing import check_num_parts
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.prompts import ChatMessage, ImagePart, TextPart, Tool, ToolCall, ToolChoice
 
@@ -141,6 +142,7 @@ class Message(msgspec.Struct):
 def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
     if not messages:
         raise InvalidRequest("There must be at least one message.", param="messages")
+    check_num_parts(messages, "messages")
     return tuple(message.to_chat_message(position) for position, message in enumerate(messages))
 
 

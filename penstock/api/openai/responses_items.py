@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.api.http.parsing import check_num_parts
 from penstock.api.openai.answers import ChatLogprob
 from penstock.api.openai.messages import custom_arguments_of
 from penstock.api.openai.responses_tools import CLIENT_TOOLS, CallKind, flat_name
@@ -229,6 +230,8 @@ def messages_of(
     chat = _Chat()
     if instructions:
         chat.messages.append(ChatMessage("system", instructions))
+    items = tuple(items)
+    check_num_parts(items, param)
     for position, item in enumerate(items):
         chat.add(item, f"{param}[{position}]")
     chat.end_turn()
