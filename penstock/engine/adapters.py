@@ -31,7 +31,7 @@ from penstock.engine.collaborator import Arrival, Collaborator
 from penstock.engine.images import PlacedImages
 from penstock.kernels.adapted import NO_ADAPTER, AdaptedProduct, Delta, adapters_on
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
-from penstock.models.lora import adaptable_products, read_lora
+from penstock.models.lora import Shapes, adaptable_products, read_lora
 from penstock.models.model import Model
 
 Slots: TypeAlias = NDArray[np.int32]  # of each token's adapter, or NO_ADAPTER
@@ -49,8 +49,11 @@ class LoRAModel:
         staging: Staging,
         limits: LoRAConfig,
         around: Callable[[Ops], Ops] = lambda ops: ops,
+        elsewhere: Shapes | None = None,
     ) -> None:
-        """`ops` compute the products of this rank alone; `around` connects them with those of other ranks."""
+        """`ops` compute the products of this rank alone; `around` connects them with those of other ranks. Other
+        stages have the matrices `elsewhere`."""
+        self._elsewhere = elsewhere
         self.max_rank = limits.max_lora_rank
         self.on_load: Callable[[Adapter], None] = _ignore  # called when an adapter was loaded ...
         self.on_drop: Callable[[str], None] = _ignore  # ... or dropped
@@ -88,7 +91,7 @@ class LoRAModel:
         """Read an adapter from disk, on any thread. Raises InvalidRequest for an adapter that cannot be used, or
         whose files have changed since it was named: its KV would be mistaken for the KV of the former weights."""
         folder = Path(adapter.path)
-        weights = read_lora(folder, self.products, self.max_rank)
+        weights = read_lora(folder, self.products, self.max_rank, self._elsewhere)
         if adapter_digest(folder) != adapter.digest:
             raise InvalidRequest(
                 f"The adapter {adapter.name!r} has changed on disk since it was added.", hint="Add it again."

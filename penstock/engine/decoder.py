@@ -7,6 +7,7 @@ All sizes are decided here, once. The error of a model that does not fit names t
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -64,11 +65,13 @@ from penstock.models.load import (
     pooling_settings,
     weights_identity,
 )
+from penstock.models.lora import Shapes
 from penstock.models.model import Model, layer_windows, state_layers
 from penstock.models.pooling import PoolingSettings
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.tokenizer import numbered_tokenizer_json
 from penstock.models.vision import VisionModel
+from penstock.models.weights import NamedProduct
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +102,11 @@ class OneRank:
     def agreed(self, number: int) -> int:
         """Return the smallest of the ranks' numbers."""
         return number
+
+    def shapes_elsewhere(self, products: Sequence[NamedProduct]) -> Shapes:
+        """Return the shapes of the matrices of other stages that adapters may change. `products` are those of this
+        stage."""
+        return {}
 
     def sampler(self, *settings: Any) -> Sampler:
         return Sampler(*settings)
@@ -177,13 +185,13 @@ def load_decoder(
         step_tokens = config.scheduler.max_num_batched_tokens
         windows = WindowRows(layout, max_rows, config.cache.block_size, step_tokens)
     rows = BatchRows(max_rows, max_model_len, config.cache.block_size, ops.device, staging, states, windows)
-    lora = _adaptable(config, model, whole_ops, staging, setup)
-    adapters = None
-    if lora is not None:
-        limits = config.scheduler
-        adapters = AdapterQueue(
-            lora, max_waiting=limits.max_queue_requests, queue_timeout_s=limits.queue_timeout_s
-        )
+    lora = LoRAModel(
+        model, whole_ops, staging, config.lora, setup.ops, setup.shapes_elsewhere(model.products)
+    )
+    limits = config.scheduler
+    adapters = AdapterQueue(
+        lora, max_waiting=limits.max_queue_requests, queue_timeout_s=limits.queue_timeout_s
+    )
     copy_s = _host_copy_s(memory, ops, clock)
     shared_kv = share(config, model, ops, kv, clock) if config.kv_transfer else None
     records_graphs = is_cuda and setup.records_graphs and model.records_graphs
@@ -397,14 +405,6 @@ def _host_copy_s(memory: _Memory, ops: Ops, clock: Clock) -> float | None:
             hint="Lower --kv-host-memory; 0 does without it.",
         ) from error
     return block_copy_s(memory.kv, ops, clock)
-
-
-def _adaptable(
-    config: EngineConfig, model: Model, ops: Ops, staging: Staging, setup: OneRank
-) -> LoRAModel | None:
-    if config.parallel.pipeline_parallel_size > 1:  # a stage knows its own layers only
-        return None
-    return LoRAModel(model, ops, staging, config.lora, setup.ops)
 
 
 def _describe(

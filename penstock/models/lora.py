@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -105,9 +105,24 @@ def adaptable_products(products: Sequence[NamedProduct]) -> list[NamedProduct]:
     ]
 
 
-def read_lora(folder: Path, products: Sequence[NamedProduct], max_rank: int) -> LoRAWeights:
+Shapes: TypeAlias = Mapping[
+    str, tuple[int, int]
+]  # rows and columns of matrices, by the names that adapters use
+
+
+def adaptable_shapes(products: Sequence[NamedProduct]) -> dict[str, tuple[int, int]]:
+    return {
+        place.name: (place.rows, product.columns)
+        for product in adaptable_products(products)
+        for place in product.adapted_places()
+    }
+
+
+def read_lora(
+    folder: Path, products: Sequence[NamedProduct], max_rank: int, elsewhere: Shapes | None = None
+) -> LoRAWeights:
     """Read the weights for a model's adaptable `products`. Raises InvalidRequest for an adapter that does not fit
-    it."""
+    it. `elsewhere` are the matrices of other stages, which read their own part."""
     config = read_lora_config(folder)
     parts = _read_pairs(folder, config)
     rank = max((left.shape[0] for left, _ in parts.values()), default=0)
@@ -118,6 +133,12 @@ def read_lora(folder: Path, products: Sequence[NamedProduct], max_rank: int) -> 
         )
     deltas = {}
     unused = set(parts)
+    for name, shape in (elsewhere or {}).items():
+        if name in unused:
+            inner, outer = parts[name]
+            _check_shape(name, (outer.shape[0], inner.shape[1]), shape, folder)
+            unused.discard(name)
+    is_used = len(unused) < len(parts)
     for index, product in enumerate(products):
         names = {place.name for place in product.adapted_places()}
         if not names.isdisjoint(parts):
@@ -127,7 +148,7 @@ def read_lora(folder: Path, products: Sequence[NamedProduct], max_rank: int) -> 
         raise InvalidRequest(
             f"The adapter in {folder} changes {min(unused)}, which this model does not allow."
         )
-    if not deltas:
+    if not deltas and not is_used:
         raise InvalidRequest(f"The adapter in {folder} changes nothing.")
     return LoRAWeights(rank, deltas)
 
@@ -152,7 +173,11 @@ def _read_pairs(folder: Path, config: LoRAConfig) -> dict[str, tuple[Tensor, Ten
         raise InvalidRequest(f"{path} cannot be read.", hint="Fetch the file again.") from error
     pairs = {}
     for module, pair in halves.items():
-        if len(pair) != len((_LEFT, _RIGHT)) or any(half.dim() != 2 for half in pair.values()):
+        if (
+            len(pair) != len((_LEFT, _RIGHT))
+            or any(half.dim() != 2 for half in pair.values())
+            or pair[_LEFT].shape[0] != pair[_RIGHT].shape[1]
+        ):
             raise InvalidRequest(f"{path} has half of {module} only, or in a shape of its own.")
         pairs[module] = pair[_LEFT], pair[_RIGHT] * config.scale(module)
     return pairs
@@ -167,15 +192,17 @@ def _delta(product: NamedProduct, pairs: Mapping[str, tuple[Tensor, Tensor]], fo
             taken.append(None)
             continue
         inner, outer = pairs[place.name]
-        rank = inner.shape[0]
-        if inner.shape != (rank, product.columns) or outer.shape != (place.rows, rank):
-            raise InvalidRequest(
-                f"The adapter in {folder} was made for another model: "
-                f"{place.name} is {place.rows} × {product.columns} here."
-            )
+        _check_shape(place.name, (outer.shape[0], inner.shape[1]), (place.rows, product.columns), folder)
         outer = outer if place.order is None else outer[place.order]
         taken.append((inner[:, columns.start : columns.stop], outer[own.start : own.stop]))
     return Delta(tuple(map(len, rows)), len(columns), tuple(taken))
+
+
+def _check_shape(name: str, found: tuple[int, int], needed: tuple[int, int], folder: Path) -> None:
+    if found != needed:
+        raise InvalidRequest(
+            f"The adapter in {folder} was made for another model: {name} is {needed[0]} × {needed[1]} here."
+        )
 
 
 def _positive(value: Any) -> int:

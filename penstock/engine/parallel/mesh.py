@@ -187,6 +187,7 @@ class Mesh:
             store = FileStore(str(meeting_place), num_ranks)
             if device.type == "cpu":
                 os.environ.setdefault(_GLOO_INTERFACE, _loopback())
+        self._store = store
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -204,6 +205,14 @@ class Mesh:
     def totals(self, *numbers: int) -> list[int]:
         """Return each number summed over all ranks."""
         return self._reduced(list(numbers), dist.ReduceOp.SUM)
+
+    def exchange_of_stages(self, name: str, data: bytes) -> list[bytes]:
+        """Tell the other stages something, and return what each of them told under the same name."""
+        shard = self.shard
+        if shard.tensor_rank == 0:
+            self._store.set(f"{name}/{shard.stage}", data)
+        others = [stage for stage in range(shard.num_stages) if stage != shard.stage]
+        return [bytes(self._store.get(f"{name}/{stage}")) for stage in others]
 
     def close(self) -> None:
         with suppress(RuntimeError):  # the receiver may have gone

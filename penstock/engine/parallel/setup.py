@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from penstock.engine.sampler import Sampler
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.encoders.load import is_encoder
 from penstock.models.load import Checkpoint, open_any_checkpoint
+from penstock.models.lora import Shapes, adaptable_shapes
 from penstock.models.model import HasLatents, HasStates, Model, StagedModel, staged
 from penstock.models.transformers_load import TransformersCheckpoint, refuse_shards
 from penstock.models.weights import NamedProduct
@@ -169,6 +171,15 @@ class OneOfSeveralRanks(OneRank):
 
     def agreed(self, number: int) -> int:
         return self.mesh.smallest(number)
+
+    def shapes_elsewhere(self, products: Sequence[NamedProduct]) -> Shapes:
+        if self.shard.num_stages == 1:
+            return {}
+        told = self.mesh.exchange_of_stages("shapes", msgspec.json.encode(adaptable_shapes(products)))
+        elsewhere: dict[str, tuple[int, int]] = {}
+        for data in told:
+            elsewhere |= msgspec.json.decode(data, type=dict[str, tuple[int, int]])
+        return elsewhere
 
     def sampler(self, *settings: Any) -> Sampler:
         if self.shard.tensor_size == 1:

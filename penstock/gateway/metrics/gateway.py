@@ -44,6 +44,7 @@ _ATTRIBUTES = {
     "images": "num_images",
     "images_encoded": "num_images_encoded",
     "image_encoder_seconds": "image_encoder_s",
+    "kv_read_seconds": "kv_read_s",
     "kv_pinned_blocks": "num_pinned_blocks",
     "kv_host_blocks": "num_host_blocks",
     "kv_host_blocks_used": "num_host_blocks_used",

@@ -101,6 +101,8 @@ _ENGINES = [
         ("kv_fetches", "Requests whose KV was to come from another replica."),
         ("kv_fetches_failed", "Requests whose KV did not all come from another replica."),
         ("kv_fetched_tokens", "Tokens whose KV came from another replica."),
+        ("kv_read_bytes", "Bytes of KV read from what other replicas had cached."),
+        ("kv_read_seconds", "Time that reading them took."),
         ("kv_kept_blocks_lost", "Kept KV blocks dropped before their time."),
         ("images", "Images of requests that began to run."),
         ("images_encoded", "Images that the vision tower has encoded."),
