@@ -135,7 +135,8 @@ class Worker:
         wire = Wire(
             self._bind_beside, partial(connect, client_keys=None if self._keys is None else self._keys.client)
         )
-        self._transfers, opened = engine.shared_kv.open(wire, engine.loop, engine.recorder)
+        ranks = engine.ranks.kv_connections if engine.ranks is not None else ()
+        self._transfers, opened = engine.shared_kv.open(wire, engine.loop, engine.recorder, ranks)
         self._inbox.register(self._transfers.news_bell, zmq.POLLIN)
         bytes_per_token = engine.shared_kv.memory.bytes_per_block // engine.ready.block_size
         ready = msgspec.structs.replace(engine.ready, kv_endpoint=opened, kv_bytes_per_token=bytes_per_token)

@@ -37,6 +37,7 @@ class KVLayout(msgspec.Struct, frozen=True, tag="layout"):
     device_id: int
     model: str  # a fingerprint: KV of other weights or another number format is of no use
     layers: tuple[tuple[MemoryRegion, ...], ...]
+    others: tuple[KVLayout, ...] = ()  # of the other ranks, each of which has its own part of every block
 
 
 class Introduce(msgspec.Struct, frozen=True, tag="introduce"):

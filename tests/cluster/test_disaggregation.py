@@ -17,7 +17,13 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import Member, ReplicaSpec, Role, RunningReplica
 from penstock.cluster.transport import ZmqEngineClient
-from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from penstock.core.errors import PenstockError
 from penstock.core.kv_transfer import KVSource
 from penstock.core.plan import TokenEvent
@@ -27,7 +33,7 @@ from tests.engine.tiny import write_tiny_model
 
 pytest.importorskip("nixl_cu12", reason="needs the extra disaggregation")
 
-WAIT_S = 60
+WAIT_S = 120
 MODEL = "tiny"
 NUM_TOKENS = 2000  # in steps of 16, a prompt takes long enough to be interrupted
 
@@ -100,7 +106,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def start(model: Path, role: Role) -> Process:
+async def start(model: Path, role: Role, parallel: ParallelConfig = ParallelConfig()) -> Process:  # noqa: B008
     engine = EngineConfig(
         model=ModelConfig(model=str(model), device="cpu", dtype="float32", load_format="random"),
         cache=CacheConfig(num_kv_blocks=1024),
@@ -110,6 +116,7 @@ async def start(model: Path, role: Role) -> Process:
         ),
         num_threads=1,
         kv_transfer=True,
+        parallel=parallel,
     )
     spec = ReplicaSpec(model=MODEL, engine=engine, model_path=str(model), revision="a", role=role)
     running = await LocalLauncher(log_level="WARNING").launch(spec, role)
@@ -222,6 +229,30 @@ async def test_the_fleet_sends_long_prompts_by_way_of_the_prefill_replica_and_a_
     assert spare.client.stats.kv_read_s > 0.0
     fleet.close()
     await spare.leave()
+
+
+async def test_ranks_of_two_engines_exchange_their_own_parts_of_blocks(model: Path) -> None:
+    two_ranks = ParallelConfig(tensor_parallel_size=2)
+    prefill, decode, alone = await asyncio.gather(
+        start(model, "prefill", two_ranks), start(model, "decode", two_ranks), start(model, "decode")
+    )
+    async with asyncio.timeout(WAIT_S):
+        for process in (prefill, decode, alone):
+            await process.client.wait_ready()
+    asked = [make_request(f"cut {n}", 80 + n, num_tokens=700) for n in range(2)]
+    expected = [await decode.answer(msgspec.structs.replace(each, tenant="other")) for each in asked]
+    for each in asked:
+        decode.ask(msgspec.structs.replace(each, id=f"{each.id} moved"), prefill.source)
+    await until(lambda: {f"{each.id} moved" for each in asked} <= decode.ended)
+    assert [decode.answers[f"{each.id} moved"] for each in asked] == expected
+    await until(lambda: decode.client.stats.kv_fetched_tokens == 2 * (700 // 16 * 16))
+    assert decode.client.stats.kv_fetches_failed == 0
+
+    # An engine with another number of ranks has other parts: it computes the prompt itself.
+    assert await alone.answer(asked[0], prefill.source) == expected[0]
+    await until(lambda: alone.client.stats.kv_fetches_failed == 1)
+    for process in (prefill, decode, alone):
+        await process.leave()
 
 
 def in_role(changed: Member, role: Role) -> Member:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 
 import msgspec
 import torch
@@ -226,6 +227,11 @@ class FirstRank:
     def pids(self) -> Sequence[int]:
         """Return the process ids of the other ranks."""
         return self._others.pids
+
+    @property
+    def kv_connections(self) -> Sequence[Connection]:
+        """Return the connections to the other ranks' threads that move KV."""
+        return self._others.kv_connections
 
     def check(self) -> None:
         """Raise when a rank has gone."""

@@ -206,11 +206,11 @@ class Mesh:
         """Return each number summed over all ranks."""
         return self._reduced(list(numbers), dist.ReduceOp.SUM)
 
-    def exchange_of_stages(self, name: str, data: bytes) -> list[bytes]:
+    def exchange_of_stages(self, name: str, text: str) -> list[bytes]:
         """Tell the other stages something, and return what each of them told under the same name."""
         shard = self.shard
         if shard.tensor_rank == 0:
-            self._store.set(f"{name}/{shard.stage}", data)
+            self._store.set(f"{name}/{shard.stage}", text)
         others = [stage for stage in range(shard.num_stages) if stage != shard.stage]
         return [bytes(self._store.get(f"{name}/{stage}")) for stage in others]
 

@@ -80,6 +80,7 @@ class RankProcesses:
         self._meeting = meeting
         self._lock = threading.Lock()
         self._children: list[_Child] = []
+        self.kv_connections: list[Connection] = []  # to the threads of the ranks that move KV
         self._listeners: list[threading.Thread] = []
         self._reception: Reception | None = None
         self.num_ranks_here = self._num_ranks if meeting is None else config.parallel.tensor_parallel_size
@@ -160,15 +161,22 @@ class RankProcesses:
                 shut_down(child.connection)
         for listener in listeners:
             listener.join()
-        for child in children:
-            child.connection.close()
+        for connection in (*(child.connection for child in children), *self.kv_connections):
+            connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, rank: int) -> _Child:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", "penstock.engine.parallel.rank", str(theirs.fileno())]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        theirs.close()
+        passed = [theirs]
+        if self._config.kv_transfer:
+            to_agent, from_thread = Pipe()
+            self.kv_connections.append(to_agent)
+            passed.append(from_thread)
+        command = [sys.executable, "-m", "penstock.engine.parallel.rank"]
+        numbers = [connection.fileno() for connection in passed]
+        process = subprocess.Popen([*command, *map(str, numbers)], stdin=subprocess.DEVNULL, pass_fds=numbers)
+        for connection in passed:
+            connection.close()
         return _Child(rank, process, ours)
 
     def _join_in(self, rank: int, connection: Connection) -> None:

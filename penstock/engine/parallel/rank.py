@@ -1,9 +1,9 @@
 """Runs a rank other than the first: it follows the messages of the first rank, step by step.
 
 The engine process starts a rank as `python -m penstock.engine.parallel.rank FD`, with the number of the open file
-of their connection. A rank on another node is started with `--meeting FILE RANK`, and connects. A rank ends when told
-to, when the connection closes, or with its parent; and on any error, because ranks that no longer agree on a step can
-only wait for each other.
+of their connection, and a second one where KV moves between engines. A rank on another node is started with
+`--meeting FILE RANK`, and connects. A rank ends when told to, when the connection closes, or with its parent; and on
+any error, because ranks that no longer agree on a step can only wait for each other.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from penstock.engine.parallel.messages import (
     encode,
 )
 from penstock.engine.parallel.setup import join
+from penstock.engine.transfer.rank_agents import serve_rank
 from penstock.models.load import weights_identity
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,9 @@ def _run(begin: Begin, connection: Connection, meeting: Meeting | None) -> Faile
         if meeting is not None:
             place = NetworkPlace(RemoteTable(meet(meeting, begin.rank, "store")), meeting.node_host)
         setup = join(begin.config, model_path, begin.rank, place)
-        load_decoder(begin.config, model_path, SystemClock(), None, setup)
+        loaded = load_decoder(begin.config, model_path, SystemClock(), None, setup)
+        if loaded.shared_kv is not None and len(sys.argv) == 3:
+            serve_rank(loaded.shared_kv.memory, Connection(int(sys.argv[2])))
         rank = setup.local
         try:
             _serve(rank, connection)

@@ -175,7 +175,9 @@ class OneOfSeveralRanks(OneRank):
     def shapes_elsewhere(self, products: Sequence[NamedProduct]) -> Shapes:
         if self.shard.num_stages == 1:
             return {}
-        told = self.mesh.exchange_of_stages("shapes", msgspec.json.encode(adaptable_shapes(products)))
+        told = self.mesh.exchange_of_stages(
+            "shapes", msgspec.json.encode(adaptable_shapes(products)).decode()
+        )
         elsewhere: dict[str, tuple[int, int]] = {}
         for data in told:
             elsewhere |= msgspec.json.decode(data, type=dict[str, tuple[int, int]])
@@ -210,10 +212,10 @@ def check(config: EngineConfig, model_path: Path, num_ranks_here: int) -> None:
             "An encoder is too small to be shared out over ranks.",
             hint="Leave --tensor-parallel-size and --pipeline-parallel-size out.",
         )
-    if config.kv_transfer:
+    if config.kv_transfer and config.parallel.pipeline_parallel_size > 1:
         raise ConfigError(
-            "KV blocks that are cut up over ranks cannot be sent to other engines.",
-            hint="Leave out either prefill and decode replicas, or the parallel sizes.",
+            "KV blocks whose layers are on several stages cannot be sent to other engines.",
+            hint="Leave out either prefill and decode replicas, or --pipeline-parallel-size.",
         )
     checkpoint, shard = _open(config, model_path), shard_of(0, config.parallel)
     if isinstance(checkpoint, TransformersCheckpoint):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -72,9 +73,16 @@ class SharedKV:
     clock: Clock
     max_waiting: int  # requests that wait for KV of others, before more are refused
 
-    def open(self, wire: Wire, loop: EngineLoop, recorder: PlanRecorder | None) -> tuple[TransferThread, str]:
-        """Let other engines reach this engine. Returns the thread that serves them, and its endpoint."""
-        thread = TransferThread(wire, self.memory)
+    def open(
+        self,
+        wire: Wire,
+        loop: EngineLoop,
+        recorder: PlanRecorder | None,
+        ranks: Sequence[Connection] = (),
+    ) -> tuple[TransferThread, str]:
+        """Let other engines reach this engine. Returns the thread that serves them, and its endpoint. `ranks` are the
+        other ranks of this engine."""
+        thread = TransferThread(wire, self.memory, ranks)
         opened = thread.start()
         exchange = RecordedExchange(loop.scheduler.exchange, self.clock, recorder)
         calls = LoopCalls(loop.add, loop.abort, self._mark)
@@ -96,11 +104,6 @@ class SharedKV:
 def share(config: EngineConfig, model: Model, ops: Ops, kv: KVStore, clock: Clock) -> SharedKV:
     if not config.cache.enable_prefix_caching:
         raise ConfigError("--kv-transfer needs prefix caching.", hint="Leave --no-enable-prefix-caching out.")
-    if config.parallel.num_ranks > 1:
-        raise ConfigError(
-            "--kv-transfer moves the KV of one process, and this model is shared out over several ranks.",
-            hint="Leave --tensor-parallel-size and --pipeline-parallel-size out.",
-        )
     layers = tuple(
         tuple(MemoryRegion(region.address, region.block_bytes) for region in kv.regions(layer))
         for layer in range(model.num_layers)
@@ -116,6 +119,7 @@ def share(config: EngineConfig, model: Model, ops: Ops, kv: KVStore, clock: Cloc
             ops.name,
             ops.dtype,
             ops.kv_dtype,
+            config.parallel.tensor_parallel_size,
         )
     )
     is_cuda = ops.device.type == "cuda"

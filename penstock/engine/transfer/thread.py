@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from uuid import uuid4
 
@@ -50,6 +50,7 @@ from penstock.engine.transfer.port import (
     TransferKey,
     Wire,
 )
+from penstock.engine.transfer.rank_agents import RankAgents, new_agent
 from penstock.engine.transfer.receiver import Receiver
 
 ALIVE_INTERVAL_S = 0.5
@@ -159,8 +160,10 @@ _IDLE_POLL_MS = int(ALIVE_INTERVAL_S * 1000)
 class TransferThread:
     """Implements `port.KVPort`. All methods are for the loop's thread."""
 
-    def __init__(self, wire: Wire, memory: KVMemory) -> None:
+    def __init__(self, wire: Wire, memory: KVMemory, ranks: Sequence[Connection] = ()) -> None:
+        """`ranks` are the other ranks of this engine, which have their own parts of all blocks."""
         self._memory = memory
+        self._ranks = ranks
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._orders: deque[Order] = deque()
         self._news: deque[News] = deque()
@@ -207,7 +210,9 @@ class TransferThread:
     def _run(self) -> None:
         socket: zmq.Socket[bytes] | None = None
         try:
-            agent = NixlAgent(f"penstock-{os.getpid()}-{uuid4().hex[:8]}", self._memory)
+            agent = new_agent(self._memory)
+            if self._ranks:
+                agent = RankAgents(agent, self._ranks)
             socket = self._context.socket(zmq.ROUTER)
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.LINGER, 0)
