@@ -376,7 +376,8 @@ def _print(shape: ModelShape, rows: list[dict[str, Any]], traffic: Traffic, targ
     for row in rows:
         for point in row["simulated"] or ():
             console.print(
-                f"{row['hardware']}, {point['replicas']} replicas: {point['share']:.1%} within targets, "
+                f"{row['hardware']}, {point['replicas']} replica{'s' if point['replicas'] > 1 else ''}: "
+                f"{point['share']:.1%} within targets, "
                 f"TTFT p95 {point['ttft_p95_s'] * 1e3:.0f} ms, ITL p95 {point['itl_p95_s'] * 1e3:.1f} ms, "
                 f"{point['output_tokens_per_s']:,.0f} tokens/s"
             )

@@ -254,6 +254,24 @@ def test_completions(open_page: OpenPage, serve: Serve) -> None:
     assert len(served.engine.added) == 1
 
 
+def test_parameters_are_sent_and_answers_are_copied(open_page: OpenPage, serve: Serve) -> None:
+    url, served = serve()
+    page = open_page(url, permissions=["clipboard-read", "clipboard-write"])
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Temperature").fill("0.4")
+    for label, value in (("Top p", "0.5"), ("Max tokens", "40"), ("Seed", "7"), ("Stop strings", "NEVER")):
+        page.get_by_label(label).fill(value)
+    ask(page, "Write a Python function that returns the n-th prime number.")
+    sampling = served.engine.added[-1].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0.4, 0.5, 40, 7)
+    answer = page.locator(DONE).last
+    answer.get_by_label("Copy this answer").click()
+    page.wait_for_selector("button >> text=Copied")
+    assert page.evaluate("navigator.clipboard.readText()").startswith(
+        answer.locator("p").first.inner_text()[:9]
+    )
+
+
 def test_code_of_the_same_call(open_page: OpenPage, serve: Serve, take_picture: Take) -> None:
     url, _ = serve()
     page = open_page(url)
