@@ -265,7 +265,7 @@ def test_parameters_are_sent_and_answers_are_copied(open_page: OpenPage, serve: 
     sampling = served.engine.added[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0.4, 0.5, 40, 7)
     answer = page.locator(DONE).last
-    answer.get_by_label("Copy this answer").click()
+    answer.get_by_title("Copy this answer").click()
     page.wait_for_selector("button >> text=Copied")
     assert page.evaluate("navigator.clipboard.readText()").startswith(
         answer.locator("p").first.inner_text()[:9]
