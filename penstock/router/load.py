@@ -97,14 +97,29 @@ class Ticket:
 class LoadColumns:
     """Figures of several loads side by side, so that a thousand replicas are compared without a loop in Python."""
 
-    __slots__ = ("least_free", "least_room", "queue_s", "recent_requests", "token_s")
+    __slots__ = (
+        "least_free",
+        "least_room",
+        "others_requests",
+        "own_requests",
+        "queue_s",
+        "recent_requests",
+        "token_s",
+    )
 
     def __init__(self, num_loads: int) -> None:
         self.queue_s = [0.0] * num_loads
         self.token_s = [0.0] * num_loads
         self.recent_requests = [0.0] * num_loads  # kept by RecentShares, in units of its own
+        self.own_requests = 0  # unfinished, of all loads: this gateway's,
+        self.others_requests = 0  # and those of other gateways, by the last heartbeats
         self.least_free: float = inf  # blocks that each load has free, at least; and
         self.least_room: float = inf  # blocks that each has room for, at least
+
+    @property
+    def num_gateways(self) -> float:
+        """Estimate how many gateways send about as many requests as this one."""
+        return 1.0 + self.others_requests / max(1, self.own_requests)
 
 
 class ReplicaLoad:
@@ -159,6 +174,8 @@ class ReplicaLoad:
     def join(self, columns: LoadColumns, place: int) -> None:
         """Keep the figures of this load there from now on."""
         columns.recent_requests[place] = self.recent_requests
+        columns.own_requests += self.own_requests
+        columns.others_requests += self._others_requests
         self.columns, self.place = columns, place
         columns.least_room = min(columns.least_room, self.room_blocks)
         self._derive()
@@ -197,6 +214,7 @@ class ReplicaLoad:
     def enter(self, prefill_tokens: int, num_blocks: int, now: float) -> Ticket:
         self._own_tokens += prefill_tokens
         self.own_requests += 1
+        self.columns.own_requests += 1
         self._kv_used += num_blocks
         self._derive()
         return Ticket(self, now, prefill_tokens, num_blocks, self.prefill_tokens)
@@ -214,6 +232,7 @@ class ReplicaLoad:
         if not ticket.has_output:
             self._own_tokens -= ticket.prefill_tokens
         self.own_requests -= 1
+        self.columns.own_requests -= 1
         self._kv_used = max(0, self._kv_used - ticket.num_blocks)
         if ticket.has_output:
             self._hold_s += (1.0 - _FADING) * (now - ticket.routed_s - self._hold_s)
@@ -229,7 +248,9 @@ class ReplicaLoad:
         if hit_share is not None:
             self._uncached_share += (1.0 - _FADING) * (1.0 - hit_share - self._uncached_share)
         self._kv_used = stats.num_kv_blocks_used
-        self._others_requests = max(0, stats.num_running + stats.num_waiting - self.own_requests)
+        others = max(0, stats.num_running + stats.num_waiting - self.own_requests)
+        self.columns.others_requests += others - self._others_requests
+        self._others_requests = others
         waiting_tokens = stats.num_waiting_tokens * self._uncached_share
         self._others_tokens = max(0.0, waiting_tokens - self._own_tokens) if self._others_requests else 0.0
         self._derive()

@@ -105,7 +105,7 @@ class SessionAffinity:
         total = sum(candidate.num_requests for candidate in candidates)
         most = self._max_share * (total + 1) / len(candidates)
         fitting = [candidate for candidate in candidates if candidate.num_requests < most]
-        return _led_to(request.affinity_key, fitting), Reason.AFFINITY
+        return led_to(request.affinity_key, fitting), Reason.AFFINITY
 
 
 class PrefixAware:
@@ -159,7 +159,7 @@ class PrefixAware:
             is_longest = matches.get(best, 0) == max(matches.values())
             return best, Reason.PREFIX if is_longest else Reason.COPY
         if request.affinity_key is not None:
-            favourite = _led_to(request.affinity_key, candidates)
+            favourite = led_to(request.affinity_key, candidates)
             bonus_s = self._affinity_share * num_tokens * favourite.token_s
             if self._cost_s(favourite, num_tokens, num_blocks) - bonus_s < least_s:
                 return favourite, Reason.AFFINITY
@@ -181,7 +181,7 @@ def _with_evictions(
     ]
 
 
-def _led_to(key: str, candidates: Sequence[ReplicaLoad]) -> ReplicaLoad:
+def led_to(key: str, candidates: Sequence[ReplicaLoad]) -> ReplicaLoad:
     number = number_of(key)
     return max(candidates, key=lambda candidate: score(number, candidate.number))
 

@@ -16,11 +16,13 @@ from penstock.core.errors import EngineUnavailable, ModelNotFound
 from penstock.core.messages import EngineStats, KVEvent
 from penstock.router.index import Expectations, KVFeed, PrefixIndex
 from penstock.router.load import Candidates, LoadColumns, ReplicaLoad, Ticket
-from penstock.router.policies import Policy, PrefixAware
+from penstock.router.policies import Policy, PrefixAware, led_to
 from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 
 _FREE_REQUESTS = 8.0  # that a replica may have beyond its share: a few requests are no load
 _LARGEST_EXPONENT = 500.0
+_SEVERAL_GATEWAYS = 1.5  # below, requests that ended since a heartbeat are mistaken for those of others
+_MIN_GLIMPSE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,15 +196,46 @@ class Router:
     ) -> tuple[ReplicaLoad, Reason]:
         """Pick by the policy, unless that replica got more than its share of requests lately."""
         policy = self._policy_for(request)
-        picked, reason = policy.pick(request, candidates, matches, rng)
+        picked, reason = policy.pick(request, *self._glimpse(request, candidates, matches, rng), rng)
         if policy.reads_prefixes:
-            within = self._shares.within(candidates, picked, now)
+            within = self._shares.within(candidates, picked, now, self._columns.num_gateways)
             if within is not candidates:
                 left = set(within)
                 allowed = {load: matched for load, matched in matches.items() if load in left}
-                picked, reason = policy.pick(request, within, allowed, rng)
+                picked, reason = policy.pick(request, *self._glimpse(request, within, allowed, rng), rng)
             self._shares.count(picked, self._by_bit.values(), now)
         return picked, reason
+
+    def _glimpse(
+        self,
+        request: RoutingRequest,
+        candidates: Candidates,
+        matches: dict[ReplicaLoad, int],
+        rng: RandomSource,
+    ) -> tuple[Candidates, dict[ReplicaLoad, int]]:
+        """Return a random part of the candidates, as large as this gateway's part of the traffic; all where it is the
+        only one. Gateways learn of each other's requests late: if all compared the same replicas, all would choose
+        the same one until then."""
+        num_gateways = self._columns.num_gateways
+        is_alone = num_gateways < _SEVERAL_GATEWAYS or len(candidates) <= _MIN_GLIMPSE
+        if is_alone or not self._policy_for(request).reads_prefixes:
+            return candidates, matches
+        count = max(_MIN_GLIMPSE, math.ceil(len(candidates) / num_gateways))
+        start = int(rng.random() * len(candidates))
+        seen = candidates[start : start + count]
+        seen += candidates[: count - len(seen)]
+        if request.affinity_key is not None and not matches:
+            seen.append(led_to(request.affinity_key, candidates))  # the same one for every gateway
+        holders: dict[int, list[ReplicaLoad]] = {}
+        for load, matched in matches.items():
+            holders.setdefault(matched, []).append(load)
+        known = {}
+        for matched, loads in holders.items():
+            count = max(_MIN_GLIMPSE, math.ceil(len(loads) / num_gateways))
+            start = int(rng.random() * len(loads))
+            for load in (loads[start:] + loads[:start])[:count]:
+                known[load] = matched
+        return candidates.part(seen), known
 
     def _candidates(self, request: RoutingRequest) -> Candidates:
         """Return the replicas in the preferred region; all replicas when the shortest wait there is too long."""
@@ -294,11 +327,17 @@ class RecentShares:
             self._origin_s = now
         picked.recent_requests += exp(self._exponent(now))
 
-    def within(self, candidates: Candidates, picked: ReplicaLoad, now: float) -> Candidates:
+    def within(
+        self, candidates: Candidates, picked: ReplicaLoad, now: float, num_gateways: float
+    ) -> Candidates:
         """Return the candidates that may be picked instead of a replica with too many requests; all if it has not."""
         total = candidates.recent_requests()
         one = exp(min(self._exponent(now), _LARGEST_EXPONENT + 200.0))
-        limit = self._max_share * total / len(candidates) + _FREE_REQUESTS * one
+        # A gateway of many has a few requests of each replica: they differ by chance, by about their root.
+        free = (
+            _FREE_REQUESTS if num_gateways < _SEVERAL_GATEWAYS else _FREE_REQUESTS / math.sqrt(num_gateways)
+        )
+        limit = self._max_share * total / len(candidates) + free * one
         if picked.recent_requests <= limit:
             return candidates
         return candidates.part([load for load in candidates if load.recent_requests <= limit])

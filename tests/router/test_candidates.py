@@ -14,7 +14,7 @@ from penstock.router.policies import Matches, Pick, PrefixAware
 from penstock.router.request import RandomSource, Reason
 from penstock.router.router import RecentShares
 
-from .fleet import MODEL, chain, fleet
+from .fleet import MODEL, Harness, chain, fleet
 
 
 class OneByOne(PrefixAware):
@@ -129,5 +129,38 @@ def test_shares_are_those_of_the_candidates_alone() -> None:
         load.join(columns, place)
     loads[0].recent_requests = 100.0
     shares = RecentShares(1.3, 30.0)
-    assert shares.within(Candidates(loads, columns), loads[0], 0.0) == loads[1:]
-    assert shares.within(Candidates(loads[:1], columns), loads[0], 0.0) == loads[:1]
+    assert shares.within(Candidates(loads, columns), loads[0], 0.0, 1.0) == loads[1:]
+    assert shares.within(Candidates(loads[:1], columns), loads[0], 0.0, 1.0) == loads[:1]
+
+
+def gateways_of_a_fleet(count: int, replicas: int = 32) -> list[Harness]:
+    """Return gateways that heard the same: each replica runs the requests of all of them, and one has least to do."""
+    made = [Harness(Router(), fleet(replicas), seed=number) for number in range(count)]
+    for harness in made:
+        for number, replica in enumerate(harness.replicas):
+            for _ in range(2):  # requests of this gateway
+                harness.router.load(replica.id).enter(0, 0, 0.0)  # type: ignore[union-attr]
+            running = 2 * count + (number != 7)
+            harness.router.heartbeat(replica.id, EngineStats(num_running=running))
+    return made
+
+
+def test_gateways_that_know_the_same_choose_different_replicas() -> None:
+    gateways = gateways_of_a_fleet(16)
+    assert gateways[0].router._columns.num_gateways == pytest.approx(16.5, rel=0.01)
+    chosen = [harness.ask().replica_id for harness in gateways]
+    assert len(set(chosen)) > 4
+    assert {harness.ask().replica_id for harness in gateways_of_a_fleet(1)} == {"replica-7"}
+
+
+def test_a_session_leads_to_the_same_replica_from_every_gateway() -> None:
+    decisions = [harness.ask(affinity_key="session-1") for harness in gateways_of_a_fleet(16)]
+    assert len({decision.replica_id for decision in decisions}) == 1
+    assert {decision.reason for decision in decisions} <= {Reason.AFFINITY, Reason.LOAD}
+
+
+def test_the_only_holder_of_a_prefix_is_always_seen() -> None:
+    hashes = chain(5, 200)
+    for harness in gateways_of_a_fleet(16):
+        harness.router.receive("replica-9", (KVStored(0, hashes, b""),))
+        assert harness.ask(hashes).replica_id == "replica-9"
