@@ -15,12 +15,13 @@ back to plans with a chunk for each token, until its steps in flight are committ
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as TokenIds
 from operator import attrgetter
 
 from msgspec.structs import replace
 
 from penstock.core.engine_config import SchedulerConfig
-from penstock.core.plan import SampledToken, StepPlan, TokenEvent
+from penstock.core.plan import Chunk, SampledToken, StepPlan, TokenEvent
 from penstock.core.request import Request
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.counted_plan import Answers, CountedPlan, Decode, Told, is_countable
@@ -80,12 +81,15 @@ class CountedScheduler(Scheduler):
         self.cache.retention.expire(now)
         self._end_overdue(now)
         self._queue.promote(now)
-        if len(self._queue):
-            self._update_all()
+        is_decoding_alone = not self._prefilling and not len(self._queue)
+        if not is_decoding_alone:
+            self._update_services()
         growing = self._due_to_grow()
         if self._needs_room(growing):
             return self._plan_rows(now)
         load = self._plan_decodes(growing)
+        if is_decoding_alone:
+            return self._planned(load, (), {}) if load.decode_sequences else None
         step = StepBuilder(
             self._config.max_num_batched_tokens,
             self._predictor,
@@ -95,12 +99,11 @@ class CountedScheduler(Scheduler):
         )
         step.load = load
         step.num_tokens_left -= load.decode_sequences
-        if self._prefilling or len(self._queue):
-            prefills = sorted(self._prefilling.values(), key=seniority)
-            self._add_prefills(step, prefills, now, may_admit=True)
+        prefills = sorted(self._prefilling.values(), key=seniority)
+        self._add_prefills(step, prefills, now, may_admit=True)
         if not step.chunks and not load.decode_sequences:
             return None
-        return self._planned(step)
+        return self._planned(step.load, step.chunks, step.sampling)
 
     def _plan_rows(self, now: float) -> StepPlan | None:
         self.stop_counting()
@@ -131,20 +134,14 @@ class CountedScheduler(Scheduler):
         self._running.decoded(count)
         return StepLoad(decode_sequences=count, decode_context_tokens=self._num_entries)
 
-    def _planned(self, step: StepBuilder) -> CountedPlan:
+    def _planned(self, load: StepLoad, chunks: TokenIds[Chunk], sampling: dict[str, Sequence]) -> CountedPlan:
         self._num_planned += 1
         self._num_steps += 1
-        load = step.load
         plan = CountedPlan(
-            self._num_planned,
-            load,
-            load.decode_sequences,
-            load.decode_context_tokens,
-            step.chunks,
-            step.sampling,
+            self._num_planned, load, load.decode_sequences, load.decode_context_tokens, chunks, sampling
         )
         self._counted.append(plan)
-        for sequence in step.sampling.values():
+        for sequence in sampling.values():
             del self._prefilling[sequence.number]
             self._join(sequence)
         self._running.take_released()
@@ -299,7 +296,7 @@ class CountedScheduler(Scheduler):
     # Where something looks at a request.
 
     def add(self, request: Request, now: float) -> None:
-        self._update_all()
+        self._update_services()
         super().add(request, now)
         if request.id in self._sequences and not is_countable(request):
             self._num_uncountable += 1
@@ -311,7 +308,7 @@ class CountedScheduler(Scheduler):
         super().abort(request_id, now)
 
     def services(self) -> list[dict[str, int]]:
-        self._update_all()
+        self._update_services()
         return super().services()
 
     def check_integrity(self) -> None:
@@ -424,8 +421,22 @@ class CountedScheduler(Scheduler):
         output = sequence.output_token_ids
         count = sequence.num_known - sequence.num_prompt
         if count > len(output):
-            sequence.account.service += OUTPUT_TOKEN_WEIGHT * (count - len(output))
             output += self._answers.tokens(sequence.request_id, len(output), count)
+        if count > decode.num_served:
+            sequence.account.service += OUTPUT_TOKEN_WEIGHT * (count - decode.num_served)
+            decode.num_served = count
+
+    def _update_services(self) -> None:
+        """Bring the accounts of tenants up to date, which decide who goes first."""
+        committed = self._num_committed
+        for decode in self._decodes.values():
+            last = decode.last
+            since = (committed if committed < last else last) - decode.first + 1
+            if since > 0:
+                count = decode.expected + since - decode.sequence.num_prompt
+                if count > decode.num_served:
+                    decode.sequence.account.service += OUTPUT_TOKEN_WEIGHT * (count - decode.num_served)
+                    decode.num_served = count
 
     def _update_planned(self, decode: Decode) -> None:
         num_planned = min(self._num_planned, decode.last) - decode.first + 1

@@ -53,7 +53,17 @@ class Decode:
     """One request that decodes from the plan `first` to the plan `last`. Its counts are as they were before
     `first` was planned, once all steps before it are committed."""
 
-    __slots__ = ("computed", "end", "expected", "first", "has_left", "last", "num_told", "sequence")
+    __slots__ = (
+        "computed",
+        "end",
+        "expected",
+        "first",
+        "has_left",
+        "last",
+        "num_served",
+        "num_told",
+        "sequence",
+    )
 
     def __init__(self, sequence: Sequence, first: int, answer_length: int) -> None:
         self.sequence = sequence
@@ -63,6 +73,7 @@ class Decode:
         self.last = first + sequence.length_limit - sequence.num_expected - 1
         num_tokens = min(answer_length, sequence.length_limit - sequence.num_prompt)
         self.num_told = sequence.num_expected - sequence.num_prompt  # tokens of the answer
+        self.num_served = self.num_told  # tokens that the tenant's account knows of
         self.end = first + num_tokens - self.num_told - 1  # the commit of the last token
         self.has_left = False  # plans no longer have it
 
