@@ -47,7 +47,7 @@ from penstock.cluster.release_owner import ReleaseOwner
 from penstock.cluster.release_record import ReleaseStore, serving_spec
 from penstock.cluster.releases import ReleaseService, Resolve
 from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
-from penstock.cluster.role_scaling import role_pairs
+from penstock.cluster.role_scaling import RolePair, role_pairs
 from penstock.cluster.scaling import PoolScaler
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.cluster_view import (
@@ -308,9 +308,10 @@ class ControlPlane:
             self._should_look.clear()
             if not self._is_looking():
                 continue
-            for scaled in (*self.pools, *self._pairs):
+            scalers: list[PoolScaler | RolePair] = [*self.pools, *self._pairs]
+            for scaler in scalers:
                 try:
-                    scaled.look(loop.time(), time.time())
+                    scaler.look(loop.time(), time.time())
                 except Exception:  # one failure must not end all scaling
                     logger.exception("the autoscaler stumbled")
 
