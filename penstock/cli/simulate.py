@@ -230,21 +230,21 @@ def _compare(reports: dict[str, Report]) -> None:
 
 
 def _search(num_cases: int | None, case_file: Path | None, first_seed: int, num_requests: int | None) -> None:
-    from penstock.simulator.search import CASE_DECODER, random_case, violation
+    from penstock.simulator.search import CASE_DECODER, random_case
 
     if case_file is not None:
         try:
             case = CASE_DECODER.decode(case_file.read_bytes())
         except msgspec.MsgspecError as error:
             raise UsageError(f"{case_file} holds no case: {error}.") from error
-        _report_case(case, violation(case))
+        _report_case(case, _violation(case))
         return
     assert num_cases is not None
     console, shown_s = stderr_console(), time.monotonic()
     size = num_requests or 100
     for number in range(num_cases):
         case = random_case(first_seed + number, size)
-        broken = violation(case)
+        broken = _violation(case)
         if broken is not None:
             _found(case, broken)
         if time.monotonic() - shown_s >= _PROGRESS_S:
@@ -253,16 +253,23 @@ def _search(num_cases: int | None, case_file: Path | None, first_seed: int, num_
     click.echo(f"{num_cases:,} fleets and {num_cases * size:,} requests: no promise was broken.")
 
 
+def _violation(case: FaultCase) -> str | None:
+    """Run a case with the limits of the gateway that serves."""
+    from penstock.simulator.search import violation
+
+    return violation(case, lambda limits: _Limits({"workspace": msgspec.to_builtins(limits)}, "the case"))
+
+
 def _found(case: FaultCase, broken: str) -> None:
     """Make a failing case smaller, write it down, and end with an error."""
-    from penstock.simulator.search import shrink, violation
+    from penstock.simulator.search import shrink
 
     stderr_console().print(f"Seed {case.seed} broke a promise ({broken}); making the case smaller.")
-    smallest = shrink(case, lambda each: violation(each) is not None)
+    smallest = shrink(case, lambda each: _violation(each) is not None)
     path = Path(f"fault-case-{case.seed}.json")
     path.write_bytes(msgspec.json.format(msgspec.json.encode(smallest)))
     raise UsageError(
-        f"Seed {case.seed}: {violation(smallest)}, with {smallest.num_requests} requests, {smallest.num_replicas} "
+        f"Seed {case.seed}: {_violation(smallest)}, with {smallest.num_requests} requests, {smallest.num_replicas} "
         f"replicas and {smallest.num_faults} faults.",
         hint=f"Run it again: penstock simulate --fault-case {path}",
     )

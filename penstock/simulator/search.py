@@ -17,7 +17,9 @@ from penstock.core.request import FinishReason, Tier
 from penstock.scheduler.tenants import OUTPUT_TOKEN_WEIGHT, PROMPT_TOKEN_WEIGHT
 from penstock.simulator.control import ControlTimes
 from penstock.simulator.cost import LLAMA_8B_ON_H200
+from penstock.simulator.driver import Admission
 from penstock.simulator.fleet import SimulatedFleet
+from penstock.simulator.limits import CheckedLimits, TenantLimits
 from penstock.simulator.report import Outcome
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
 from penstock.simulator.workload import (
@@ -37,6 +39,7 @@ _MAX_STEP_TOKENS = 512
 _MAX_MODEL_LEN = 1400
 _MAX_QUEUE_REQUESTS = 40
 _MAX_ANSWER = 200
+_LIMITED_SHARE = 0.3  # of cases: requests that are refused find no other fault
 _FAULTS = ("kills", "slow", "lost", "restarts", "clock_steps")
 
 
@@ -64,6 +67,7 @@ class FaultCase(msgspec.Struct, frozen=True, kw_only=True):
     clock_steps: tuple[tuple[float, int, float], ...] = ()  # time, replica, seconds
     num_host_blocks: int = 0
     counts_decodes: bool = True
+    limits: TenantLimits | None = None  # of the gateways
 
     @property
     def num_faults(self) -> int:
@@ -132,11 +136,25 @@ def random_case(seed: int, num_requests: int) -> FaultCase:
         clock_steps=clock_steps,
         num_host_blocks=0 if counts_decodes else rng.choice((0, 8, 200)),
         counts_decodes=counts_decodes,
+        limits=_random_limits(rng) if rng.random() < _LIMITED_SHARE else None,
     )
 
 
-def violation(case: FaultCase) -> str | None:
-    """Run a case; return the promise that was broken, in words, or None."""
+def _random_limits(rng: Random) -> TenantLimits:
+    """Draw limits of which some refuse many requests, and others few."""
+    return TenantLimits(
+        requests_per_minute=rng.choice((None, 20, 60)),
+        input_tokens_per_minute=rng.choice((None, 3_000, 20_000)),
+        output_tokens_per_minute=rng.choice((None, 500, 2_000)),
+        concurrent_requests=rng.choice((None, 2, 8)),
+    )
+
+
+def violation(
+    case: FaultCase, gateway_limits: Callable[[TenantLimits], Admission] | None = None
+) -> str | None:
+    """Run a case; return the promise that was broken, in words, or None. `gateway_limits` makes what admits requests;
+    without it, nothing is limited."""
     ended: dict[str, Outcome] = {}
     wrong: list[str] = []
 
@@ -157,8 +175,11 @@ def violation(case: FaultCase) -> str | None:
         if problem is not None:
             wrong.append(problem)
 
+    admission: Admission | None = None
+    if case.limits is not None and gateway_limits is not None:
+        admission = CheckedLimits(case.limits, gateway_limits(case.limits), wrong)
     try:
-        report = simulate(_simulation(case), on_outcome=check, on_event=check_limits)
+        report = simulate(_simulation(case), on_outcome=check, on_event=check_limits, admission=admission)
     except Exception as error:  # whatever a broken promise raises is what the search looks for
         return f"{type(error).__name__}: {error}"
     if not wrong and report.num_requests != case.num_requests:
@@ -299,7 +320,7 @@ def _smaller(case: FaultCase) -> Iterator[FaultCase]:
     if case.num_replicas > max([0, *named]) + 1:
         yield replace(case, num_replicas=case.num_replicas - 1)
     simple = {"num_host_blocks": 0, "session_share": 0.0, "timeout_s": None, "mean_patience_s": None,
-              "draft_acceptance": None, "message_delay_s": 0.0}  # fmt: skip
+              "draft_acceptance": None, "message_delay_s": 0.0, "limits": None}  # fmt: skip
     if not case.restarts:
         simple["num_gateways"] = 1
     for name, value in simple.items():

@@ -7,10 +7,14 @@ import re
 import msgspec
 import pytest
 
+from penstock.cli import simulate as command
+from penstock.core.request import Request
 from penstock.scheduler.keyed_heap import KeyedHeap
 from penstock.scheduler.tenants import TenantAccount
 from penstock.simulator import Fixed, ReplicaConfig, Report, SimulationConfig, Workload, simulate
 from penstock.simulator.fleet import SimulatedFleet
+from penstock.simulator.limits import TenantLimits
+from penstock.simulator.report import Outcome
 from penstock.simulator.search import random_case, shrink, violation
 from penstock.simulator.workload import Fault, RestartGateway, StepClock
 
@@ -104,3 +108,44 @@ def test_a_scheduler_that_favours_one_tenant_is_found(
 
     monkeypatch.setattr("penstock.scheduler.queue.least_served", most_served)
     assert re.search("gave . [0-9]+ more service than ., which waited", str(violation(case)))
+
+
+class Gateway:
+    """Limits that admit and refuse as they are told."""
+
+    def __init__(self, refusal: str | None) -> None:
+        self._refusal = refusal
+
+    def admit(self, request: Request, now: float) -> str | None:
+        return self._refusal
+
+    def ended(self, outcome: Outcome, now: float) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("limits", "named"),
+    [
+        (TenantLimits(requests_per_minute=10), "10 requests per minute"),
+        (TenantLimits(input_tokens_per_minute=900), "900 input tokens per minute"),
+        (TenantLimits(output_tokens_per_minute=100), "100 output tokens per minute"),
+        (TenantLimits(concurrent_requests=1), "1 concurrent requests"),
+    ],
+)
+def test_a_gateway_that_admits_too_much_or_too_little_is_found(limits: TenantLimits, named: str) -> None:
+    case = msgspec.structs.replace(random_case(1, 60), limits=limits)
+    assert f"was admitted beyond {named} of" in str(violation(case, lambda _: Gateway(None)))
+    assert "was refused within all limits" in str(violation(case, lambda _: Gateway("rate_limit_exceeded")))
+    assert violation(case) is None  # nothing is limited
+
+
+def test_the_limits_that_serve_keep_their_promise() -> None:
+    limited = [case for seed in range(60) if (case := random_case(seed, 40)).limits is not None]
+    assert len(limited) > 10
+    for case in limited[:8]:
+        assert command._violation(case) is None, case
+
+
+def test_a_place_that_is_not_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command._Limits, "ended", lambda self, outcome, now: None)
+    case = msgspec.structs.replace(random_case(1, 60), limits=TenantLimits(concurrent_requests=2))
+    assert "was refused within all limits" in str(command._violation(case))
