@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.core.hashing import BlockHash
 
 
-class IntegrityError(AssertionError):
+class IntegrityError(Exception):
     """The records of the cache contradict each other, or a caller broke a rule. This is always a bug, whatever the
     load."""
 

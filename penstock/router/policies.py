@@ -10,7 +10,8 @@ from typing import ClassVar, Protocol, TypeAlias
 
 from penstock.core.errors import ConfigError
 from penstock.core.policy import RoutingWeights
-from penstock.router.load import Candidates, ReplicaLoad, number_of, score
+from penstock.router.candidates import Candidates
+from penstock.router.load import ReplicaLoad, number_of, score
 from penstock.router.request import RandomSource, Reason, RoutingRequest
 
 Matches: TypeAlias = Mapping[

@@ -14,8 +14,9 @@ from math import exp
 
 from penstock.core.errors import EngineUnavailable, ModelNotFound
 from penstock.core.messages import EngineStats, KVEvent
+from penstock.router.candidates import Candidates
 from penstock.router.index import Expectations, KVFeed, PrefixIndex
-from penstock.router.load import Candidates, LoadColumns, ReplicaLoad, Ticket
+from penstock.router.load import LoadColumns, ReplicaLoad, Ticket
 from penstock.router.policies import Policy, PrefixAware, led_to
 from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 

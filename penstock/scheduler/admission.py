@@ -26,12 +26,13 @@ from penstock.scheduler.prefix import PrefixSharing
 from penstock.scheduler.sequence import BATCH_RANK, Sequence, smallest_step
 
 _NUM_BINS = 16
+_SUMS = ("counts", "growth_blocks", "own_blocks")
 
 
 class _Group:
     """Holds sums over requests, by bin."""
 
-    __slots__ = ("counts", "growth_blocks", "own_blocks")
+    __slots__ = _SUMS
 
     def __init__(self) -> None:
         self.counts = [0] * _NUM_BINS
@@ -60,7 +61,7 @@ class _Group:
 
     def plus(self, other: _Group) -> _Group:
         total = _Group()
-        for name in _Group.__slots__:
+        for name in _SUMS:
             setattr(
                 total, name, [a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)]
             )
@@ -117,7 +118,7 @@ class Headroom:
             for sequence in running:
                 if self._group(sequence) is group:
                     expected.add(sequence.growth_blocks, sequence.own_blocks)
-            assert all(getattr(group, name) == getattr(expected, name) for name in _Group.__slots__)
+            assert all(getattr(group, name) == getattr(expected, name) for name in _SUMS)
 
     def _group(self, sequence: Sequence) -> _Group:
         return self._batch if sequence.rank == BATCH_RANK else self._urgent

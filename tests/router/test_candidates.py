@@ -9,7 +9,8 @@ import pytest
 
 from penstock.core.messages import EngineStats, KVStored
 from penstock.router import Router, RoutingRequest
-from penstock.router.load import Candidates, ReplicaLoad
+from penstock.router.candidates import Candidates
+from penstock.router.load import ReplicaLoad
 from penstock.router.policies import Matches, Pick, PrefixAware
 from penstock.router.request import RandomSource, Reason
 from penstock.router.router import RecentShares

@@ -1,0 +1,57 @@
+"""The replicas that may serve a request, and their figures side by side. Knows no policy and no prefix index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from operator import add, itemgetter, mul
+from typing import Any
+
+from penstock.router.load import LoadColumns, ReplicaLoad
+
+
+class Candidates(list[ReplicaLoad]):
+    """The replicas that may serve a request: all of the router's loads, in order, or some."""
+
+    __slots__ = ("_columns", "_some")
+
+    def __init__(self, loads: Iterable[ReplicaLoad], columns: LoadColumns) -> None:
+        super().__init__(loads)
+        self._columns = columns
+        self._some: Callable[[Sequence[float]], Any] | None = None
+        if len(self) == 1:
+            place = self[0].place
+            self._some = itemgetter(slice(place, place + 1))
+        elif 0 < len(self) < len(columns.queue_s):
+            self._some = itemgetter(*[load.place for load in self])
+
+    def part(self, loads: Iterable[ReplicaLoad]) -> Candidates:
+        """Return some of these replicas."""
+        return Candidates(loads, self._columns)
+
+    def costs_s(self, num_tokens: float) -> list[float]:
+        """Return queue_s + num_tokens * token_s of each."""
+        columns = self._columns
+        queue_s, token_s = self._of_these(columns.queue_s), self._of_these(columns.token_s)
+        return list(map(add, queue_s, map(mul, repeat(num_tokens), token_s)))
+
+    def recent_requests(self) -> float:
+        """Return the requests that these replicas got lately, together."""
+        return sum(self._of_these(self._columns.recent_requests))
+
+    def have_free(self, num_blocks: float) -> bool:
+        """Say whether each of these replicas has so many blocks free. False may mean that it is not known."""
+        if self._columns.least_free < num_blocks and self._some is None:
+            self._columns.least_free = min(
+                [load.blocks_free for load in self]
+            )  # had fallen, and may have risen
+        return self._columns.least_free >= num_blocks
+
+    def have_room(self, num_blocks: float) -> bool:
+        """Say whether each of these replicas has room for so many blocks. False may mean that it is not known."""
+        if self._columns.least_room < num_blocks and self._some is None:
+            self._columns.least_room = min([load.room_blocks for load in self])
+        return self._columns.least_room >= num_blocks
+
+    def _of_these(self, column: Sequence[float]) -> Sequence[float]:
+        return column if self._some is None else self._some(column)
