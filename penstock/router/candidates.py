@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 from operator import add, itemgetter, mul
 from typing import Any
 
@@ -28,6 +28,15 @@ class Candidates(list[ReplicaLoad]):
     def part(self, loads: Iterable[ReplicaLoad]) -> Candidates:
         """Return some of these replicas."""
         return Candidates(loads, self._columns)
+
+    def with_at_most(self, recent_requests: float) -> Candidates:
+        """Return the replicas that got at most so many requests lately."""
+        keeps = [recent <= recent_requests for recent in self._of_these(self._columns.recent_requests)]
+        part = self.part(())
+        part.extend(compress(self, keeps))
+        some = self._some
+        part._some = lambda column: tuple(compress(column if some is None else some(column), keeps))
+        return part
 
     def costs_s(self, num_tokens: float) -> list[float]:
         """Return queue_s + num_tokens * token_s of each."""

@@ -199,10 +199,10 @@ class Router:
         policy = self._policy_for(request)
         picked, reason = policy.pick(request, *self._glimpse(request, candidates, matches, rng), rng)
         if policy.reads_prefixes:
-            within = self._shares.within(candidates, picked, now, self._columns.num_gateways)
-            if within is not candidates:
-                left = set(within)
-                allowed = {load: matched for load, matched in matches.items() if load in left}
+            limit = self._shares.limit(candidates, now, self._columns.num_gateways)
+            if picked.recent_requests > limit:
+                within = candidates.with_at_most(limit)
+                allowed = {load: matched for load, matched in matches.items() if load.recent_requests <= limit}
                 picked, reason = policy.pick(request, *self._glimpse(request, within, allowed, rng), rng)
             self._shares.count(picked, self._by_bit.values(), now)
         return picked, reason
@@ -328,20 +328,15 @@ class RecentShares:
             self._origin_s = now
         picked.recent_requests += exp(self._exponent(now))
 
-    def within(
-        self, candidates: Candidates, picked: ReplicaLoad, now: float, num_gateways: float
-    ) -> Candidates:
-        """Return the candidates that may be picked instead of a replica with too many requests; all if it has not."""
+    def limit(self, candidates: Candidates, now: float, num_gateways: float) -> float:
+        """Return the count of recent requests beyond which a replica has more than its share."""
         total = candidates.recent_requests()
         one = exp(min(self._exponent(now), _LARGEST_EXPONENT + 200.0))
         # A gateway of many has a few requests of each replica: they differ by chance, by about their root.
         free = (
             _FREE_REQUESTS if num_gateways < _SEVERAL_GATEWAYS else _FREE_REQUESTS / math.sqrt(num_gateways)
         )
-        limit = self._max_share * total / len(candidates) + free * one
-        if picked.recent_requests <= limit:
-            return candidates
-        return candidates.part([load for load in candidates if load.recent_requests <= limit])
+        return self._max_share * total / len(candidates) + free * one
 
     def _exponent(self, now: float) -> float:
         if self._origin_s is None:

@@ -1,5 +1,5 @@
-"""Checks the limits of gateways while a simulation runs: none may be exceeded, and no request may be refused that every
-limit allows. Knows no bucket: the rules are those of docs/limits.md, counted a second time.
+"""Checks the limits of gateways while a simulation runs: none may be exceeded, and no request may be refused that all
+limits allow. Knows no bucket: the rules are those of docs/limits.md, counted a second time.
 
 A limit per minute allows one minute's worth at once, and its share of the time that passes. What was used beyond the
 share is counted up; it may not exceed one minute's worth when a request is admitted. A request counts with what it

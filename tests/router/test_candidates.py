@@ -130,8 +130,12 @@ def test_shares_are_those_of_the_candidates_alone() -> None:
         load.join(columns, place)
     loads[0].recent_requests = 100.0
     shares = RecentShares(1.3, 30.0)
-    assert shares.within(Candidates(loads, columns), loads[0], 0.0, 1.0) == loads[1:]
-    assert shares.within(Candidates(loads[:1], columns), loads[0], 0.0, 1.0) == loads[:1]
+    everyone, one = Candidates(loads, columns), Candidates(loads[:1], columns)
+    left = everyone.with_at_most(shares.limit(everyone, 0.0, 1.0))
+    assert left == loads[1:]
+    assert left.costs_s(7.0) == everyone.costs_s(7.0)[1:]
+    assert left.with_at_most(0.0).costs_s(7.0) == left.costs_s(7.0)
+    assert one.with_at_most(shares.limit(one, 0.0, 1.0)) == loads[:1]
 
 
 def gateways_of_a_fleet(count: int, replicas: int = 32) -> list[Harness]:
