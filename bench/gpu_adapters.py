@@ -51,8 +51,8 @@ def random_adapter(lora: LoRAModel, rank: int, name: str) -> Adapter:
 def load_adapters(loop: EngineLoop, ranks: Sequence[int]) -> list[Adapter]:
     executor = loop.executor
     assert isinstance(executor, ModelExecutor)
-    assert executor.lora is not None
-    lora = executor.lora
+    assert executor.forward.lora is not None
+    lora = executor.forward.lora
     made = []
     for index, rank in enumerate(ranks):
         lora.make_room(frozenset(adapter.digest for adapter in made))

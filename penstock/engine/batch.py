@@ -35,7 +35,7 @@ class Staging:
     """Turns numpy arrays into device tensors. On a CPU they are the same memory, and nothing is copied."""
 
     def __init__(self, device: torch.device, bytes_per_step: int) -> None:
-        self._device = device
+        self.device = device
         self._buffers: list[Tensor] = []
         if device.type == "cuda":
             self._buffers = [
@@ -63,10 +63,10 @@ class Staging:
             offsets.append(offsets[-1] + -(-source.nbytes // ALIGNMENT) * ALIGNMENT)
         pinned = self._take(offsets[-1])
         if pinned is None:
-            return [source.to(self._device) for source in sources]
+            return [source.to(self.device) for source in sources]
         for source, offset in zip(sources, offsets, strict=False):
             _part(pinned, offset, source).copy_(source)
-        copied = pinned.to(self._device, non_blocking=True)
+        copied = pinned.to(self.device, non_blocking=True)
         return [_part(copied, offset, source) for source, offset in zip(sources, offsets, strict=False)]
 
     def copy_into(self, target: Tensor, array: NDArray[np.generic]) -> None:

@@ -42,6 +42,7 @@ from penstock.engine.drafters.combination import GrammarDrafter
 from penstock.engine.drafters.interface import Drafter
 from penstock.engine.drafters.loading import LoadedDrafter, load_drafter
 from penstock.engine.executor import ModelExecutor
+from penstock.engine.forward import ForwardPass
 from penstock.engine.grammar import GrammarCompiler, GrammarQueue, build_compiler
 from penstock.engine.grammar_masks import GrammarMasks
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
@@ -217,22 +218,33 @@ def load_decoder(
     images = (
         ImageEncoder(vision, staging, loaded.config, loaded.max_model_len) if vision is not None else None
     )
-    executor = ModelExecutor(
+    sampler = setup.sampler(ops, staging, max_rows, card.vocab_size, card.eos_token_ids, config.model.seed)
+    written_kv = kv if shared_kv is None else shared_kv.store
+    head_states = drafter.states if drafter else None
+    forward = ForwardPass(
         model,
-        ops,
-        kv if shared_kv is None else shared_kv.store,
+        written_kv,
         rows=rows,
         staging=staging,
-        sampler=setup.sampler(ops, staging, max_rows, card.vocab_size, card.eos_token_ids, config.model.seed),
-        clock=clock,
+        vocab_size=sampler.vocab_size,
+        has_logits=sampler.has_logits,
         graphs=DecodeGraphs(model, kv, rows, staging, max_model_len, taps, lora) if records_graphs else None,
         prompt_graphs=prompt_graphs,
-        masks=masks,
         lora=lora,
-        states=drafter.states if drafter else None,
-        follower=follower,
+        states=head_states,
         images=images,
         vectors=VectorMaker(head, normalizes=pooling.card.normalizes),
+    )
+    executor = ModelExecutor(
+        forward,
+        written_kv,
+        rows=rows,
+        staging=staging,
+        sampler=sampler,
+        clock=clock,
+        masks=masks,
+        states=head_states,
+        follower=follower,
     )
     setup.connect(executor, rows, compiler)
     return Loaded(

@@ -3,8 +3,7 @@
 `submit` queues the work on the device and starts copying the sampled tokens back; `collect` waits for that copy.
 On a CPU both are synchronous, which changes nothing for the caller. A step that was planned before a constrained
 request's newest token was known is sampled later, when the mask behind that token can be had: by the next `submit` or
-by its own `collect`. Its forward pass runs meanwhile. A step that lacks memory is computed in pieces
-(`halves`), and a piece that cannot be halved ends its own request.
+by its own `collect`. Its forward pass runs meanwhile.
 """
 
 from __future__ import annotations
@@ -31,18 +30,15 @@ from penstock.core.plan import (
     StepResult,
 )
 from penstock.core.request import Request
-from penstock.engine.adapters import LoRAModel, Slots
-from penstock.engine.batch import NO_SAMPLES, BatchRows, HostStep, Samples, Staging, halves
+from penstock.engine.batch import NO_SAMPLES, BatchRows, HostStep, Samples, Staging
 from penstock.engine.drafters.hidden_states import NOTHING, HiddenStates
+from penstock.engine.forward import ForwardPass, FromHidden
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, StepMasks
-from penstock.engine.graphs import DecodeGraphs, PromptGraphs
-from penstock.engine.images import ImageEncoder, PlacedImages
-from penstock.engine.pooling import HiddenPooler, VectorMaker, sampled_vector
-from penstock.engine.prompt_scores import PromptScorer, Scores
+from penstock.engine.pooling import sampled_vector
 from penstock.engine.sampler import Sampler
-from penstock.kernels.interface import HalvesBlocks, KVStore, Ops
+from penstock.engine.step_timers import CudaTimer, HostTimer, StepTimer
+from penstock.kernels.interface import HalvesBlocks, KVStore
 from penstock.kernels.states import StateStore
-from penstock.models.model import Model, TappedModel
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +53,7 @@ class _Live:
 class _Submitted:
     plan: StepPlan
     samples: Samples
-    hidden: _FromHidden
+    hidden: FromHidden
     drafts: LateDrafts | None  # of the step, which the host did not know when it was submitted
     timer: StepTimer
     encoder_timer: StepTimer | None
@@ -69,22 +65,6 @@ class _Submitted:
     )
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     masks: StepMasks | None = None
-
-
-@dataclass(slots=True)
-class _FromHidden:
-    """The results that one step makes of hidden states, besides samples."""
-
-    embeddings: dict[str, Tensor] = field(default_factory=dict)  # on the device, by request
-    scores: list[Scores] = field(default_factory=list)
-    states: list[_StepStates] = field(default_factory=list)  # of each pass, for heads
-
-
-@dataclass(frozen=True, slots=True)
-class _StepStates:
-    chunks: Sequence[Chunk]
-    step: HostStep
-    values: Tensor  # [T, ...], valid until the next pass
 
 
 class LateDrafts(Protocol):
@@ -118,40 +98,27 @@ class StepFollower(Protocol):
 class ModelExecutor:
     def __init__(
         self,
-        model: Model,
-        ops: Ops,
+        forward: ForwardPass,
         kv: KVStore,
         *,
         rows: BatchRows,
         staging: Staging,
         sampler: Sampler,
         clock: Clock,
-        graphs: DecodeGraphs | None = None,
-        prompt_graphs: PromptGraphs | None = None,
         masks: GrammarMasks | None = None,
-        lora: LoRAModel | None = None,
         states: HiddenStates | None = None,
         follower: StepFollower | None = None,
-        images: ImageEncoder | None = None,
-        vectors: VectorMaker | None = None,
     ) -> None:
         """`states` keeps the hidden states of every step, for heads that draft. `follower` drafts behind steps."""
-        self._model = model
-        self._ops = ops
+        self.forward = forward
         self._kv = kv
         self._rows = rows
         self._staging = staging
         self._sampler = sampler
         self._clock = clock
-        self._graphs = graphs
-        self._prompt_graphs = prompt_graphs
         self._masks = masks
-        self.lora = lora
         self._states = states
         self._follower = follower
-        self._images = images
-        self._pooler = HiddenPooler(vectors)
-        self._scorer = PromptScorer(model, staging, sampler.vocab_size, has_logits=sampler.has_logits)
         self._live: dict[str, _Live] = {}
         self._submitted: deque[_Submitted] = deque()
         self._unsampled: _Submitted | None = None  # the latest step, while it waits for tokens to mask with
@@ -160,12 +127,7 @@ class ModelExecutor:
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         self._live[request.id] = _Live(request, list(request.output_token_ids))
-        self._pooler.begin(request)
-        self._scorer.begin(request)
-        if self._images is not None:
-            self._images.begin(request)
-        if self.lora is not None:
-            self.lora.begin(request)
+        self.forward.begin(request)
         if grammar is not None:
             assert self._masks is not None, "an engine that compiles grammars also masks with them"
             self._masks.begin(request.id, grammar)
@@ -183,12 +145,7 @@ class ModelExecutor:
 
     def remove(self, request_id: str) -> None:
         self._live.pop(request_id, None)
-        self._pooler.end(request_id)
-        self._scorer.end(request_id)
-        if self._images is not None:
-            self._images.end(request_id)
-        if self.lora is not None:
-            self.lora.end(request_id)
+        self.forward.end(request_id)
         if self._masks is not None:
             self._masks.end(request_id)
             self._no_longer_awaits(request_id)
@@ -212,16 +169,16 @@ class ModelExecutor:
             with torch.inference_mode():
                 self._copy_blocks(plan.copies)
             timer.stop()
-            self._submitted.append(_Submitted(plan, NO_SAMPLES, _FromHidden(), None, timer, encoder_timer))
+            self._submitted.append(_Submitted(plan, NO_SAMPLES, FromHidden(), None, timer, encoder_timer))
             return ()
-        step = self._build(plan.chunks)
+        step = self.forward.build(plan.chunks)
         drafts = self._follower.in_use if self._follower is not None and step.drafts_at.size else None
-        submitted = _Submitted(plan, step.samples, _FromHidden(), drafts, timer, encoder_timer, step)
+        submitted = _Submitted(plan, step.samples, FromHidden(), drafts, timer, encoder_timer, step)
         hidden = submitted.hidden
         with torch.inference_mode():
             self._copy_blocks(plan.copies)
             only_argmax = self._needs_only_argmax(step.samples)
-            submitted.made, failed = self._compute_somehow(plan.chunks, step, hidden, only_argmax)
+            submitted.made, failed = self.forward.run(plan.chunks, step, hidden, only_argmax=only_argmax)
             hidden.scores = [
                 replace(each, values=self._to_host(each.values), ids=self._to_host(each.ids))
                 for each in hidden.scores
@@ -231,7 +188,7 @@ class ModelExecutor:
         self._unsampled = submitted
         if not self._awaited:
             self._sample_waiting()
-        elif self._ops.device.type == "cuda":
+        elif self._staging.device.type == "cuda":
             submitted.computed = torch.cuda.Event()
             submitted.computed.record()
         return tuple(failed)
@@ -265,7 +222,7 @@ class ModelExecutor:
                     sampled, step.logprobs = self._sampler.sample(made, samples, step.masks)
                 self._keep_last_tokens(samples, sampled)
                 step.token_ids = self._to_host(sampled)
-            step.timer.stop(0.0 if self._graphs is None else self._graphs.take_capture_s())
+            step.timer.stop(self.forward.take_capture_s())
             if host is not None:
                 self._prepare_drafts(step.plan.chunks, host, sampled, step.hidden)
         late = step.masks.late if step.masks is not None else ()
@@ -278,18 +235,14 @@ class ModelExecutor:
         return self._late.intersection(chunk.request_id for chunk in plan.chunks if chunk.in_flight)
 
     def _encode_images(self, plan: StepPlan) -> StepTimer | None:
-        if self._images is None or not (plan.encodings or plan.dropped_images):
+        images = self.forward.images
+        if images is None or not (plan.encodings or plan.dropped_images):
             return None
         timer = self._start_timer()
         with contextlib.suppress(torch.OutOfMemoryError):  # a chunk that needs the image tries again
-            self._images.run(plan.encodings, plan.dropped_images)
+            images.run(plan.encodings, plan.dropped_images)
         timer.stop()
         return timer
-
-    def _build(self, chunks: Sequence[Chunk]) -> HostStep:
-        """Lay out chunks for the model. Requests that pool their hidden states do not sample."""
-        step = self._rows.build(chunks, self._pooler.request_ids)
-        return step if self._images is None else self._images.arranged(chunks, step)
 
     def _needs_only_argmax(self, samples: Samples) -> bool:
         """Say whether the requests that sample in this step need nothing but the argmax of their logits."""
@@ -305,103 +258,6 @@ class ModelExecutor:
             rows, sampled = rows[plain], sampled[self._staging.to_device(plain)]
         self._rows.last_tokens[self._staging.to_device(rows)] = sampled.to(torch.int32)
 
-    def _compute(
-        self,
-        chunks: Sequence[Chunk],
-        step: HostStep,
-        taken: _FromHidden,
-        *,
-        graphs: bool = True,
-        only_argmax: bool = False,
-    ) -> Tensor | None:
-        """Run the model. Returns float32 [S, V] for the requests that sample, if any; with `only_argmax` perhaps
-        int64 [S], the argmax of each row. `taken` gets embeddings of prompts that ended, and scores of prompts."""
-        slots = None if self.lora is None else self.lora.slots_of(chunks, step.chunk_starts)
-        pools, scores = self._pooler.any_of(chunks), self._scorer.any_of(chunks)
-        placed = None if self._images is None else self._images.place(chunks, step)
-        has_taps = self._states is not None and slots is None and placed is None
-        taps = self._states.taps if self._states is not None and has_taps else ()
-        if slots is not None and self.lora is not None:
-            graphs = graphs and self.lora.records_graphs
-        graphs = graphs and not pools and placed is None
-        if graphs and not scores and self._graphs is not None and self._graphs.fits(step):
-            logits = self._graphs.logits(step, slots)
-            self._note_states(taken, chunks, step, self._graphs.hidden)
-            return logits
-        hidden = None
-        if graphs and not taps and self._prompt_graphs is not None:
-            hidden = self._prompt_graphs.hidden(step, slots)
-        only_argmax = only_argmax and hidden is None and not pools
-        states = None
-        if hidden is None and taps:
-            hidden, states = self._tapped(step, taps)
-        elif hidden is None:
-            hidden = self._hidden(step, slots, placed)
-        made = self._head(hidden, step, only_argmax)
-        self._note_states(taken, chunks, step, states if taps else hidden)
-        scored = self._scorer.take(hidden, step, chunks) if scores else []
-        if pools:
-            taken.embeddings.update(self._pooler.take(hidden, step, chunks))
-        taken.scores += scored  # nothing is taken of a pass that lacks memory
-        return made
-
-    def _compute_somehow(
-        self, chunks: Sequence[Chunk], step: HostStep, taken: _FromHidden, only_argmax: bool
-    ) -> tuple[Tensor | None, list[Chunk]]:
-        """Run `_compute` in as many passes as the memory needs. Also returns the chunks, or their rests, that no pass
-        had room for. Their logits and vectors are not numbers."""
-        try:
-            return self._compute(chunks, step, taken, only_argmax=only_argmax), []
-        except torch.OutOfMemoryError:
-            pass  # the exception keeps the memory of the pass, so the next attempt comes after this block
-        if self._rows.states is not None:
-            # Some layers have seen the tokens of the pass and others have not: no state can be used any more.
-            logger.warning("out of memory in a step of a model with states: its requests end")
-            nothing = [part for chunk in chunks for part in self._nothing_for(chunk, taken.embeddings)]
-            return torch.cat(nothing) if nothing else None, list(chunks)
-        return self._compute_in_pieces(chunks, taken)
-
-    def _compute_in_pieces(
-        self, chunks: Sequence[Chunk], taken: _FromHidden
-    ) -> tuple[Tensor | None, list[Chunk]]:
-        logger.warning("out of memory in a step of %d tokens", sum(chunk.num_tokens for chunk in chunks))
-        made: list[Tensor] = []
-        lost: dict[str, Chunk] = {}  # by request, the first lost piece; later pieces are lost with it
-        pieces = [chunks]
-        while pieces:
-            piece = pieces.pop()
-            first = piece[0]
-            parts = None
-            if first.request_id not in lost:
-                if self._ops.device.type == "cuda":
-                    torch.cuda.empty_cache()
-                try:
-                    logits = self._compute(piece, self._build(piece), taken, graphs=False)
-                except torch.OutOfMemoryError:
-                    parts = halves(piece)
-                else:
-                    made += [] if logits is None else [logits]
-                    continue
-            if parts is not None:
-                pieces += reversed(parts)
-            else:
-                if first.start < self._rows.num_tokens(
-                    first.request_id
-                ):  # a request can do without its drafts
-                    lost.setdefault(first.request_id, first)
-                made += self._nothing_for(first, taken.embeddings)
-        return torch.cat(made) if made else None, list(lost.values())
-
-    def _nothing_for(self, chunk: Chunk, embeddings: dict[str, Tensor]) -> list[Tensor]:
-        if not chunk.samples:
-            return []
-        shape = (1 + len(chunk.drafts), self._sampler.vocab_size)
-        nothing = torch.full(shape, torch.nan, device=self._ops.device)
-        if self._pooler.pools(chunk.request_id):
-            embeddings[chunk.request_id] = nothing[0]
-            return []
-        return [nothing]
-
     def _copy_blocks(self, copies: Sequence[KVCopy]) -> None:
         for copy in copies:
             if isinstance(copy, HalfCopy):
@@ -415,30 +271,8 @@ class ModelExecutor:
             else:
                 self._kv.copy_from_host(copy.host_slot, copy.block_id)
 
-    def _hidden(self, step: HostStep, slots: Slots | None, placed: PlacedImages | None) -> Tensor:
-        rows = self._rows
-        token_ids, batch = rows.token_ids(step), rows.attention_batch(step)
-        if slots is not None and self.lora is not None:
-            return self.lora.forward(token_ids, batch, self._kv, slots, placed)
-        if placed is not None:
-            return placed.forward(self._model, token_ids, batch, self._kv)
-        return self._model.forward(token_ids, batch, self._kv)
-
-    def _tapped(self, step: HostStep, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        rows = self._rows
-        assert isinstance(self._model, TappedModel), "the loader has checked this"
-        return self._model.forward_tapped(rows.token_ids(step), rows.attention_batch(step), self._kv, taps)
-
-    def _note_states(
-        self, taken: _FromHidden, chunks: Sequence[Chunk], step: HostStep, states: Tensor | None
-    ) -> None:
-        """Note hidden states for heads. Steps with adapters have none of inner layers."""
-        kept = self._states
-        if kept is not None and states is not None and states.shape[1] == kept.width:
-            taken.states.append(_StepStates(chunks, step, states))
-
     def _prepare_drafts(
-        self, chunks: Sequence[Chunk], step: HostStep, sampled: Tensor | None, hidden: _FromHidden
+        self, chunks: Sequence[Chunk], step: HostStep, sampled: Tensor | None, hidden: FromHidden
     ) -> None:
         """Let a drafter draft behind the step, and keep the hidden states that a head has not read."""
         is_whole = len(hidden.states) == 1 and len(hidden.states[0].chunks) == len(chunks)
@@ -460,13 +294,6 @@ class ModelExecutor:
             if sampler.knows_no_text(row) and (masks is None or not masks.constrained([request_id]))
         }
 
-    def _head(self, hidden: Tensor, step: HostStep, only_argmax: bool = False) -> Tensor | None:
-        if not step.samples.request_ids:
-            return None
-        rows = hidden[self._staging.to_device(step.samples.at)]
-        chosen = self._model.argmax(rows) if only_argmax else None
-        return chosen if chosen is not None else self._model.logits(rows)
-
     def collect(self) -> StepResult:
         step = self._submitted.popleft()
         if step is self._unsampled:
@@ -484,7 +311,7 @@ class ModelExecutor:
         return StepResult(step.plan.step_id, (*sampled, *embedded), elapsed_s, scored, encoder_s)
 
     def _start_timer(self) -> StepTimer:
-        return CudaTimer() if self._ops.device.type == "cuda" else HostTimer(self._clock)
+        return CudaTimer() if self._staging.device.type == "cuda" else HostTimer(self._clock)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         """Start the copy to the host. The step's timer tells when the copy is done."""
@@ -531,46 +358,3 @@ def _copy_state(states: StateStore, copy: StateCopy) -> None:
         states.copy_to_host(copy.from_slot, copy.slot)
     else:
         states.copy(copy.from_slot, copy.slot)
-
-
-class StepTimer(Protocol):
-    """Measures the time of a step from the construction of the timer."""
-
-    def stop(self, preparation_s: float = 0.0) -> None:
-        """Mark the end of the step's work, all of which has been submitted. Of its time, `preparation_s` was spent on
-        what later steps need not do again, and does not count."""
-        ...
-
-    def wait(self) -> float:
-        """Wait until the step's work is done. Returns its seconds."""
-        ...
-
-
-class HostTimer:
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._started_s = clock.now()
-        self._elapsed_s = 0.0
-
-    def stop(self, preparation_s: float = 0.0) -> None:
-        self._elapsed_s = self._clock.now() - self._started_s - preparation_s
-
-    def wait(self) -> float:
-        return self._elapsed_s
-
-
-class CudaTimer:
-    def __init__(self) -> None:
-        self._begin = torch.cuda.Event(enable_timing=True)
-        self._end = torch.cuda.Event(enable_timing=True)
-        self._begin.record()
-        self._preparation_s = 0.0
-
-    def stop(self, preparation_s: float = 0.0) -> None:
-        self._end.record()
-        self._preparation_s = preparation_s
-
-    def wait(self) -> float:
-        self._end.synchronize()
-        elapsed_s = float(self._begin.elapsed_time(self._end)) / 1000.0
-        return max(0.0, elapsed_s - self._preparation_s)

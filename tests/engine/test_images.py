@@ -117,7 +117,7 @@ def test_answers_are_those_of_transformers(case: Case) -> None:
 
 def test_the_largest_image_is_as_large_as_the_model_sees(case: Case) -> None:
     executor: Any = case.engine.loop.executor
-    vision = executor._images.vision
+    vision = executor.forward.images.vision
     pixels = vision.largest(64)
     made = vision.encode(pixels, 0, min(vision.tiles_at_once, pixels.num_tiles))
     assert sum(len(rows) for rows in made) == pixels.num_rows
@@ -171,7 +171,8 @@ def test_a_rank_runs_its_part_of_the_model(smallest: TinyVision) -> None:
     prompt = asyncio.run(served.prepare(chat(PICTURES)))
     answer = tokens(run(engine, [request("whole", prompt)])["whole"])
     executor: Any = vision_engine(smallest)
-    executor.loop.executor._model = RankPart(executor.loop.executor._model)
+    forward = executor.loop.executor.forward
+    forward._model = RankPart(forward._model)
     assert tokens(run(executor, [request("part", prompt)])["part"]) == answer
 
 

@@ -67,4 +67,4 @@ def test_many_requests_get_the_answers_of_transformers(reference: Reference) -> 
 
 def test_ranks_are_refused_before_anything_is_loaded(reference: Reference) -> None:
     with pytest.raises(ConfigError, match="cannot be shared out over ranks"):
-        check(_config(reference.folder, tensor_parallel_size=2), reference.folder)
+        check(_config(reference.folder, tensor_parallel_size=2), reference.folder, 2)

@@ -147,10 +147,10 @@ def test_an_engine_answers_as_merged_models_do(tmp_path: Path) -> None:
         alone.close()
     executor = engine.loop.executor
     assert isinstance(executor, ModelExecutor)
-    assert executor._graphs is not None
-    versions = {version for *_, version in executor._graphs._captured}
+    assert executor.forward._graphs is not None
+    versions = {version for *_, version in executor.forward._graphs._captured}
     assert versions - {None}
-    before = set(executor._graphs._captured)
+    before = set(executor.forward._graphs._captured)
     run(engine, [request("plain", prompts[0], 4)])  # has a graph of its own, without adapters
-    assert all(version is None for *_, version in set(executor._graphs._captured) - before)
+    assert all(version is None for *_, version in set(executor.forward._graphs._captured) - before)
     engine.close()

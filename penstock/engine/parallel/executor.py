@@ -141,7 +141,7 @@ class LocalRank:
     ) -> None:
         self.shard = mesh.shard
         self.executor = executor
-        self.lora = executor.lora
+        self.lora = executor.forward.lora
         self._rows = rows
         self._mesh = mesh
         self._samples_elsewhere = not self.shard.is_last_stage

@@ -1,0 +1,52 @@
+"""Measure how long the work of a step takes: on a CPU by the clock, on a GPU by events on its stream."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from penstock.core.clock import Clock
+
+
+class StepTimer(Protocol):
+    """Measures the time of a step from the construction of the timer."""
+
+    def stop(self, preparation_s: float = 0.0) -> None:
+        """Mark the end of the step's work, all of which has been submitted. Of its time, `preparation_s` was spent on
+        what later steps need not do again, and does not count."""
+        ...
+
+    def wait(self) -> float:
+        """Wait until the step's work is done. Returns its seconds."""
+        ...
+
+
+class HostTimer:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._started_s = clock.now()
+        self._elapsed_s = 0.0
+
+    def stop(self, preparation_s: float = 0.0) -> None:
+        self._elapsed_s = self._clock.now() - self._started_s - preparation_s
+
+    def wait(self) -> float:
+        return self._elapsed_s
+
+
+class CudaTimer:
+    def __init__(self) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+        self._preparation_s = 0.0
+
+    def stop(self, preparation_s: float = 0.0) -> None:
+        self._end.record()
+        self._preparation_s = preparation_s
+
+    def wait(self) -> float:
+        self._end.synchronize()
+        elapsed_s = float(self._begin.elapsed_time(self._end)) / 1000.0
+        return max(0.0, elapsed_s - self._preparation_s)
