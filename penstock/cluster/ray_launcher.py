@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.transport import EngineKeys, KeyPair, free_port, with_key
 from penstock.core.config import Placement
-from penstock.core.engine_config import DEFAULT_CPU_KV_MEMORY, Meeting
+from penstock.core.engine_config import DEFAULT_CPU_KV_MEMORY, Rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.figures import format_bytes, parse_bytes
 from penstock.core.installation import install_command
@@ -43,34 +43,40 @@ class EngineHost:
         self._processes: list[asyncio.subprocess.Process] = []
 
     async def start(
-        self, engine: bytes, model_path: str, log_level: str, log_format: str, *, meets: bool = False
+        self,
+        engine: bytes,
+        model_path: str,
+        log_level: str,
+        log_format: str,
+        *,
+        has_other_nodes: bool = False,
     ) -> tuple[str, bytes]:
-        """Start the engine process. Returns its endpoint, with the key, and, if the process `meets` ranks of other
-        actors, the meeting as JSON. `engine` is the engine's config as JSON."""
+        """Start the engine process. Returns its endpoint, with the key, and, if it has ranks in other
+        actors, the rendezvous as JSON. `engine` is the engine's config as JSON."""
         keys = KeyPair.make()
         key_file = self._folder / "key"
         EngineKeys(keys.secret).write(key_file)
         address = f"tcp://{self._node_address}:{free_port(self._node_address)}"
         arguments = ["--endpoint", address, "--key-file", str(key_file), "--model-path", model_path]
         arguments += ["--parent-pid", str(os.getpid()), "--log-level", log_level, "--log-format", log_format]
-        meeting = b""
-        if meets:
+        rendezvous = b""
+        if has_other_nodes:
             host = self._node_address
-            made = Meeting(host=host, port=free_port(host), key=secrets.token_urlsafe(32), node_host=host)
-            meeting = msgspec.json.encode(made)
-            arguments += ["--meeting", str(self._write(meeting))]
+            made = Rendezvous(host=host, port=free_port(host), key=secrets.token_urlsafe(32), node_host=host)
+            rendezvous = msgspec.json.encode(made)
+            arguments += ["--rendezvous", str(self._write(rendezvous))]
         process = await self._run("penstock.cluster.worker", *arguments)
         assert process.stdin is not None
         process.stdin.write(engine)
         process.stdin.close()
-        return with_key(address, keys.public), meeting
+        return with_key(address, keys.public), rendezvous
 
-    async def start_ranks(self, meeting: bytes, ranks: list[int]) -> None:
-        """Start processes that meet the engine process of another actor, one for each rank."""
-        met = msgspec.json.decode(meeting, type=Meeting)
-        copy = self._write(msgspec.json.encode(replace(met, node_host=self._node_address)))
+    async def start_ranks(self, rendezvous: bytes, ranks: list[int]) -> None:
+        """Start processes that connect to the engine process of another actor, one for each rank."""
+        there = msgspec.json.decode(rendezvous, type=Rendezvous)
+        copy = self._write(msgspec.json.encode(replace(there, node_host=self._node_address)))
         for rank in ranks:
-            await self._run("penstock.engine.parallel.rank", "--meeting", str(copy), str(rank))
+            await self._run("penstock.engine.parallel.rank", "--rendezvous", str(copy), str(rank))
 
     async def wait(self) -> int:
         """Wait for the exit code of the process that ends first."""
@@ -94,10 +100,10 @@ class EngineHost:
         self._processes.append(process)
         return process
 
-    def _write(self, meeting: bytes) -> Path:
-        path = self._folder / "meeting"
+    def _write(self, rendezvous: bytes) -> Path:
+        path = self._folder / "rendezvous"
         path.touch(mode=0o600)
-        path.write_bytes(meeting)
+        path.write_bytes(rendezvous)
         return path
 
 
@@ -155,17 +161,17 @@ class RayLauncher:
 
     async def _start(self, hosts: list[Any], spec: ReplicaSpec) -> str:
         """Start the processes of a replica. Returns its endpoint."""
-        endpoint, meeting = await hosts[0].start.remote(
+        endpoint, rendezvous = await hosts[0].start.remote(
             msgspec.json.encode(spec.engine),
             spec.model_path,
             self._log_level,
             self._log_format,
-            meets=len(hosts) > 1,
+            has_other_nodes=len(hosts) > 1,
         )
         size = spec.engine.parallel.tensor_parallel_size
         await asyncio.gather(
             *(
-                host.start_ranks.remote(meeting, list(range(stage * size, (stage + 1) * size)))
+                host.start_ranks.remote(rendezvous, list(range(stage * size, (stage + 1) * size)))
                 for stage, host in enumerate(hosts)
                 if stage > 0
             )

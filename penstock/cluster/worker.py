@@ -27,7 +27,7 @@ import msgspec
 import zmq
 
 from penstock.cluster.transport import AcceptedClients, EngineKeys, KeyPair, bind, connect, with_key
-from penstock.core.engine_config import EngineConfig, Meeting
+from penstock.core.engine_config import EngineConfig, Rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable, PenstockError
 from penstock.core.log_format import set_up_logs
 from penstock.core.messages import (
@@ -115,12 +115,12 @@ class Worker:
         self._unsent: list[TokenEvent] = []
         self._parent = parent_pid or os.getppid()
 
-    def start(self, config: EngineConfig, model_path: Path, meeting: Meeting | None = None) -> None:
+    def start(self, config: EngineConfig, model_path: Path, rendezvous: Rendezvous | None = None) -> None:
         def progress(stage: str, fraction: float) -> None:
             self._read_inbox(0.0)
             self._broadcast(LoadProgress(stage, fraction))
 
-        engine = build_engine(config, model_path, on_progress=progress, meeting=meeting)
+        engine = build_engine(config, model_path, on_progress=progress, rendezvous=rendezvous)
         self._engine = self._open_transfers(engine) if config.kv_transfer else engine
         # Loaded objects stay: the garbage collector need not visit them between steps.
         gc.collect()
@@ -363,7 +363,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", help="devices to use, as CUDA_VISIBLE_DEVICES names them")
     parser.add_argument("--bytecode", type=Path, help="folder for the bytecode of packages that have none")
     parser.add_argument("--key-file", type=Path, help="keys for an endpoint on the network")
-    parser.add_argument("--meeting", type=Path, help="file that says where ranks of other nodes come")
+    parser.add_argument("--rendezvous", type=Path, help="file that says where ranks of other nodes come")
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--log-format", default="text", choices=("text", "json"))
     return parser
@@ -387,15 +387,15 @@ def main() -> int:
     arguments = job.arguments
     set_up_logs("engine", arguments.log_format, arguments.log_level)
     keys = EngineKeys.read(arguments.key_file) if arguments.key_file else None
-    meeting = None
-    if arguments.meeting is not None:
-        meeting = msgspec.json.decode(arguments.meeting.read_bytes(), type=Meeting)
+    rendezvous = None
+    if arguments.rendezvous is not None:
+        rendezvous = msgspec.json.decode(arguments.rendezvous.read_bytes(), type=Rendezvous)
     worker = Worker(arguments.endpoint, arguments.parent_pid, keys)
     is_started = False
     try:
         if job.problem is not None:
             raise job.problem
-        worker.start(job.config, arguments.model_path, meeting)
+        worker.start(job.config, arguments.model_path, rendezvous)
         is_started = True
         worker.run()
     except Exception as error:

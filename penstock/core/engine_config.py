@@ -223,7 +223,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Where the ranks of a replica on several nodes find the first of them. Every node gets its own copy."""
 
     host: str  # the address of the first rank's node

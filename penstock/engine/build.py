@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.core.clock import Clock, SystemClock
-from penstock.core.engine_config import EngineConfig, Meeting, parse_speculate
+from penstock.core.engine_config import EngineConfig, Rendezvous, parse_speculate
 from penstock.core.errors import ConfigError
 from penstock.core.figures import parse_bytes
 from penstock.core.messages import EngineReady, ModelCard
@@ -65,16 +65,16 @@ def build_engine(
     *,
     on_progress: Progress | None = None,
     clock: Clock | None = None,
-    meeting: Meeting | None = None,
+    rendezvous: Rendezvous | None = None,
 ) -> Engine:
-    """Build the engine. With a `meeting`, each stage of its pipeline is on a node of its own."""
+    """Build the engine. With a `rendezvous`, each stage of its pipeline is on a node of its own."""
     clock = clock or SystemClock()
     speculate = parse_speculate(config.speculate)
     ranks = None
     if str(model_path) == ECHO_MODEL:
         loaded = _load_echo(config, clock)
     elif config.parallel.num_ranks > 1:
-        loaded, ranks = _load_ranks(config, model_path, clock, on_progress, meeting)
+        loaded, ranks = _load_ranks(config, model_path, clock, on_progress, rendezvous)
     elif _is_encoder(model_path):
         loaded = _load_encoder(config, model_path, clock, on_progress)
     else:
@@ -232,14 +232,14 @@ def _load_ranks(
     model_path: Path,
     clock: Clock,
     on_progress: Progress | None,
-    meeting: Meeting | None,
+    rendezvous: Rendezvous | None,
 ) -> tuple[Loaded, FirstRank]:
     """Load the first rank in this process, and the other ranks in processes of their own."""
     from penstock.engine.parallel.processes import RankProcesses, rank_config
 
-    config = rank_config(config, meeting)
+    config = rank_config(config, rendezvous)
     with ExitStack() as on_failure:
-        others = RankProcesses(config, model_path, meeting)
+        others = RankProcesses(config, model_path, rendezvous)
         on_failure.callback(others.kill)
         # All ranks import torch at the same time.
         from penstock.engine.decoder import load_decoder
@@ -249,8 +249,8 @@ def _load_ranks(
 
         check(config, model_path, others.num_ranks_here)
         with others.explaining():
-            others.wait_until_present(weights_identity(model_path) if meeting is not None else "")
-            setup = join(config, model_path, 0, others.meeting_place)
+            others.wait_until_present(weights_identity(model_path) if rendezvous is not None else "")
+            setup = join(config, model_path, 0, others.store_access)
             on_failure.callback(setup.mesh.close)
             loaded = load_decoder(config, model_path, clock, on_progress, setup)
         on_failure.pop_all()

@@ -25,7 +25,7 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from penstock.core.engine_config import ParallelConfig
 from penstock.core.errors import ConfigError
-from penstock.engine.parallel.meeting import NetworkPlace, RemoteTable, StoreAnswer, StoreCall, StoreTable
+from penstock.engine.parallel.rendezvous import RemoteTable, StoreAccess, StoreAnswer, StoreCall, StoreTable
 from penstock.models.sharding import Shard
 
 # All ranks learn of a step before any rank computes it, so no rank waits much longer than a step takes.
@@ -170,21 +170,21 @@ class _NetworkStore(Store):
 
 class Mesh:
     def __init__(
-        self, rank: int, parallel: ParallelConfig, device: torch.device, meeting_place: Path | NetworkPlace
+        self, rank: int, parallel: ParallelConfig, device: torch.device, store_access: Path | StoreAccess
     ) -> None:
-        """Wait until all ranks have come. A `meeting_place` on one machine is a file in a folder that only this user
+        """Wait until all ranks have come. A `store_access` on one machine is a file in a folder that only this user
         can enter."""
         num_ranks, size = parallel.num_ranks, parallel.tensor_parallel_size
         self.shard = shard_of(rank, parallel)
         self.device = device
         store: Store
-        if isinstance(meeting_place, NetworkPlace):
-            store = _NetworkStore(meeting_place.table)
-            name = interface_with(meeting_place.node_host)
+        if isinstance(store_access, StoreAccess):
+            store = _NetworkStore(store_access.table)
+            name = interface_with(store_access.node_host)
             os.environ.setdefault(_GLOO_INTERFACE, name)
             os.environ.setdefault(_NCCL_INTERFACE, f"={name}")  # exactly this one
         else:
-            store = FileStore(str(meeting_place), num_ranks)
+            store = FileStore(str(store_access), num_ranks)
             if device.type == "cpu":
                 os.environ.setdefault(_GLOO_INTERFACE, _loopback())
         self._store = store

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from penstock.core.engine_config import EngineConfig, Meeting
+from penstock.core.engine_config import EngineConfig, Rendezvous
 from penstock.core.plan import SampledToken, ScoredChunk, StepPlan
 from penstock.core.request import Adapter, Request
 
@@ -17,10 +17,12 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     rank: int
     config: EngineConfig
     model_path: str
-    meeting_place: str  # a file; empty where the ranks are on several nodes
+    store_file: str  # a file; empty where the ranks are on several nodes
     log_level: int
     log_format: str
-    meeting: Meeting | None = None  # of ranks on several nodes; the address is that of the first rank's node
+    rendezvous: Rendezvous | None = (
+        None  # of ranks on several nodes; the address is that of the first rank's node
+    )
 
 
 class Added(msgspec.Struct, frozen=True, tag="added"):
@@ -64,7 +66,7 @@ ToRank: TypeAlias = Begin | Step | Leave
 
 
 class Present(msgspec.Struct, frozen=True, tag="present"):
-    """The rank has started and is about to meet the others."""
+    """The rank has started and is about to join the others."""
 
     weights_id: str = ""  # of a rank on several nodes, which must have the same weights
 

@@ -24,10 +24,9 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.core.engine_config import EngineConfig, Meeting
+from penstock.core.engine_config import EngineConfig, Rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable, PenstockError, error_from_code
 from penstock.core.log_format import JsonFormatter
-from penstock.engine.parallel.meeting import ARRIVAL_TIMEOUT_S, NetworkPlace, Reception, hang_up, shut_down
 from penstock.engine.parallel.messages import (
     Begin,
     Failed,
@@ -37,6 +36,13 @@ from penstock.engine.parallel.messages import (
     ToRank,
     decode_from_rank,
     encode,
+)
+from penstock.engine.parallel.rendezvous import (
+    JOIN_TIMEOUT_S,
+    RankListener,
+    StoreAccess,
+    disconnect,
+    shut_down,
 )
 
 logger = logging.getLogger(__name__)
@@ -52,20 +58,22 @@ class _Child:
     connection: Connection
 
 
-def rank_config(config: EngineConfig, meeting: Meeting | None = None) -> EngineConfig:
+def rank_config(config: EngineConfig, rendezvous: Rendezvous | None = None) -> EngineConfig:
     """Return the config of every rank, with its share of the cores."""
     num_threads = config.num_threads
     if num_threads is None:
         num_threads = len(os.sched_getaffinity(0))
-        num_threads *= config.parallel.pipeline_parallel_size if meeting is not None else 1  # as many nodes
+        num_threads *= (
+            config.parallel.pipeline_parallel_size if rendezvous is not None else 1
+        )  # as many nodes
     return msgspec.structs.replace(config, num_threads=max(1, num_threads // config.parallel.num_ranks))
 
 
 class RankProcesses:
-    """Runs ranks 1 and up; the caller's process is rank 0. With a `meeting`, the ranks of later stages are on other
-    nodes: they are started there, and come by themselves."""
+    """Runs ranks 1 and up; the caller's process is rank 0. With a `rendezvous`, the ranks of later stages are on
+    other nodes: they are started there, and connect by themselves."""
 
-    def __init__(self, config: EngineConfig, model_path: Path, meeting: Meeting | None = None) -> None:
+    def __init__(self, config: EngineConfig, model_path: Path, rendezvous: Rendezvous | None = None) -> None:
         # Only this user can enter the folder in which the ranks of one machine find each other.
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
         self.sampled: queue.SimpleQueue[Sampled | None] = queue.SimpleQueue()  # None: look at `failure`
@@ -77,18 +85,18 @@ class RankProcesses:
         self._num_ranks = config.parallel.num_ranks
         self._config = config
         self._model_path = model_path
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._lock = threading.Lock()
         self._children: list[_Child] = []
         self.kv_connections: list[Connection] = []  # to the threads of the ranks that move KV
         self._listeners: list[threading.Thread] = []
-        self._reception: Reception | None = None
-        self.num_ranks_here = self._num_ranks if meeting is None else config.parallel.tensor_parallel_size
-        self.meeting_place: Path | NetworkPlace = self._folder / "store"
-        if meeting is not None:
+        self._listener: RankListener | None = None
+        self.num_ranks_here = self._num_ranks if rendezvous is None else config.parallel.tensor_parallel_size
+        self.store_access: Path | StoreAccess = self._folder / "store"
+        if rendezvous is not None:
             elsewhere = range(self.num_ranks_here, self._num_ranks)
-            self._reception = Reception(meeting, elsewhere, self._num_ranks, self._join_in, self._fail)
-            self.meeting_place = NetworkPlace(self._reception.table, meeting.node_host)
+            self._listener = RankListener(rendezvous, elsewhere, self._num_ranks, self._join_in, self._fail)
+            self.store_access = StoreAccess(self._listener.table, rendezvous.node_host)
         for child in [self._start(rank) for rank in range(1, self.num_ranks_here)]:
             self._begin(child)
 
@@ -98,11 +106,11 @@ class RankProcesses:
         return [child.process.pid for child in self._children if child.process is not None]
 
     def wait_until_present(self, weights_id: str = "") -> None:
-        """Wait until every rank is about to meet the others. Ranks of other nodes must have the same weights."""
+        """Wait until every rank is about to join the others. Ranks of other nodes must have the same weights."""
         for _ in range(1, self._num_ranks):
-            if not self._present.acquire(timeout=None if self._meeting is None else ARRIVAL_TIMEOUT_S):
+            if not self._present.acquire(timeout=None if self._rendezvous is None else JOIN_TIMEOUT_S):
                 raise EngineUnavailable(
-                    f"Not all of {self._num_ranks} ranks came within {ARRIVAL_TIMEOUT_S:.0f} s.",
+                    f"Not all of {self._num_ranks} ranks came within {JOIN_TIMEOUT_S:.0f} s.",
                     hint="Nodes must reach each other on all TCP ports.",
                     retry_after_s=5.0,
                 )
@@ -149,8 +157,8 @@ class RankProcesses:
     def kill(self) -> None:
         """End the ranks of this node, and the connections to those of others, which then end too."""
         self._is_closing = True
-        if self._reception is not None:
-            self._reception.close()
+        if self._listener is not None:
+            self._listener.close()
         with self._lock:
             children, listeners = tuple(self._children), tuple(self._listeners)
         for child in children:
@@ -190,17 +198,17 @@ class RankProcesses:
             rank=child.rank,
             config=self._config,
             model_path=str(self._model_path),
-            meeting_place="" if self._meeting is not None else str(self.meeting_place),
+            store_file="" if self._rendezvous is not None else str(self.store_access),
             log_level=root.getEffectiveLevel(),
             log_format="json" if is_json else "text",
-            meeting=self._meeting if child.process is not None else None,
+            rendezvous=self._rendezvous if child.process is not None else None,
         )
         listener = threading.Thread(
             target=self._listen, args=(child,), name=f"rank {child.rank}", daemon=True
         )
         with self._lock:
             if self._is_closing and child.process is None:
-                hang_up(child.connection)
+                disconnect(child.connection)
                 return
             self._children.append(child)
             self._listeners.append(listener)
@@ -226,7 +234,7 @@ class RankProcesses:
                 return
             match message:
                 case Present(weights_id=weights_id):
-                    if self._meeting is not None:
+                    if self._rendezvous is not None:
                         self._weights_ids[child.rank] = weights_id
                     self._present.release()
                 case Sampled():

@@ -2,8 +2,8 @@
 
 The engine process starts a rank as `python -m penstock.engine.parallel.rank FD`, with the number of the open file
 of their connection, and a second one where KV moves between engines. A rank on another node is started with
-`--meeting FILE RANK`, and connects. A rank ends when told to, when the connection closes, or with its parent; and on
-any error, because ranks that no longer agree on a step can only wait for each other.
+`--rendezvous FILE RANK`, and connects. A rank ends when told to, when the connection closes, or with its parent; and
+on any error, because ranks that no longer agree on a step can only wait for each other.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from pathlib import Path
 import msgspec
 
 from penstock.core.clock import SystemClock
-from penstock.core.engine_config import Meeting
+from penstock.core.engine_config import Rendezvous
 from penstock.core.errors import PenstockError
 from penstock.core.log_format import set_up_logs
 from penstock.engine.decoder import load_decoder
 from penstock.engine.parallel.executor import LocalRank
-from penstock.engine.parallel.meeting import NetworkPlace, RemoteTable, meet
 from penstock.engine.parallel.messages import (
     Begin,
     Failed,
@@ -35,6 +34,7 @@ from penstock.engine.parallel.messages import (
     decode_to_rank,
     encode,
 )
+from penstock.engine.parallel.rendezvous import RemoteTable, StoreAccess, connect
 from penstock.engine.parallel.setup import join
 from penstock.engine.transfer.rank_agents import serve_rank
 from penstock.models.load import weights_identity
@@ -49,14 +49,14 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     try:
-        connection, meeting = _connect(sys.argv[1:])
+        connection, rendezvous = _connect(sys.argv[1:])
         begin = decode_to_rank(connection.recv_bytes())
         assert isinstance(begin, Begin)
         set_up_logs(f"rank {begin.rank}", begin.log_format, begin.log_level)
-        meeting = meeting or begin.meeting
-        weights_id = weights_identity(Path(begin.model_path)) if meeting is not None else ""
+        rendezvous = rendezvous or begin.rendezvous
+        weights_id = weights_identity(Path(begin.model_path)) if rendezvous is not None else ""
         connection.send_bytes(encode(Present(weights_id)))
-        failure = _run(begin, connection, meeting)
+        failure = _run(begin, connection, rendezvous)
         if failure is not None:
             connection.send_bytes(encode(failure))
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -64,22 +64,24 @@ def main() -> int:
     return 0 if failure is None else 1
 
 
-def _connect(arguments: list[str]) -> tuple[Connection, Meeting | None]:
-    """Return the connection to the first rank, and this node's copy of the meeting if the rank is on another node."""
-    if arguments[0] != "--meeting":
+def _connect(arguments: list[str]) -> tuple[Connection, Rendezvous | None]:
+    """Return the connection to the first rank, and the rendezvous if the rank is on another node."""
+    if arguments[0] != "--rendezvous":
         return Connection(int(arguments[0])), None
-    meeting = msgspec.json.decode(Path(arguments[1]).read_bytes(), type=Meeting)
-    return meet(meeting, int(arguments[2]), "messages"), meeting
+    rendezvous = msgspec.json.decode(Path(arguments[1]).read_bytes(), type=Rendezvous)
+    return connect(rendezvous, int(arguments[2]), "messages"), rendezvous
 
 
-def _run(begin: Begin, connection: Connection, meeting: Meeting | None) -> Failed | None:
+def _run(begin: Begin, connection: Connection, rendezvous: Rendezvous | None) -> Failed | None:
     """Run the rank until it is told to leave, or cannot go on."""
     try:
         model_path = Path(begin.model_path)
-        place: Path | NetworkPlace = Path(begin.meeting_place)
-        if meeting is not None:
-            place = NetworkPlace(RemoteTable(meet(meeting, begin.rank, "store")), meeting.node_host)
-        setup = join(begin.config, model_path, begin.rank, place)
+        store_access: Path | StoreAccess = Path(begin.store_file)
+        if rendezvous is not None:
+            store_access = StoreAccess(
+                RemoteTable(connect(rendezvous, begin.rank, "store")), rendezvous.node_host
+            )
+        setup = join(begin.config, model_path, begin.rank, store_access)
         loaded = load_decoder(begin.config, model_path, SystemClock(), None, setup)
         if loaded.shared_kv is not None and len(sys.argv) == 3:
             serve_rank(loaded.shared_kv.memory, Connection(int(sys.argv[2])))

@@ -23,9 +23,9 @@ from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.parallel.executor import LocalRank
-from penstock.engine.parallel.meeting import NetworkPlace
 from penstock.engine.parallel.mesh import Mesh, TensorGroup, shard_of
 from penstock.engine.parallel.ops import TensorParallelOps
+from penstock.engine.parallel.rendezvous import StoreAccess
 from penstock.engine.sampler import Sampler
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.encoders.load import is_encoder
@@ -194,15 +194,15 @@ class OneOfSeveralRanks(OneRank):
 
 
 def join(
-    config: EngineConfig, model_path: Path, rank: int, meeting_place: Path | NetworkPlace
+    config: EngineConfig, model_path: Path, rank: int, store_access: Path | StoreAccess
 ) -> OneOfSeveralRanks:
     """Join the ranks of this model. Waits until all ranks have come."""
     device = choose_device(config.model.device)
     if device.type == "cuda":  # a node has one stage, and its GPUs are counted from 0
-        is_spread = isinstance(meeting_place, NetworkPlace)
+        is_spread = isinstance(store_access, StoreAccess)
         torch.cuda.set_device(rank % config.parallel.tensor_parallel_size if is_spread else rank)
     vocab_size = _open(config, model_path).config.vocab_size
-    return OneOfSeveralRanks(Mesh(rank, config.parallel, device, meeting_place), vocab_size)
+    return OneOfSeveralRanks(Mesh(rank, config.parallel, device, store_access), vocab_size)
 
 
 def check(config: EngineConfig, model_path: Path, num_ranks_here: int) -> None:

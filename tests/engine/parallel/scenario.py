@@ -44,14 +44,14 @@ def scenario(runner: PagedRunner) -> list[Tensor]:
 def logits_of_rank(
     rank: int,
     parallel: ParallelConfig,
-    meeting_place: Path,
+    store_access: Path,
     models: dict[str, Path],
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any] | None:
     """Runs in a rank. Returns what the sampling rank sees, by model. Ranks share a GPU, which NCCL would refuse."""
     backend = select_ops(device, dtype)
-    mesh = Mesh(rank, parallel, torch.device("cpu"), meeting_place)
+    mesh = Mesh(rank, parallel, torch.device("cpu"), store_access)
     try:
         made = {}
         for name, path in models.items():

@@ -87,8 +87,8 @@ def together(
     def run(topology: str) -> dict[str, list[Any]]:
         parallel = TOPOLOGIES[topology]
         wanted = {name: path for name, path in models.items() if _can_run(name, parallel)}
-        meeting_place = tmp_path_factory.mktemp("mesh") / "store"
-        made = pool.run(parallel.num_ranks, logits_of_rank, parallel, meeting_place, wanted)
+        store_access = tmp_path_factory.mktemp("mesh") / "store"
+        made = pool.run(parallel.num_ranks, logits_of_rank, parallel, store_access, wanted)
         (reported,) = [each for each in made if each is not None]
         return reported
 

@@ -1,9 +1,9 @@
 """Connects the ranks of a replica on several nodes over TCP. Imports no torch.
 
-The first rank listens at an address of its node until all ranks have come, and no longer. Both ends of a connection
-prove that they know the key of the meeting before anything else is read. A rank makes two connections: one for the
-messages of the first rank, and one to the store through which `torch.distributed` finds the ranks. Torch's own TCP
-store asks nobody for a key, so it is not used.
+The first rank listens at an address of its node until all ranks have connected, and no longer. In a handshake, both
+ends of a connection prove that they know the key of the rendezvous, before anything else is read. A rank makes
+two connections: one for the messages of the first rank, and one to the store through which `torch.distributed` finds
+the ranks. Torch's own TCP store asks nobody for a key, so it is not used.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from penstock import __version__
-from penstock.core.engine_config import Meeting
+from penstock.core.engine_config import Rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable, PenstockError
 
 logger = logging.getLogger(__name__)
 
-_PROOF_TIMEOUT_S = 10  # for a peer that has connected to prove that it knows the key
-_MAX_STRANGERS = 32  # connections that have not proved it yet
+_HANDSHAKE_TIMEOUT_S = 10  # for a peer that has connected to prove that it knows the key
+_MAX_UNAUTHENTICATED = 32  # connections that have not proved it yet
 _CONNECT_TIMEOUT_S = 10.0
-_DIAL_AGAIN_S = 0.1
-ARRIVAL_TIMEOUT_S = 120.0  # for ranks of other nodes
-_MAX_CARD_BYTES = 1 << 12
+_RETRY_S = 0.1
+JOIN_TIMEOUT_S = 120.0  # for ranks of other nodes
+_MAX_HELLO_BYTES = 1 << 12
 _MAX_CALL_BYTES = 1 << 24
 _NONCE_BYTES = 32
 
 Purpose: TypeAlias = Literal["messages", "store"]
 
 
-class Card(msgspec.Struct, frozen=True):
+class Hello(msgspec.Struct, frozen=True):
     """The first message of a rank that has proved itself."""
 
     rank: int
@@ -109,19 +109,19 @@ class RemoteTable:
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkPlace:
-    """Where a rank finds ranks of other nodes."""
+class StoreAccess:
+    """How a rank reaches the store when other ranks are on other nodes."""
 
     table: StoreTable | RemoteTable
     node_host: str  # the address of the rank's own node
 
 
-class Reception:
-    """Lets ranks in, on the first rank. Every rank comes once for each of its purposes."""
+class RankListener:
+    """Accepts the connections of the other ranks, on the first rank: one from each rank for each purpose."""
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         ranks_elsewhere: Iterable[int],
         num_ranks: int,
         on_rank: Callable[[int, Connection], None],
@@ -130,7 +130,7 @@ class Reception:
         """`on_rank` gets the connection for messages of each rank of another node, `on_failure` the reason why a rank
         is not let in. Both are called in threads of their own."""
         self.table = StoreTable()
-        self._key = meeting.key.encode()
+        self._key = rendezvous.key.encode()
         self._on_rank = on_rank
         self._on_failure = on_failure
         self._awaited: set[tuple[int, Purpose]] = {(rank, "store") for rank in range(1, num_ranks)}
@@ -138,16 +138,16 @@ class Reception:
         self._lock = threading.Lock()
         self._is_closed = False
         self._stores: list[Connection] = []
-        self._strangers = threading.Semaphore(_MAX_STRANGERS)
-        family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
+        self._unauthenticated = threading.Semaphore(_MAX_UNAUTHENTICATED)
+        family = socket.AF_INET6 if ":" in rendezvous.host else socket.AF_INET
         try:
-            self._listener = socket.create_server((meeting.host, meeting.port), family=family)
+            self._socket = socket.create_server((rendezvous.host, rendezvous.port), family=family)
         except OSError as error:
             raise EngineUnavailable(
-                f"Ranks cannot meet at {meeting.host} port {meeting.port}: {error.strerror}.",
+                f"Ranks cannot listen at {rendezvous.host} port {rendezvous.port}: {error.strerror}.",
                 retry_after_s=5.0,
             ) from error
-        threading.Thread(target=self._listen, name="reception", daemon=True).start()
+        threading.Thread(target=self._listen, name="rank-listener", daemon=True).start()
 
     def close(self) -> None:
         self._stop_listening()
@@ -155,20 +155,20 @@ class Reception:
             self._is_closed = True
             stores, self._stores = self._stores, []
         for connection in stores:
-            hang_up(connection)
+            disconnect(connection)
 
     def _stop_listening(self) -> None:
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
-        self._listener.close()
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
+        self._socket.close()
 
     def _listen(self) -> None:
         while True:
             try:
-                accepted, _ = self._listener.accept()
+                accepted, _ = self._socket.accept()
             except OSError:
                 return  # closed
-            if not self._strangers.acquire(blocking=False):
+            if not self._unauthenticated.acquire(blocking=False):
                 accepted.close()
                 continue
             threading.Thread(target=self._admit, args=(accepted,), daemon=True).start()
@@ -177,33 +177,33 @@ class Reception:
         connection = None
         try:
             connection = _connection(accepted)
-            _prove(connection, self._key, is_first_rank=True)
-            card = msgspec.msgpack.decode(connection.recv_bytes(_MAX_CARD_BYTES), type=Card)
+            _authenticate(connection, self._key, is_first_rank=True)
+            hello = msgspec.msgpack.decode(connection.recv_bytes(_MAX_HELLO_BYTES), type=Hello)
             _set_read_timeout(connection, 0)
         except (OSError, EOFError, msgspec.DecodeError):
-            logger.warning("a connection to the meeting of the ranks did not prove that it is one of them")
+            logger.warning("a peer that connected to the ranks' rendezvous failed the handshake")
             if connection is not None:
-                hang_up(connection)
+                disconnect(connection)
             return
         finally:
-            self._strangers.release()
-        if card.version != __version__:
-            hang_up(connection)
-            sentence = f"Rank {card.rank} runs Penstock {card.version}, and the first rank {__version__}."
+            self._unauthenticated.release()
+        if hello.version != __version__:
+            disconnect(connection)
+            sentence = f"Rank {hello.rank} runs Penstock {hello.version}, and the first rank {__version__}."
             self._on_failure(ConfigError(sentence, hint="Install the same version on every node."))
             return
         with self._lock:
-            is_awaited = (card.rank, card.purpose) in self._awaited and not self._is_closed
-            self._awaited.discard((card.rank, card.purpose))
-            if is_awaited and card.purpose == "store":
+            is_awaited = (hello.rank, hello.purpose) in self._awaited and not self._is_closed
+            self._awaited.discard((hello.rank, hello.purpose))
+            if is_awaited and hello.purpose == "store":
                 self._stores.append(connection)
         if not is_awaited:
-            hang_up(connection)
+            disconnect(connection)
             return
         if not self._awaited:
             self._stop_listening()
-        if card.purpose == "messages":
-            self._on_rank(card.rank, connection)
+        if hello.purpose == "messages":
+            self._on_rank(hello.rank, connection)
         else:
             self._answer_calls(connection)
 
@@ -214,28 +214,28 @@ class Reception:
                 connection.send_bytes(msgspec.msgpack.encode(self.table.call(call)))
 
 
-def meet(meeting: Meeting, rank: int, purpose: Purpose) -> Connection:
+def connect(rendezvous: Rendezvous, rank: int, purpose: Purpose) -> Connection:
     """Connect to the first rank, which may not listen yet when a rank comes for messages. Raises OSError or EOFError
     when it never does, or does not know the key."""
-    connection = _connection(_dial(meeting, ARRIVAL_TIMEOUT_S if purpose == "messages" else 0.0))
-    _prove(connection, meeting.key.encode(), is_first_rank=False)
-    connection.send_bytes(msgspec.msgpack.encode(Card(rank, purpose)))
+    connection = _connection(_connect_socket(rendezvous, JOIN_TIMEOUT_S if purpose == "messages" else 0.0))
+    _authenticate(connection, rendezvous.key.encode(), is_first_rank=False)
+    connection.send_bytes(msgspec.msgpack.encode(Hello(rank, purpose)))
     _set_read_timeout(connection, 0)
     return connection
 
 
-def _dial(meeting: Meeting, timeout_s: float) -> socket.socket:
+def _connect_socket(rendezvous: Rendezvous, timeout_s: float) -> socket.socket:
     gives_up_s = time.monotonic() + timeout_s
     while True:
         try:
-            return socket.create_connection((meeting.host, meeting.port), _CONNECT_TIMEOUT_S)
+            return socket.create_connection((rendezvous.host, rendezvous.port), _CONNECT_TIMEOUT_S)
         except OSError:
             if time.monotonic() > gives_up_s:
                 raise
-            time.sleep(_DIAL_AGAIN_S)
+            time.sleep(_RETRY_S)
 
 
-def hang_up(connection: Connection) -> None:
+def disconnect(connection: Connection) -> None:
     """Close a connection that no thread reads from any more, or will wake to find it closed."""
     shut_down(connection)
     connection.close()
@@ -258,7 +258,7 @@ def _connection(connected: socket.socket) -> Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
     connection = Connection(connected.detach())
-    _set_read_timeout(connection, _PROOF_TIMEOUT_S)
+    _set_read_timeout(connection, _HANDSHAKE_TIMEOUT_S)
     return connection
 
 
@@ -267,7 +267,7 @@ def _set_read_timeout(connection: Connection, seconds: int) -> None:
         duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
-def _prove(connection: Connection, key: bytes, *, is_first_rank: bool) -> None:
+def _authenticate(connection: Connection, key: bytes, *, is_first_rank: bool) -> None:
     """Prove to the peer that this end knows the key, without sending it, and have the peer prove the same."""
     here, there = (b"first", b"other") if is_first_rank else (b"other", b"first")
     ours = secrets.token_bytes(_NONCE_BYTES)
@@ -276,4 +276,4 @@ def _prove(connection: Connection, key: bytes, *, is_first_rank: bool) -> None:
     connection.send_bytes(hmac.digest(key, here + theirs + ours, "sha256"))
     proof = connection.recv_bytes(_NONCE_BYTES)
     if not hmac.compare_digest(proof, hmac.digest(key, there + ours + theirs, "sha256")):
-        raise ConnectionRefusedError("The peer does not know the key of the meeting.")
+        raise ConnectionRefusedError("The peer does not know the key of the rendezvous.")
