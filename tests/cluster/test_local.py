@@ -189,7 +189,7 @@ def test_an_early_process_that_nobody_needs_ends_at_once() -> None:
 def test_an_early_process_leaves_with_its_parent() -> None:
     process = EarlyProcess(NO_BYTECODE)._process
     assert process is not None
-    process.communicate(timeout=WAIT_S)  # As seen from there, it has closed its end.
+    process.communicate(timeout=6 * WAIT_S)  # As seen from there, it has closed its end.
     assert process.returncode == 0
 
 
