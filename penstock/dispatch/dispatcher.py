@@ -114,6 +114,7 @@ class Dispatcher:
         actions = self._after_change(now)
         gone = EngineUnavailable("The engine that served this request is gone.", retry_after_s=5.0)
         for record in tuple(self._requests.values()):
+            record.failed_on -= lost.keys()  # one that comes back is as good as new
             if record.replica_id in lost:
                 self._fail_attempt(record, lost[record.replica_id], gone, now, actions)
         return self._with_wakeup(actions)
@@ -363,7 +364,8 @@ class Dispatcher:
             replica.breaker = self._breaker.abandoned(replica.breaker)
         actions.append(AttemptEnded(record.attempt(replica.revision, now, None, error)))
         record.replica_id = None
-        record.failed_on |= {replica.id}
+        if replica.id in self.table.records:
+            record.failed_on |= {replica.id}
         failure = Failure(
             attempts=record.attempts,
             num_emitted_tokens=len(record.emitted),

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from penstock.core.errors import Overloaded
 from penstock.core.request import Request, SamplingParams
+from penstock.dispatch import DispatchConfig, Dispatcher, Fail, FleetStatus, ReplicaStatus, Send
 from penstock.dispatch.requests import WaitingConfig, WaitingRoom
+from penstock.router import Replica, ReplicaState
 
 
 def request(request_id: str, model: str = "m", num_tokens: int = 3) -> Request:
@@ -40,3 +44,28 @@ def test_waiting_ends_with_the_deadline_or_after_so_long() -> None:
     assert room.give_up_s(10.0, None) == 70.0
     assert room.give_up_s(10.0, 30.0) == 30.0
     assert "60 s" in room.too_late().message
+
+
+def test_a_request_that_both_replicas_lost_goes_on_when_they_are_back() -> None:
+    """As a gateway sees it that is cut off for a moment, and notices one silent replica after the other."""
+
+    def fleet(**states: ReplicaState) -> FleetStatus:
+        replicas = [
+            ReplicaStatus(replica=Replica(id=name, models=frozenset({"m"}), state=state), model="m")
+            for name, state in states.items()
+        ]
+        return FleetStatus(replicas=tuple(replicas), models={"m": 16})
+
+    ready, silent = ReplicaState.READY, ReplicaState.UNHEALTHY
+    dispatcher = Dispatcher(DispatchConfig(), Random(0), 0.0)
+    dispatcher.update(fleet(a=ready, b=ready), 0.0)
+    asked = Request(id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=9), model="m")
+    (first,) = [each for each in dispatcher.add(asked, 0.0) if isinstance(each, Send)]
+    other = "b" if first.replica_id == "a" else "a"
+    actions = dispatcher.update(fleet(**{first.replica_id: silent, other: ready}), 5.0)
+    assert [each.replica_id for each in actions if isinstance(each, Send)] == [other]
+    dispatcher.update(fleet(a=silent, b=silent), 6.0)
+    dispatcher.tick(7.0)
+    actions = [*dispatcher.update(fleet(a=ready, b=ready), 20.0), *dispatcher.tick(20.0)]
+    assert len([each for each in actions if isinstance(each, Send)]) == 1
+    assert not [each for each in actions if isinstance(each, Fail)]
