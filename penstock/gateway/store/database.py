@@ -81,8 +81,19 @@ Work = Callable[[Connection], T]
 
 DATABASE_FILE = "penstock.db"
 _NUM_THREADS = 4
+# A connection to PostgreSQL whose other end is silently gone, such as behind a cut network, ends after this on both
+# sides. The server then rolls back, so that locks of rows (a lease, for example) do not outlive their holder.
+_GONE_S = 10
 _BUSY_TIMEOUT_MS = 10_000  # how long a writer of SQLite waits for another process
 _READS_ONLY = "penstock_reads_only"
+_ENDED_IDLE_TRANSACTION = "25P03"  # PostgreSQL's code for it
+_SERVER_SETTINGS = {
+    "idle_in_transaction_session_timeout": _GONE_S * 1000,
+    "tcp_keepalives_idle": _GONE_S // 2,
+    "tcp_keepalives_interval": 2,
+    "tcp_keepalives_count": 2,
+    "tcp_user_timeout": _GONE_S * 1000,
+}
 
 
 def sqlite_url(data_dir: Path) -> str:
@@ -267,22 +278,39 @@ def _create_sqlite(url: sqlalchemy.URL) -> Engine:
 
 def _create_postgresql(url: sqlalchemy.URL) -> Engine:
     try:
-        return sqlalchemy.create_engine(
+        engine = sqlalchemy.create_engine(
             url,
             hide_parameters=True,
             pool_size=_NUM_THREADS,
             pool_pre_ping=True,
-            connect_args={"connect_timeout": 10},
+            connect_args={
+                "connect_timeout": _GONE_S,
+                "keepalives_idle": _GONE_S // 2,
+                "keepalives_interval": 2,
+                "keepalives_count": 2,
+                "tcp_user_timeout": _GONE_S * 1000,
+            },
         )
     except ModuleNotFoundError as error:
         raise ConfigError(
             "PostgreSQL needs a driver that is not installed.", hint=f"Run: {install_command('postgres')}"
         ) from error
 
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _: Any) -> None:
+        with connection.cursor() as cursor:
+            for name, value in _SERVER_SETTINGS.items():
+                cursor.execute("SELECT set_config(%s, %s, false)", (name, str(value)))
+        connection.commit()
+
+    return engine
+
 
 def _is_outage(error: Exception) -> bool:
     """Whether an error means that the database is away, rather than that the statement is wrong."""
     outages = (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError, sqlalchemy.exc.TimeoutError)
+    if getattr(getattr(error, "orig", None), "sqlstate", None) == _ENDED_IDLE_TRANSACTION:
+        return True
     # SQLite reports a file that is no database with the general class alone.
     return isinstance(error, outages) or type(error) is sqlalchemy.exc.DatabaseError
 

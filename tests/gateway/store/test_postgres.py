@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,9 +28,10 @@ from penstock.gateway.responses.store import DatabaseResponses
 from penstock.gateway.settings.live import LiveSettings
 from penstock.gateway.settings.shared import SharedSettings
 from penstock.gateway.settings.store import SettingsStore
+from penstock.gateway.store import database as database_module
 from penstock.gateway.store import versions
 from penstock.gateway.store.database import Database
-from penstock.gateway.store.tables import keys, metadata, tenant_revision, workspaces
+from penstock.gateway.store.tables import fleet_leases, keys, metadata, tenant_revision, workspaces
 from penstock.gateway.store.versions import Follower
 from penstock.gateway.tenants.keyring import TRUST_S
 from penstock.gateway.tenants.records import KeyChanges, NewKey
@@ -247,3 +249,31 @@ def test_objects_events_and_uploads_on_postgresql(url: str, tmp_path: Path) -> N
         asyncio.run(use())
     finally:
         database.close()
+
+
+async def test_a_process_that_stops_within_a_transaction_keeps_no_lock(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that is frozen or cut off while it renews the lease of the leader."""
+    other = Database(url)
+    registry = DatabaseRegistry(other)
+    assert await registry.lead("first", 0.01, 0) == 1
+    monkeypatch.setitem(database_module._SERVER_SETTINGS, "idle_in_transaction_session_timeout", 500)
+    frozen, resume = Database(url), threading.Event()
+
+    def renew(connection: Connection) -> None:
+        connection.execute(select(fleet_leases).with_for_update())
+        resume.wait(60.0)
+        connection.execute(select(fleet_leases))
+
+    renewing = asyncio.create_task(frozen.run(renew))
+    try:
+        await asyncio.sleep(0.3)
+        async with asyncio.timeout(30.0):
+            assert await registry.lead("second", 5.0, 0) == 2
+    finally:
+        resume.set()
+    with pytest.raises(StoreUnavailable):
+        await renewing
+    frozen.close()
+    other.close()
