@@ -174,6 +174,8 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def _check_sampling(options: SamplingOptions, vocab_size: int) -> None:
+    if options == SamplingOptions(max_tokens=options.max_tokens):
+        return  # nothing was asked for
     for name, (low, high) in _RANGES.items():
         value = getattr(options, name)
         if value is not None and not low <= value <= high:

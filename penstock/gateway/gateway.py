@@ -234,7 +234,13 @@ class Gateway:
             elsewhere.max_tokens_param = work.request.max_tokens_param
             elsewhere.shortens_answers = not work.refuses_long_outputs
             pool = self.catalogue.external.pool
-            self._begin(elsewhere, lambda: elsewhere.start(pool, work.time_left_s(self.clock.now())))
+            is_read_whole = work.request.is_read_whole
+            self._begin(
+                elsewhere,
+                lambda: elsewhere.start(
+                    pool, work.time_left_s(self.clock.now()), is_read_whole=is_read_whole
+                ),
+            )
             return elsewhere
         generation = Generation(account, work.choices, n, self, self._forget)
         generation.warnings = work.warnings

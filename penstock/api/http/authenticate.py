@@ -31,6 +31,7 @@ _SCOPED_PATHS = (
     ("/metrics", Scope.METRICS),
     ("/v1/usage", Scope.USAGE),
 )
+_SCOPED_STARTS = tuple(start for start, _ in _SCOPED_PATHS)
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 _HINT = "Send it as the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
 _POLICY_VIOLATION = 1008  # a WebSocket's close code
@@ -90,6 +91,8 @@ def _refuse_foreign_pages(scope: Connection, needed: Scope, origins: AllowedOrig
 
 def scope_of(path: str) -> Scope:
     """What a caller must be allowed to do to use a path."""
+    if not path.startswith(_SCOPED_STARTS):
+        return Scope.INFERENCE
     for start, scope in _SCOPED_PATHS:
         if path.startswith(start) and path[len(start) :][:1] in ("", "/"):
             return scope

@@ -57,6 +57,12 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return whole
 
 
+async def read_within_bound(request: Request) -> bytes:
+    """Read the body of a request, within the bound of the application."""
+    app = request.scope.get("app")
+    return await read_body(request, MAX_INNER_BYTES if app is None else app.state.max_body_bytes)
+
+
 def _too_large(max_bytes: int) -> RequestTooLarge:
     return RequestTooLarge(f"The request body is larger than the {max_bytes} bytes that this server takes.")
 
@@ -119,11 +125,12 @@ class BodyDecoder(Generic[Shape]):
         self._guarded = tuple(guarded_fields)
 
     async def read(self, request: Request, *, default: bytes = b"") -> Shape:
-        """Read and decode the body of a request, within the bound of the application. `default` stands for an empty
-        body."""
-        app = request.scope.get("app")
-        max_bytes = MAX_INNER_BYTES if app is None else app.state.max_body_bytes
-        decoded = self.decode(await read_body(request, max_bytes) or default)
+        """Read and decode the body of a request. `default` stands for an empty body."""
+        return self.decode_for(request, await read_within_bound(request) or default)
+
+    def decode_for(self, request: Request, body: bytes) -> Shape:
+        """Decode a body. A model that only the path names is filled in."""
+        decoded = self.decode(body)
         deployment = deployment_of(request)
         if deployment is None or getattr(decoded, "model", None):
             return decoded

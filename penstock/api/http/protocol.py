@@ -24,6 +24,7 @@ from uvicorn.server import ServerState
 from penstock.api.http.answer_transports import HeldHead, UnframedBody
 from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.errors import error_body
+from penstock.api.http.exchange import Exchange
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.metrics.table import metrics
@@ -72,6 +73,12 @@ class ConnectionLimits:
     config: ServerConfig
     metrics: ConnectionMetrics = field(default_factory=ConnectionMetrics)
     is_leaving: bool = False  # each connection then ends after its next answer
+
+
+def _is_plain_target(target: bytes) -> bool:
+    """Whether the target of a request is a path, and perhaps a query, without anything to decode."""
+    is_path = target[:1] == b"/" and target[:2] != b"//"
+    return is_path and target.isascii() and b"%" not in target and b"#" not in target
 
 
 class StallTimer:
@@ -227,7 +234,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._num_discarded_bytes = 0
         self.scope["extensions"] = self._extensions
-        super().on_headers_complete()
+        if self.parser.get_method() == b"POST" and _is_plain_target(self.url):
+            self._begin_exchange()
+        else:
+            super().on_headers_complete()
         if self.limits.is_leaving and self.cycle is not None:
             self.cycle.keep_alive = False
         # Answers to other methods may have no body that the head could wait for.
@@ -238,6 +248,32 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.transport = UnframedBody(self.transport)
         elif self.scope["method"] == "POST" and not self.expect_100_continue:
             self.cycle.transport = HeldHead(self.transport)
+
+    def _begin_exchange(self) -> None:
+        """What uvicorn does with the head of a request, for one that needs no care."""
+        scope, http_version = self.scope, self.parser.get_http_version()
+        path, _, query = self.url.partition(b"?")
+        scope["method"], scope["http_version"] = "POST", http_version
+        scope["path"], scope["raw_path"], scope["query_string"] = path.decode("ascii"), path, query
+        before = self.cycle
+        self.cycle = Exchange(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=http_version != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        if before is None or before.response_complete:
+            self._start_asgi_task(self.cycle, self.app)
+        else:  # the client did not wait for the answer to the request before
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)

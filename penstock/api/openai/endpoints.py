@@ -19,7 +19,7 @@ from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
 from penstock.api.http.answers import EventStream, answer_whole
 from penstock.api.http.context import principal_of, with_context
 from penstock.api.http.errors import error_event
-from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.parsing import BodyDecoder, read_within_bound
 from penstock.api.openai.answers import (
     AnswerHeader,
     ShowsPrompts,
@@ -32,6 +32,7 @@ from penstock.api.openai.answers import (
     wire_usage,
 )
 from penstock.api.openai.chat_tools import StreamedCalls
+from penstock.api.openai.plain_chats import PlainChat, plain_chat
 from penstock.api.openai.prompt_echo import EchoedAnswer, ShownPrompts, TokenBytes, prompt_texts
 from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from penstock.api.openai.stored_chats import KeptAnswer, StoredChats, kept_metadata
@@ -178,6 +179,10 @@ class CompletionChunks:
         return error_event(error)
 
 
+def _build_plain(answer: AnswerStream, deltas: Sequence[Delta]) -> bytes:
+    return chat_completion(AnswerHeader.of(answer, wants_logprobs=False), deltas, answer.usage)
+
+
 class OpenAIEndpoints:
     def __init__(self, gateway: Gateway, chats: StoredChats) -> None:
         self._gateway = gateway
@@ -229,7 +234,10 @@ class OpenAIEndpoints:
         return await answer_whole(request, submit(), build)
 
     async def create_chat_completion(self, request: Request) -> ASGIApp:
-        wire = await self._chat_decoder.read(request)
+        body = await read_within_bound(request)
+        if (plain := plain_chat(body)) is not None:
+            return await self._answer_plain(request, plain)
+        wire = self._chat_decoder.decode_for(request, body)
         metadata = kept_metadata(wire.metadata) if wire.store else {}
         generation = wire.to_generation()
         prompts: EchoedAnswer | None = None
@@ -266,6 +274,15 @@ class OpenAIEndpoints:
             return chat_completion(header_of(answer), deltas, answer.usage, scored)
 
         return await answer_whole(request, submit(), build)
+
+    async def _answer_plain(self, request: Request, chat: PlainChat) -> ASGIApp:
+        submitted = self._submit(request, chat.to_generation(), is_read_whole=not chat.stream)
+        if not chat.stream:
+            return await answer_whole(request, submitted, _build_plain)
+        header_of = partial(AnswerHeader.of, wants_logprobs=False, includes_usage=chat.includes_usage)
+        return await EventStream.open(
+            request, submitted, lambda answer: ChatChunks(header_of(answer)), error_event
+        )
 
     async def _submit(
         self, request: Request, generation: GenerationRequest, *, is_read_whole: bool

@@ -134,13 +134,12 @@ class ExternalPool:
         are passed on together. Raises a PenstockError. Cancel this to cancel the request."""
         now = self._clock.now()
         deadline_s = None if call.timeout_s is None else now + call.timeout_s
-        hashes = hash_text(call.tenant, call.text)
         self._budget = self._retries.attempted(self._budget, now)
         failed: set[str] = set()
         attempts = 0
         relay = Relay(call, on_chunks, partial(self.note_first_token, call))
         while True:
-            member = await self._place(call, hashes, failed, continues=relay.has_begun)
+            member = await self._place(call, failed, continues=relay.has_begun)
             attempts += 1
             try:
                 await self._attempt(member, call, relay)
@@ -168,9 +167,7 @@ class ExternalPool:
     def note_first_token(self, call: ExternalCall) -> None:
         self._router.first_token(call.id, self._clock.now())
 
-    async def _place(
-        self, call: ExternalCall, hashes: Sequence[bytes], failed: set[str], *, continues: bool
-    ) -> _Member:
+    async def _place(self, call: ExternalCall, failed: set[str], *, continues: bool) -> _Member:
         """The server of the next attempt, which has room for it. Waits for room where no server has any."""
         was_granted = False
         while True:
@@ -180,8 +177,10 @@ class ExternalPool:
                 self._waiting.taken()
             if not usable and continues:
                 raise EngineUnavailable("The server of this model broke off its answer.", hint="Try again.")
+            if free and len(self._members) == 1:  # there is no choice, now or later
+                return self._members[free[0]]
             if free or not usable:  # without any, the router says why
-                return self._choose(call, hashes, self._excluded(failed, self._cheapest(free)))
+                return self._choose(call, self._excluded(failed, self._cheapest(free)))
             await self._waiting.wait(call.model, call.tier)
             was_granted = True
 
@@ -197,8 +196,9 @@ class ExternalPool:
         ]
         return frozenset((*failed, *asleep))
 
-    def _choose(self, call: ExternalCall, hashes: Sequence[bytes], excluded: frozenset[str]) -> _Member:
+    def _choose(self, call: ExternalCall, excluded: frozenset[str]) -> _Member:
         """The router's choice of the servers that are not excluded."""
+        hashes = hash_text(call.tenant, call.text)
         now = self._clock.now()
         request = RoutingRequest(
             id=call.id,

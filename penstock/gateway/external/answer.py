@@ -1,7 +1,8 @@
 """The answers of external servers to one request, read like those of our own engines.
 
-`ExternalAnswer` runs one task per answer, which reads what a server sends; the rest is `answers.stream`. Each choice
-turns chunks into deltas without waiting.
+`ExternalAnswer` runs one task per answer, which reads what a server sends; the rest is `answers.stream`. An only
+answer that is read whole needs no task: its reader does the work. Each choice turns chunks into deltas without
+waiting.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -225,14 +227,45 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
         choices = [ExternalChoice(index, call.estimated_tokens) for index, call in enumerate(calls)]
         super().__init__(account, choices, n, context, on_end)
         self._calls = calls
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._pool: ExternalPool | None = None  # until the servers are asked
 
-    def start(self, pool: ExternalPool, timeout_s: float | None) -> None:
+    def start(self, pool: ExternalPool, timeout_s: float | None, *, is_read_whole: bool = False) -> None:
+        """Ask the servers now; with `is_read_whole`, an only answer is asked for when its reader collects it."""
         if timeout_s is not None:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out)
-        for choice, call in zip(self._choices, self._calls, strict=True):
-            timed = call if timeout_s is None else msgspec.structs.replace(call, timeout_s=timeout_s)
-            self._tasks.append(asyncio.create_task(self._follow(pool, timed, choice)))
+            self._calls = [msgspec.structs.replace(call, timeout_s=timeout_s) for call in self._calls]
+        self._pool = pool
+        if not is_read_whole or len(self._calls) > 1:
+            self._ask()
+
+    def _ask(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None and self._num_open:
+            for choice, call in zip(self._choices, self._calls, strict=True):
+                self._tasks.append(asyncio.create_task(self._follow(pool, call, choice)))
+
+    async def __anext__(self) -> list[Delta]:
+        self._ask()
+        return await super().__anext__()
+
+    async def collect(self) -> list[Delta]:
+        reader = asyncio.current_task()
+        if self._pool is None or reader is None or len(self._calls) > 1:
+            return await super().collect()
+        pool, self._pool = self._pool, None
+        self._wants_all_at_once = True
+        if self._num_open:
+            self._tasks.append(reader)
+            try:
+                await self._follow(pool, self._calls[0], self._choices[0])
+            except asyncio.CancelledError:
+                if self._num_open:  # somebody else cancelled the reader
+                    raise
+                reader.uncancel()  # this answer ended early, and let go of the server
+            finally:
+                self._tasks.clear()
+        return await super().collect()
 
     @property
     def usage(self) -> Usage:

@@ -142,12 +142,14 @@ def written_by_ttl(breakpoints: Sequence[CacheBreakpoint], use: CacheUse) -> tup
 
 
 def has_cache_marks(prompt: ChatPrompt) -> bool:
-    return any(tool.cache is not None for tool in prompt.tools) or any(
-        message.cache is not None
-        or any(call.cache is not None for call in message.tool_calls)
-        or (not isinstance(message.content, str) and any(part.cache is not None for part in message.content))
-        for message in prompt.messages
-    )
+    for message in prompt.messages:
+        if message.cache is not None:
+            return True
+        if message.tool_calls and any(call.cache is not None for call in message.tool_calls):
+            return True
+        if not isinstance(message.content, str) and any(part.cache is not None for part in message.content):
+            return True
+    return bool(prompt.tools) and any(tool.cache is not None for tool in prompt.tools)
 
 
 def _pieces_of(index: int, message: ChatMessage) -> list[Piece]:

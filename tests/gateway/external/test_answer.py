@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,7 +94,9 @@ async def live(plans: list[Plan], pause: int, cancel_after: int | None, collects
     ended: list[ExternalAnswer] = []
     account = await gateway.accounts.open(claim)
     answer = ExternalAnswer(account, [call(number) for number in range(len(plans))], 1, gateway, ended.append)
-    answer.start(pool, None)  # type: ignore[arg-type]
+    answer.start(pool, None, is_read_whole=collects)  # type: ignore[arg-type]
+    if collects and cancel_after is not None:
+        asyncio.get_running_loop().call_soon(_after_turns, cancel_after, answer)
     texts, reasons, error = await read(answer, len(plans), pause, cancel_after, collects)
     answer.cancel()
     for _ in range(3):
@@ -109,6 +112,14 @@ async def live(plans: list[Plan], pause: int, cancel_after: int | None, collects
         assert all("".join(plan.pieces).startswith(text) for plan, text in zip(plans, texts, strict=True))
         assert outcome.status == ("cancelled" if isinstance(error, ReaderGone) else "failed")
         assert cancel_after is not None or not all(plan.is_whole for plan in plans)
+
+
+def _after_turns(count: int, answer: ExternalAnswer) -> None:
+    """Cancel an answer after some turns of the event loop, as a client that leaves does."""
+    if count:
+        asyncio.get_running_loop().call_soon(_after_turns, count - 1, answer)
+    else:
+        answer.cancel()
 
 
 async def read(
@@ -151,3 +162,42 @@ def test_lives_of_external_answers(
     plans: list[Plan], pause: int, cancel_after: int | None, collects: bool
 ) -> None:
     asyncio.run(live(plans, pause, cancel_after, collects))
+
+
+async def _collecting(pool: ScriptedPool) -> tuple[ExternalAnswer, asyncio.Task[Any]]:
+    gateway = Gateway(FakeEngine(), GatewayConfig())
+    claim = Claim(request_id="r", principal=OPEN_PRINCIPAL, model="m", endpoint="chat", tier=Tier.DEFAULT)
+    account = await gateway.accounts.open(claim)
+    answer = ExternalAnswer(account, [call(0)], 1, gateway, lambda answer: None)
+    answer.start(pool, None, is_read_whole=True)  # type: ignore[arg-type]
+    return answer, asyncio.create_task(answer.collect())
+
+
+async def test_an_only_answer_that_is_read_whole_needs_no_task() -> None:
+    _, collecting = await _collecting(ScriptedPool([Plan(("a", "b"), "well")]))
+    before = asyncio.all_tasks()
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
+    (delta,) = await collecting
+    assert delta.text == "ab"
+    assert not collecting.cancelling()
+
+
+async def test_a_drain_tells_the_reader_that_does_the_work_itself() -> None:
+    pool = ScriptedPool([Plan(("a",) * 4, "well")])
+    answer, collecting = await _collecting(pool)
+    await asyncio.sleep(0)
+    answer.fail(EngineUnavailable("Enough."))
+    with pytest.raises(EngineUnavailable, match="Enough"):
+        await collecting
+    assert pool.num_open == 0
+
+
+async def test_whoever_cancels_the_reader_cancels_the_reader() -> None:
+    pool = ScriptedPool([Plan(("a",) * 4, "well")])
+    _, collecting = await _collecting(pool)
+    await asyncio.sleep(0)
+    collecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await collecting
+    assert pool.num_open == 0
