@@ -176,6 +176,8 @@ class ExternalServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     url: str  # with or without /v1 at its end
     name: str = ""  # in logs and metrics; empty: host and port
     models: dict[str, str] = {}  # the clients' names → the server's names; empty: all listed models
+    discover: Literal["dns"] | None = None  # each address of the URL's host is a server of its own
+    address: str = ""  # to connect to instead of the URL's host, once it is known
     region: str = ""
     cost: float = 0.0  # per token, in any unit: cheaper servers are asked first, while they have room
     max_concurrent: int | None = None  # requests at a time; more wait here, by tier
@@ -205,6 +207,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     serving: ServingConfig = ServingConfig()
     models: tuple[ExtraModelConfig, ...] = ()
     external: tuple[ExternalServerConfig, ...] = ()
+    external_file: str | None = (
+        None  # with the tables of external servers, which are read again when it changes
+    )
+    external_urls: tuple[str, ...] = ()  # of external servers that are not in the file
     runs_engines: bool = True  # False: only external servers answer
     cluster: ClusterConfig = ClusterConfig()
     scaling: ScalingConfig = ScalingConfig()

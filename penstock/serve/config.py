@@ -19,7 +19,13 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from penstock.core.config import ClusterConfig, ScalingConfig, ServeConfig, ServingConfig
+from penstock.core.config import (
+    ClusterConfig,
+    ExternalServerConfig,
+    ScalingConfig,
+    ServeConfig,
+    ServingConfig,
+)
 from penstock.core.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -175,6 +181,7 @@ SERVE_SECTIONS = (
 # Tables that have no flags. Each is read as a whole.
 FILE_TABLES: dict[str, type[msgspec.Struct]] = {"oidc": OidcConfig}
 MODEL_TABLES = "models"  # a file may have several
+EXTERNAL_FILE = "file of [[external]]"
 EXTERNAL_TABLES = "[[external]]"  # a file may have several; "external" without brackets is a setting
 
 
@@ -207,6 +214,7 @@ def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeCo
     values = dict(file_values)
     described: tuple[DescribedModel, ...] = values.pop(MODEL_TABLES, ())
     elsewhere = values.pop(EXTERNAL_TABLES, ())
+    external_file: str | None = values.pop(EXTERNAL_FILE, None)
     extra = described
     if described and "model" not in {**values, **given}:  # the first table is the first model
         values = {**values, **described[0].first_settings()}
@@ -231,6 +239,8 @@ def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeCo
         serving=ServingConfig(**tables["serving"]),
         models=extra_models([*extra, *also], values, _engine_config),
         external=external,
+        external_file=external_file,
+        external_urls=tuple(values.get("external", ())),
         # External servers without a model mean a gateway without engines.
         runs_engines=not external or "model" in values or bool(also),
         cluster=ClusterConfig(**tables["cluster"]),
@@ -242,6 +252,14 @@ def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeCo
         server=ServerConfig(**tables["server"]),
         telemetry=TelemetryConfig(**tables["telemetry"]),
     )
+
+
+def external_servers_of(config: ServeConfig) -> tuple[ExternalServerConfig, ...]:
+    """The external servers, as the file with their tables has them now. Raises ConfigError."""
+    if config.external_file is None:
+        return config.external
+    tables = read_config_file(Path(config.external_file)).get(EXTERNAL_TABLES, ())
+    return external_servers(tables, config.external_urls)
 
 
 def _engine_config(values: Mapping[str, Any]) -> EngineConfig:
@@ -284,6 +302,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
             values[key] = _take_whole(path, key, value)
         elif key == "external" and isinstance(value, list) and any(isinstance(each, dict) for each in value):
             values[EXTERNAL_TABLES] = read_external_tables(value, str(path))
+            values[EXTERNAL_FILE] = str(path)
         elif key == MODEL_TABLES:
             values[key] = read_model_tables(value, str(path), _checked_engine_setting)
         else:

@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +25,9 @@ from penstock.api.admin.simulations import SimulationEndpoints
 from penstock.api.app import create_app
 from penstock.api.http.protocol import ConnectionLimits, bounded_protocols
 from penstock.cluster.control_link import ControlLink
-from penstock.cluster.external.pool import ExternalPool
-from penstock.cluster.external.server import ExternalServer
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.fleet_link import FleetLink
-from penstock.core.config import ExternalServerConfig, ServeConfig
+from penstock.core.config import ServeConfig
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.accounts import Observers
 from penstock.gateway.batches.runner import StoredWork
@@ -51,6 +49,7 @@ from penstock.gateway.tenants.authenticator import Tenants
 from penstock.planner.hardware import HARDWARE, WEIGHT_FORMATS
 from penstock.planner.shapes import KNOWN_MODELS
 from penstock.serve.environment import data_dir, open_blobs, open_database
+from penstock.serve.external import open_external_pool
 from penstock.serve.gateway_state import open_gateway_state, running
 from penstock.serve.telemetry import build_observer, build_request_log
 
@@ -146,7 +145,7 @@ async def open_gateway(
         await state.follow_adapters(adapters)
         await try_given(gateway.engine, gateway.catalogue)
         if config.external:
-            pool = await stack.enter_async_context(open_external_pool(config.external))
+            pool = await stack.enter_async_context(open_external_pool(config))
             gateway.catalogue.external = ExternalModels(pool)
             gateway.metrics.register(gateway.catalogue.external)
         # Stored responses alone are no reason to create a database file: without one they stay in memory.
@@ -231,18 +230,3 @@ def _build_server(
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
     )
-
-
-@contextlib.asynccontextmanager
-async def open_external_pool(servers: Sequence[ExternalServerConfig]) -> AsyncIterator[ExternalPool]:
-    """Probe every external server once, then keep probing until the context ends."""
-    pool = ExternalPool([ExternalServer(server) for server in servers])
-    await pool.probe()
-    watching = asyncio.create_task(pool.run())
-    try:
-        yield pool
-    finally:
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
-        await pool.close()

@@ -179,6 +179,7 @@ class ExternalTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     url: str
     name: str = ""
     models: dict[str, str] | tuple[str, ...] = ()
+    discover: Literal["dns"] | None = None
     region: str = ""
     cost: Annotated[float, Meta(ge=0)] = 0.0
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
@@ -202,6 +203,7 @@ class ExternalTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             url=self.url,
             name=self.name,
             models=models,
+            discover=self.discover,
             region=self.region,
             cost=self.cost,
             max_concurrent=self.max_concurrent,

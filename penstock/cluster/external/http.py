@@ -317,10 +317,12 @@ class Answer(asyncio.Protocol):
 
 
 class HttpClient:
-    """Sends requests to one server. `headers` go with every request. Call `close` at the end."""
+    """Sends requests to one server. `headers` go with every request. `connect_to` is an address of the URL's host, if
+    not any will do. Call `close` at the end."""
 
-    def __init__(self, url: str, headers: dict[str, str]) -> None:
+    def __init__(self, url: str, headers: dict[str, str], connect_to: str = "") -> None:
         self.address = Address.of(url)
+        self._connect_to = connect_to or self.address.host
         lines = {"host": self.address.authority, "accept-encoding": "identity", "user-agent": "penstock"}
         if self.address.credentials is not None:
             lines["authorization"] = self.address.credentials
@@ -407,7 +409,13 @@ class HttpClient:
         answer = Answer(self)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await self.loop.create_connection(lambda: answer, address.host, address.port, ssl=self._tls)
+                await self.loop.create_connection(
+                    lambda: answer,
+                    self._connect_to,
+                    address.port,
+                    ssl=self._tls,
+                    server_hostname=None if self._tls is None else address.host,
+                )
         except TimeoutError as error:
             raise ConnectFailed("no connection in time") from error
         except (OSError, UnicodeError) as error:  # the latter for a name that can be none

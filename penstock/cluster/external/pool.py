@@ -19,8 +19,9 @@ from functools import partial
 from penstock.cluster.external.relay import Relay
 from penstock.cluster.external.server import ExternalServer, OnChunks, ServerDown, ServerLoad
 from penstock.cluster.external.waiting import WaitingCalls
-from penstock.cluster.external.wire import ExternalCall, RequestRefused
+from penstock.cluster.external.wire import ExternalCall, RequestRefused, server_name
 from penstock.core.clock import Clock, SystemClock
+from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import EngineStats
 from penstock.dispatch.health import BreakerConfig, BreakerState, Circuit, CircuitBreaker
@@ -43,6 +44,7 @@ class _Member:
     missed_probes: int = 0
     num_running: int = 0  # sent from this gateway
     outcomes: Counter[str] = field(default_factory=Counter)
+    has_left: bool = False  # no longer one of the servers; what it runs goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,34 @@ class ExternalPool:
         await asyncio.gather(*map(self._probe, self._members.values()))
         self._describe()
         self._grant()
+
+    async def replace(self, configs: Sequence[ExternalServerConfig]) -> None:
+        """Have these servers from now on. Those that are here already stay as they are; those that left finish what
+        they run. Raises ConfigError, and nothing changes."""
+        before = self._members
+        members: dict[str, _Member] = {}
+        new = []
+        for config in configs:
+            member = before.get(server_name(config))
+            if member is None or member.server.config != config:
+                member = _Member(ExternalServer(config))
+                new.append(member)
+            members[member.server.name] = member
+        left = [member for member in before.values() if members.get(member.server.name) is not member]
+        if not new and not left:
+            return
+        await asyncio.gather(*map(self._probe, new))
+        self._members = members
+        for member in left:
+            logger.info("the external server %s is no longer used", member.server.name)
+            member.has_left = True
+            await self._close_if_over(member)
+        self._describe()
+        self._grant()
+
+    async def _close_if_over(self, member: _Member) -> None:
+        if member.has_left and not member.num_running:
+            await member.server.close()
 
     async def close(self) -> None:
         await asyncio.gather(*(member.server.close() for member in self._members.values()))
@@ -279,6 +309,8 @@ class ExternalPool:
                 member.breaker = self._breaker.abandoned(member.breaker)
             member.outcomes[outcome] += 1
             member.num_running -= 1
+            if member.has_left:
+                await self._close_if_over(member)
             self._grant()
             self._router.ended(call.id, self._clock.now())
 

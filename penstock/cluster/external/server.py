@@ -152,6 +152,7 @@ class ExternalServer:
     the end."""
 
     def __init__(self, config: ExternalServerConfig) -> None:
+        self.config = config
         self.name = server_name(config)
         self.region = config.region
         self.models: Mapping[str, str] = dict(config.models)
@@ -171,7 +172,7 @@ class ExternalServer:
         if config.api_key is not None:
             header = config.api_key_header.lower() or self._dialect.key_header
             headers[header] = f"Bearer {config.api_key}" if header == "authorization" else config.api_key
-        self._http = HttpClient(server_root(config), headers)
+        self._http = HttpClient(server_root(config), headers, config.address)
 
     async def close(self) -> None:
         await self._http.close()

@@ -1,0 +1,74 @@
+"""The external servers of a gateway: probed, resolved again by name, and read again when their file changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from penstock.cluster.external.discovery import Discovery
+from penstock.cluster.external.pool import ExternalPool
+from penstock.core.config import ExternalServerConfig, ServeConfig
+from penstock.core.errors import ConfigError
+from penstock.serve.config import external_servers_of
+from penstock.serve.gateway_state import running
+
+logger = logging.getLogger(__name__)
+
+REFRESH_INTERVAL_S = 5.0
+
+
+class ExternalServers:
+    """Keeps a pool up to date. Tables that cannot be used change nothing, and are told of once."""
+
+    def __init__(self, config: ServeConfig, pool: ExternalPool, discovery: Discovery | None = None) -> None:
+        self._config = config
+        self._pool = pool
+        self._discovery = discovery or Discovery()
+        self._tables: tuple[ExternalServerConfig, ...] = config.external
+        self._stamp = self._read_stamp()
+
+    async def refresh(self) -> None:
+        """Raises ConfigError for tables that cannot be used."""
+        tables = self._tables
+        stamp = await asyncio.to_thread(self._read_stamp)
+        if stamp is not None and stamp != self._stamp:
+            self._stamp = stamp  # also of a bad file: it is read again when it changes again
+            tables = await asyncio.to_thread(external_servers_of, self._config)
+        await self._pool.replace(await self._discovery.servers(tables))
+        self._tables = tables
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_INTERVAL_S)
+            try:
+                await self.refresh()
+            except ConfigError as error:
+                logger.error("the external servers stay as they were: %s", error.message)
+            except Exception:
+                logger.exception("the external servers could not be refreshed; it is tried again")
+
+    def _read_stamp(self) -> tuple[int, int] | None:
+        """Changes with the file; None without one, or while it is away."""
+        if self._config.external_file is None:
+            return None
+        try:
+            found = Path(self._config.external_file).stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size
+
+
+@contextlib.asynccontextmanager
+async def open_external_pool(config: ServeConfig) -> AsyncIterator[ExternalPool]:
+    """Probe every external server once, then keep the pool up to date until the context ends."""
+    pool = ExternalPool([])
+    servers = ExternalServers(config, pool)
+    await servers.refresh()
+    try:
+        async with running(pool.run()), running(servers.run()):
+            yield pool
+    finally:
+        await pool.close()
