@@ -61,7 +61,7 @@ def always_read(engine: Engine) -> Engine:
 def test_prefixes_come_back_from_host_memory(
     model: Path, expected: list[list[int]], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("penstock.engine.decoder.block_copy_s", lambda *_: 0.0)
+    monkeypatch.setattr("penstock.engine.cache_memory.block_copy_s", lambda *_: 0.0)
     engine = tiny_engine(model, num_kv_blocks=18, kv_host_memory="1MiB")
     assert asked(engine) == (expected, [0] * 4)
     answers, cached = asked(engine, "again ")
@@ -71,7 +71,7 @@ def test_prefixes_come_back_from_host_memory(
 
 
 def test_a_slow_copy_is_not_made_where_computing_is_quicker(model: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("penstock.engine.decoder.block_copy_s", lambda *_: 10.0)
+    monkeypatch.setattr("penstock.engine.cache_memory.block_copy_s", lambda *_: 10.0)
     engine = tiny_engine(model, num_kv_blocks=18, kv_host_memory="1MiB")
     asked(engine)
     assert asked(engine, "again ")[1] == [0] * 4
@@ -81,7 +81,7 @@ def test_a_slow_copy_is_not_made_where_computing_is_quicker(model: Path, monkeyp
 def test_prefixes_come_back_from_disk_and_survive_a_restart(
     model: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("penstock.engine.decoder.block_copy_s", lambda *_: 0.0)
+    monkeypatch.setattr("penstock.engine.cache_memory.block_copy_s", lambda *_: 0.0)
     plans = tmp_path / "plans"
     engine = always_read(disk_engine(model, tmp_path / "kv", record_plans=str(plans)))
     assert asked(engine)[0] == expected
@@ -105,7 +105,7 @@ def test_prefixes_come_back_from_disk_and_survive_a_restart(
 def test_requests_of_another_tenant_and_model_find_nothing(
     model: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("penstock.engine.decoder.block_copy_s", lambda *_: 0.0)
+    monkeypatch.setattr("penstock.engine.cache_memory.block_copy_s", lambda *_: 0.0)
     engine = always_read(disk_engine(model, tmp_path))
     asked(engine)
     engine.close()
@@ -124,7 +124,7 @@ def test_requests_of_another_tenant_and_model_find_nothing(
 def test_damaged_files_are_removed_and_the_server_goes_on(
     model: Path, expected: list[list[int]], tmp_path: Path, monkeypatch: Any, fault: str
 ) -> None:
-    monkeypatch.setattr("penstock.engine.decoder.block_copy_s", lambda *_: 0.0)
+    monkeypatch.setattr("penstock.engine.cache_memory.block_copy_s", lambda *_: 0.0)
     engine = always_read(disk_engine(model, tmp_path))
     asked(engine)
     engine.close()
@@ -170,7 +170,7 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_no_trace(model: Path, t
 def test_a_deadline_ends_a_request_that_waits_for_the_disk(
     model: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("penstock.engine.decoder.block_copy_s", lambda *_: 0.0)
+    monkeypatch.setattr("penstock.engine.cache_memory.block_copy_s", lambda *_: 0.0)
     engine = always_read(disk_engine(model, tmp_path))
     asked(engine)
     engine.close()

@@ -19,7 +19,7 @@ from penstock.core.clock import SystemClock
 from penstock.core.errors import InvalidRequest
 from penstock.core.plan import NOT_A_NUMBER, OUT_OF_MEMORY, PREDICTION, Chunk, SampledToken, StepPlan
 from penstock.core.request import FinishReason, Request
-from penstock.engine import decoder
+from penstock.engine import cache_memory
 from penstock.engine.batch import BatchRows, Staging, halves
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.echo import EchoExecutor
@@ -193,7 +193,7 @@ def test_embeddings_and_scores_beside_drafts(model: Path) -> None:
 
 
 def test_requests_that_are_swapped_to_the_host(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "block_copy_s", lambda *_: 0.0)
+    monkeypatch.setattr(cache_memory, "block_copy_s", lambda *_: 0.0)
     expected = known(model, greedy(60))
     engine = tiny_engine(model, num_kv_blocks=18, speculate="off")
     teach_short_answers(engine)

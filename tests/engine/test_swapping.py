@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine import decoder
+from penstock.engine import cache_memory
 from tests.engine.tiny import (
     VOCAB_SIZE,
     request,
@@ -27,7 +27,7 @@ def test_swapped_requests_go_on_where_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]
 ) -> None:
     model = write_tiny_model(tmp_path / "tiny")
-    monkeypatch.setattr(decoder, "block_copy_s", lambda *_: 0.0)
+    monkeypatch.setattr(cache_memory, "block_copy_s", lambda *_: 0.0)
     requests = [request(f"{n}", prompt, 60) for n, prompt in enumerate(PROMPTS)]
     expected = {each.id: tokens(run(tiny_engine(model, **settings), [each])[each.id]) for each in requests}
     engine = tiny_engine(model, num_kv_blocks=18, **settings)

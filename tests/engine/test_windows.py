@@ -92,7 +92,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def expected(model: Path) -> dict[str, list[int]]:
     """What an engine says whose layers keep everything."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.engine.decoder.lay_out", lambda *_: None)
+        patch.setattr("penstock.engine.cache_memory.lay_out", lambda *_: None)
         engine = tiny_engine(model)
         assert engine.loop.scheduler.cache.windows is None
         return answers(engine)
@@ -135,6 +135,6 @@ def test_an_engine_that_gives_blocks_back_says_the_same(
 def test_more_contexts_fit_than_without_windows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"num_kv_blocks": None, "kv_cache_memory": "1MiB"}
     ready = tiny_engine(model, **settings).ready
-    monkeypatch.setattr("penstock.engine.decoder.lay_out", lambda *_: None)
+    monkeypatch.setattr("penstock.engine.cache_memory.lay_out", lambda *_: None)
     whole = tiny_engine(model, **settings).ready
     assert ready.num_contexts > 2.5 * whole.num_contexts

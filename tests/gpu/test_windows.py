@@ -71,5 +71,5 @@ def test_windows_change_no_answer(
     del engine
     assert used["decode"] > 20
     assert used["prompt"] > 0
-    monkeypatch.setattr("penstock.engine.decoder.lay_out", lambda *_: None)
+    monkeypatch.setattr("penstock.engine.cache_memory.lay_out", lambda *_: None)
     assert found == answers(_engine(tmp_path, changes, speculate))

@@ -17,11 +17,11 @@ from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.plan import SampledToken
 from penstock.core.request import Request
 from penstock.engine.batch import BatchRows, Samples
-from penstock.engine.decoder import OneRank
 from penstock.engine.device import choose_device
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import StepMasks
+from penstock.engine.one_rank import OneRank
 from penstock.engine.parallel.executor import LocalRank
 from penstock.engine.parallel.mesh import Mesh, TensorGroup, shard_of
 from penstock.engine.parallel.ops import TensorParallelOps
