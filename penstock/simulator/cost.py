@@ -23,6 +23,7 @@ from penstock.scheduler.counted_plan import CountedPlan
 _NUM_COEFFICIENTS = 5
 _SINGULAR = 1e-12
 _MIN_RATIOS = 8
+_FACTORS_PER_DOUBLING = 4  # of the tokens in a step
 
 
 @dataclass(slots=True)
@@ -168,10 +169,12 @@ class CorrectedCost:
     numbers of rows than for others."""
 
     linear: LinearCost
-    factors: tuple[float, ...]  # at 1, 2, 4, … tokens; between them, by the logarithm of the tokens
+    factors: tuple[
+        float, ...
+    ]  # at 1, 1.2, 1.4, 1.7, 2, … tokens; between them, by the logarithm of the tokens
 
     def step_s(self, work: StepWork) -> float:
-        place = min(log2(max(1, work.tokens)), len(self.factors) - 1.0)
+        place = min(_place(work), len(self.factors) - 1.0)
         low = int(place)
         high = min(low + 1, len(self.factors) - 1)
         factor = self.factors[low] + (place - low) * (self.factors[high] - self.factors[low])
@@ -185,12 +188,16 @@ def fit_corrected(observed: Iterable[tuple[StepWork, float]]) -> CorrectedCost:
     linear = fit(observed)
     ratios: dict[int, list[float]] = {}
     for work, elapsed_s in observed:
-        ratios.setdefault(round(log2(max(1, work.tokens))), []).append(elapsed_s / linear.step_s(work))
+        ratios.setdefault(round(_place(work)), []).append(elapsed_s / linear.step_s(work))
     factors = [1.0]
     for place in range(max(ratios) + 1):
         here = ratios.get(place, [])
         factors.append(median(here) if len(here) >= _MIN_RATIOS else factors[-1])
     return CorrectedCost(linear, tuple(factors[1:]))
+
+
+def _place(work: StepWork) -> float:
+    return _FACTORS_PER_DOUBLING * log2(max(1, work.tokens))
 
 
 def mean_relative_error(cost: StepCost, observed: Iterable[tuple[StepWork, float]]) -> float:

@@ -74,6 +74,13 @@ def test_a_corrected_fit_follows_what_no_line_does() -> None:
     )  # more than was ever seen
 
 
+def test_kernels_that_take_rows_in_tiles_are_learned() -> None:
+    """Steps of 17 to 24 tokens take as long as one of 24: factors at powers of two are too far apart for that."""
+    sizes = [1, 2, 3, 4, 6, 8, 12, 16, 18, 20, 22, 24, 28, 32, 40, 48, 64]
+    steps = [(StepWork(size, size, 40 * size), 1e-3 * (24 if 17 <= size <= 24 else size)) for size in sizes]
+    assert mean_relative_error(fit_corrected(steps * 20), steps) < 0.015
+
+
 def test_there_must_be_something_to_fit() -> None:
     with pytest.raises(UsageError, match="no steps"):
         fit([])
