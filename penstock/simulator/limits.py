@@ -65,14 +65,14 @@ class CheckedLimits:
         refusal = self._gateway.admit(request, now)
         used = self._at(request.tenant, now)
         reserved = self._limits.reserved(request)
-        exceeded = self._exceeded(used, reserved)
         if refusal is None:
+            exceeded = self._exceeded(used, reserved, _TOLERANCE)
             if exceeded is not None:
                 self._wrong.append(f"{request.id} was admitted beyond {exceeded} of {request.tenant}")
             self._add(used, reserved)
             used.num_running += 1
             self._running[request.id] = reserved
-        elif exceeded is None:
+        elif self._exceeded(used, reserved, -_TOLERANCE) is None:
             self._wrong.append(f"{request.id} was refused within all limits of {request.tenant}")
         return refusal
 
@@ -97,14 +97,14 @@ class CheckedLimits:
         used.at_s = now
         return used
 
-    def _exceeded(self, used: _Used, reserved: tuple[int, int, int]) -> str | None:
-        """Return the limit that one more request would exceed, in words."""
+    def _exceeded(self, used: _Used, reserved: tuple[int, int, int], slack: float) -> str | None:
+        """Return the limit that one more request would exceed by more than `slack`, in words."""
         most = self._limits.concurrent_requests
         if most is not None and used.num_running >= most:
             return f"{most} concurrent requests"
         names = ("requests", "input tokens", "output tokens")
         for name, limit, amount, more in zip(names, self._per_minute, used.amounts, reserved, strict=True):
-            if limit is not None and amount + more > limit + _TOLERANCE:
+            if limit is not None and amount + more > limit + slack:
                 return f"{limit} {name} per minute"
         return None
 
