@@ -300,8 +300,11 @@ def _create_postgresql(url: sqlalchemy.URL) -> Engine:
     def prepare(connection: Any, _: Any) -> None:
         with connection.cursor() as cursor:
             for name, value in _SERVER_SETTINGS.items():
-                cursor.execute("SELECT set_config(%s, %s, false)", (name, str(value)))
-        connection.commit()
+                try:
+                    cursor.execute("SELECT set_config(%s, %s, false)", (name, str(value)))
+                    connection.commit()
+                except engine.dialect.loaded_dbapi.Error:  # servers that are not Linux lack tcp_user_timeout
+                    connection.rollback()
 
     return engine
 

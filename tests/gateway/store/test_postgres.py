@@ -259,16 +259,17 @@ async def test_a_process_that_stops_within_a_transaction_keeps_no_lock(
     registry = DatabaseRegistry(other)
     assert await registry.lead("first", 0.01, 0) == 1
     monkeypatch.setitem(database_module._SERVER_SETTINGS, "idle_in_transaction_session_timeout", 500)
-    frozen, resume = Database(url), threading.Event()
+    frozen, has_lock, resume = Database(url), threading.Event(), threading.Event()
 
     def renew(connection: Connection) -> None:
         connection.execute(select(fleet_leases).with_for_update())
+        has_lock.set()
         resume.wait(60.0)
         connection.execute(select(fleet_leases))
 
     renewing = asyncio.create_task(frozen.run(renew))
     try:
-        await asyncio.sleep(0.3)
+        assert await asyncio.to_thread(has_lock.wait, 30.0)
         async with asyncio.timeout(30.0):
             assert await registry.lead("second", 5.0, 0) == 2
     finally:
@@ -277,3 +278,16 @@ async def test_a_process_that_stops_within_a_transaction_keeps_no_lock(
         await renewing
     frozen.close()
     other.close()
+
+
+async def test_a_server_without_one_of_the_settings_is_used_all_the_same(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As servers that are not Linux lack `tcp_user_timeout`."""
+    monkeypatch.setattr(database_module, "_SERVER_SETTINGS", {"unknown": 1, "tcp_keepalives_idle": 7})
+    database = Database(url)
+    try:
+        told = await database.run(lambda connection: connection.scalar(text("SHOW tcp_keepalives_idle")))
+    finally:
+        database.close()
+    assert told == "7"
