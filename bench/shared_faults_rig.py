@@ -92,7 +92,7 @@ class Rig:
         self.database = Database(postgres.url)
         self.http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {ADMIN}"},
-            timeout=httpx.Timeout(REQUEST_TIMEOUT_S, connect=2.0),
+            timeout=httpx.Timeout(REQUEST_TIMEOUT_S, connect=10.0),
             limits=httpx.Limits(max_connections=200, max_keepalive_connections=0),
         )
 

@@ -188,6 +188,8 @@ class Speculation:
             return
         elapsed_s = min(elapsed_s, _OUTLIER * self._predictor.predict(load))
         plain_s = self._predictor.predict(replace(load, draft_tokens=0))
+        if plain_s <= 0.0:
+            return  # steps whose times vary without a pattern leave weights of nothing
         if not load.draft_tokens:
             self._plain_ratio += _GAIN * (elapsed_s / plain_s - self._plain_ratio)
         else:

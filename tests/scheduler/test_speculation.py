@@ -269,3 +269,13 @@ def test_a_slow_start_of_the_host_is_soon_forgotten() -> None:
         if driver.num_in_flight:
             driver.commit()
     assert sum(bool(chunk.drafts) for plan in driver.plans[-15:] for chunk in plan.chunks) > 10
+
+
+def test_a_predictor_that_learned_nothing_but_zeros_ends_no_step() -> None:
+    driver = drafting_driver()
+    driver.scheduler._predictor._weights = [0.0] * 6
+    driver.scheduler._predictor.observe = lambda load, elapsed_s: None  # type: ignore[method-assign]
+    driver.executor.faults.step_s = lambda num_tokens: 0.01  # type: ignore[method-assign]
+    driver.add(make_request("r", 5, 20))
+    driver.run()
+    assert driver.answers["r"] == expected_answer(driver.requests["r"], 20)
