@@ -254,7 +254,8 @@ class Dispatcher:
         replica.breaker = self._breaker.sent(replica.breaker, now)
         record.begin_attempt(replica.id, now)
         kv_source = None
-        if request.sampling.prompt_logprobs is None or request.output_token_ids:
+        serves_itself = replica.status.role == "prefill"
+        if not serves_itself and (request.sampling.prompt_logprobs is None or request.output_token_ids):
             kv_source = self.kv_sources.choose(routed, decision, replica, now)
         actions.append(
             Send(replica.id, request, time_left_s, kv_source, decision.reason, decision.matched_tokens)
@@ -276,7 +277,19 @@ class Dispatcher:
             affinity_key=request.affinity_key or None,
             excluded=record.failed_on | self.table.left_alone(self._breaker, now),
         )
-        serving = self.table.serving
+        try:
+            return self._choose_serving(record, routed, now)
+        except (EngineUnavailable, ModelNotFound):
+            # A prefill replica that answers by itself is better than the wait for a decode replica that starts.
+            decision = self.kv_sources.choose_to_serve(routed, now)
+            if decision is None:
+                raise
+            return routed, decision
+
+    def _choose_serving(
+        self, record: RequestRecord, routed: RoutingRequest, now: float
+    ) -> tuple[RoutingRequest, Decision]:
+        model, serving = routed.model, self.table.serving
         try:
             return routed, self.router.choose(routed, serving, now, self._rng)
         except ModelNotFound:
@@ -286,7 +299,7 @@ class Dispatcher:
         except EngineUnavailable:
             if record.revision is None:
                 raise
-            routed = replace(routed, revision=self._revision_for(request))
+            routed = replace(routed, revision=self._revision_for(record.request))
             return routed, self.router.choose(routed, serving, now, self._rng)
 
     def _hashes(self, record: RequestRecord, request: Request, model: str) -> Sequence[bytes]:

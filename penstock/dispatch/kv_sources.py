@@ -172,6 +172,16 @@ class KVSources:
             return KVSource(self._endpoint(lender), computes=False)
         return None
 
+    def choose_to_serve(self, request: RoutingRequest, now: float) -> Decision | None:
+        """Choose a prefill replica that answers a request by itself, because no other replica can; None without one.
+        Engines do not know their roles. The request counts at the replica until its first token."""
+        try:
+            decision = self._table.prefill_router.choose(request, self._table.prefilling, now, self._rng)
+        except PenstockError:
+            return None
+        self._prefilling.add(request.id)
+        return decision
+
     def ended(self, request_id: str, now: float) -> None:
         """Stop counting a request that has its first token, or has left its replica."""
         if request_id in self._prefilling:

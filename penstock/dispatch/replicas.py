@@ -117,7 +117,7 @@ class ReplicaTable:
         """Say whether a replica of the model is ready that is not excluded."""
         return any(
             model in replica.models and replica.state is ReplicaState.READY and replica.id not in excluding
-            for replica in self.serving
+            for replica in (*self.serving, *self.prefilling)
         )
 
     def left_alone(self, breaker: CircuitBreaker, now: float) -> frozenset[str]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.messages import EngineStats
+from penstock.core.plan import TokenEvent
+from penstock.core.request import FinishReason, Request, SamplingParams
+from penstock.dispatch import Action, DispatchConfig, Dispatcher, FleetStatus, ReplicaStatus, Send
 from penstock.dispatch.kv_sources import Options, TransferConfig, TransferSpeeds, Way, cheapest_way
+from penstock.router import Replica, ReplicaState
 
 CONFIG = TransferConfig()
 # A prompt that takes 2 s to compute here, and 46 MB to move.
@@ -122,3 +128,36 @@ def test_a_replica_that_began_anew_and_one_that_is_gone_leave_nothing_behind() -
     assert speeds.bytes_per_s("a", 1.0) == pytest.approx(9e6, rel=0.1)
     speeds.keep({"b"})
     assert speeds.bytes_per_s("a", 1.0) == CONFIG.first_bytes_per_s
+
+
+def test_a_prefill_replica_answers_by_itself_while_no_decode_replica_can() -> None:
+    def fleet(decode: ReplicaState) -> FleetStatus:
+        replicas = [
+            ReplicaStatus(
+                replica=Replica(id=role, models=frozenset({"m"}), state=state), model="m", role=role
+            )
+            for role, state in (("prefill", ReplicaState.READY), ("decode", decode))
+        ]
+        return FleetStatus(replicas=tuple(replicas), models={"m": 16})
+
+    def sent_to(actions: Sequence[Action]) -> list[str]:
+        return [each.replica_id for each in actions if isinstance(each, Send)]
+
+    def asked(name: str) -> Request:
+        return Request(id=name, prompt_token_ids=(1,) * 9, sampling=SamplingParams(max_tokens=9), model="m")
+
+    dispatcher = Dispatcher(DispatchConfig(), Random(0), 0.0)
+    dispatcher.update(fleet(ReplicaState.READY), 0.0)
+    assert sent_to(dispatcher.add(asked("a"), 0.0)) == ["decode"]
+    dispatcher.news("decode", [TokenEvent("a", (7, 8))], 0.5)
+    moved = dispatcher.update(fleet(ReplicaState.UNHEALTHY), 1.0)
+    assert sent_to(moved) == ["prefill"]
+    assert [each.request.output_token_ids for each in moved if isinstance(each, Send)] == [(7, 8)]
+    assert sent_to(dispatcher.add(asked("b"), 1.0)) == ["prefill"]
+    dispatcher.news("prefill", [TokenEvent("a", (9,), finish_reason=FinishReason.LENGTH)], 2.0)
+    dispatcher.update(fleet(ReplicaState.READY), 3.0)
+    assert sent_to(dispatcher.add(asked("c"), 3.0)) == ["decode"]
+    dispatcher.abort("b", 3.0)
+    load = dispatcher.table.prefill_router.load("prefill")
+    assert load is not None
+    assert load.own_requests == 0
