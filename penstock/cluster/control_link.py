@@ -200,6 +200,7 @@ class ControlLink:
         return answer
 
     async def _keep_reporting(self, channel: Channel | None) -> None:
+        is_away = False
         while True:
             channel = channel or await self._reconnect()
             try:
@@ -209,8 +210,13 @@ class ControlLink:
                             await self._is_urgent.wait()
                     self._is_urgent.clear()
                     await self._exchange(channel)
+                    if is_away:
+                        logger.info("the control plane answers again")
+                    is_away = False
             except OSError as error:
-                logger.warning("the control plane does not answer (%s)", error or "too late")
+                if not is_away:
+                    logger.warning("the control plane does not answer (%s)", str(error) or "too late")
+                is_away = True
             except Exception:  # the next report may succeed
                 logger.exception("a report to the control plane failed")
             finally:

@@ -149,13 +149,13 @@ class RedisRegistry:
 
     async def close(self) -> None:
         await self._unsubscribe()
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(RedisError, OSError, RuntimeError):
             await self._client.aclose()
 
     async def _unsubscribe(self) -> None:
         changes, self._changes = self._changes, None
         if changes is not None:
-            with contextlib.suppress(RedisError, OSError):
+            with contextlib.suppress(RedisError, OSError, RuntimeError):
                 await changes.aclose()  # type: ignore[no-untyped-call]
 
 
@@ -167,7 +167,7 @@ def _registry_errors() -> Iterator[None]:
     cancelled_before = 0 if task is None else task.cancelling()
     try:
         yield
-    except (RedisError, OSError) as error:
+    except (RedisError, OSError, RuntimeError) as error:  # uvloop's, for a connection that was just closed
         raise RegistryError(str(error) or type(error).__name__) from error
     if task is not None and task.cancelling() > cancelled_before:
         raise asyncio.CancelledError

@@ -202,7 +202,9 @@ class Router:
             limit = self._shares.limit(candidates, now, self._columns.num_gateways)
             if picked.recent_requests > limit:
                 within = candidates.with_at_most(limit)
-                allowed = {load: matched for load, matched in matches.items() if load.recent_requests <= limit}
+                allowed = {
+                    load: matched for load, matched in matches.items() if load.recent_requests <= limit
+                }
                 picked, reason = policy.pick(request, *self._glimpse(request, within, allowed, rng), rng)
             self._shares.count(picked, self._by_bit.values(), now)
         return picked, reason

@@ -326,3 +326,19 @@ async def test_a_cancellation_that_the_client_swallows_still_ends_the_call(
     with pytest.raises(asyncio.CancelledError):
         await task
     await registry.close()
+
+
+async def test_a_connection_that_uvloop_has_just_closed_is_an_error_of_the_registry(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A candidate whose task ended with such an error would never lead again."""
+    registry = RedisRegistry(redis.url, "closing")
+
+    async def closed(**_: object) -> int:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    with monkeypatch.context() as patch, pytest.raises(RegistryError, match="handler is closed"):
+        patch.setattr(registry, "_lead", closed)
+        await registry.lead("first", 5.0, 0)
+    assert await registry.lead("first", 5.0, 0) == 1
+    await registry.close()

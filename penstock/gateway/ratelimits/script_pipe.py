@@ -40,6 +40,9 @@ Argument: TypeAlias = str | bytes | float
 # Answers that say something about the server, not about the one command: treated like no answer at all.
 _OUTAGES = (RedisConnectionError, ReadOnlyError, OutOfMemoryError, MasterDownError, ClusterDownError)
 
+# No answer at all. TimeoutError is an OSError; RuntimeError is uvloop's, for a connection that was just closed.
+_FAILURES = (RedisError, OSError, RuntimeError)
+
 
 class RedisGone(Exception):
     """Redis did not answer in time, or not usefully. It may nevertheless have carried out what was asked."""
@@ -148,7 +151,7 @@ class ScriptPipe:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._load_scripts()
-        except (RedisError, OSError) as error:
+        except _FAILURES as error:
             logger.debug("Redis does not answer: %s", error)
             return False
         self._is_up = self._metrics.redis_is_up = True
@@ -159,7 +162,7 @@ class ScriptPipe:
         try:
             async with asyncio.timeout(self._timeout_s):
                 replies = await self._execute(batch)
-        except (RedisError, OSError) as error:  # among the latter is TimeoutError
+        except _FAILURES as error:
             await self._go_down(batch, error)
             return
         for call, reply in zip(batch, replies, strict=True):

@@ -65,7 +65,8 @@ class SharedCaches(Collector):
     def __init__(self, client: Redis) -> None:
         from redis.exceptions import RedisError
 
-        self._outages = (RedisError, OSError, TimeoutError)
+        # RuntimeError is uvloop's, for a connection that was just closed.
+        self._outages = (RedisError, OSError, TimeoutError, RuntimeError)
         self._client = client
         folder = resources.files("penstock.gateway.reuse") / "lua"
         common = (folder / "common.lua").read_text("utf-8")

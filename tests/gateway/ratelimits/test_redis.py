@@ -323,3 +323,20 @@ async def test_callers_without_limits_never_ask_redis(gateway: Make) -> None:
 def test_a_url_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="Redis URL"):
         build_limiter(GatewayConfig(redis_url="not-a-url"))
+
+
+async def test_a_connection_that_uvloop_has_just_closed_is_an_outage(
+    gateway: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, the task that talks to Redis ended, and every request waited for ever."""
+    limiter = await gateway(LimitSettings(key=ScopeLimits(requests_per_minute=3)))
+
+    async def closed(batch: object) -> list[object]:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(limiter._pipe, "_pipelined", closed)
+        async with asyncio.timeout(20):
+            await reserve(limiter, claim())  # by the limits of this gateway alone
+        assert not limiter._pipe._is_up
+    await until(lambda: limiter._pipe._is_up)
