@@ -65,6 +65,8 @@ async def stream(rig: Rig, number: int, client: int, over: asyncio.Event, tally:
         prompt = f"client {client} of fault {number} asks {asked}: "
         right = (prompt * (MAX_TOKENS // len(prompt) + 1))[:MAX_TOKENS]
         body = {"model": "echo", "prompt": prompt, "max_tokens": MAX_TOKENS, "stream": True}
+        if not rig.is_ready[gateway] and any(rig.is_ready):
+            gateway = rig.is_ready.index(True)
         text, last_s = "", time.monotonic()
         try:
             async with rig.http.stream("POST", f"{rig.urls[gateway]}/v1/completions", json=body) as answer:
@@ -264,12 +266,12 @@ async def measure(rig: Rig, number: int, name: str, num_streams: int) -> Row:
     over.set()
     await asyncio.gather(*clients)
     await end_task(watching)
-    billed = await _billed(rig, tally.answered)
-    wrongly = sum(tokens != MAX_TOKENS for tokens in billed.values())
-    return Row(name, tally, well_after_s, len(tally.answered) - len(billed), wrongly, epochs.num_late)
+    found = await billed(rig, tally.answered)
+    wrongly = sum(tokens != MAX_TOKENS for tokens in found.values())
+    return Row(name, tally, well_after_s, len(tally.answered) - len(found), wrongly, epochs.num_late)
 
 
-async def _billed(rig: Rig, request_ids: list[str]) -> Counter[str]:
+async def billed(rig: Rig, request_ids: list[str]) -> Counter[str]:
     """Return the sum of the tokens billed by request id. The ledger writes a moment after the answer."""
     wanted = set(request_ids)
     deadline_s = time.monotonic() + 15.0

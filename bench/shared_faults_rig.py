@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +58,15 @@ class Process:
 
 class Rig:
     def __init__(
-        self, folder: Path, redis: RedisServer, postgres: PostgresServer, nodes: dict[str, Node]
+        self,
+        folder: Path,
+        redis: RedisServer,
+        postgres: PostgresServer,
+        nodes: dict[str, Node],
+        files: Path | None = None,
+        gateway_options: Sequence[str] = (),
     ) -> None:
+        """`files` is the folder with another version of the package."""
         self.redis, self.postgres, self.nodes = redis, postgres, nodes
         environment = {
             **os.environ,
@@ -69,6 +76,8 @@ class Rig:
             "PENSTOCK_JOIN_TOKEN": JOIN_TOKEN,
             "PENSTOCK_DATA_DIR": str(folder),
         }
+        if files is not None:
+            environment["PYTHONPATH"] = str(files)
 
         def process(name: str, *command: str) -> Process:
             host = nodes[name].host if name in nodes else LOOPBACK
@@ -76,6 +85,8 @@ class Rig:
             return Process(words, environment, folder / f"{name}.log", nodes.get(name))
 
         self.fault_s = 20.0
+        self.is_ready = [True, True]  # of the gateways, as a load balancer sees them
+        self.started: list[Process] = []  # in place of others
         self.urls: list[str] = []
         self.engines, self.gateways, self.controls = [], [], []
         for number in range(2):
@@ -83,7 +94,7 @@ class Rig:
             port = free_port(LOOPBACK)
             host = nodes[gateway].host if nodes else LOOPBACK
             self.urls.append(f"http://{host}:{port}")
-            options = ["--host", "HOST", "--port", str(port), "--api-key", ADMIN]
+            options = ["--host", "HOST", "--port", str(port), "--api-key", ADMIN, *gateway_options]
             self.gateways.append(process(gateway, "gateway", *options))
             options = ["--engine-host", "HOST", "--max-replicas", "2"]
             self.engines.append(process(f"engine-{number}", "engine", "echo", *options))
@@ -98,7 +109,7 @@ class Rig:
 
     @property
     def processes(self) -> list[Process]:
-        return [*self.engines, *self.controls, *self.gateways]
+        return [*self.engines, *self.controls, *self.gateways, *self.started]
 
     async def view(self, number: int = 0) -> dict[str, object] | None:
         with contextlib.suppress(httpx.HTTPError, ValueError):
@@ -150,7 +161,13 @@ NAMES = [f"{role}-{number}" for role in ("gateway", "engine", "control") for num
 
 
 @contextlib.contextmanager
-def fleet(folder: Path, network: Network | None = None) -> Iterator[Rig]:
+def fleet(
+    folder: Path,
+    network: Network | None = None,
+    *,
+    files: Path | None = None,
+    gateway_options: Sequence[str] = (),
+) -> Iterator[Rig]:
     nodes = {} if network is None else {name: network.node(name) for name in (*NAMES, "redis", "postgres")}
     with contextlib.ExitStack() as stack:
         if network is None:
@@ -159,7 +176,7 @@ def fleet(folder: Path, network: Network | None = None) -> Iterator[Rig]:
         else:
             redis = stack.enter_context(running_redis(nodes["redis"].host, nodes["redis"].prefix))
             postgres = stack.enter_context(running_postgres(nodes["postgres"].host, nodes["postgres"].file))
-        rig = Rig(folder, redis, postgres, nodes)
+        rig = Rig(folder, redis, postgres, nodes, files, gateway_options)
         for process in rig.processes:
             process.start()
         try:
