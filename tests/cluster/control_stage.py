@@ -24,7 +24,7 @@ from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 INTERVAL_S = 0.05
 ENGINE = EngineConfig(model=ModelConfig(model="echo"), cache=CacheConfig(num_kv_blocks=4096), num_threads=1)
 SPEC = ReplicaSpec(model="echo", engine=ENGINE, model_path="echo", revision=revision_of(ENGINE, "echo"))

@@ -145,7 +145,7 @@ async def fleets() -> AsyncIterator[Fleets]:
 
 
 async def view_of(link: FleetLink, condition: Any) -> ClusterView:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition(view := await link.cluster()):
             await asyncio.sleep(0.01)
     return view
