@@ -36,8 +36,14 @@ from penstock.kernels.library import (
     NormStruct,
     SamplingStruct,
 )
-from penstock.kernels.native_storage import NativeEmbedding, NativeKVStore, NativeLinear, check_kv_shape
-from penstock.kernels.reference import gated_reference
+from penstock.kernels.native_storage import (
+    MAX_HEAD_DIM,
+    NativeEmbedding,
+    NativeKVStore,
+    NativeLinear,
+    check_kv_shape,
+)
+from penstock.kernels.reference import TorchKVStore, TorchOps, gated_reference
 
 # Numbers shared with cpu/common.h.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
@@ -74,6 +80,7 @@ class NativeOps(ComposedOps):
         self._dtype_code = DTYPE_CODES[dtype]
         self._integer_products = integer_products
         self._has_integer_products = False
+        self._torch = TorchOps(self.device, dtype, kv_dtype)  # for heads that are too large
         self._layers: dict[int, tuple[AttentionLayerStruct, AttentionLayer, list[Tensor | None]]] = {}
         self._batch: AttentionBatch | None = None
         self._batch_struct = AttentionBatchStruct()
@@ -174,7 +181,10 @@ class NativeOps(ComposedOps):
 
     def allocate_kv(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
-    ) -> NativeKVStore:
+    ) -> KVStore:
+        if head_dim > MAX_HEAD_DIM:  # of Gemma 4, say: torch attends
+            entries = num_layers, num_blocks, block_size, num_kv_heads, head_dim
+            return TorchKVStore(entries, self.kv_dtype, self.device)
         check_kv_shape(block_size, head_dim)
         block_bytes = self._library.cache_block_bytes(
             self._dtype_code, self._rounded_kv, block_size, num_kv_heads, head_dim
@@ -183,6 +193,8 @@ class NativeOps(ComposedOps):
         return NativeKVStore(self._library, num_layers, num_blocks, block_size, block_bytes, shape)
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Any, batch: AttentionBatch) -> Tensor:
+        if layer.head_dim > MAX_HEAD_DIM:
+            return self._torch.attend(qkv, layer, cache, batch)
         qkv = self._fitted(qkv)
         struct = self._describe(layer, batch, cache.block_size)
         out = torch.empty((qkv.shape[0], layer.num_heads * layer.head_dim), dtype=self.dtype)
@@ -201,7 +213,7 @@ class NativeOps(ComposedOps):
     def attention(
         self, x: Tensor, qkv: Any, output: Any, layer: AttentionLayer, cache: Any, batch: AttentionBatch
     ) -> Tensor:
-        if qkv.input_order is not None or output.input_order is not None:
+        if _is_attended_apart(layer, qkv, output):
             return self.linear(self.attend(self.linear(x, qkv), layer, cache, batch), output)
         x = self._fitted(x)
         struct = self._describe(layer, batch, cache.block_size)
@@ -247,7 +259,7 @@ class NativeOps(ComposedOps):
         cache: Any,
         batch: AttentionBatch,
     ) -> None:
-        if qkv.input_order is not None or output.input_order is not None:
+        if _is_attended_apart(layer, qkv, output):
             normed = self.rms_norm(residual, norm, eps)
             residual.add_(self.attention(normed, qkv, output, layer, cache, batch))
             return
@@ -405,6 +417,11 @@ class NativeOps(ComposedOps):
             batch.halves_blocks,
         )
         self._batch = batch
+
+
+def _is_attended_apart(layer: AttentionLayer, qkv: Any, output: Any) -> bool:
+    """Whether the library has no single call for attention with the products around it."""
+    return qkv.input_order is not None or output.input_order is not None or layer.head_dim > MAX_HEAD_DIM
 
 
 def _is_not_fused(gate_up: Any, down: Any, activation: Activation) -> bool:

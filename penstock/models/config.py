@@ -21,6 +21,7 @@ ActivationName = GatedActivationName | Literal["clamped_swiglu"]  # of gated MLP
 PlainActivationName = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]  # of MLPs without a gate
 
 # No size in a model's settings comes near this; it keeps a damaged file from asking for absurd memory.
+ALIBI_COLUMNS = 8  # of a head in the cache, beside its own; see alibi.py
 _LARGEST_SIZE = 1 << 24
 
 _ACTIVATIONS: dict[str, GatedActivationName] = {
@@ -163,6 +164,7 @@ class ArchitectureConfig:
     ] = ()  # of positions in three dimensions: which of them turns each pair of a head
     spare_rope_rows: int = 0  # behind the positions, for tokens whose angles mix several rows
     unrotated_layers: frozenset[int] = frozenset()  # layers whose attention knows no positions
+    slopes: tuple[float, ...] = ()  # of ALiBi, by head: what a score gains with each position of its key
     windows: tuple[int | None, ...]  # one per layer; None sees the whole context
     attention_scale: float
     attention_softcap: float | None = None
@@ -192,6 +194,11 @@ class ArchitectureConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     checkpoint_dtype: str | None = None
+
+    @property
+    def cached_head_dim(self) -> int:
+        """The size of a head in the KV cache."""
+        return self.head_dim + (ALIBI_COLUMNS if self.slopes else 0)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -102,7 +102,7 @@ class Decoder(ABC):
         self.layer_indices = self.shard.layers(config.num_layers)
         self.num_layers = len(self.layer_indices)
         self.num_kv_heads = len(self._heads.keys)
-        self.head_dim = config.head_dim
+        self.head_dim = config.cached_head_dim
         self.max_model_len = max_model_len
         self._ops: Ops = loader.ops
         self._embedding, self._head = loader.embedding_and_head(

@@ -232,7 +232,7 @@ class RopeTables:
             self._windowed = rope_table(config.local_rope, config.head_dim, num_positions).to(device)
         self._none = self._whole
         if config.unrotated_layers:
-            self._none = identity_table(config.head_dim, num_positions).to(device)
+            self._none = identity_table(config.cached_head_dim, num_positions).to(device)
 
     def of_layer(self, index: int) -> Tensor:
         if index in self._config.unrotated_layers:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -156,6 +156,7 @@ class TransformersCheckpoint:
     config: ArchitectureConfig
     quantization: StoredQuantization | None
     trust_remote_code: bool
+    unknown: ModelLoadError | None = None  # why the model is not native
 
     @classmethod
     def open(cls, path: Path, fields: Fields, *, trust_remote_code: bool) -> Self:
@@ -169,9 +170,10 @@ class TransformersCheckpoint:
     ) -> Self:
         """Open a folder whose architecture is not native. If that fails, the error names both reasons."""
         try:
-            return cls.open(path, fields, trust_remote_code=trust_remote_code)
+            opened = cls.open(path, fields, trust_remote_code=trust_remote_code)
         except ModelLoadError as error:
-            raise ModelLoadError(f"{unknown.message} {error.message}", hint=error.hint) from error
+            raise _both_reasons(unknown, error) from error
+        return replace(opened, unknown=unknown)
 
     def source(self, *, is_pickled: bool = False) -> WeightSource:
         return open_folder(self.path, self.quantization, is_pickled=is_pickled)
@@ -184,6 +186,22 @@ class TransformersCheckpoint:
         shard: Shard = WHOLE,
         quantization: Quantization | None = None,
         on_progress: OnProgress | None = None,
+    ) -> TransformersModel:
+        try:
+            return self._load(source, ops, max_model_len, shard, quantization, on_progress)
+        except ModelLoadError as error:
+            if self.unknown is None:
+                raise
+            raise _both_reasons(self.unknown, error) from error
+
+    def _load(
+        self,
+        source: WeightSource,
+        ops: Ops,
+        max_model_len: int,
+        shard: Shard,
+        quantization: Quantization | None,
+        on_progress: OnProgress | None,
     ) -> TransformersModel:
         refuse_shards(shard)
         check_rope(self.settings, max_model_len)
@@ -209,6 +227,12 @@ class TransformersCheckpoint:
                 filling.unpack(need.name)
         model.products = filling.products(recording)
         return model
+
+
+def _both_reasons(unknown: ModelLoadError, error: ModelLoadError) -> ModelLoadError:
+    """Say why a model runs neither natively nor by transformers' code, and what is left."""
+    hint = error.hint or "Run the model in another server, and name that server with --external."
+    return ModelLoadError(f"{unknown.message} {error.message}", hint=hint)
 
 
 def refuse_shards(shard: Shard) -> None:

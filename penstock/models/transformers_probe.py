@@ -41,8 +41,8 @@ class Recording:
 
     num_positions: int
     calls: list[AttentionCall] = field(default_factory=list)
-    windows: dict[int, int | None] = field(default_factory=dict)  # by the id of a mask
-    masks: list[Tensor] = field(default_factory=list)  # kept, so that an id stays its own
+    windows: dict[int, int | None] = field(default_factory=dict)  # by the memory of a mask
+    masks: list[Tensor] = field(default_factory=list)  # kept, so that their memory stays their own
     whole_products: set[str] = field(default_factory=set)
 
     def __call__(
@@ -55,7 +55,12 @@ class Recording:
         *_: Any,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        window = self.windows[id(mask)] if id(mask) in self.windows else options.get("sliding_window")
+        window = options.get("sliding_window")
+        if isinstance(mask, Tensor):
+            # A mask in other memory was computed by the model. What it leaves out may depend on the text.
+            if _memory(mask) not in self.windows:
+                raise ModelLoadError(f"{type(module).__name__} attends with a mask of its own making.")
+            window = self.windows[_memory(mask)]
         self.calls.append(attention_call(module, query, key, value, window, options))
         shape = (1, query.shape[2], query.shape[1], value.shape[3])
         return torch.zeros(shape, dtype=value.dtype, device=value.device), None
@@ -63,8 +68,13 @@ class Recording:
     def mask(self, mask_function: Callable[..., Tensor], num_tokens: int, device: torch.device) -> Tensor:
         mask = torch.ones((1, 1, num_tokens, num_tokens), dtype=torch.bool, device=device).tril_()
         self.masks.append(mask)
-        self.windows[id(mask)] = _window(mask_function, self.num_positions)
+        self.windows[_memory(mask)] = _window(mask_function, self.num_positions)
         return mask
+
+
+def _memory(mask: Tensor) -> int:
+    """Return what views of the same mask have in common."""
+    return mask.untyped_storage().data_ptr()
 
 
 def recorded_mask(
@@ -139,11 +149,17 @@ def probe(model: TransformersModel, ops: Ops) -> Recording:
             _check(model, ops, texts, expected)
             if ops.device.type == "cuda":
                 model.records_graphs = _never_waits(model, ops, texts)
-    except ModelLoadError as error:
-        raise ModelLoadError(
-            f"Transformers' code for {name} cannot be served with paged attention: {error.message}"
-        ) from error
+    except (PenstockError, NeedsWeight) as error:
+        if not isinstance(error, ModelLoadError):
+            raise
+        raise _refusal(name, error.message) from error
+    except Exception as error:  # whatever a model's code makes of paged attention, which has no mask
+        raise _refusal(name, f"{type(error).__name__}: {str(error).strip().rstrip('.')}.") from error
     return recording
+
+
+def _refusal(name: str, reason: str) -> ModelLoadError:
+    return ModelLoadError(f"Transformers' code for {name} cannot be served with paged attention: {reason}")
 
 
 def _record(model: TransformersModel, ops: Ops, text: list[int]) -> Recording:

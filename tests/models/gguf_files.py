@@ -38,6 +38,8 @@ ARCHITECTURES = {
     "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "falcon": gguf.MODEL_ARCH.FALCON,
+    "bloom": gguf.MODEL_ARCH.BLOOM,
+    "mpt": gguf.MODEL_ARCH.MPT,
     "stablelm": gguf.MODEL_ARCH.STABLELM,
     "nemotron": gguf.MODEL_ARCH.NEMOTRON,
     "arcee": gguf.MODEL_ARCH.ARCEE,
@@ -127,7 +129,10 @@ def write_model(
             writer.add_tensor(f"blk.{name.split('.')[2]}.{part}", values.flatten())
             continue
         stored = _stored_form(name, values, config)
-        stored_name = names.get_name(name, try_suffixes=(".weight", ".bias")) or "output.weight"
+        suffixes = (".weight", ".bias")
+        stored_name = names.get_name(name, suffixes) or "output.weight"
+        if config.model_type == "bloom" and name.startswith("transformer."):  # its table has names without it
+            stored_name = names.get_name(name.removeprefix("transformer."), suffixes)
         if ".router." in name:
             stored_name = f"blk.{name.split('.')[2]}.ffn_gate_inp.{name.split('.')[-1]}"
         if values.ndim == 1 or "_norm." in name:
@@ -148,7 +153,8 @@ def _write_settings(writer: GGUFWriter, config: Any) -> None:
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", 2048)
+    writer.add_context_length(positions)
     writer.add_embedding_length(hidden)
     inner = (
         getattr(config, "ffn_hidden_size", None) or getattr(config, "intermediate_size", None) or 4 * hidden
@@ -179,6 +185,9 @@ def _write_settings(writer: GGUFWriter, config: Any) -> None:
     }.items():
         if getattr(config, name, None) is not None:
             getattr(writer, call)(getattr(config, name))
+    if (attention := getattr(config, "attn_config", None)) is not None:  # MPT
+        writer.add_clamp_kqv(attention.clip_qkv)
+        writer.add_max_alibi_bias(attention.alibi_bias_max)
     if getattr(config, "rope_parameters", None):
         _write_rope(writer, config.rope_parameters, head_dim, config.max_position_embeddings)
 

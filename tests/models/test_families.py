@@ -14,11 +14,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
+from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
-from penstock.core.errors import ModelLoadError
+from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import select_ops
 from penstock.kvcache.cache import blocks_of_context
+from penstock.models.alibi import alibi_slopes
 from penstock.models.load import load_model, open_checkpoint
 from penstock.models.quantization.folder import require_writable
 from tests.engine.tiny import request, run, teach_short_answers, tokens
@@ -100,7 +102,7 @@ def test_an_adapter_gives_the_logits_of_the_merged_model(family: Reference, tmp_
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_a_gguf_file_gives_the_logits_of_the_folder(family: Reference, kind: str, tmp_path: Path) -> None:
-    if family.model.config.model_type not in ARCHITECTURES:
+    if family.model.config.model_type not in ARCHITECTURES or family.name == "falcon-alibi":
         pytest.skip("llama.cpp does not know this family, or stores it in a form that is not read")
     if kind != "F32" and family.model.config.model_type not in QUANTIZED_MIXTURES:
         pytest.skip("one mixture of each form of stacked experts is enough")
@@ -151,6 +153,16 @@ def test_latents_with_biases_and_queries_without(tmp_path: Path, monkeypatch: py
     torch.testing.assert_close(made, reference.logits(PROMPTS[0]), **TOLERANCE)
 
 
+def test_heads_that_are_too_large_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4 has heads of 512, which torch attends with on a CPU."""
+    changes = {**TINY["gemma4"].changes, "global_head_dim": 512}
+    monkeypatch.setitem(TINY, "large", Tiny("gemma4_text", changes))
+    reference = save_tiny("large", tmp_path)
+    (answer, _) = answers(family_engine(tmp_path, 64), "large", 16)
+    expected = reference.logits(PROMPTS[0] + answer)[len(PROMPTS[0]) - 1 : -1].argmax(dim=1)
+    assert answer == expected.tolist()
+
+
 def test_older_names_and_patterns_of_nemotron_h(tmp_path: Path) -> None:
     reference, ops = save_tiny("nemotron_h", tmp_path), TorchOps()
     tensors = load_file(tmp_path / "model.safetensors")
@@ -165,6 +177,30 @@ def test_older_names_and_patterns_of_nemotron_h(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "hybrid_override_pattern": "ME*-M"}))
     with pytest.raises(ModelLoadError, match="experts have no gate"):
         load_model(tmp_path, ops)
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 12, 71])
+def test_slopes_are_those_of_transformers(num_heads: int) -> None:
+    expected = _get_alibi_slopes(num_heads, torch.device("cpu"))
+    torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_biases_of_far_positions_are_exact(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A 16-bit type alone could not hold positions beyond 256."""
+    reference, ops, prompt = save_tiny("bloom", tmp_path), TorchOps("cpu", dtype), random_prompt(700, seed=9)
+    made = PagedRunner(load_model(tmp_path, ops), ops).prompt_logits(prompt, 300)
+    expected = reference.logits(prompt)
+    if dtype == torch.float32:
+        torch.testing.assert_close(made, expected, **TOLERANCE)
+    else:
+        assert torch.nn.functional.cosine_similarity(made, expected, dim=1).min() > 0.99
+
+
+def test_a_cache_of_8_bits_is_refused_with_biases(tmp_path: Path) -> None:
+    save_tiny("bloom", tmp_path)
+    with pytest.raises(ConfigError, match="8 bits cannot hold"):
+        load_model(tmp_path, TorchOps(kv_dtype=torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("name", ["llama", "olmo2"])

@@ -181,6 +181,47 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+class _Picky(torch.nn.Module):
+    """Masks of its own: a token sees the other tokens of its choice."""
+
+    def __init__(self, inner: Any, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def forward(self, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
+        return self.inner(*args, attention_mask=self.change(attention_mask), **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda mask: mask.clone() if mask is not None else None, "a mask of its own making"),
+        (lambda mask: mask[:, 0], "'NoneType' object is not subscriptable"),
+    ],
+)
+def test_masks_that_a_model_makes_are_refused(
+    change: Callable[[Any], Any], reason: str, llama: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a mask may leave out tokens of a long text only, which the probe's short texts would not show."""
+    build = transformers.models.llama.modeling_llama.LlamaDecoderLayer.__init__
+
+    def build_picky(self: Any, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        self.self_attn = _Picky(self.self_attn, change)
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaDecoderLayer, "__init__", build_picky)
+    with pytest.raises(ModelLoadError, match=reason):
+        load_model(llama.folder, TorchOps(), implementation="transformers", load_format="random")
+
+
+def test_a_refusal_says_what_is_supported_and_what_is_left(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    save_random("mamba", REFUSED["states alone"][0](), tmp_path)
+    with pytest.raises(ModelLoadError, match=r"known are .*llama.*Transformers' code for Mamba") as caught:
+        load_model(tmp_path, TorchOps())
+    assert "--external" in (caught.value.hint or "")
+
+
 @pytest.mark.parametrize("kind", list(REFUSED))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_other_ties_between_tokens_are_refused(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -31,13 +31,16 @@ class Tiny:
 
     model_type: str
     changes: dict[str, Any] = field(default_factory=dict)
+    attention: str = "eager"  # that transformers runs
 
-    def make(self) -> Any:
+    def config(self) -> Any:
         # A tied random model only repeats its last token.
         settings = {**SMALL, "tie_word_embeddings": False, **self.changes}
         settings = {key: value for key, value in settings.items() if value is not None}
-        config = AutoConfig.for_model(self.model_type, **settings)
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        return AutoConfig.for_model(self.model_type, **settings)
+
+    def make(self) -> Any:
+        return AutoModelForCausalLM.from_config(self.config(), attn_implementation=self.attention)
 
 
 LONGROPE = {
@@ -59,6 +62,8 @@ GROWING_ROPE = {
 }
 FOUR = {"num_hidden_layers": 4}
 NO_HEAD_DIM = {"head_dim": None}
+NO_KV_HEADS = {"head_dim": None, "num_key_value_heads": None, "intermediate_size": None,
+               "max_position_embeddings": None}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENTS = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 32,
            "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": None,
@@ -118,6 +123,10 @@ TINY: dict[str, Tiny] = {
     "falcon": Tiny("falcon", {"num_key_value_heads": None, "head_dim": None, "alibi": False}),
     "falcon-new": Tiny("falcon", {"num_key_value_heads": None, "head_dim": None, "num_kv_heads": 2, "alibi": False,
                                   "new_decoder_architecture": True, "bias": True}),
+    "falcon-alibi": Tiny("falcon", {"num_key_value_heads": None, "head_dim": None, "alibi": True, "bias": True,
+                                    "multi_query": False, "parallel_attn": False, **FOUR}, "sdpa"),
+    "bloom": Tiny("bloom", {**NO_KV_HEADS, "num_attention_heads": 6, "hidden_size": 96}),
+    "mpt": Tiny("mpt", {**NO_KV_HEADS, "max_seq_len": 256, "attn_config": {"clip_qkv": 0.9}}),
     "stablelm": Tiny("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.25}),
     "stablelm-parallel": Tiny("stablelm", {"use_parallel_residual": True}),
     "nemotron": Tiny("nemotron", {"partial_rotary_factor": 0.5}),

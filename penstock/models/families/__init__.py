@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.models.decoder import Decoder
 from penstock.models.families import (
     bamba,
+    bloom,
     cohere,
     deepseek,
     falcon_h1,
@@ -73,6 +74,8 @@ FAMILIES: tuple[type[Decoder], ...] = (
     gpt.GPTNeoX,
     gpt.StarCoder2,
     gpt.Falcon,
+    bloom.Bloom,
+    bloom.Mpt,
     stablelm.StableLM,
     relu2.Nemotron,
     relu2.Arcee,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
+from penstock.models.alibi import alibi_slopes, load_attention
 from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_config import common_gguf_config, metadata_fields
@@ -21,13 +22,13 @@ from penstock.models.layout import Layout, fused_qkv, grouped_qkv, rotated_rows
 from penstock.models.weights import WeightLoader
 
 
-class _GPT(Decoder):
+class GPT(Decoder):
     """A decoder with two layer norms and a plain MLP."""
 
     def load_layer(self, load: LayerLoader) -> Block:
         return Block(
             attention_norm=load.layer_norm("input_layernorm"),
-            attention=load.attention(),
+            attention=load_attention(load),
             mlp_norm=load.layer_norm("post_attention_layernorm"),
             mlp=load.plain_mlp(),
         )
@@ -45,7 +46,7 @@ class _GPT(Decoder):
         residual.add_(attended).add_(made)
 
 
-class GPT2(_GPT):
+class GPT2(GPT):
     """GPT-2: learned positions, and matrices that are stored transposed."""
 
     name = "gpt2"
@@ -72,14 +73,14 @@ class GPT2(_GPT):
         ):
             raise ModelLoadError(f"{fields.where} scales attention in a way that no published GPT-2 does.")
         config = common_huggingface_config(fields, cls.name, gated=False)
-        return _with_biases(
+        return with_biases(
             dataclasses.replace(config, norm_eps=fields.number("layer_norm_epsilon", 1e-5)), learned=True
         )
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
         config = dataclasses.replace(common_gguf_config(file, cls.name), plain_activation="gelu_tanh")
-        return _with_biases(config, learned=True)
+        return with_biases(config, learned=True)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
@@ -118,7 +119,7 @@ class GPT2(_GPT):
         super()._run_one_by_one(residual, batch, kv, before_layer)
 
 
-class StarCoder2(_GPT):
+class StarCoder2(GPT):
     name = "starcoder2"
     huggingface_names = ("Starcoder2ForCausalLM", "starcoder2")
     gguf_names = ("starcoder2",)
@@ -142,7 +143,7 @@ class StarCoder2(_GPT):
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
         config = dataclasses.replace(common_gguf_config(file, cls.name), plain_activation="gelu_tanh")
         window = metadata_fields(file).raw("attention.sliding_window") or None
-        return _with_biases(dataclasses.replace(config, windows=(window,) * config.num_layers))
+        return with_biases(dataclasses.replace(config, windows=(window,) * config.num_layers))
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
@@ -150,7 +151,7 @@ class StarCoder2(_GPT):
         return Layout(names=names, rows=rotated_rows(config))
 
 
-class GPTNeoX(_GPT):
+class GPTNeoX(GPT):
     """GPT-NeoX and Pythia: heads that are rotated in part, and queries, keys and values together for each head."""
 
     name = "gpt_neox"
@@ -161,7 +162,7 @@ class GPTNeoX(_GPT):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         fields = fields.renamed({"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"})
         fields = Fields({"partial_rotary_factor": 0.25, **fields.values}, fields.where)
-        config = _with_biases(
+        config = with_biases(
             dataclasses.replace(
                 common_huggingface_config(fields, cls.name, gated=False),
                 norm_eps=fields.number("layer_norm_eps", 1e-5),
@@ -174,7 +175,7 @@ class GPTNeoX(_GPT):
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
         parallel = metadata_fields(file).flag("use_parallel_residual", True)
-        return _with_biases(dataclasses.replace(common_gguf_config(file, cls.name), parallel_blocks=parallel))
+        return with_biases(dataclasses.replace(common_gguf_config(file, cls.name), parallel_blocks=parallel))
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
@@ -194,8 +195,8 @@ class GPTNeoX(_GPT):
         return gguf_layout(cut=fused_qkv(config), rows=rotated_rows(config))
 
 
-class Falcon(_GPT):
-    """Falcon with rope. Attention and MLP read the same normed residual, or norms of their own."""
+class Falcon(GPT):
+    """Falcon with rope or ALiBi. Attention and MLP read the same normed residual, or norms of their own."""
 
     name = "falcon"
     huggingface_names = ("FalconForCausalLM", "falcon")
@@ -210,11 +211,6 @@ class Falcon(_GPT):
                 "num_attention_heads": "n_head",
             }
         )
-        if fields.flag("alibi", False):
-            raise ModelLoadError(
-                f"{fields.where} asks for ALiBi positions, which are not supported.",
-                hint="Try --model-implementation transformers.",
-            )
         is_new, heads = fields.flag("new_decoder_architecture", False), fields.integer("num_attention_heads")
         kv_heads = 1 if fields.flag("multi_query", True) else heads
         if is_new:
@@ -235,6 +231,7 @@ class Falcon(_GPT):
             output_bias=has_bias,
             mlp_bias=has_bias,
             parallel_blocks=is_new or fields.flag("parallel_attn", True),
+            **(_falcon_slopes(config) if fields.flag("alibi", False) else {}),
         )
 
     @classmethod
@@ -268,10 +265,16 @@ class Falcon(_GPT):
             mlp_norm = load.layer_norm("post_attention_layernorm")
         elif load.weights.has(f"{load.prefix}.attention_norm.weight"):
             attention_norm = load.layer_norm("attention_norm")
-        return Block(attention_norm, load.attention(), mlp_norm, load.plain_mlp())
+        return Block(attention_norm, load_attention(load), mlp_norm, load.plain_mlp())
 
 
-def _with_biases(config: ArchitectureConfig, *, learned: bool = False) -> ArchitectureConfig:
+def _falcon_slopes(config: ArchitectureConfig) -> dict[str, Any]:
+    """Return ALiBi's settings. Falcon scales biases like scores."""
+    slopes = (slope * config.attention_scale for slope in alibi_slopes(config.num_heads))
+    return {"slopes": tuple(slopes), "unrotated_layers": frozenset(range(config.num_layers))}
+
+
+def with_biases(config: ArchitectureConfig, *, learned: bool = False) -> ArchitectureConfig:
     """Return settings with a bias for every product. Positions that are `learned` rotate no heads."""
     unrotated = frozenset(range(config.num_layers)) if learned else config.unrotated_layers
     return dataclasses.replace(
