@@ -35,8 +35,8 @@ from penstock.api.ollama.requests import (
 )
 from penstock.api.openai.embeddings import ENTRIES_AT_ONCE, run_job
 from penstock.gateway.embeddings.inputs import Reading, Truncation
-from penstock.gateway.embeddings.run import numbers
-from penstock.gateway.embeddings.service import EmbeddingAnswer, EmbeddingRequest, Embeddings
+from penstock.gateway.embeddings.run import EmbeddingAnswer, numbers
+from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest
 

@@ -19,8 +19,8 @@ from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.identity import RateLimits
 from penstock.core.request import Pooling
 from penstock.gateway.embeddings.inputs import Input, Reading, Role, RoledText, Truncation
-from penstock.gateway.embeddings.run import numbers
-from penstock.gateway.embeddings.service import EmbeddingAnswer, EmbeddingRequest, Embeddings
+from penstock.gateway.embeddings.run import EmbeddingAnswer, numbers
+from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 
 EXTENSION_FIELDS = (
     "dimensions",
@@ -169,6 +169,7 @@ class EmbeddingEndpoints:
                 request_id=request_id_of(request),
                 user=wire.user,
                 timeout_s=timeout_s_of(request),
+                may_be_elsewhere=True,
             )
         )
         answer = await run_job(job, request)

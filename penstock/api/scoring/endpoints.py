@@ -26,9 +26,9 @@ from penstock.api.openai.embeddings import (
 )
 from penstock.core.errors import InvalidRequest
 from penstock.core.messages import ModelCard
-from penstock.gateway.embeddings.run import BYTES_PER_NUMBER, numbers
+from penstock.gateway.embeddings.run import BYTES_PER_NUMBER, EmbeddingAnswer, numbers
 from penstock.gateway.embeddings.scores import ScoreRequest, Scores, probabilities
-from penstock.gateway.embeddings.service import EmbeddingAnswer, EmbeddingRequest, Embeddings
+from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 
 REFUSED_FIELDS = (
     *(

@@ -64,6 +64,8 @@ class OpenAI:
         return f"/v1/{call.api}"
 
     def body(self, call: ExternalCall, model: str) -> dict[str, Any]:
+        if call.api == "embeddings":
+            return {**call.body, "model": model}
         body = {**call.body, "model": model, "stream": not call.is_whole}
         if not call.is_whole:
             body["stream_options"] = {"include_usage": True}
@@ -102,7 +104,7 @@ class Anthropic:
         asked = call.body
         if "messages" not in asked:
             raise InvalidRequest(
-                "The server of this model takes chats only, no plain prompts.", param="prompt"
+                "The server of this model takes chats only.", param="input" if "input" in asked else "prompt"
             )
         for name in _UNKNOWN_TO_ANTHROPIC:
             if name in asked:

@@ -40,6 +40,8 @@ class Relay:
         for chunk in chunks:
             if chunk.choices:
                 self._note(chunk)
+            elif chunk.data:
+                self.has_begun = self.has_ended = True
         if not self.has_begun and self._num_chunks:
             self.has_begun = True
             if not self._call.is_whole:  # whose first token nobody saw

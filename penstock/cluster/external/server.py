@@ -247,7 +247,9 @@ class ExternalServer:
             body = self._dialect.body(call, self.models[call.model])
         except InvalidRequest as error:  # another server may have another dialect
             raise RequestRefused(error, elsewhere=False) from error
-        if self._salts_cache:  # workspaces can neither read nor time each other's prefixes
+        if (
+            self._salts_cache and call.api != "embeddings"
+        ):  # workspaces can neither read nor time each other's prefixes
             body["cache_salt"] = blake2b(call.tenant.encode(), digest_size=16).hexdigest()
         return body
 

@@ -34,7 +34,7 @@ class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    api: Literal["chat/completions", "completions"]
+    api: Literal["chat/completions", "completions", "embeddings"]
     body: dict[str, Any]
     text: str  # of the prompt, by which requests with the same beginning find the same server
     tenant: str = ""
@@ -200,11 +200,19 @@ class WireTimings(msgspec.Struct, frozen=True):
     cache_n: int | None = None  # prompt tokens that were in its cache
 
 
+class WireEmbedding(msgspec.Struct, frozen=True):
+    index: int
+    embedding: list[float]
+
+
 class StreamChunk(msgspec.Struct, frozen=True):
+    """A piece of an answer, or all of it. `data` are embeddings."""
+
     choices: list[WireChoice] = []
     usage: WireUsage | None = None
     timings: WireTimings | None = None
     error: Any = None
+    data: list[WireEmbedding] = []
 
     def without_cached_tokens(self) -> StreamChunk:
         """Hide cached tokens from a client, which must not learn about the prompts of other clients."""

@@ -9,14 +9,25 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
+
 from penstock.cluster.replica import EngineClient
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded, PenstockError
+from penstock.core.identity import RateLimits
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.answers.stream import ENGINE_GRACE_S, ReaderGone
+from penstock.gateway.prompts import Usage
 
 # So many at once keep an engine busy, and leave room in its queue for others.
 MAX_TEXTS_IN_FLIGHT = 64
+
+
+class EmbeddingAnswer(msgspec.Struct, frozen=True):
+    vectors: list[bytes]  # little-endian float32, of length 1
+    model: str
+    usage: Usage
+    rate_limits: RateLimits
 
 
 class EmbeddingRun:

@@ -98,7 +98,7 @@ class Scores:
         card = self._embeddings.model_of(request.principal, request.model).card
         _check(request, card)
         inputs, labels = _inputs(request, card)
-        job = await self._embeddings.open(
+        job = await self._embeddings.open_here(
             EmbeddingRequest(
                 inputs=inputs,
                 labels=labels,

@@ -28,6 +28,7 @@ from penstock.gateway.embeddings.cache import (
     decode_vector,
     encode_vector,
 )
+from penstock.gateway.embeddings.external import ExternalEmbeddingJob, checked_inputs, num_tokens_of
 from penstock.gateway.embeddings.inputs import (
     Input,
     Pair,
@@ -38,7 +39,8 @@ from penstock.gateway.embeddings.inputs import (
     num_characters,
     tokens_of,
 )
-from penstock.gateway.embeddings.run import EmbeddingRun, shortened
+from penstock.gateway.embeddings.run import EmbeddingAnswer, EmbeddingRun, shortened
+from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.gateway import Gateway, granted_tier
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt, TokenPrompt, Usage
@@ -71,13 +73,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     timeout_s: float | None = None
     is_internal: bool = False  # the gateway's own, for an admitted request: not limited, but in the ledger
-
-
-class EmbeddingAnswer(msgspec.Struct, frozen=True):
-    vectors: list[bytes]  # little-endian float32, of length 1
-    model: str
-    usage: Usage
-    rate_limits: RateLimits
+    may_be_elsewhere: bool = False  # whether vectors of an external server will do
 
 
 class _Text(msgspec.Struct):
@@ -117,7 +113,7 @@ class Embeddings:
             tier=request.tier,
             is_internal=True,
         )
-        job = await self.open(wanted)
+        job = await self.open_here(wanted)
         try:
             vectors = (await job.run()).vectors
         except BaseException:
@@ -125,10 +121,42 @@ class Embeddings:
             raise
         return vectors[0], self._gateway.catalogue.find(model).fingerprint
 
-    async def open(self, request: EmbeddingRequest) -> EmbeddingJob:
+    async def open(self, request: EmbeddingRequest) -> EmbeddingJob | ExternalEmbeddingJob:
         """Everything that can be refused is refused here. The job must be run or cancelled."""
         gateway = self._gateway
         gateway.check_accepting(is_admitted=request.is_internal)
+        if request.may_be_elsewhere:
+            elsewhere = gateway.catalogue.answering(request.model, request.principal)
+            if isinstance(elsewhere, ExternalModel):
+                return await self._open_elsewhere(request, elsewhere)
+        return await self.open_here(request)
+
+    async def _open_elsewhere(self, request: EmbeddingRequest, model: ExternalModel) -> ExternalEmbeddingJob:
+        gateway = self._gateway
+        assert gateway.catalogue.external is not None
+        inputs = checked_inputs(request.inputs, model, request.pooling, request.normalizes, request.reading)
+        _check_num_inputs(request)
+        signed = gateway.tiers.capped(_as_generation(request))
+        if (record := current_record.get()) is not None:
+            record.note(signed)
+        claim = Claim(
+            request_id=request.request_id or uuid.uuid4().hex,
+            principal=request.principal,
+            model=model.name,
+            endpoint=request.endpoint,
+            tier=granted_tier(signed),
+            input_tokens=sum(map(num_tokens_of, inputs)),
+            user=request.user,
+        )
+        account = await gateway.accounts.open(claim)
+        pool = gateway.catalogue.external.pool
+        return ExternalEmbeddingJob(
+            gateway, pool, account, inputs, request.dimensions, _timeout_s(request, gateway)
+        )
+
+    async def open_here(self, request: EmbeddingRequest) -> EmbeddingJob:
+        """`open`, for a model of our own engines."""
+        gateway = self._gateway
         if request.is_internal:
             model = gateway.catalogue.find(request.model)
         else:
@@ -330,9 +358,7 @@ def _check_total(number: int, most: int, what: str) -> None:
         )
 
 
-def _checked_pooling(request: EmbeddingRequest, card: ModelCard) -> Pooling:
-    if not card.embedding_size:
-        raise InvalidRequest(f"The model {card.name!r} makes no embeddings.", param="model")
+def _check_num_inputs(request: EmbeddingRequest) -> None:
     param = (request.labels or ("input",))[0].partition("[")[0]
     if not request.inputs:
         raise InvalidRequest("There must be at least one input.", param=param)
@@ -341,6 +367,12 @@ def _checked_pooling(request: EmbeddingRequest, card: ModelCard) -> Pooling:
             f"There are {len(request.inputs)} inputs; one request may have at most {MAX_INPUTS}.",
             param=param,
         )
+
+
+def _checked_pooling(request: EmbeddingRequest, card: ModelCard) -> Pooling:
+    if not card.embedding_size:
+        raise InvalidRequest(f"The model {card.name!r} makes no embeddings.", param="model")
+    _check_num_inputs(request)
     check_reading(request.reading, card)
     _dimensions(request, card)
     if request.pooling in (None, card.pooling):

@@ -84,6 +84,7 @@ class OpenAIServer:
                 Route("/metrics", self._metrics),
                 Route("/v1/chat/completions", self._answer, methods=["POST"]),
                 Route("/v1/completions", self._answer, methods=["POST"]),
+                Route("/v1/embeddings", self._answer, methods=["POST"]),
             ]
         )
 
