@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -198,7 +199,11 @@ def _run(
             mean_s = (moments[-1] - moments[0]) / max(1, len(moments) - 1)
             seen.append((moments[0] - outcome.arrival.time_s, mean_s))
 
-    return run(config, progress, watch, admission=limits), seen
+    gc.disable()  # a run makes no reference cycles, and has too many live objects to look through again and again
+    try:
+        return run(config, progress, watch, admission=limits), seen
+    finally:
+        gc.enable()
 
 
 def _in_words(seconds: float) -> str:

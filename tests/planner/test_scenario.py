@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -71,12 +72,12 @@ def test_a_trace_is_replayed_with_its_prefixes(tmp_path: Path) -> None:
     assert report.cached_tokens == 512  # the block that both begin with
 
 
-@pytest.mark.parametrize("name", ["azure.csv", "mooncake.jsonl"])
-def test_the_examples_of_published_formats_are_simulated(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["azure.csv", "mooncake.jsonl", "requests.jsonl"])
+def test_the_examples_of_every_format_are_simulated(name: str, tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(f'[traffic]\ntrace = "{DOCS.parent / "examples" / name}"\n')
     report = simulate(read_scenario(tmp_path / "fleet.toml"))
     assert report.num_answered == 24
-    assert (report.cached_share > 0.1) is (name == "mooncake.jsonl")
+    assert (report.cached_share > 0.1) is (name != "azure.csv")
 
 
 def test_damaged_lines_are_told_by_number(tmp_path: Path) -> None:
@@ -209,3 +210,15 @@ def test_a_file_that_is_no_case(tmp_path: Path) -> None:
     code, _, errors = run("--fault-case", str(path))
     assert code != 0
     assert "holds no case" in errors
+
+
+def test_no_garbage_is_looked_for_while_a_scenario_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[bool] = []
+
+    def interrupted(*arguments: object, **settings: object) -> None:
+        looked.append(gc.isenabled())
+        raise UsageError("That is enough.")
+
+    monkeypatch.setattr("penstock.simulator.simulate", interrupted)
+    code, _, errors = run()
+    assert (code, looked, gc.isenabled()) == (1, [False], True), errors
