@@ -23,6 +23,7 @@ from penstock.core.request import Tier
 from penstock.gateway.accounts import Account, Accounts
 from penstock.gateway.answers.generation import Generation
 from penstock.gateway.answers.stream import AnswerStream
+from penstock.gateway.documents import DocumentReader
 from penstock.gateway.external.answer import ExternalAnswer
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.guards.policies import GuardPolicies
@@ -72,6 +73,7 @@ class Gateway:
         self.prompt_cache = PromptCacheSettings()
         self.embedding_cache = EmbeddingCacheSettings()
         self.shared_caches: SharedCaches | None = None  # set where there is a Redis
+        self.documents = DocumentReader()
         self.images = ImageLoader(config)
         self.reuse = reuse or AnswerReuse(clock=self.clock)
         self.metrics.register(self.reuse)
@@ -127,8 +129,9 @@ class Gateway:
         return self.catalogue.find(name)
 
     async def count_tokens(self, model: ServedModel, prompt: Prompt, principal: Principal) -> int:
-        """Count the tokens of a prompt, images included."""
+        """Count the tokens of a prompt, images and files included."""
         model.check_images([prompt])
+        prompt = await self.documents.read(prompt, principal.workspace_id)
         if model.card.vision is not None:
             prompt = await self.images.load(prompt, principal.workspace_id)
         return len(await model.token_ids(prompt))
@@ -147,6 +150,7 @@ class Gateway:
         try:
             work.admission = await self.accounts.admit(work.claim(), is_limited=not is_internal)
             try:
+                work.request = await self.documents.read_request(work.request)
                 await self._guard(work)
                 answer = await self.reuse.answer(work, self._generate)
             except BaseException as error:

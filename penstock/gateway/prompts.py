@@ -58,6 +58,16 @@ class ImagePart(TextPart, frozen=True, kw_only=True):
     loaded: LoadedImage | None = None  # once the gateway has read the image
 
 
+class FilePart(TextPart, frozen=True, kw_only=True):
+    """An uploaded file of text. The gateway reads the file once it has admitted the request."""
+
+    text: str = ""
+    file_id: str
+    title: str | None = None  # the file's name where there is none
+    context: str | None = None
+    param: str = "messages"  # the place in the client's request, for errors
+
+
 class ToolCall(msgspec.Struct, frozen=True):
     """A call that the model made in an earlier turn."""
 

@@ -152,7 +152,7 @@ async def open_gateway(
         is_shared = database.exists or num_processes > 1
         blobs = await asyncio.to_thread(open_blobs, config.store)
         work = StoredWork(database, blobs)
-        gateway.images.files = work.files
+        gateway.images.files = gateway.documents.files = work.files
         http, websocket, connections = bounded_protocols(config.server)
         gateway.metrics.register(connections.metrics)
         gateway.metrics.register(PoolMetrics(control))

@@ -61,7 +61,9 @@ def serving_work(
         batches=BatchesConfig(poll_s=0.02),
     )
     tenants: Any = SimpleNamespace(authenticator=WorkspaceKeys(), directory=None, sign_in=None)
-    app = create_app(Gateway(engine, GatewayConfig()), ServerConfig(), tenants=tenants, work=work)
+    gateway = Gateway(engine, GatewayConfig())
+    gateway.images.files = gateway.documents.files = work.files
+    app = create_app(gateway, ServerConfig(), tenants=tenants, work=work)
 
     async def with_runner(scope: Scope, receive: Receive, send: Send) -> None:
         """Batches run on the server's event loop, which begins and ends with its lifespan."""

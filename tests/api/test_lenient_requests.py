@@ -98,6 +98,30 @@ async def test_a_path_without_the_version_gets_a_hint(path: str, meant: str | No
     assert (f"Did you mean {meant}?" in message) if meant else ("Did you mean" not in message)
 
 
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/v1/assistants", "/v1/responses"),
+        ("/v1/threads/runs", "/v1/responses"),
+        ("/v1/audio/speech", "hears or speaks"),
+        ("/v1/realtime/client_secrets", "WebSockets"),
+        ("/v1/vector_stores", "/v1/embeddings"),
+        ("/v1/fine_tuning/jobs", "LoRA"),
+        ("/v1/complete", "/v1/messages"),
+    ],
+)
+async def test_what_providers_have_and_we_do_not_is_refused_with_a_reason(path: str, instead: str) -> None:
+    async with direct_client(FakeEngine()) as client:
+        openai = await client.post(path, json={"model": "bytes"})
+        anthropic = await client.post(path, json={}, headers={"anthropic-version": "2023-06-01"})
+    assert openai.status_code == anthropic.status_code == 404
+    assert openai.json()["error"]["code"] == "not_found"
+    for answer in (openai, anthropic):
+        message = answer.json()["error"]["message"]
+        assert message.startswith(f"There is nothing at {path}. ")
+        assert instead in message
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=.*x)[a-z]+$"}}}
 
 

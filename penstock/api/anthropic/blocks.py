@@ -11,7 +11,8 @@ from typing import Any, Literal, NoReturn
 import msgspec
 
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.prompts import CacheMark, ChatMessage, ImagePart, TextPart, ToolCall
+from penstock.gateway.documents import described
+from penstock.gateway.prompts import CacheMark, ChatMessage, FilePart, ImagePart, TextPart, ToolCall
 
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 _TEXT_ONLY = (
@@ -65,12 +66,13 @@ class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
 
 
 class DocumentSource(msgspec.Struct):
-    """Plain text in `data`, text blocks in `content`, or something that only Anthropic's models can read."""
+    """Plain text in `data`, text blocks in `content`, an uploaded file of text, or a document that is no text."""
 
     type: str
     data: str | None = None
     content: str | list[TextBlock] | None = None
     media_type: str | None = None
+    file_id: str | None = None
 
 
 class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
@@ -85,7 +87,7 @@ class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
         body = source.data if source.type == "text" else None
         if source.type == "content":
             body = _joined_text(source.content)
-        return None if body is None else _described("document", body, title=self.title, context=self.context)
+        return None if body is None else described("document", body, title=self.title, context=self.context)
 
 
 class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
@@ -95,16 +97,11 @@ class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
     cache_control: CacheControl | None = None
 
     def text(self) -> str | None:
-        return _described("search_result", _joined_text(self.content), title=self.title, source=self.source)
+        return described("search_result", _joined_text(self.content), title=self.title, source=self.source)
 
 
 def _joined_text(content: str | Sequence[TextBlock] | None) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
-
-
-def _described(kind: str, body: str, **fields: str | None) -> str:
-    lines = [f"<{name}>{value}</{name}>" for name, value in fields.items() if value]
-    return "\n".join([f"<{kind}>", *lines, body, f"</{kind}>"])
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
@@ -228,7 +225,7 @@ class _TurnReader:
             if isinstance(block, TextBlock):
                 parts.append(_text_part(block, f"{self._place}.{place}"))
             elif isinstance(block, DocumentBlock | SearchResultBlock):
-                parts.append(TextPart(self._text_of(block, place), mark_of(block.cache_control)))
+                parts.append(self._document(block, place))
             elif isinstance(block, ImageBlock) and role == "user":
                 parts.append(self._image(block, place))
             elif isinstance(block, ToolResultBlock) and role == "user":
@@ -271,21 +268,35 @@ class _TurnReader:
 
     def _tool_result(self, block: ToolResultBlock, place: str) -> ChatMessage:
         texts: list[str] = []
-        images: list[TextPart] = []
+        more: list[TextPart] = []  # images, and files of text
         if isinstance(block.content, str):
             texts.append(block.content)
         for index, part in enumerate(block.content if isinstance(block.content, list) else ()):
             if isinstance(part, ImageBlock):
-                images.append(self._image(part, f"{place}.content.{index}"))
+                more.append(self._image(part, f"{place}.content.{index}"))
+            elif isinstance(part, DocumentBlock) and part.source.file_id:
+                more.append(self._document(part, f"{place}.content.{index}"))
             else:
                 texts.append(self._text_of(part, f"{place}.content.{index}"))
         text = "\n".join(texts)
         if block.is_error:  # templates have no other way to tell the model
             text = f"Error: {text}" if text else "Error"
-        content = (*([TextPart(text)] if text else ()), *images) if images else text
+        content = (*([TextPart(text)] if text else ()), *more) if more else text
         return ChatMessage(
             "tool", content, tool_call_id=block.tool_use_id, cache=mark_of(block.cache_control)
         )
+
+    def _document(self, block: DocumentBlock | SearchResultBlock, place: str) -> TextPart:
+        mark = mark_of(block.cache_control)
+        if isinstance(block, DocumentBlock) and block.source.type == "file" and block.source.file_id:
+            return FilePart(
+                file_id=block.source.file_id,
+                title=block.title,
+                context=block.context,
+                param=f"{self._place}.{place}",
+                cache=mark,
+            )
+        return TextPart(self._text_of(block, place), mark)
 
     def _image(self, block: ImageBlock, place: str) -> ImagePart:
         source, mark = block.source, mark_of(block.cache_control)
@@ -350,7 +361,7 @@ def _text_part(block: TextBlock, place: str) -> TextPart:
 def _content(parts: Sequence[TextPart]) -> str | tuple[TextPart, ...]:
     if not parts:
         return ""
-    is_plain = len(parts) == 1 and parts[0].cache is None and not isinstance(parts[0], ImagePart)
+    is_plain = len(parts) == 1 and parts[0].cache is None and not isinstance(parts[0], ImagePart | FilePart)
     return parts[0].text if is_plain else tuple(parts)
 
 

@@ -48,6 +48,19 @@ _ANTHROPIC_TYPES = {
     ANTHROPIC_OVERLOADED: "overloaded_error",
 }
 
+_NO_ASSISTANTS = "The Assistants API is not served. /v1/responses and /v1/conversations do the same."
+_NOT_SERVED = {  # by the beginning of the path
+    "/v1/assistants": _NO_ASSISTANTS,
+    "/v1/threads": _NO_ASSISTANTS,
+    "/v1/audio": "No model here hears or speaks.",
+    "/v1/complete": "Anthropic's text completions are not served. Use /v1/messages.",
+    "/v1/containers": "No code is run here. Give the model a tool that your program runs.",
+    "/v1/fine_tuning": "Models are not trained here. LoRA adapters can be served.",
+    "/v1/images": "No model here makes images.",
+    "/v1/realtime": "The Realtime API is not served. /v1/responses and /v1/stream take WebSockets with text.",
+    "/v1/vector_stores": "There are no vector stores. /v1/embeddings and /v1/rerank serve a store of your own.",
+    "/v1/videos": "No model here makes videos.",
+}
 
 AnswerT = TypeVar("AnswerT")
 Endpoint = Callable[[Request], Awaitable[AnswerT]]
@@ -247,8 +260,12 @@ async def on_reader_gone(request: Request, error: Exception) -> Response:
 
 
 def _hint(request: Request) -> str | None:
-    """The path that was probably meant: clients differ in whether a base URL ends with /v1."""
+    """Why a path of the providers is not here, or the path that was probably meant: clients differ in whether a base
+    URL ends with /v1."""
     path = request.scope["path"]
+    for start, reason in _NOT_SERVED.items():
+        if path == start or path.startswith(f"{start}/"):
+            return reason
     meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
     for route in request.app.routes:
         match, _ = route.matches({**request.scope, "path": meant})

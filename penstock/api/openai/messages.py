@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.api.http.parsing import check_num_parts
 from penstock.core.errors import InvalidRequest
+from penstock.gateway.documents import attached_text
 from penstock.gateway.prompts import ChatMessage, ImagePart, TextPart, Tool, ToolCall, ToolChoice
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -24,11 +25,18 @@ class ImageURL(msgspec.Struct):
     detail: str | None = None  # accepted; the model's own processor decides
 
 
+class AttachedFile(msgspec.Struct, omit_defaults=True):
+    file_id: str | None = None
+    file_data: str | None = None  # base64, or a data URL
+    filename: str | None = None
+
+
 class MessagePart(msgspec.Struct, omit_defaults=True):
     type: str
     text: str | None = None
     refusal: str | None = None
     image_url: ImageURL | str | None = None
+    file: AttachedFile | None = None
 
 
 class CalledFunction(msgspec.Struct):
@@ -128,13 +136,19 @@ class Message(msgspec.Struct):
         raise InvalidRequest(f"{param}.content is missing.", param=f"{param}.content")
 
     def _part(self, part: MessagePart, param: str) -> TextPart:
-        if part.type != "image_url" or part.image_url is None:
+        is_file = part.type == "file" and part.file is not None
+        if not is_file and (part.type != "image_url" or part.image_url is None):
             return TextPart(_text_of(part, param))
         if self.role not in _ROLES_WITH_IMAGES:
+            kind = "a file" if is_file else "an image"
             raise InvalidRequest(
-                f"{param}.content has an image; only messages of users and tools may have images.",
+                f"{param}.content has {kind}; only messages of users and tools may have images and files.",
                 param=f"{param}.content",
             )
+        if part.type == "file" and part.file is not None:
+            file = part.file
+            return attached_text(file.file_id, file.file_data, file.filename, f"{param}.content")
+        assert part.image_url is not None
         url = part.image_url if isinstance(part.image_url, str) else part.image_url.url
         return ImagePart(url=url, param=f"{param}.content")
 
@@ -150,7 +164,7 @@ def _text_of(part: MessagePart, param: str) -> str:
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in _TEXT_PARTS or text is None:
         raise InvalidRequest(
-            f"{param}.content has a part of type {part.type!r}; text and image_url parts are supported.",
+            f"{param}.content has a part of type {part.type!r}; text, image_url and file parts are supported.",
             param=f"{param}.content",
         )
     return text

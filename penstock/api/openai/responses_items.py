@@ -19,7 +19,8 @@ from penstock.api.openai.answers import ChatLogprob
 from penstock.api.openai.messages import custom_arguments_of
 from penstock.api.openai.responses_tools import CLIENT_TOOLS, CallKind, flat_name
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.prompts import ChatMessage, ImagePart, RequestWarning, TextPart, ToolCall
+from penstock.gateway.documents import attached_text
+from penstock.gateway.prompts import ChatMessage, FilePart, ImagePart, RequestWarning, TextPart, ToolCall
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -69,6 +70,9 @@ class ContentPart(msgspec.Struct, omit_defaults=True):
     image_url: str | None = None
     file_id: str | None = None
     detail: str | None = None  # accepted; the model's own processor decides
+    file_data: str | None = None  # base64, or a data URL
+    file_url: str | None = None
+    filename: str | None = None
 
 
 class InputItem(msgspec.Struct, omit_defaults=True):
@@ -304,8 +308,8 @@ class _Chat:
                 param=f"{param}.role",
             )
         parts = _parts(item.content, f"{param}.content")
-        if item.role != "user" and any(isinstance(part, ImagePart) for part in parts):
-            raise InvalidRequest("Only users' messages may have images.", param=f"{param}.content")
+        if item.role != "user" and any(isinstance(part, ImagePart | FilePart) for part in parts):
+            raise InvalidRequest("Only users' messages may have images and files.", param=f"{param}.content")
         if item.role == "assistant":
             if self._calls:
                 self.end_turn()
@@ -343,12 +347,18 @@ def _part(part: ContentPart, param: str, *, is_output: bool) -> TextPart:
             param=param,
             stand_in=_NO_IMAGE if is_output else "",
         )
+    if part.type == "input_file":
+        if part.file_url:
+            raise InvalidRequest(
+                "Files are not fetched by URL.", param=param, hint="Upload the file, or send its data."
+            )
+        return attached_text(part.file_id, part.file_data, part.filename, param)
     if is_output and part.stdout is not None:
         return TextPart(msgspec.json.encode(part).decode())
     text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
     if text is None:
         raise InvalidRequest(
-            f"{param} has a part of type {part.type!r}; text and input_image parts are supported.",
+            f"{param} has a part of type {part.type!r}; text, input_image and input_file parts are supported.",
             param=param,
         )
     return TextPart(text)
