@@ -168,7 +168,7 @@ CLIENTS: tuple[Client, ...] = (
             "langchain-anthropic>=1,<2",
             "pytest-asyncio<2",
         ),
-        timeout_s=1800.0,
+        timeout_s=3600.0,
     ),
     Client(
         "litellm",

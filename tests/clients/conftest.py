@@ -28,7 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     clients = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("clients"))}
     for item, client in clients.items():
-        item.add_marker(pytest.mark.timeout(INSTALL_TIMEOUT_S + START_TIMEOUT_S + client.timeout_s))
+        limit_s = INSTALL_TIMEOUT_S + START_TIMEOUT_S + client.timeout_s
+        item.add_marker(pytest.mark.timeout(limit_s), append=False)  # before that of all tests of servers
     if config.getoption("--all-clients", False):
         return
     left_out = [item for item, client in clients.items() if not client.quick]

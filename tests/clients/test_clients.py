@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.clients.catalogue import CLIENTS, Client
+from tests.clients.environments import INSTALL_TIMEOUT_S
 from tests.clients.outcome import Outcome
 
 
@@ -24,7 +25,14 @@ def _cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("client", "capability"), _cases())
-def test_client(client: Client, capability: str, outcome_of: Callable[[Client], Outcome]) -> None:
+def test_client(
+    client: Client,
+    capability: str,
+    outcome_of: Callable[[Client], Outcome],
+    request: pytest.FixtureRequest,
+) -> None:
+    limit = request.node.get_closest_marker("timeout")
+    assert limit.args[0] > INSTALL_TIMEOUT_S + client.timeout_s, "the client's own limit must come first"
     outcome = outcome_of(client)
     report = outcome.reports[capability]
     if report.ok is None:
