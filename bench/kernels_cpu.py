@@ -79,14 +79,20 @@ def random_weight(out_features: int, in_features: int, form: WeightFormat) -> We
     return GroupQuantWeight(codes, scales, None, form.group, 8)
 
 
+def clock() -> Callable[[], float]:
+    """The clock of a measurement. One thread counts its CPU time, which other programs on its core change little."""
+    return time.thread_time if capabilities().num_threads == 1 else time.perf_counter
+
+
 def best_time_s(function: Callable[[], object], seconds: float = 0.3) -> float:
     """The fastest of many runs: what the machine does when nobody else is on it."""
     function()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
+    now = clock()
+    best, end = float("inf"), now() + seconds
+    while now() < end:
+        start = now()
         function()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, now() - start)
     return best
 
 
@@ -245,15 +251,14 @@ QUERY_HEADS, QUERY_KV_HEADS, QUERY_DIM, QUERY_CONTEXT = 12, 2, 128, 1024
 
 
 def times_by_rows(run: Mapping[int, Callable[[], object]], rounds: int = 7) -> dict[int, float]:
-    """The fastest of several turns of each, so that all meet the same machine. One thread counts its CPU time, which
-    other programs on its core change little."""
-    clock = time.thread_time if capabilities().num_threads == 1 else time.perf_counter
+    """The fastest of several turns of each, so that all meet the same machine."""
+    now = clock()
     best = dict.fromkeys(run, float("inf"))
     for _ in range(rounds):
         for rows, function in run.items():
-            start = clock()
+            start = now()
             function()
-            best[rows] = min(best[rows], clock() - start)
+            best[rows] = min(best[rows], now() - start)
     return best
 
 

@@ -38,9 +38,21 @@ struct NeonEngine {
 
   template <CodeKind kKind, int kGroups>
   static void multiply(const IntegerCall& call, const TileRun& run, int64_t row, int64_t rows, float* sums) {
+    TileRun early = run;  // of all but the last rows: memory that is asked for too soon is evicted by the other rows
+    early.next = nullptr;
     int64_t r = 0;
-    for (; r + 2 <= rows; r += 2) block<kKind, kGroups, 2>(call, run, row + r, sums + r * kPanelOutputs);
+    for (; r + 2 <= rows; r += 2) {
+      block<kKind, kGroups, 2>(call, r + 4 <= rows ? early : run, row + r, sums + r * kPanelOutputs);
+    }
     if (r < rows) block<kKind, kGroups, 1>(call, run, row + r, sums + r * kPanelOutputs);
+  }
+
+  // A load takes no time from the two units that multiply; a copy of a register does.
+  PENSTOCK_INLINE int32x4_t load_zero() {
+    alignas(16) static constexpr int32_t zero[kVectorOutputs] = {kZeroBits, kZeroBits, kZeroBits, kZeroBits};
+    int32x4_t loaded;
+    asm volatile("ldr %q0, %1" : "=w"(loaded) : "Q"(zero));
+    return loaded;
   }
 
   // Sums of products with the high and with the low bytes of some rows.
@@ -52,7 +64,10 @@ struct NeonEngine {
 #pragma GCC unroll 2
       for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) high[r][v] = low[r][v] = vdupq_n_s32(kZeroBits);
+        for (int v = 0; v < kVectors; ++v) {
+          high[r][v] = load_zero();
+          low[r][v] = load_zero();
+        }
       }
     }
 
@@ -113,9 +128,9 @@ struct NeonEngine {
                : vld1q_f32(reinterpret_cast<const float*>(table) + at);
   }
 
-  template <int kGroups, int kRows>
+  template <int kGroups, typename AnySums, int kRows>
   PENSTOCK_INLINE void add_scaled(const TileRun& run, const uint8_t* tile, int group, const RoundedGroup* rounded,
-                                  int64_t groups_stride, const Sums<kRows>& sum, float* sums) {
+                                  int64_t groups_stride, const AnySums& sum, float32x4_t (&totals)[kRows][kVectors]) {
     float32x4_t factors[kRows];  // the scale and the sum of the activations
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) factors[r] = vld1q_f32(&rounded[r * groups_stride].scale);
@@ -126,16 +141,73 @@ struct NeonEngine {
       const float32x4_t offset = run.has_offsets ? load_factor(run, tile + run.offsets_at, at) : vdupq_n_f32(0.0f);
 #pragma GCC unroll 2
       for (int r = 0; r < kRows; ++r) {
-        float* to = sums + r * kPanelOutputs + v * kVectorOutputs;
-        float32x4_t total = vfmaq_f32(vld1q_f32(to), sum.value(r, v), vmulq_laneq_f32(scale, factors[r], 0));
+        float32x4_t total = vfmaq_f32(totals[r][v], sum.value(r, v), vmulq_laneq_f32(scale, factors[r], 0));
         if (run.has_offsets) {
           total = kGroups == 1
                       ? vfmaq_laneq_f32(total, offset, factors[r], 1)
                       : vfmaq_n_f32(total, offset, group_sum<kGroups>(rounded[r * groups_stride], group));
         }
-        vst1q_f32(to, total);
+        totals[r][v] = total;
       }
     }
+  }
+
+  // Sums of code × code of two rows. The high bytes come first and are shifted before the low bytes are added, so that eight
+  // registers hold what `Sums` holds in sixteen, and the totals of the outputs stay in registers too.
+  struct PairSums {
+    int32x4_t sum[2][kVectors];
+
+    inline __attribute__((always_inline)) float32x4_t value(int r, int v) const { return vcvtq_f32_s32(sum[r][v]); }
+  };
+
+  // The sums of group kGroup of a tile of bytes. Written out: GCC would keep weights in registers and totals in memory,
+  // where a store takes as long as two products.
+  template <int kGroups, int kGroup>
+  PENSTOCK_INLINE void multiply_pair(const uint8_t* codes, const int8_t* x, int64_t x_stride,
+                                     PairSums* out) {
+    int32x4_t (&sum)[2][kVectors] = out->sum;
+#define PENSTOCK_ADD_QUAD(at, lane)                      \
+  "ldp q16, q17, [%[codes], #" #at "]\n"                 \
+  "ldp q18, q19, [%[codes], #" #at " + 32]\n"            \
+  "sdot %[a0].4s, v16.16b, v20.4b[" #lane "]\n"          \
+  "sdot %[b0].4s, v16.16b, v21.4b[" #lane "]\n"          \
+  "sdot %[a1].4s, v17.16b, v20.4b[" #lane "]\n"          \
+  "sdot %[b1].4s, v17.16b, v21.4b[" #lane "]\n"          \
+  "sdot %[a2].4s, v18.16b, v20.4b[" #lane "]\n"          \
+  "sdot %[b2].4s, v18.16b, v21.4b[" #lane "]\n"          \
+  "sdot %[a3].4s, v19.16b, v20.4b[" #lane "]\n"          \
+  "sdot %[b3].4s, v19.16b, v21.4b[" #lane "]\n"
+#define PENSTOCK_ADD_HALF(x_at, at)                     \
+  "ldr q20, [%[a], #" #x_at "]\n"                       \
+  "ldr q21, [%[b], #" #x_at "]\n"                       \
+  PENSTOCK_ADD_QUAD(at, 0) PENSTOCK_ADD_QUAD(at + 64, 1) \
+  PENSTOCK_ADD_QUAD(at + 128, 2) PENSTOCK_ADD_QUAD(at + 192, 3)
+#define PENSTOCK_CLEAR(sum) "movi %[" #sum "].4s, #0\n"
+#define PENSTOCK_SHIFT(sum) "shl %[" #sum "].4s, %[" #sum "].4s, #8\n"
+#define PENSTOCK_FOR_SUMS(what) what(a0) what(b0) what(a1) what(b1) what(a2) what(b2) what(a3) what(b3)
+#define PENSTOCK_MULTIPLY_PAIR(high, low)                                                                         \
+  asm(PENSTOCK_FOR_SUMS(PENSTOCK_CLEAR) high PENSTOCK_FOR_SUMS(PENSTOCK_SHIFT) low                                \
+      : [a0] "=&w"(sum[0][0]), [a1] "=&w"(sum[0][1]), [a2] "=&w"(sum[0][2]), [a3] "=&w"(sum[0][3]),               \
+        [b0] "=&w"(sum[1][0]), [b1] "=&w"(sum[1][1]), [b2] "=&w"(sum[1][2]), [b3] "=&w"(sum[1][3])                \
+      : [codes] "r"(codes), [a] "r"(x), [b] "r"(x + x_stride),                                                    \
+        "m"(*reinterpret_cast<const uint8_t(*)[kTileElements]>(codes)),                                           \
+        "m"(*reinterpret_cast<const int8_t(*)[kRowTileBytes]>(x)),                                                \
+        "m"(*reinterpret_cast<const int8_t(*)[kRowTileBytes]>(x + x_stride))                                      \
+      : "v16", "v17", "v18", "v19", "v20", "v21")
+    if constexpr (kGroups == 1) {
+      PENSTOCK_MULTIPLY_PAIR(PENSTOCK_ADD_HALF(0, 0) PENSTOCK_ADD_HALF(16, 256),
+                             PENSTOCK_ADD_HALF(32, 0) PENSTOCK_ADD_HALF(48, 256));
+    } else if constexpr (kGroup == 0) {
+      PENSTOCK_MULTIPLY_PAIR(PENSTOCK_ADD_HALF(0, 0), PENSTOCK_ADD_HALF(32, 0));
+    } else {
+      PENSTOCK_MULTIPLY_PAIR(PENSTOCK_ADD_HALF(16, 256), PENSTOCK_ADD_HALF(48, 256));
+    }
+#undef PENSTOCK_MULTIPLY_PAIR
+#undef PENSTOCK_FOR_SUMS
+#undef PENSTOCK_SHIFT
+#undef PENSTOCK_CLEAR
+#undef PENSTOCK_ADD_HALF
+#undef PENSTOCK_ADD_QUAD
   }
 
   template <CodeKind kKind, int kGroups, int kRows>
@@ -151,18 +223,39 @@ struct NeonEngine {
     const int8_t* x = call.row_bytes(row) + run.first_tile * kRowTileBytes;
     const RoundedGroup* rounded = call.row_groups(row) + run.first_tile;
     const int64_t x_stride = call.row_stride(), groups_stride = call.num_tiles;
+    float32x4_t totals[kRows][kVectors];
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) totals[r][v] = vld1q_f32(sums + r * kPanelOutputs + v * kVectorOutputs);
+    }
     for (int64_t t = 0; t < run.num_tiles; ++t, tile += run.step, x += kRowTileBytes, ++rounded) {
       prefetch_ahead<kKind>(run, tile, t);
       const uint8_t* codes = tile + run.codes_at;
-      Sums<kRows> sum;
-      sum.clear();
-      add_half<kKind, 0>(codes, x, x_stride, sum);
-      if (kGroups == 2) {
-        add_scaled<kGroups>(run, tile, 0, rounded, groups_stride, sum, sums);
+      if constexpr (kKind != CodeKind::nibbles && kRows == 2) {
+        PairSums sum;
+        multiply_pair<kGroups, 0>(codes, x, x_stride, &sum);
+        add_scaled<kGroups>(run, tile, 0, rounded, groups_stride, sum, totals);
+        if constexpr (kGroups == 2) {
+          multiply_pair<kGroups, 1>(codes, x, x_stride, &sum);
+          add_scaled<kGroups>(run, tile, 1, rounded, groups_stride, sum, totals);
+        }
+      } else {
+        Sums<kRows> sum;
         sum.clear();
+        add_half<kKind, 0>(codes, x, x_stride, sum);
+        if (kGroups == 2) {
+          add_scaled<kGroups>(run, tile, 0, rounded, groups_stride, sum, totals);
+          sum.clear();
+        }
+        add_half<kKind, 1>(codes, x, x_stride, sum);
+        add_scaled<kGroups>(run, tile, kGroups - 1, rounded, groups_stride, sum, totals);
       }
-      add_half<kKind, 1>(codes, x, x_stride, sum);
-      add_scaled<kGroups>(run, tile, kGroups - 1, rounded, groups_stride, sum, sums);
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) vst1q_f32(sums + r * kPanelOutputs + v * kVectorOutputs, totals[r][v]);
     }
   }
 };
