@@ -26,6 +26,7 @@ from penstock.core.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 600.0  # between two pieces of an answer; the wait for the first may be as long
+HEAD_TIMEOUT_S = 30.0  # from the first byte of a head to its last
 IDLE_TIMEOUT_S = 30.0  # of a connection that is kept for the next request
 MAX_IDLE_CONNECTIONS = 64
 MAX_HEAD_BYTES = 64 << 10
@@ -97,7 +98,7 @@ class Answer(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None  # one for all requests: timers cost more than clocks
         self._heard_at = 0.0  # the last sign of life, or when the connection was kept
-        self._silence_s = SILENCE_TIMEOUT_S  # allowed from then on
+        self._silence_s = self._body_silence_s = SILENCE_TIMEOUT_S  # allowed from then on
         self._is_kept = False
         self._is_busy = False
         self._error: HttpError | None = None
@@ -109,6 +110,7 @@ class Answer(asyncio.Protocol):
         self.headers: dict[bytes, bytes] = {}
         self.was_reused = False
         self._head_bytes = 0
+        self._num_unread_bytes = 0  # since the last byte of the body: framing, or what stands behind the body
         self._num_headers = 0
         self._is_head_complete = False
         self._is_complete = False
@@ -136,6 +138,7 @@ class Answer(asyncio.Protocol):
             self._reset()
             self.was_reused = True
         self._is_busy = True
+        self._body_silence_s = silence_s
         self._allow_silence(silence_s)
         self._transport.write(request)
 
@@ -259,9 +262,11 @@ class Answer(asyncio.Protocol):
             self._fail("it sent more than was asked for")
             self._client.forget(self)
             return
-        self._heard_at = self._loop.time()
-        if not self._is_head_complete:
+        if self._is_head_complete:
+            self._heard_at = self._loop.time()
+        else:
             self._head_bytes += len(data)
+        self._num_unread_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -270,6 +275,11 @@ class Answer(asyncio.Protocol):
         if not self._is_head_complete:
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._fail("the head of its answer is too large")
+            elif self._head_bytes == len(data):  # the first piece: more must follow soon
+                self._allow_silence(HEAD_TIMEOUT_S)
+            return
+        if self._num_unread_bytes > MAX_HEAD_BYTES and not self._is_complete:
+            self._fail("it sends too much that is no body")
             return
         if self._pieces and self._sink is not None:
             self._hand_over()
@@ -300,10 +310,12 @@ class Answer(asyncio.Protocol):
             return
         self.status = status
         self._is_head_complete = True
+        self._heard_at, self._silence_s = self._loop.time(), self._body_silence_s
         headers = self.headers
         self._ends_at_close = b"content-length" not in headers and b"transfer-encoding" not in headers
 
     def on_body(self, body: bytes) -> None:
+        self._num_unread_bytes = 0
         self._pieces.append(body)
 
     def on_message_begin(self) -> None:

@@ -44,21 +44,27 @@ class EventLines:
     end at line feeds only: text may hold characters at which other decoders split."""
 
     def __init__(self) -> None:
-        self._pending = b""
+        self._pending: list[bytes] = []  # pieces of a line: joined once, because a line may have hundreds
+        self._num_pending_bytes = 0
         self.has_ended = False  # by its own last event
 
     def feed(self, piece: bytes) -> list[bytes]:
         """The data of the events that this piece completes. Raises LineTooLong."""
-        if self._pending:
-            piece = self._pending + piece
-        *lines, self._pending = piece.split(b"\n")
-        if len(self._pending) > MAX_LINE_BYTES:
-            raise LineTooLong
+        *lines, rest = piece.split(b"\n")
+        if lines and self._pending:
+            lines[0] = b"".join((*self._pending, lines[0]))
+            self._pending.clear()
+            self._num_pending_bytes = 0
+        if rest:
+            self._pending.append(rest)
+            self._num_pending_bytes += len(rest)
+            if self._num_pending_bytes > MAX_LINE_BYTES:
+                raise LineTooLong
         return self._data(lines)
 
     def end(self) -> list[bytes]:
         """What is left of a stream that its server closed."""
-        return self._data([self._pending])
+        return self._data([b"".join(self._pending)])
 
     def _data(self, lines: Sequence[bytes]) -> list[bytes]:
         found: list[bytes] = []

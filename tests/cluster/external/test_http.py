@@ -124,6 +124,13 @@ async def test_an_answer_may_end_with_its_connection() -> None:
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi", "closed"),
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: gzip\r\n\r\nhi", "closed"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 2000000\r\n\r\n" + b"x" * 2_000_000, "too large"),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\nx: " + b"y" * 300_000,
+            "no body",
+        ),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2;x=" + b"y" * 300_000, "no body"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000, "too large"),
+        (b"HTTP/1.1 200 OK\r\nconte", "closed"),
         (b"", "closed"),
     ],
 )
@@ -179,6 +186,37 @@ async def test_silence_ends_an_answer() -> None:
         answer.release()
         with pytest.raises(AnswerBroken, match="in time"):
             await client.get("/", timeout_s=0.01, max_bytes=10)
+
+
+async def test_a_head_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then is a sign of life, but no head."""
+    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.1)
+
+    class Trickling(ScriptedServer):
+        async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            for byte in b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 100:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.01)
+
+    async with client_of(Trickling()) as client:
+        with pytest.raises(AnswerBroken, match="silent"):
+            await ask(client)
+
+
+async def test_a_body_may_be_slower_than_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.05)
+
+    class Slow(ScriptedServer):
+        async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+            writer.write(b"length: 2\r\n\r\nh")
+            await asyncio.sleep(0.3)
+            writer.write(b"i")
+
+    async with client_of(Slow()) as client:
+        assert await ask(client) == (200, b"hi")
 
 
 async def test_a_connection_that_nobody_uses_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
