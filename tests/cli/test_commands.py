@@ -145,7 +145,7 @@ def test_pull_lists_the_catalog(tmp_path: Path) -> None:
 
 
 def test_pull_of_an_unknown_name_is_a_sentence(tmp_path: Path) -> None:
-    result = CliRunner(env={"PENSTOCK_CACHE": str(tmp_path)}).invoke(penstock, ["pull", "smollm2"])
+    result = CliRunner(env={"PENSTOCK_CACHE": str(tmp_path)}).invoke(penstock, ["pull", "smollm2-135"])
     assert result.exit_code == 1
     assert "Did you mean smollm2-135m?" in result.stderr
 

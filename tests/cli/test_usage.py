@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli.app import penstock
-from penstock.gateway.ledger.rows import usage_row
+from penstock.gateway.ledger.rows import begun_request, usage_row
 from penstock.gateway.ledger.usage_store import insert_rows
 from penstock.gateway.store.database import Database, sqlite_url
 from tests.gateway.ledger.samples import claim, outcome
@@ -22,10 +22,13 @@ from tests.gateway.ledger.samples import claim, outcome
 def data_dir(tmp_path: Path) -> Path:
     now = time.time()
     rows = [
-        usage_row(claim("a", key="key_1"), outcome(), now, 1_500_000),
-        usage_row(claim("b", key="key_1"), outcome(status="failed", error_code="overloaded"), now, 0),
-        usage_row(claim("c", key="key_2", model="other"), outcome(), now, 10**12),
-        usage_row(claim("d", key="key_2"), outcome(), now - 40 * 86_400, 7),
+        usage_row(begun_request(asked, started_at), ended, cost)
+        for asked, ended, started_at, cost in (
+            (claim("a", key="key_1"), outcome(), now, 1_500_000),
+            (claim("b", key="key_1"), outcome(status="failed", error_code="overloaded"), now, 0),
+            (claim("c", key="key_2", model="other"), outcome(), now, 10**12),
+            (claim("d", key="key_2"), outcome(), now - 40 * 86_400, 7),
+        )
     ]
     database = Database(sqlite_url(tmp_path))
     database.run_now(lambda connection: insert_rows(connection, rows))

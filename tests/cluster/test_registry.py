@@ -337,8 +337,9 @@ async def test_a_connection_that_uvloop_has_just_closed_is_an_error_of_the_regis
     async def closed(**_: object) -> int:
         raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
 
-    with monkeypatch.context() as patch, pytest.raises(RegistryError, match="handler is closed"):
+    with monkeypatch.context() as patch:
         patch.setattr(registry, "_lead", closed)
-        await registry.lead("first", 5.0, 0)
+        with pytest.raises(RegistryError, match="handler is closed"):
+            await registry.lead("first", 5.0, 0)
     assert await registry.lead("first", 5.0, 0) == 1
     await registry.close()

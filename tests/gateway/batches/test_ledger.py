@@ -26,7 +26,7 @@ CLAIM = Claim(
     max_output_tokens=5,
 )
 INTERRUPTED = interrupted_row(begun_request(CLAIM, 1000.0))
-COMPLETED = usage_row(CLAIM, Outcome(usage=Usage(3, 5, 0), status="completed"), 2000.0, 70)
+COMPLETED = usage_row(begun_request(CLAIM, 2000.0), Outcome(usage=Usage(3, 5, 0), status="completed"), 70)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_line_that_was_cut_off_and_run_again_is_paid_for(
 ) -> None:
     """A shutdown cuts a line off after two tokens; the next process runs it again under its id."""
     database = Database("sqlite://")
-    cut_off = usage_row(CLAIM, Outcome(usage=Usage(3, 2, 0), status=status), 1000.0, 40)
+    cut_off = usage_row(begun_request(CLAIM, 1000.0), Outcome(usage=Usage(3, 2, 0), status=status), 40)
     groups = [[cut_off, COMPLETED]] if at_once else [[cut_off], [cut_off, COMPLETED]]
     # A journal that is read again, from any place, changes nothing.
     for rows in [*groups, [COMPLETED], [cut_off], [cut_off, COMPLETED]]:
@@ -78,7 +78,7 @@ def test_a_line_that_was_cut_off_and_run_again_is_paid_for(
 def test_a_line_that_was_cut_off_twice_is_paid_for(at_once: bool) -> None:
     database = Database("sqlite://")
     cut_offs = [
-        usage_row(CLAIM, Outcome(usage=Usage(3, 2, 0), status=status), started_at, 40)
+        usage_row(begun_request(CLAIM, started_at), Outcome(usage=Usage(3, 2, 0), status=status), 40)
         for status, started_at in (("cancelled", 1000.0), ("failed", 1500.0))
     ]
     rows = [*cut_offs, COMPLETED]
