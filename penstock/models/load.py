@@ -21,6 +21,7 @@ from penstock.core.figures import format_bytes
 from penstock.kernels.interface import Ops
 from penstock.models.config import ArchitectureConfig, Fields, read_settings
 from penstock.models.decoder import Decoder
+from penstock.models.encoders.load import ENCODERS
 from penstock.models.families import FAMILIES
 from penstock.models.gguf_choice import split_parts
 from penstock.models.gguf_config import has_experts
@@ -90,7 +91,8 @@ def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
     if not asked:
         raise ModelLoadError(f"{fields.where} names neither architectures nor a model_type.")
     raise UnknownArchitecture(
-        f"The architecture {asked[0]} is not known; known are {_known_families()}.",
+        f"The architecture {asked[0]} is not known; known are {_known_families()}; and as encoders "
+        f"{', '.join(sorted(encoder.name for encoder in ENCODERS))}.",
         hint="Try --model-implementation transformers, which runs most decoders that transformers knows.",
     )
 

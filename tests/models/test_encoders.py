@@ -14,6 +14,8 @@ from transformers import (
     BertConfig,
     BertModel,
     DistilBertConfig,
+    ElectraConfig,
+    ErnieConfig,
     Gemma3TextConfig,
     Gemma3TextModel,
     ModernBertConfig,
@@ -64,6 +66,9 @@ LONG = [(7 * n) % 119 + 1 for n in range(90)]  # beyond the windows below
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
     "bert": (BertConfig, {}, "Bert"),
     "bert-gelu_new": (BertConfig, {"hidden_act": "gelu_new"}, "Bert"),
+    "ernie": (ErnieConfig, {}, "Ernie"),
+    "electra": (ElectraConfig, {"embedding_size": 48}, "Electra"),
+    "electra-narrow": (ElectraConfig, {"embedding_size": 24}, "Electra"),
     "roberta": (RobertaConfig, {"pad_token_id": 1, "type_vocab_size": 1}, "Roberta"),
     "xlm-roberta": (XLMRobertaConfig, {"pad_token_id": 1, "type_vocab_size": 1}, "XLMRoberta"),
     "distilbert": (
@@ -120,7 +125,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_classifiers_give_the_logits_of_transformers(tmp_path: Path, family: str) -> None:
     theirs = write_encoder(family, tmp_path, "ForSequenceClassification", num_labels=3)
-    has_pairs = family in ("bert", "nomic")
+    has_pairs = family in ("bert", "nomic", "ernie", "electra-narrow")
     requests = [(text, 0) for text in TEXTS] + [(LONG, 40 if has_pairs else 0)]
     found = embed(tmp_path, [text for text, _ in requests], seconds=[at for _, at in requests])
     for (text, at), vector in zip(requests, found, strict=True):

@@ -134,8 +134,10 @@ class Encoder(ABC):
         states = self.forward(packed)
         return [states[start:end] for start, end in packed.ranges]
 
-    def _norm(self, name: str, loader: WeightLoader, *, has_bias: bool = True) -> LayerNorm:
-        size = self.config.hidden_size
+    def _norm(
+        self, name: str, loader: WeightLoader, *, has_bias: bool = True, size: int | None = None
+    ) -> LayerNorm:
+        size = size or self.config.hidden_size
         name = f"{self._prefix}{name}"
         bias = loader.vector(f"{name}.bias", size) if has_bias else None
         return LayerNorm(loader.vector(f"{name}.weight", size), bias, self.config.norm_eps)

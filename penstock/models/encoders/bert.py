@@ -1,5 +1,6 @@
-"""Encoders in BERT's style: BERT itself; RoBERTa and XLM-RoBERTa, whose positions begin behind the padding token;
-DistilBERT, which has no token types; MPNet, whose attention knows the distance between tokens besides."""
+"""Encoders in BERT's style: BERT itself and ERNIE; ELECTRA, whose embeddings may be narrower than its layers; RoBERTa
+and XLM-RoBERTa, whose positions begin behind the padding token; DistilBERT, which has no token types; MPNet, whose
+attention knows the distance between tokens besides."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ class BertConfig(EncoderConfig):
     num_token_types: int = 0
     padding_id: int | None = None  # positions of other tokens begin behind it
     num_distances: int = 0  # of MPNet's biases
+    embedding_size: int | None = None  # if it is another than the hidden size
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,11 @@ class Bert(Encoder):
         "BertModel",
         "BertForMaskedLM",
         "BertForSequenceClassification",
+        "ErnieModel",
+        "ErnieForMaskedLM",
+        "ErnieForSequenceClassification",
     )
-    prefixes = ("bert.",)
+    prefixes: ClassVar[tuple[str, ...]] = ("bert.", "ernie.")
     names: ClassVar[_Names] = _Names()
     config: BertConfig
 
@@ -71,6 +76,8 @@ class Bert(Encoder):
             raise ModelLoadError(
                 f"{fields.where} has relative positions, which no known encoder of its kind has."
             )
+        if fields.flag("use_task_id", False):
+            raise ModelLoadError(f"{fields.where} asks for ids of tasks, which are not supported.")
         if fields.flag("is_decoder", False):
             raise ModelLoadError(f"{fields.where} describes a decoder of BERT's kind, which is not known.")
         padding_id = cls._padding_id(fields)
@@ -110,7 +117,8 @@ class Bert(Encoder):
         if self._types is not None:
             last_type = self.config.num_token_types - 1
             x = x + self._types[texts.is_second.long().clamp(max=last_type)]
-        return self._embedding_norm(x + self._positions[self._position_ids(texts)])
+        x = self._embedding_norm(x + self._positions[self._position_ids(texts)])
+        return x if self._projection is None else self._ops.linear(x, self._projection)
 
     def _position_ids(self, texts: Texts) -> Tensor:
         padding_id = self.config.padding_id
@@ -126,15 +134,19 @@ class Bert(Encoder):
         return None
 
     def _load(self, loader: WeightLoader) -> None:
-        config, hidden = self.config, self.config.hidden_size
-        prefix = f"{self._prefix}embeddings"
-        self._words = loader.table(f"{prefix}.word_embeddings.weight", config.vocab_size, hidden)
-        self._positions = loader.table(f"{prefix}.position_embeddings.weight", config.num_positions, hidden)
+        config, prefix = self.config, f"{self._prefix}embeddings"
+        width = config.embedding_size or config.hidden_size
+        self._words = loader.table(f"{prefix}.word_embeddings.weight", config.vocab_size, width)
+        self._positions = loader.table(f"{prefix}.position_embeddings.weight", config.num_positions, width)
         self._types: Tensor | None = None
         if config.num_token_types:
             name = f"{prefix}.token_type_embeddings.weight"
-            self._types = loader.table(name, config.num_token_types, hidden)
-        self._embedding_norm = self._norm("embeddings.LayerNorm", loader)
+            self._types = loader.table(name, config.num_token_types, width)
+        self._embedding_norm = self._norm("embeddings.LayerNorm", loader, size=width)
+        self._projection: PackedLinear | None = None
+        if config.embedding_size is not None:
+            name = f"{self._prefix}embeddings_project"
+            self._projection = loader.linear([name], [config.hidden_size], width, bias=True)
         self._layers = [self._load_layer(index, loader) for index in range(config.num_layers)]
 
     def _load_layer(self, index: int, loader: WeightLoader) -> _Layer:
@@ -160,6 +172,31 @@ class Bert(Encoder):
         steps = (
             dense_layer(loader, f"{self._prefix}pooler.dense", (hidden, hidden), "tanh"),
             dense_layer(loader, "classifier", (num_labels, hidden)),
+        )
+        return Head(steps, num_labels)
+
+
+class Electra(Bert):
+    name = "electra"
+    huggingface_names = (
+        "ElectraModel",
+        "ElectraForMaskedLM",
+        "ElectraForPreTraining",
+        "ElectraForSequenceClassification",
+    )
+    prefixes = ("electra.",)
+
+    @classmethod
+    def read_config(cls, fields: Fields) -> BertConfig:
+        config = super().read_config(fields)
+        width = fields.integer("embedding_size", 128)
+        return dataclasses.replace(config, embedding_size=None if width == config.hidden_size else width)
+
+    def classifier(self, loader: WeightLoader, num_labels: int) -> Head:
+        hidden = self.config.hidden_size
+        steps = (
+            dense_layer(loader, "classifier.dense", (hidden, hidden), "gelu"),
+            dense_layer(loader, "classifier.out_proj", (num_labels, hidden)),
         )
         return Head(steps, num_labels)
 

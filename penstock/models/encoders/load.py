@@ -10,7 +10,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Ops
 from penstock.models.config import Fields, read_settings
 from penstock.models.encoders.base import Encoder
-from penstock.models.encoders.bert import Bert, DistilBert, MPNet, Roberta
+from penstock.models.encoders.bert import Bert, DistilBert, Electra, MPNet, Roberta
 from penstock.models.encoders.embedding_gemma import EmbeddingGemma
 from penstock.models.encoders.modernbert import ModernBert
 from penstock.models.encoders.nomic_bert import NomicBert
@@ -21,6 +21,7 @@ from penstock.models.weights import OnProgress, RandomSource, WeightLoader, Weig
 
 ENCODERS: tuple[type[Encoder], ...] = (
     Bert,
+    Electra,
     Roberta,
     DistilBert,
     MPNet,
