@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.transport import EngineKeys, KeyPair, free_port, with_key
 from penstock.core.config import Placement
-from penstock.core.engine_config import DEFAULT_CPU_KV_MEMORY, Rendezvous
+from penstock.core.engine_config import DEFAULT_CPU_KV_MEMORY, Rendezvous, decode_rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.figures import format_bytes, parse_bytes
 from penstock.core.installation import install_command
@@ -73,7 +73,7 @@ class EngineHost:
 
     async def start_ranks(self, rendezvous: bytes, ranks: list[int]) -> None:
         """Start processes that connect to the engine process of another actor, one for each rank."""
-        there = msgspec.json.decode(rendezvous, type=Rendezvous)
+        there = decode_rendezvous(rendezvous)
         copy = self._write(msgspec.json.encode(replace(there, node_host=self._node_address)))
         for rank in ranks:
             await self._run("penstock.engine.parallel.rank", "--rendezvous", str(copy), str(rank))

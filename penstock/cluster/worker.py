@@ -27,7 +27,7 @@ import msgspec
 import zmq
 
 from penstock.cluster.transport import AcceptedClients, EngineKeys, KeyPair, bind, connect, with_key
-from penstock.core.engine_config import EngineConfig, Rendezvous
+from penstock.core.engine_config import EngineConfig, Rendezvous, decode_rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable, PenstockError
 from penstock.core.log_format import set_up_logs
 from penstock.core.messages import (
@@ -389,7 +389,7 @@ def main() -> int:
     keys = EngineKeys.read(arguments.key_file) if arguments.key_file else None
     rendezvous = None
     if arguments.rendezvous is not None:
-        rendezvous = msgspec.json.decode(arguments.rendezvous.read_bytes(), type=Rendezvous)
+        rendezvous = decode_rendezvous(arguments.rendezvous.read_bytes())
     worker = Worker(arguments.endpoint, arguments.parent_pid, keys)
     is_started = False
     try:

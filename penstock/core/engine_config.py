@@ -232,6 +232,9 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     node_host: str  # the address of the node that has this copy
 
 
+decode_rendezvous = msgspec.json.Decoder(Rendezvous).decode
+
+
 class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_loras: Annotated[
         int, Meta(description="LoRA adapters that are loaded at once; requests for more wait.", ge=1)

@@ -205,7 +205,10 @@ class Router:
                 allowed = {
                     load: matched for load, matched in matches.items() if load.recent_requests <= limit
                 }
-                picked, reason = policy.pick(request, *self._glimpse(request, within, allowed, rng), rng)
+                other, why = policy.pick(request, *self._glimpse(request, within, allowed, rng), rng)
+                # A replica that others keep busier is no relief.
+                if other.num_requests <= picked.num_requests:
+                    picked, reason = other, why
             self._shares.count(picked, self._by_bit.values(), now)
         return picked, reason
 

@@ -257,7 +257,6 @@ async def test_what_takes_a_tokenizer_is_refused() -> None:
         for path, body in (
             ("/tokenize", {"model": "theirs", "prompt": "x"}),
             ("/v1/messages/count_tokens", CHAT),
-            ("/v1/embeddings", {"model": "theirs", "input": "x"}),
             ("/v1/completions", {"model": "theirs", "prompt": "x", "echo": True, "logprobs": 1}),
             ("/v1/completions", {"model": "theirs", "prompt": "x", "echo": True, "max_tokens": 0}),
             ("/v1/chat/completions", CHAT | {"prompt_logprobs": 1}),

@@ -16,10 +16,8 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import msgspec
-
 from penstock.core.clock import SystemClock
-from penstock.core.engine_config import Rendezvous
+from penstock.core.engine_config import Rendezvous, decode_rendezvous
 from penstock.core.errors import PenstockError
 from penstock.core.log_format import set_up_logs
 from penstock.engine.decoder import load_decoder
@@ -68,7 +66,7 @@ def _connect(arguments: list[str]) -> tuple[Connection, Rendezvous | None]:
     """Return the connection to the first rank, and the rendezvous if the rank is on another node."""
     if arguments[0] != "--rendezvous":
         return Connection(int(arguments[0])), None
-    rendezvous = msgspec.json.decode(Path(arguments[1]).read_bytes(), type=Rendezvous)
+    rendezvous = decode_rendezvous(Path(arguments[1]).read_bytes())
     return connect(rendezvous, int(arguments[2]), "messages"), rendezvous
 
 

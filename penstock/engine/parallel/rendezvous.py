@@ -64,6 +64,11 @@ class StoreAnswer(msgspec.Struct, frozen=True):
     is_late: bool = False  # the keys did not come in time
 
 
+_decode_hello = msgspec.msgpack.Decoder(Hello).decode
+_decode_call = msgspec.msgpack.Decoder(StoreCall).decode
+_decode_answer = msgspec.msgpack.Decoder(StoreAnswer).decode
+
+
 class StoreTable:
     """The keys of the store, on the first rank. Any number of threads may call it."""
 
@@ -105,7 +110,7 @@ class RemoteTable:
     def call(self, call: StoreCall) -> StoreAnswer:
         with self._lock:
             self._connection.send_bytes(msgspec.msgpack.encode(call))
-            return msgspec.msgpack.decode(self._connection.recv_bytes(_MAX_CALL_BYTES), type=StoreAnswer)
+            return _decode_answer(self._connection.recv_bytes(_MAX_CALL_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +183,7 @@ class RankListener:
         try:
             connection = _connection(accepted)
             _authenticate(connection, self._key, is_first_rank=True)
-            hello = msgspec.msgpack.decode(connection.recv_bytes(_MAX_HELLO_BYTES), type=Hello)
+            hello = _decode_hello(connection.recv_bytes(_MAX_HELLO_BYTES))
             _set_read_timeout(connection, 0)
         except (OSError, EOFError, msgspec.DecodeError):
             logger.warning("a peer that connected to the ranks' rendezvous failed the handshake")
@@ -210,7 +215,7 @@ class RankListener:
     def _answer_calls(self, connection: Connection) -> None:
         with suppress(OSError, EOFError, msgspec.DecodeError):
             while True:
-                call = msgspec.msgpack.decode(connection.recv_bytes(_MAX_CALL_BYTES), type=StoreCall)
+                call = _decode_call(connection.recv_bytes(_MAX_CALL_BYTES))
                 connection.send_bytes(msgspec.msgpack.encode(self.table.call(call)))
 
 
