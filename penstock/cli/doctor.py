@@ -29,7 +29,9 @@ _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 _PROBE_TIMEOUT_S = 120
 _LOW_MEMORY_BYTES = 2 << 30
 _LOW_DISK_BYTES = 1 << 30
+# Names of /proc/cpuinfo, where x86 has a line of flags and ARM a line of features.
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+_CPU_FEATURES = ("asimd", "asimddp", "i8mm", "bf16", "sve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,9 @@ def check_cpu(cpuinfo: Path) -> Finding:
         text = cpuinfo.read_text()
     except OSError:
         return Finding("ok", "CPU", f"{count} cores")
-    flags = set(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
-    known = [flag for flag in _CPU_FLAGS if flag in flags]
+    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
+    flags = set(next(lines, "").split())
+    known = [flag for flag in (*_CPU_FLAGS, *_CPU_FEATURES) if flag in flags]
     return Finding("ok", "CPU", f"{count} cores" + (f" with {', '.join(known)}" if known else ""))
 
 

@@ -106,6 +106,8 @@ def test_cpu(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nflags : fpu avx2 amx_bf16\n")
     assert check_cpu(cpuinfo).detail.endswith("cores with avx2, amx_bf16")
+    cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd crc32 asimdhp asimddp\n")
+    assert check_cpu(cpuinfo).detail.endswith("cores with asimd, asimddp")
     assert check_cpu(tmp_path / "none").detail.endswith("cores")
 
 
