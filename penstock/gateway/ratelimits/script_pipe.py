@@ -207,7 +207,7 @@ class ScriptPipe:
         self._queue = deque(call for call in (*batch, *self._queue) if call.is_kept)
         self._metrics.settlements_pending = len(self._queue)
         # A late answer on an old connection must not be taken for the answer to a new call.
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*_FAILURES):
             await self._client.connection_pool.disconnect()
 
     def _give_up(self, call: _Call, error: Exception) -> None:

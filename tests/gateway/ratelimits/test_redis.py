@@ -336,6 +336,7 @@ async def test_a_connection_that_uvloop_has_just_closed_is_an_outage(
 
     with monkeypatch.context() as patch:
         patch.setattr(limiter._pipe, "_pipelined", closed)
+        patch.setattr(limiter._pipe._client.connection_pool, "disconnect", lambda: closed(None))
         async with asyncio.timeout(20):
             await reserve(limiter, claim())  # by the limits of this gateway alone
         assert not limiter._pipe._is_up
