@@ -30,7 +30,7 @@ from tests.models.checkpoints import make_reference
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 NUM_STREAMS = 4
 LENGTH = 10_000  # a quarter of an answer's tokens: long enough for Ray to do something meanwhile
 ENGINE = msgspec.structs.replace(SPEC.engine, cache=CacheConfig(num_kv_blocks=1 << 14))
@@ -146,11 +146,11 @@ async def crowd(fleet: Fleet, name: str) -> AsyncIterator[None]:
 
 def is_answered_without_key(endpoint: str) -> bool:
     address = endpoint.partition("#")[0]
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.connect(address)
-        stranger.send(msgspec.msgpack.encode({"type": "hello"}))
-        return bool(stranger.poll(500))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.connect(address)
+        peer.send(msgspec.msgpack.encode({"type": "hello"}))
+        return bool(peer.poll(500))
 
 
 async def test_a_model_that_no_node_holds_runs_on_two_and_outlives_a_stage(
