@@ -24,10 +24,9 @@ from pathlib import Path
 import httpx
 
 from bench.shared_faults import MAX_TOKENS, SETTLE_S, Tally, billed, stream
-from bench.shared_faults_rig import Process, Rig, fleet
+from bench.shared_faults_rig import ROOT, Process, Rig, fleet
 from penstock.core.tasks import end_task
 
-ROOT = Path(__file__).parents[1]
 CHECK_S = 0.2
 LAME_DUCK_S = 3  # far longer than the load balancer takes to notice
 LEAVE_LIMIT_S = 120.0
@@ -54,8 +53,7 @@ async def balance(rig: Rig) -> None:
 
 
 def of_this_version(process: Process) -> Process:
-    environment = {**process.environment, "PYTHONPATH": str(ROOT)}
-    return replace(process, environment=environment, log=process.log.with_suffix(".new.log"), running=None)
+    return replace(process, files=ROOT, log=process.log.with_suffix(".new.log"), running=None)
 
 
 async def leave(process: Process) -> None:

@@ -28,6 +28,7 @@ from penstock.gateway.store.database import Database
 from tests.gateway.ratelimits.redis_server import RedisServer, running_redis
 from tests.gateway.store.postgres_server import PostgresServer, running_postgres
 
+ROOT = Path(__file__).parents[1]
 LOOPBACK = "127.0.0.1"
 LIMIT_S = 300.0  # for everything to be well again
 REQUEST_TIMEOUT_S = 60.0  # without a byte
@@ -41,13 +42,15 @@ class Process:
     environment: dict[str, str]
     log: Path
     node: Node | None
+    files: Path  # the folder of the package
     running: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         prefix = [] if self.node is None else self.node.prefix
         with self.log.open("ab") as log:
             command = [*prefix, sys.executable, "-m", "penstock.main", *self.command]
-            self.running = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
+            environment = {**self.environment, "PYTHONPATH": str(self.files)}
+            self.running = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=self.files)
 
     def signal(self, number: signal.Signals) -> None:
         assert self.running is not None
@@ -63,10 +66,10 @@ class Rig:
         redis: RedisServer,
         postgres: PostgresServer,
         nodes: dict[str, Node],
-        files: Path | None = None,
+        files: Path = ROOT,
         gateway_options: Sequence[str] = (),
     ) -> None:
-        """`files` is the folder with another version of the package."""
+        """`files` is the folder of the package, perhaps of another version."""
         self.redis, self.postgres, self.nodes = redis, postgres, nodes
         environment = {
             **os.environ,
@@ -76,13 +79,11 @@ class Rig:
             "PENSTOCK_JOIN_TOKEN": JOIN_TOKEN,
             "PENSTOCK_DATA_DIR": str(folder),
         }
-        if files is not None:
-            environment["PYTHONPATH"] = str(files)
 
         def process(name: str, *command: str) -> Process:
             host = nodes[name].host if name in nodes else LOOPBACK
             words = [host if word == "HOST" else word for word in command]
-            return Process(words, environment, folder / f"{name}.log", nodes.get(name))
+            return Process(words, environment, folder / f"{name}.log", nodes.get(name), files)
 
         self.fault_s = 20.0
         self.is_ready = [True, True]  # of the gateways, as a load balancer sees them
@@ -165,7 +166,7 @@ def fleet(
     folder: Path,
     network: Network | None = None,
     *,
-    files: Path | None = None,
+    files: Path = ROOT,
     gateway_options: Sequence[str] = (),
 ) -> Iterator[Rig]:
     nodes = {} if network is None else {name: network.node(name) for name in (*NAMES, "redis", "postgres")}
