@@ -219,7 +219,7 @@ CLIENTS: tuple[Client, ...] = (
         ("chat", "stream", "errors", "other"),
         "open-webui",
         pip=("open-webui>=0.6,<1",),
-        timeout_s=900.0,
+        timeout_s=1800.0,
     ),
     Client(
         "openai",

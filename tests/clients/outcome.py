@@ -15,6 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs/clients.md"
 BEGIN = "<!-- make test-clients ARGS=--write-table: begin -->"
 END = "<!-- make test-clients ARGS=--write-table: end -->"
 _HEADER = ("client", "version", *CAPABILITIES, "also")
+_MAX_NOTE_CHARS = 200  # of what failed
 _SIGNS = {True: "✓", False: "✗", None: "–"}
 
 
@@ -98,5 +99,8 @@ def _row(client: Client, outcome: Outcome) -> str:
     reports = outcome.reports
     signs = [_SIGNS[reports[name].ok] if name in reports else "" for name in CAPABILITIES]
     other = reports.get(OTHER, Report(None))
-    cells = [f"[{client.title}](#{client.recipe})", outcome.version, *signs, other.note.replace("|", "/")]
+    also = " ".join(other.note.replace("|", "/").split())  # a row is one line
+    if other.ok is False:
+        also = f"✗ {also[:_MAX_NOTE_CHARS]}"
+    cells = [f"[{client.title}](#{client.recipe})", outcome.version, *signs, also]
     return f"| {' | '.join(cells)} |"

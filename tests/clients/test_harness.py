@@ -95,6 +95,16 @@ def test_the_table_keeps_the_rows_of_clients_that_did_not_run(tmp_path: Path) ->
     ]
 
 
+def test_a_failure_with_many_lines_stays_in_its_row(tmp_path: Path) -> None:
+    page = tmp_path / "clients.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    log = Report(False, "it ended:\nline | two\n" + "x" * 5000)
+    write_table((CLIENT,), {"one": Outcome("1", {"chat": Report(False), OTHER: log}, lines())}, page)
+    row = page.read_text().splitlines()[3]
+    assert row.startswith("| [One](#one) | 1 | ✗ |  |  |  |  |  |  | ✗ it ended: line / two xxx")
+    assert len(row) < 300
+
+
 def test_processes_end_with_the_run(tmp_path: Path) -> None:
     child = tmp_path / "child"
     script = f"sleep 600 & echo $! > {child}; sleep 600"

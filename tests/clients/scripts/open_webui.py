@@ -15,7 +15,7 @@ from pathlib import Path
 import requests
 from report import API_KEY, BASE_URL, MODEL, capability
 
-START_TIMEOUT_S = 400.0
+START_TIMEOUT_S = 900.0
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
