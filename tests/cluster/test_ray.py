@@ -21,10 +21,11 @@ from penstock.cluster.supervisor import Supervisor
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.plan import TokenEvent
-from penstock.core.request import Request, SamplingParams
+from penstock.core.request import Adapter, Request, SamplingParams
 from penstock.dispatch import DispatchConfig
 from penstock.router import ReplicaState
 from tests.cluster.control_stage import SPEC
+from tests.engine.tiny import write_tiny_adapter, write_tiny_model
 from tests.models.checkpoints import make_reference
 
 pytest.importorskip("ray")
@@ -73,7 +74,11 @@ def num_connected(fleet: Fleet) -> int:
 
 
 async def answered(
-    fleet: Fleet, request_id: str, max_tokens: int = 8, prompt: tuple[int, ...] = tuple(b"abcd")
+    fleet: Fleet,
+    request_id: str,
+    max_tokens: int = 8,
+    prompt: tuple[int, ...] = tuple(b"abcd"),
+    adapter: Adapter | None = None,
 ) -> list[int]:
     done = asyncio.get_running_loop().create_future()
     tokens: list[int] = []
@@ -87,7 +92,7 @@ async def answered(
         done.set_exception(error)
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    request = Request(id=request_id, prompt_token_ids=prompt, sampling=sampling)
+    request = Request(id=request_id, prompt_token_ids=prompt, sampling=sampling, adapter=adapter)
     fleet.add(request, timeout_s=WAIT_S, on_event=on_event, on_error=on_error)
     async with asyncio.timeout(WAIT_S):
         await done
@@ -209,6 +214,55 @@ async def test_a_model_that_no_node_holds_runs_on_two_and_outlives_a_stage(
         assert sum(fleet.verdicts.values()) > 0
         assert member.id not in {each.id for each in supervisor.members()}
         print(f"lost a stage: all answered in {time.monotonic() - started_s:.1f} s")
+    finally:
+        supervisor.on_change.remove(fleet.update)
+        fleet.close()
+        await supervisor.close()
+        for node in nodes:
+            await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+
+
+async def test_ranks_on_two_nodes_exchange_kv_and_use_an_adapter(cluster: Any, tmp_path: Path) -> None:
+    """Prefill and decode replicas of two ranks each, on different nodes, answer as one rank on this machine."""
+    pytest.importorskip("nixl_cu12", reason="needs the extra disaggregation")
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
+    adapter = write_tiny_adapter(tmp_path / "adapter", 1)
+    alone = EngineConfig(
+        model=ModelConfig(model=str(model), device="cpu", dtype="float32", load_format="random"),
+        cache=CacheConfig(num_kv_blocks=256),
+        num_threads=1,
+        speculate="off",
+    )
+    parallel = msgspec.structs.replace(
+        alone, kv_transfer=True, parallel=ParallelConfig(tensor_parallel_size=2)
+    )
+    spec = ReplicaSpec(model="tiny", engine=alone, model_path=str(model))
+    on_ray = msgspec.structs.replace(spec, engine=parallel, launcher="ray")
+    prompt = tuple(3 + (5 * n * n + n) % 290 for n in range(700))
+    nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+    supervisor = Supervisor({"ray": RayLauncher(cluster.address), "local": LocalLauncher()})
+    fleet = Fleet()
+    supervisor.on_change.append(fleet.update)
+    try:
+        local = await supervisor.launch(spec)
+        await until(lambda: num_connected(fleet) == 1)
+        expected = [
+            await answered(fleet, f"alone {n}", 20, prompt, each) for n, each in enumerate((adapter, None))
+        ]
+        assert expected[0] != expected[1]
+        await supervisor.stop(local)
+
+        await asyncio.gather(
+            *(supervisor.launch(msgspec.structs.replace(on_ray, role=role)) for role in ("prefill", "decode"))
+        )
+        await until(lambda: num_connected(fleet) == 2)
+        tokens = [
+            await answered(fleet, f"moved {n}", 20, prompt, each) for n, each in enumerate((adapter, None))
+        ]
+        assert tokens == expected
+        assert fleet.dispatcher.kv_sources.ways["prefill"] == 2
+        await until(lambda: fleet.stats.kv_fetched_tokens == 2 * (700 // 16 * 16))
+        assert fleet.stats.kv_fetches_failed == 0
     finally:
         supervisor.on_change.remove(fleet.update)
         fleet.close()
