@@ -3,6 +3,9 @@
 The library has a plain C interface and is loaded with ctypes, so it depends on neither the Python nor the torch
 ABI. It is optional: where no C++ compiler is found the install goes on, Penstock falls back to plain torch, and
 `penstock doctor` says so.
+
+With PENSTOCK_COMPILE=1, the scheduler and the block cache are compiled too, from the same source, by mypyc (it comes
+with mypy). Python takes the compiled modules where they are built, and the source elsewhere.
 """
 
 import importlib.util
@@ -45,7 +48,7 @@ def interface_stamp() -> int:
 class ParallelBuild(build_ext):
     """Compiles the sources of an extension side by side: the compiler takes them one after the other."""
 
-    def build_extension(self, extension):
+    def build_extensions(self):
         compile_sources = self.compiler.compile
 
         def compile_side_by_side(sources, *arguments, **options):
@@ -54,7 +57,7 @@ class ParallelBuild(build_ext):
                 return [name for names in objects for name in names]
 
         self.compiler.compile = compile_side_by_side
-        super().build_extension(extension)
+        super().build_extensions()
 
 
 extensions = []
@@ -71,5 +74,15 @@ if SOURCES and platform.system() in ("Linux", "Darwin"):
             language="c++",
         )
     )
+
+if os.environ.get("PENSTOCK_COMPILE") == "1":
+    from mypyc.build import mypycify
+
+    # msgspec's structs lose their settings when they are compiled, such as `frozen`: these rooms define none.
+    rooms = ("penstock/kvcache", "penstock/scheduler")
+    modules = [
+        str(path) for room in rooms for path in sorted(Path(room).glob("*.py")) if path.stem != "__init__"
+    ]
+    extensions += mypycify(modules, opt_level="2", debug_level="0", multi_file=True, group_name="penstock")
 
 setup(ext_modules=extensions, cmdclass={"build_ext": ParallelBuild})
