@@ -171,6 +171,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
+    num_prefill_tokens: int = 0  # of prompts that run: still to be computed, or in a step that is not done
     num_kv_blocks: int = 0
     num_kv_blocks_used: int = 0  # active or pinned
     kv_fragmentation: float = 0.0  # share of allocated token slots of running requests that hold nothing

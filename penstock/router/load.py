@@ -76,6 +76,7 @@ _FADING = 0.95
 _GUESSED_BASE_S = 0.010
 _GUESSED_TOKEN_S = 50e-6
 _GUESSED_HOLD_S = 5.0
+SEVERAL_GATEWAYS = 1.5  # below, requests that ended since a heartbeat are mistaken for those of others
 
 
 @dataclass(slots=True)
@@ -247,8 +248,10 @@ class ReplicaLoad:
         others = max(0, stats.num_running + stats.num_waiting - self.own_requests)
         self.columns.others_requests += others - self._others_requests
         self._others_requests = others
-        waiting_tokens = stats.num_waiting_tokens * self._uncached_share
-        self._others_tokens = max(0.0, waiting_tokens - self._own_tokens) if self._others_requests else 0.0
+        tokens = stats.num_waiting_tokens * self._uncached_share
+        if self.columns.num_gateways >= SEVERAL_GATEWAYS:
+            tokens += stats.num_prefill_tokens
+        self._others_tokens = max(0.0, tokens - self._own_tokens) if self._others_requests else 0.0
         self._derive()
 
     def _derive(self) -> None:

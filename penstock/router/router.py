@@ -16,14 +16,14 @@ from penstock.core.errors import EngineUnavailable, ModelNotFound
 from penstock.core.messages import EngineStats, KVEvent
 from penstock.router.candidates import Candidates
 from penstock.router.index import Expectations, KVFeed, PrefixIndex
-from penstock.router.load import LoadColumns, ReplicaLoad, Ticket
+from penstock.router.load import SEVERAL_GATEWAYS, LoadColumns, ReplicaLoad, Ticket
 from penstock.router.policies import Policy, PrefixAware, led_to
 from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 
 _FREE_REQUESTS = 8.0  # that a replica may have beyond its share: a few requests are no load
 _LARGEST_EXPONENT = 500.0
-_SEVERAL_GATEWAYS = 1.5  # below, requests that ended since a heartbeat are mistaken for those of others
 _MIN_GLIMPSE = 2
+_GLIMPSE_SHARE = 0.5  # of a gateway's part of the replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,14 +219,14 @@ class Router:
         matches: dict[ReplicaLoad, int],
         rng: RandomSource,
     ) -> tuple[Candidates, dict[ReplicaLoad, int]]:
-        """Return a random part of the candidates, as large as this gateway's part of the traffic; all where it is the
-        only one. Gateways learn of each other's requests late: if all compared the same replicas, all would choose
-        the same one until then."""
+        """Return a random part of the candidates, half as large as this gateway's part of the traffic; all candidates
+        of a gateway that is alone. Gateways learn of each other's requests late: if all compared the same replicas,
+        all would choose the same one until then."""
         num_gateways = self._columns.num_gateways
-        is_alone = num_gateways < _SEVERAL_GATEWAYS or len(candidates) <= _MIN_GLIMPSE
+        is_alone = num_gateways < SEVERAL_GATEWAYS or len(candidates) <= _MIN_GLIMPSE
         if is_alone or not self._policy_for(request).reads_prefixes:
             return candidates, matches
-        count = max(_MIN_GLIMPSE, math.ceil(len(candidates) / num_gateways))
+        count = max(_MIN_GLIMPSE, math.ceil(_GLIMPSE_SHARE * len(candidates) / num_gateways))
         start = int(rng.random() * len(candidates))
         seen = candidates[start : start + count]
         seen += candidates[: count - len(seen)]
@@ -338,9 +338,7 @@ class RecentShares:
         total = candidates.recent_requests()
         one = exp(min(self._exponent(now), _LARGEST_EXPONENT + 200.0))
         # A gateway of many has a few requests of each replica: they differ by chance, by about their root.
-        free = (
-            _FREE_REQUESTS if num_gateways < _SEVERAL_GATEWAYS else _FREE_REQUESTS / math.sqrt(num_gateways)
-        )
+        free = _FREE_REQUESTS if num_gateways < SEVERAL_GATEWAYS else _FREE_REQUESTS / math.sqrt(num_gateways)
         return self._max_share * total / len(candidates) + free * one
 
     def _exponent(self, now: float) -> float:

@@ -311,6 +311,9 @@ class CountedScheduler(Scheduler):
         self._update_services()
         return super().services()
 
+    def _num_prefill_tokens(self) -> int:
+        return super()._num_prefill_tokens() + sum(plan.load.prefill_tokens for plan in self._counted)
+
     def check_integrity(self) -> None:
         self._update_all()
         super().check_integrity()

@@ -321,6 +321,7 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting=len(self._queue),
             num_waiting_tokens=self._queue.num_tokens,
+            num_prefill_tokens=self._num_prefill_tokens(),
             kv_fragmentation=self._running.fragmentation,
             num_preemptions=self._num_preemptions,
             num_swapped=self._swapping.num_swapped,
@@ -333,6 +334,14 @@ class Scheduler:
             image_cache_hits=self._images.num_hits,
             image_cache_tokens=self._images.num_tokens,
         )
+
+    def _num_prefill_tokens(self) -> int:
+        """Count the prompt tokens of running requests that no committed step has computed."""
+        num_tokens = sum(step.load.prefill_tokens for step in self._steps)
+        for sequence in self._running.sequences:
+            if sequence.is_prefilling:
+                num_tokens += sequence.num_known - sequence.num_computed
+        return num_tokens
 
     @property
     def num_preemptions(self) -> int:

@@ -158,6 +158,16 @@ def test_gateways_that_know_the_same_choose_different_replicas() -> None:
     assert {harness.ask().replica_id for harness in gateways_of_a_fleet(1)} == {"replica-7"}
 
 
+def test_a_prompt_of_another_gateway_that_is_being_computed_counts() -> None:
+    for count, is_slower in ((16, True), (1, False)):
+        [router, *_] = [harness.router for harness in gateways_of_a_fleet(count)]
+        load = router.load("replica-3")
+        assert load is not None
+        before_s = load.queue_s
+        router.heartbeat("replica-3", EngineStats(num_running=2 * count + 1, num_prefill_tokens=2_000))
+        assert (load.queue_s > before_s + 0.1) is is_slower
+
+
 def test_a_session_leads_to_the_same_replica_from_every_gateway() -> None:
     decisions = [harness.ask(affinity_key="session-1") for harness in gateways_of_a_fleet(16)]
     assert len({decision.replica_id for decision in decisions}) == 1

@@ -257,5 +257,14 @@ def test_stats_follow_the_requests() -> None:
     assert driver.scheduler.stats().kv_fragmentation == 0.0
 
 
+def test_prompts_that_run_count_until_their_steps_are_committed() -> None:
+    driver = Driver(max_num_batched_tokens=4)
+    driver.add(make_request("a", 10, 3))
+    driver.step()
+    assert driver.scheduler.stats().num_prefill_tokens == 6
+    assert driver.scheduler.plan(1.0) is not None
+    assert driver.scheduler.stats().num_prefill_tokens == 6  # four of them in flight
+
+
 def test_tokens_stay_inside_the_vocabulary_of_the_fake() -> None:
     assert all(token < VOCABULARY for token in expected_answer(make_request("a"), 50))
