@@ -44,7 +44,7 @@ from penstock.engine.build import Engine, build_engine
 VOCAB_SIZE = 320
 TIE = 2e-3  # of two logits of a model whose logits are of size 1 to 10
 CHUNK_TOKENS = 13
-PATIENCE_S = 300
+PATIENCE_S = 900
 
 
 @dataclass(frozen=True)

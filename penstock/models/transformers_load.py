@@ -304,16 +304,28 @@ def stored_names(network: Any, source: WeightSource) -> StoredNames:
     for stored in sorted(source.names(), key=loading.dot_natural_key):
         name = _STANDS_FOR_WEIGHT.sub(".weight", stored)
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
-        if target not in wanted and name in wanted:
-            target, pattern = name, None
-        if target not in wanted:
+        found = _wanted_name(target, wanted)
+        if found is None:
+            found, pattern = _wanted_name(name, wanted), None
+        if found is None:
             continue
+        target = found
         if pattern is None:
             direct[target] = name
         else:
             entry = converted.setdefault(target, copy.deepcopy(by_pattern[pattern]))
             entry.add_tensor(target, name, pattern, _reader(source, name))
     return StoredNames(direct, converted)
+
+
+# The places of text models within others. Sources leave them out of names.
+_PLACES = ("model.language_model.", "model.text_model.")
+
+
+def _wanted_name(name: str, wanted: Mapping[str, Any]) -> str | None:
+    """Return the parameter that has this name, or has it within a larger model."""
+    names = (name, *(name.replace("model.", place, 1) for place in _PLACES if name.startswith("model.")))
+    return next((each for each in names if each in wanted), None)
 
 
 def _reader(source: WeightSource, name: str) -> Callable[[], Tensor]:

@@ -96,7 +96,12 @@ def _window(allowed: Callable[..., Tensor], num_positions: int) -> int | None:
     windows = []
     for position in {num_positions - 1, max(0, num_positions - 2), num_positions // 2}:
         keys = torch.arange(num_positions)
-        seen = allowed(zero, zero, torch.tensor(position), keys).expand(num_positions).bool()
+        try:
+            seen = allowed(zero, zero, torch.tensor(position), keys).expand(num_positions).bool()
+        except IndexError as error:  # the rule looks at the tokens of the pass, and not at positions alone
+            raise ModelLoadError(
+                "its masks hold for the tokens of one text, not for all positions."
+            ) from error
         count = int(seen.sum())
         if not torch.equal(seen, (keys <= position) & (keys > position - count)):
             raise ModelLoadError("a token does not see a run of tokens that ends with itself")

@@ -163,6 +163,14 @@ def test_heads_that_are_too_large_for_the_kernels(tmp_path: Path, monkeypatch: p
     assert answer == expected.tolist()
 
 
+def test_chunks_and_rope_of_llama4_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["chunked_attention", "full_attention"] * 2
+    monkeypatch.setitem(TINY, "mixed", Tiny("llama4_text", {**TINY["llama4"].changes, "layer_types": kinds}))
+    save_tiny("mixed", tmp_path)
+    with pytest.raises(ModelLoadError, match="attend in chunks without rope"):
+        load_model(tmp_path, TorchOps())
+
+
 def test_older_names_and_patterns_of_nemotron_h(tmp_path: Path) -> None:
     reference, ops = save_tiny("nemotron_h", tmp_path), TorchOps()
     tensors = load_file(tmp_path / "model.safetensors")

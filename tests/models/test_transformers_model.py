@@ -107,6 +107,26 @@ def opt(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return save_random("opt", MODELS["opt"](), tmp_path_factory.mktemp("opt"))
 
 
+def test_a_text_model_within_a_larger_model(tmp_path: Path) -> None:
+    """Of a model that also sees, and that is not native."""
+    text = {**PLAIN, "model_type": "persimmon", "tie_word_embeddings": False}
+    outer = {**PLAIN, "patch_size": 4, "num_channels": 3, "tie_word_embeddings": False}
+    config = transformers.FuyuConfig(text_config=text, **outer)
+    reference = save_random("fuyu", transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    ops, prompt = TorchOps(), random_prompt(21, seed=5)
+    made = PagedRunner(load_model(tmp_path, ops), ops).prompt_logits(prompt)
+    torch.testing.assert_close(made, reference.logits(prompt), **TOLERANCE)
+
+
+def test_masks_that_belong_to_one_text_are_refused(tmp_path: Path) -> None:
+    text = {**SMALL, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    text |= {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "tie_word_embeddings": False}
+    config = transformers.Gemma4UnifiedConfig(text_config=text, tie_word_embeddings=False)
+    save_random("unified", transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    with pytest.raises(ModelLoadError, match="masks hold for the tokens of one text"):
+        load_model(tmp_path, TorchOps())
+
+
 def test_weights_are_rounded_when_asked(opt: Reference) -> None:
     ops = TorchOps()
     plain = load_model(opt.folder, ops)

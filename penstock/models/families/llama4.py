@@ -64,6 +64,14 @@ class Llama4(Decoder):
             rotates = [(index + 1) % interval for index in layers]
         if not isinstance(rotates, list) or len(rotates) != config.num_layers:
             raise ModelLoadError(f"{fields.where} lists no_rope_layers that do not match its layers.")
+        kinds = fields.raw("layer_types")
+        usual = ["chunked_attention" if turns else "full_attention" for turns in rotates]
+        if kinds is not None and list(kinds) != usual:
+            raise ModelLoadError(
+                f"{fields.where} has layer_types that attend in chunks without rope, or see everything with "
+                "rope, which no published Llama 4 has.",
+                hint="Make layer_types agree with no_rope_layers.",
+            )
         step = fields.integer("interleave_moe_layer_step", 1)
         mixtures = fields.raw("moe_layers") or list(range(step - 1, config.num_layers, step))
         inner = fields.integer("intermediate_size")
