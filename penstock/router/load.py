@@ -76,6 +76,7 @@ _FADING = 0.95
 _GUESSED_BASE_S = 0.010
 _GUESSED_TOKEN_S = 50e-6
 _GUESSED_HOLD_S = 5.0
+_FEW_REQUESTS = 8  # too few to tell gateways by
 SEVERAL_GATEWAYS = 1.5  # below, requests that ended since a heartbeat are mistaken for those of others
 
 
@@ -116,7 +117,7 @@ class LoadColumns:
     @property
     def num_gateways(self) -> float:
         """Estimate how many gateways send about as many requests as this one."""
-        return 1.0 + self.others_requests / max(1, self.own_requests)
+        return 1.0 + self.others_requests / (_FEW_REQUESTS + self.own_requests)
 
 
 class ReplicaLoad:
