@@ -211,6 +211,25 @@ def test_a_cache_of_8_bits_is_refused_with_biases(tmp_path: Path) -> None:
         load_model(tmp_path, TorchOps(kv_dtype=torch.float8_e4m3fn))
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]]}, "attention_types that do not fit"),
+        ("gpt_neo", {"attention_types": [[["global", "sparse"], 2]]}, "attention_types that do not fit"),
+        ("gptj", {"rotary_dim": None}, "has no rotary_dim"),
+        ("codegen", {"n_head": 2}, "needs a multiple of 4"),
+    ],
+)
+def test_settings_that_contradict_each_other(
+    name: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    save_tiny(name, tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | changes))
+    with pytest.raises(ModelLoadError, match=said):
+        load_model(tmp_path, TorchOps())
+
+
 @pytest.mark.parametrize("name", ["llama", "olmo2"])
 def test_a_checkpoint_without_a_head(name: str, tmp_path: Path) -> None:
     reference, ops = save_tiny(name, tmp_path / "whole"), TorchOps()

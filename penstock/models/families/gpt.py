@@ -1,10 +1,10 @@
-"""Families in the style of GPT: layer norms with a bias, and MLPs without a gate. GPT-2, StarCoder 2, GPT-NeoX and
-Falcon."""
+"""Families in the style of GPT: layer norms with a bias, and MLPs without a gate. GPT-2, GPT-Neo, StarCoder 2,
+GPT-NeoX and Falcon."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -51,7 +51,7 @@ class GPT2(GPT):
 
     name = "gpt2"
     huggingface_names = ("GPT2LMHeadModel", "gpt2")
-    gguf_names = ("gpt2",)
+    gguf_names: ClassVar[tuple[str, ...]] = ("gpt2",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -117,6 +117,56 @@ class GPT2(GPT):
         if self._positions is not None:
             residual.add_(self._positions[batch.positions])
         super()._run_one_by_one(residual, batch, kv, before_layer)
+
+
+class GPTNeo(GPT2):
+    """GPT-Neo: learned positions, windows in some layers, and scores that are not scaled."""
+
+    name = "gpt_neo"
+    huggingface_names = ("GPTNeoForCausalLM", "gpt_neo")
+    gguf_names = ()
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        usual = {
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "num_heads",
+            "hidden_act": "activation_function",
+        }
+        fields = fields.renamed(usual)
+        defaults = {"hidden_act": "gelu_new", "tie_word_embeddings": True}
+        given = {key: value for key, value in fields.values.items() if value is not None}
+        inner = 4 * fields.integer("hidden_size")
+        fields = Fields({"intermediate_size": inner, **defaults, **given}, fields.where)
+        config = common_huggingface_config(fields, cls.name, gated=False)
+        groups = fields.raw("attention_types") or [[["global", "local"], config.num_layers // 2]]
+        kinds = [kind for pattern, times in groups for kind in pattern * times]
+        if len(kinds) != config.num_layers or not set(kinds) <= {"global", "local"}:
+            raise ModelLoadError(f"{fields.where} has attention_types that do not fit its layers.")
+        window = fields.integer("window_size", 256)
+        config = dataclasses.replace(
+            config,
+            norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+            attention_scale=1.0,
+            windows=tuple(window if kind == "local" else None for kind in kinds),
+        )
+        return dataclasses.replace(with_biases(config, learned=True), qkv_bias=False)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {
+            "wte": "embed_tokens",
+            "wpe": "embed_positions",
+            "h": "layers",
+            "ln_1": "input_layernorm",
+            "ln_2": "post_attention_layernorm",
+            "ln_f": "norm",
+            "attn.attention": "self_attn",
+            "out_proj": "o_proj",
+            "mlp.c_fc": "mlp.up_proj",
+            "mlp.c_proj": "mlp.down_proj",
+        }
+        return Layout("transformer", names)
 
 
 class StarCoder2(GPT):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -61,7 +61,7 @@ class Phi(Decoder):
 
     name = "phi"
     huggingface_names = ("PhiForCausalLM", "phi")
-    gguf_names = ("phi2",)
+    gguf_names: ClassVar[tuple[str, ...]] = ("phi2",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
