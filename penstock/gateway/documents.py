@@ -13,7 +13,15 @@ import msgspec
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.files import FileStore, StoredFile
-from penstock.gateway.prompts import ChatMessage, ChatPrompt, FilePart, GenerationRequest, Prompt, TextPart
+from penstock.gateway.prompts import (
+    ChatMessage,
+    ChatPrompt,
+    FilePart,
+    GenerationRequest,
+    Prompt,
+    TextPart,
+    parts_of,
+)
 
 MAX_BYTES = 32 << 20  # of all uploaded files that one request names; as much as a body may have by default
 _DATA_URL = re.compile(r"data:[^,]{0,256};base64,")
@@ -71,7 +79,7 @@ class DocumentReader:
         return msgspec.structs.replace(request, prompts=tuple(prompts))
 
     async def read(self, prompt: Prompt, workspace_id: str) -> Prompt:
-        parts = _file_parts(prompt)
+        parts = parts_of(prompt, FilePart)
         if not isinstance(prompt, ChatPrompt) or not parts:
             return prompt
         files: dict[str, StoredFile] = {}
@@ -120,15 +128,3 @@ class DocumentReader:
             return await asyncio.to_thread(read)
         except OSError as error:
             raise InvalidRequest(f"The file {part.file_id!r} is gone.", param=part.param) from error
-
-
-def _file_parts(prompt: Prompt) -> list[FilePart]:
-    if not isinstance(prompt, ChatPrompt):
-        return []
-    return [
-        part
-        for message in prompt.messages
-        if not isinstance(message.content, str)
-        for part in message.content
-        if isinstance(part, FilePart)
-    ]

@@ -5,7 +5,7 @@ Independent of any wire format: front ends translate OpenAI's and Anthropic's sh
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -131,6 +131,14 @@ def num_characters(prompt: ChatPrompt) -> int:
 
 def image_parts(prompt: Prompt) -> list[ImagePart]:
     """Return the images of a prompt, in order."""
+    return parts_of(prompt, ImagePart)
+
+
+Part = TypeVar("Part")
+
+
+def parts_of(prompt: Prompt, kind: type[Part]) -> list[Part]:
+    """Return the parts of this kind in a prompt's messages, in order."""
     if not isinstance(prompt, ChatPrompt):
         return []
     return [
@@ -138,7 +146,7 @@ def image_parts(prompt: Prompt) -> list[ImagePart]:
         for message in prompt.messages
         if not isinstance(message.content, str)
         for part in message.content
-        if isinstance(part, ImagePart)
+        if isinstance(part, kind)
     ]
 
 

@@ -21,6 +21,26 @@ from penstock.models.layers import Block, LayerLoader, Norm, load_layer_norm
 from penstock.models.layout import Layout, fused_qkv, grouped_qkv, rotated_rows
 from penstock.models.weights import WeightLoader
 
+# The usual names of settings and modules, and GPT-2's.
+GPT2_SETTINGS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+}
+_GPT2_MODULES = {
+    "wte": "embed_tokens",
+    "wpe": "embed_positions",
+    "h": "layers",
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    "ln_f": "norm",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
+
 
 class GPT(Decoder):
     """A decoder with two layer norms and a plain MLP."""
@@ -55,15 +75,7 @@ class GPT2(GPT):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        usual = {
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "intermediate_size": "n_inner",
-            "max_position_embeddings": "n_positions",
-            "hidden_act": "activation_function",
-        }
-        fields = fields.renamed(usual)
+        fields = fields.renamed(GPT2_SETTINGS)
         defaults = {"hidden_act": "gelu_new", "tie_word_embeddings": True, "max_position_embeddings": 1024}
         given = {key: value for key, value in fields.values.items() if value is not None}
         inner = 4 * fields.integer("hidden_size")
@@ -84,17 +96,9 @@ class GPT2(GPT):
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {
-            "wte": "embed_tokens",
-            "wpe": "embed_positions",
-            "h": "layers",
-            "ln_1": "input_layernorm",
-            "ln_2": "post_attention_layernorm",
-            "ln_f": "norm",
+        names = _GPT2_MODULES | {
             "attn.c_attn": "self_attn.qkv_proj",
             "attn.c_proj": "self_attn.o_proj",
-            "mlp.c_fc": "mlp.up_proj",
-            "mlp.c_proj": "mlp.down_proj",
         }
         transposed = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"}
         return Layout("transformer", names, fused_qkv(config), transposed=frozenset(transposed))
@@ -154,19 +158,7 @@ class GPTNeo(GPT2):
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {
-            "wte": "embed_tokens",
-            "wpe": "embed_positions",
-            "h": "layers",
-            "ln_1": "input_layernorm",
-            "ln_2": "post_attention_layernorm",
-            "ln_f": "norm",
-            "attn.attention": "self_attn",
-            "out_proj": "o_proj",
-            "mlp.c_fc": "mlp.up_proj",
-            "mlp.c_proj": "mlp.down_proj",
-        }
-        return Layout("transformer", names)
+        return Layout("transformer", _GPT2_MODULES | {"attn.attention": "self_attn", "out_proj": "o_proj"})
 
 
 class StarCoder2(GPT):

@@ -8,6 +8,7 @@ import torch
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.families.gpt import GPT2_SETTINGS
 from penstock.models.families.phi import Phi
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layout import Layout, StoredRows, rotated_rows
@@ -34,15 +35,7 @@ class GPTJ(Phi):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        usual = {
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-            "intermediate_size": "n_inner",
-            "max_position_embeddings": "n_positions",
-            "hidden_act": "activation_function",
-        }
-        fields = fields.renamed(usual)
+        fields = fields.renamed(GPT2_SETTINGS)
         if not fields.has("rotary_dim"):
             raise ModelLoadError(f"{fields.where} has no rotary_dim, which every published model has.")
         size = fields.integer("hidden_size")
