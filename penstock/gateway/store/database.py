@@ -296,6 +296,8 @@ def _create_postgresql(url: sqlalchemy.URL) -> Engine:
             "PostgreSQL needs a driver that is not installed.", hint=f"Run: {install_command('postgres')}"
         ) from error
 
+    refused: set[str] = set()  # settings, each of which was logged
+
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, _: Any) -> None:
         with connection.cursor() as cursor:
@@ -303,8 +305,15 @@ def _create_postgresql(url: sqlalchemy.URL) -> Engine:
                 try:
                     cursor.execute("SELECT set_config(%s, %s, false)", (name, str(value)))
                     connection.commit()
-                except engine.dialect.loaded_dbapi.Error:  # servers that are not Linux lack tcp_user_timeout
-                    connection.rollback()
+                except engine.dialect.loaded_dbapi.Error as error:
+                    connection.rollback()  # servers that are not Linux lack tcp_user_timeout
+                    if name not in refused:
+                        refused.add(name)
+                        logger.warning(
+                            "the database server refuses %s = %s (%s): a gateway that is cut off may hold its locks "
+                            "for more than %d s",
+                            *(name, value, _cause(error), _GONE_S),
+                        )
 
     return engine
 

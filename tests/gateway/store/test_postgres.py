@@ -74,6 +74,19 @@ def world(url: str) -> Iterator[World]:
     world.database.close()
 
 
+def test_a_setting_that_the_server_refuses_is_one_warning(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(database_module._SERVER_SETTINGS, "no_such_setting", 7)
+    database = Database(url)
+    with database._engine.connect(), database._engine.connect() as connection:
+        assert connection.execute(text("SHOW idle_in_transaction_session_timeout")).scalar() == "10s"
+    database.close()
+    warnings = [record.getMessage() for record in caplog.records if "no_such_setting" in record.getMessage()]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("the database server refuses no_such_setting = 7 (unrecognized")
+
+
 def test_the_migrations_make_the_tables_that_the_code_describes(world: World) -> None:
     assert world.database.run_now(differences) == []
 
