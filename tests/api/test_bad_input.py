@@ -288,6 +288,7 @@ INPUT_PARTS = {"role": "user", "content": [{"type": "input_text", "text": "a"}] 
     [
         (CHAT, chat(messages=[TURN] * 20_001)),
         (CHAT, chat(messages=[PARTS])),
+        (CHAT, chat(messages=[{"role": "assistant", "tool_calls": [call("f")] * 20_000}])),
         ("/v1/messages", chat(messages=[TURN] * 20_001, max_tokens=5)),
         ("/v1/messages", chat(messages=[PARTS], max_tokens=5)),
         ("/v1/messages/count_tokens", chat(messages=[PARTS])),
@@ -298,6 +299,7 @@ INPUT_PARTS = {"role": "user", "content": [{"type": "input_text", "text": "a"}] 
     ids=[
         "chat",
         "chat-parts",
+        "chat-calls",
         "messages",
         "messages-parts",
         "count",
@@ -310,7 +312,7 @@ async def test_too_many_messages_and_parts_are_refused(path: str, body: dict[str
     async with direct_client(FakeEngine()) as client:
         answer = await client.post(path, json=body)
     assert answer.status_code == 400
-    assert "more than 20000 messages and parts" in answer.text
+    assert "more than 20000 messages, parts and tool calls" in answer.text
 
 
 async def test_other_unknown_fields_are_ignored() -> None:

@@ -6,9 +6,12 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import ollama
 import pytest
 
+from penstock.api.ollama.requests import OllamaMessage
+from penstock.api.ollama.requests import _chat_messages as ollama_chat_messages
 from penstock.core.errors import PenstockError
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.plan import TokenEvent
@@ -178,6 +181,31 @@ def test_a_call_that_was_cut_off_is_left_out(serve: Serve) -> None:
     answer = client(serve(engine)).chat("bytes", [USER], tools=[WEATHER], options=limit)
     assert [call.function.arguments for call in answer.message.tool_calls or ()] == [{"city": "Paris"}]
     assert answer.done_reason == "length"
+
+
+async def test_results_answer_the_first_call_of_their_tool() -> None:
+    def called(name: str) -> dict[str, Any]:
+        return {"function": {"name": name, "arguments": {}}}
+
+    wire = msgspec.convert(
+        [
+            {"role": "assistant", "tool_calls": [called("a"), called("b"), called("b"), called("a")]},
+            {"role": "tool", "tool_name": "b"},
+            {"role": "tool", "tool_name": "unknown"},
+            {"role": "tool", "tool_name": "a"},
+            {"role": "tool"},
+            {"role": "tool", "tool_name": "b"},
+        ],
+        list[OllamaMessage],
+    )
+    turns = ollama_chat_messages(wire)
+    assert [turn.tool_call_id for turn in turns[1:]] == [
+        "call_0_1",
+        "call_0_0",
+        "call_0_3",
+        "call_0_2",
+        "call_unknown",
+    ]
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,8 +26,9 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.metrics.gateway import CONTENT_TYPE
 from penstock.gateway.models.catalogue import RETRY_AFTER_S
 from penstock.gateway.models.served_model import ServedModel
-from penstock.gateway.prompts import ChatPrompt
+from penstock.gateway.prompts import ChatPrompt, num_characters
 from penstock.gateway.text.template import RenderedChat
+from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS
 
 SPECIAL_TOKENS = ("bos", "eos", "pad", "unk")
 
@@ -121,18 +124,14 @@ class ServiceEndpoints:
         model = self._model(request, wire.model)
         async with self._gateway.accounts.errand(principal_of(request), model.card.name, "tokenize"):
             tokens = await _tokens(wire, model)
-        pieces = None
-        if wire.return_token_strs:
-            spelt = {
-                token_id: model.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-                for token_id in set(tokens)
-            }
-            pieces = [spelt[token_id] for token_id in tokens]
-        return json_response(TokenizeResponse(len(tokens), model.card.max_model_len, tokens, pieces))
+            if len(tokens) <= DIRECT_ENCODE_CHARS:
+                return _answer(wire, model, tokens)
+            return await asyncio.to_thread(_answer, wire, model, tokens)
 
     async def detokenize(self, request: Request) -> Response:
         wire = await self._detokenize_decoder.read(request)
         model = self._model(request, wire.model)
+        model.check_tokenizable(len(wire.tokens), "tokens")
         check_token_ids(wire.tokens, model.card.vocab_size, param="tokens")
         async with self._gateway.accounts.errand(principal_of(request), model.card.name, "detokenize"):
             return json_response(DetokenizeResponse(await model.tokenizer.decode_later(wire.tokens)))
@@ -148,14 +147,28 @@ class ServiceEndpoints:
 
 
 async def _tokens(wire: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
+    param = "prompt"
+    rendered = RenderedChat(wire.prompt or "")
     if wire.messages is not None:
+        param = "messages"
         prompt = ChatPrompt(
             messages=chat_messages(wire.messages), add_generation_prompt=wire.add_generation_prompt
         )
+        model.check_tokenizable(num_characters(prompt), param)
         rendered = await model.template.render_later(prompt)
-    else:
-        rendered = RenderedChat(wire.prompt or "")
+    model.check_tokenizable(len(rendered.text), param)
     adds_special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
     return await model.tokenizer.encode(
         rendered.text, add_special_tokens=adds_special, plain_ranges=rendered.plain_ranges
     )
+
+
+def _answer(wire: TokenizeRequest, model: ServedModel, tokens: tuple[int, ...]) -> Response:
+    pieces = None
+    if wire.return_token_strs:
+        spelt = {
+            token_id: model.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+            for token_id in set(tokens)
+        }
+        pieces = [spelt[token_id] for token_id in tokens]
+    return json_response(TokenizeResponse(len(tokens), model.card.max_model_len, tokens, pieces))

@@ -114,7 +114,8 @@ class MessageBatchEndpoints:
     def __init__(self, work: StoredWork, dialect: MessageBatches) -> None:
         self._work = work
         self._dialect = dialect
-        self._decoder = BodyDecoder(CreateMessageBatch)
+        # The params of each request are decoded later, one by one.
+        self._decoder = BodyDecoder(CreateMessageBatch, values_factor=10)
 
     def routes(self) -> list[Route]:
         one = "/v1/messages/batches/{batch_id}"

@@ -26,6 +26,11 @@ MAX_INNER_BYTES = (
 )  # of requests from inside the server, such as lines of batches, which are bounded already
 MAX_UNKNOWN_FIELDS = 256  # each is compared with the known ones on the event loop
 MAX_MESSAGE_PARTS = 20_000  # each is read on the event loop
+# A body is decoded on the event loop, and each value costs time there. Numbers cost least: prompts may be token ids.
+MAX_TEXTS = 200_000  # names of fields included
+MAX_CONTAINERS = 100_000  # objects and arrays
+MAX_VALUES = 2_000_000
+UNCOUNTED_BYTES = 256 << 10  # no body of this size has too many values
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -87,17 +92,42 @@ def _inflated(body: bytes, max_bytes: int) -> bytes:
     return whole
 
 
+def check_num_values(body: bytes, factor: int = 1) -> None:
+    """Refuse a body of JSON with more values than can be decoded without keeping other requests waiting. `factor`
+    raises the bounds for shapes that leave most of a body undecoded."""
+    if len(body) <= UNCOUNTED_BYTES:
+        return
+    if body.count(b'"') <= 2 * MAX_TEXTS * factor and _has_few_values(body, factor):
+        return  # however many of these characters stand inside texts
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote now begins or ends a text
+    has_few_texts = plain.count(b'"') <= 2 * MAX_TEXTS * factor
+    if not (has_few_texts and _has_few_values(b"".join(plain.split(b'"')[::2]), factor)):
+        raise InvalidRequest(
+            f"The request body has too many values: at most {MAX_TEXTS * factor} texts, {MAX_CONTAINERS * factor} "
+            f"objects and arrays, and {MAX_VALUES * factor} values in all are taken."
+        )
+
+
+def _has_few_values(body: bytes, factor: int) -> bool:
+    num_containers = body.count(b"{") + body.count(b"[")
+    return num_containers <= MAX_CONTAINERS * factor and body.count(b",") <= MAX_VALUES * factor
+
+
 _FIELD_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def check_num_parts(messages: Sequence[object], param: str) -> None:
-    """Refuse more messages, and parts of messages, than can be read without keeping other streams waiting."""
+    """Refuse more messages, parts of messages and tool calls than can be read without keeping other streams
+    waiting."""
     num_parts = len(messages)
     if num_parts <= MAX_MESSAGE_PARTS:
-        contents = (getattr(message, "content", None) for message in messages)
-        num_parts += sum(len(content) for content in contents if isinstance(content, list))
+        for message in messages:
+            for parts in (getattr(message, "content", None), getattr(message, "tool_calls", None)):
+                num_parts += len(parts) if isinstance(parts, list) else 0
     if num_parts > MAX_MESSAGE_PARTS:
-        raise InvalidRequest(f"{param} has more than {MAX_MESSAGE_PARTS} messages and parts.", param=param)
+        raise InvalidRequest(
+            f"{param} has more than {MAX_MESSAGE_PARTS} messages, parts and tool calls.", param=param
+        )
 
 
 @functools.cache
@@ -111,15 +141,17 @@ def _decoder_and_fields(shape: type[Shape]) -> tuple[msgspec.json.Decoder[Shape]
 class BodyDecoder(Generic[Shape]):
     """Decodes one shape. Unknown fields are ignored, as OpenAI does, with two exceptions, because ignoring them would
     silently change what is sampled: a field that looks like a misspelt `guarded_fields` name, and a field that
-    `check_unknown(name, value)` refuses."""
+    `check_unknown(name, value)` refuses. `values_factor` raises the bounds of `check_num_values`."""
 
     def __init__(
         self,
         shape: type[Shape],
         guarded_fields: Iterable[str] = (),
         check_unknown: Callable[[str, Any], None] | None = None,
+        values_factor: int = 1,
     ) -> None:
         self._check_unknown = check_unknown
+        self._values_factor = values_factor
         self._decoder: msgspec.json.Decoder[Shape]
         self._decoder, self._known = _decoder_and_fields(shape)
         self._guarded = tuple(guarded_fields)
@@ -137,6 +169,7 @@ class BodyDecoder(Generic[Shape]):
         return msgspec.structs.replace(decoded, model=deployment)
 
     def decode(self, body: bytes) -> Shape:
+        check_num_values(body, self._values_factor)
         try:
             decoded = self._decoder.decode(body)
             unknown: dict[str, msgspec.Raw] = {}

@@ -6,7 +6,8 @@ Field names and defaults are Ollama's. An empty text stands for an absent field,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
@@ -282,7 +283,7 @@ def _chat_messages(messages: list[OllamaMessage]) -> tuple[ChatMessage, ...]:
     """Ollama's calls need no ids. Here calls get ids, and results name the calls that they answer, in order."""
     check_num_parts(messages, "messages")
     turns = []
-    unanswered: list[ToolCall] = []
+    unanswered = _UnansweredCalls()
     for position, message in enumerate(messages):
         param = f"messages[{position}]"
         if message.role not in ROLES:
@@ -300,7 +301,7 @@ def _chat_messages(messages: list[OllamaMessage]) -> tuple[ChatMessage, ...]:
             )
             for number, call in enumerate(message.tool_calls or ())
         )
-        unanswered += calls
+        unanswered.add(calls)
         turns.append(
             ChatMessage(
                 message.role,
@@ -314,16 +315,36 @@ def _chat_messages(messages: list[OllamaMessage]) -> tuple[ChatMessage, ...]:
     return tuple(turns)
 
 
-def _answered_call(result: OllamaMessage, unanswered: list[ToolCall]) -> str:
+class _UnansweredCalls:
+    """The calls that no result was found for yet. Finding one takes the same time however many there are."""
+
+    def __init__(self) -> None:
+        self._in_order: deque[ToolCall] = deque()
+        self._by_name: dict[str, deque[ToolCall]] = {}
+        self._answered: set[int] = set()  # identities of calls, which one of the queues may still hold
+
+    def add(self, calls: Sequence[ToolCall]) -> None:
+        for call in calls:
+            self._in_order.append(call)
+            self._by_name.setdefault(call.name, deque()).append(call)
+
+    def take(self, tool_name: str | None) -> ToolCall | None:
+        """The first call of a tool, else the first of all."""
+        for queue in (self._by_name.get(tool_name or "", ()), self._in_order):
+            while queue:
+                call = queue.popleft()
+                if id(call) not in self._answered:
+                    self._answered.add(id(call))
+                    return call
+        return None
+
+
+def _answered_call(result: OllamaMessage, unanswered: _UnansweredCalls) -> str:
     """The id of the call that a result answers: the named one, else the first of its tool, else the first."""
     if result.tool_call_id:
         return result.tool_call_id
-    named = (call for call in unanswered if call.name == result.tool_name)
-    call = next(named, unanswered[0] if unanswered else None)
-    if call is None:
-        return "call_unknown"
-    unanswered.remove(call)
-    return call.id
+    call = unanswered.take(result.tool_name)
+    return "call_unknown" if call is None else call.id
 
 
 def _with_images(text: str, images: list[str] | None, param: str) -> str | tuple[TextPart, ...]:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from penstock.api.http.parsing import MAX_MESSAGE_PARTS
+from penstock.api.http.parsing import MAX_MESSAGE_PARTS, UNCOUNTED_BYTES
 from penstock.api.openai.requests import ChatCompletionRequest, StreamOptions
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, SamplingOptions
 
@@ -65,7 +65,9 @@ _decode = msgspec.json.Decoder(PlainChat).decode
 
 
 def plain_chat(body: bytes) -> PlainChat | None:
-    """None for a body that only the full shape can judge."""
+    """None for a body that only the full shape can judge, and for one whose values must be counted first."""
+    if len(body) > UNCOUNTED_BYTES:
+        return None
     try:
         chat = _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -93,7 +93,7 @@ class History:
         known: dict[str, dict[str | None, InputItem]] = {}  # of the responses referred to, by item id
         bound = HistoryBound(param)
         items: list[InputItem] = []
-        for position, item in enumerate(input_items(wire, owner)):
+        for position, item in enumerate(input_items(wire, owner, param)):
             if item.type != "item_reference":
                 items.append(item)
                 continue

@@ -207,10 +207,11 @@ def response_id_of(item_id: str) -> str | None:
     return None if found is None else f"resp_{found[1]}"
 
 
-def input_items(wire: str | list[InputItem], owner: str) -> list[InputItem]:
+def input_items(wire: str | list[InputItem], owner: str, param: str = "input") -> list[InputItem]:
     """What the client sent, in the full form in which it can be listed later: with types, ids and parts. `owner` is
     the id of the request, which becomes part of the ids."""
     items = [InputItem(role="user", content=wire)] if isinstance(wire, str) else wire
+    check_num_parts(items, param)
     return [_full(item, f"{owner}-i{position}") for position, item in enumerate(items)]
 
 

@@ -43,6 +43,9 @@ from penstock.gateway.tools.answer_form import AnswerForm, answer_form, forces_c
 from penstock.gateway.tools.formats import HARMONY_REASONING, reasoning_of, tool_format_of
 from penstock.gateway.tools.harmony import CONTROL_TOKENS
 
+MAX_LOOSE_CHARACTERS = 1 << 20  # of a text that need not fit the context
+CUT_MARGIN_TOKENS = 64
+
 
 class PreparedPrompt(msgspec.Struct, frozen=True):
     """A prompt in tokens, which prefixes of it to keep, and what its answers consist of; None for nothing but
@@ -220,6 +223,20 @@ class ServedModel:
         if at_least >= self.max_model_len:
             raise too_long(self.max_model_len, at_least, param, is_lower_bound=True)
 
+    def check_tokenizable(self, num_characters: int, param: str) -> None:
+        """Refuse a text that need not fit the context, if tokenizing it would keep others waiting for seconds."""
+        most = max(MAX_LOOSE_CHARACTERS, self.max_model_len * self.tokenizer.max_characters_per_token)
+        if num_characters > most:
+            raise InvalidRequest(
+                f"{param} has {num_characters} characters, and at most {most} are tokenized at a time.",
+                param=param,
+            )
+
+    def _last_part(self, text: str, num_tokens: int) -> str:
+        """The end of a text that is sure to hold its last tokens. Where the text is cut may change a few tokens."""
+        num_kept = (num_tokens + CUT_MARGIN_TOKENS) * self.tokenizer.max_characters_per_token
+        return text[-num_kept:]
+
     def known(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:
         """The same token ids. A tokenizer may know tokens that the model has no embedding for; a text that spells
         one out is refused with InvalidRequest, since no engine could compute it."""
@@ -232,7 +249,7 @@ class ServedModel:
     ) -> PreparedPrompt:
         """`grammar` is what the request itself demands of its answers. With `truncates_to`, only so many of the last
         tokens are taken, and a text may be longer than the context."""
-        prepared = await self._prepare(prompt, grammar, is_bounded=truncates_to is None)
+        prepared = await self._prepare(prompt, grammar, truncates_to)
         if truncates_to is None or len(prepared.token_ids) <= truncates_to:
             return prepared
         if prepared.images:
@@ -252,16 +269,22 @@ class ServedModel:
         start = self.tokenizer.bos_ids if prompt.add_special_tokens else ()
         return (*start, *laid_out(*self._infill, token_ids, behind))
 
-    async def _prepare(self, prompt: Prompt, grammar: Grammar | None, *, is_bounded: bool) -> PreparedPrompt:
+    async def _prepare(
+        self, prompt: Prompt, grammar: Grammar | None, truncates_to: int | None
+    ) -> PreparedPrompt:
         if isinstance(prompt, TextPrompt):
-            if is_bounded:
+            if truncates_to is None:
                 self._check_num_characters(len(prompt.text) + len(prompt.suffix or ""), "prompt")
+            else:
+                prompt = msgspec.structs.replace(prompt, text=self._last_part(prompt.text, truncates_to))
+                self._check_num_characters(len(prompt.suffix or ""), "prompt")
             return PreparedPrompt(self.known(await self._encode_text(prompt), "prompt"))
         if isinstance(prompt, ChatPrompt):
+            check = self._check_num_characters if truncates_to is None else self.check_tokenizable
+            check(num_characters(prompt), "messages")
             prompt = self.dialect.without_thinking_where_held(prompt, grammar)
             prompt, rendered, places = await self._rendered(prompt)
-            if is_bounded:
-                self._check_num_characters(len(rendered.text), "messages")
+            check(len(rendered.text), "messages")
             form = self.dialect.answer_form(prompt, rendered, grammar)
             if places is not None:
                 return await self._with_images(prompt, rendered, places, form)

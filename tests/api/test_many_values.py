@@ -1,0 +1,139 @@
+"""Bodies with more values than can be decoded on the event loop, and texts that are too long to be tokenized."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.api.http import parsing
+from penstock.api.http.parsing import check_num_values
+from penstock.core.errors import InvalidRequest
+from penstock.gateway.text.template import ChatTemplate
+from penstock.gateway.text.tokenizer import TextTokenizer
+from tests.api.conftest import direct_client
+from tests.gateway.fake_engine import FakeEngine, script_text
+
+TEXTS = [""] * (parsing.MAX_TEXTS + 1)
+OBJECTS: list[dict[str, Any]] = [{}] * (parsing.MAX_CONTAINERS + 1)
+NUMBERS = [1] * (parsing.MAX_VALUES + 2)
+TURNS = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": TEXTS}),
+        ("/v1/completions", {"prompt": NUMBERS}),
+        ("/v1/chat/completions", {"messages": TURNS, "stop": TEXTS}),
+        ("/v1/chat/completions", {"messages": TURNS, "unknown": OBJECTS}),
+        ("/v1/messages", {"messages": TURNS, "max_tokens": 1, "tools": OBJECTS}),
+        ("/v1/responses", {"input": OBJECTS}),
+        ("/v1/conversations", {"items": OBJECTS}),
+        ("/v1/embeddings", {"input": NUMBERS}),
+        ("/detokenize", {"tokens": NUMBERS}),
+    ],
+)
+async def test_bodies_of_too_many_values_are_refused(path: str, body: dict[str, Any]) -> None:
+    async with direct_client(FakeEngine()) as client:
+        answer = await client.post(path, json={"model": "bytes", **body})
+    assert answer.status_code == 400
+    assert "The request body has too many values" in answer.text
+
+
+async def test_texts_may_hold_any_number_of_commas_and_quotes() -> None:
+    content = '{["a\\",' * parsing.MAX_TEXTS
+    engine = FakeEngine(script_text("fine"))
+    async with direct_client(engine) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": TURNS, "user": content})
+    assert answer.status_code == 200
+
+
+@given(st.recursive(st.text('"\\,[{a') | st.integers(0, 9), st.lists, max_leaves=40))
+def test_values_are_counted_outside_of_texts(value: Any) -> None:
+    body = json.dumps(value).encode()
+    num_texts, num_containers, num_values = _counts(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parsing, "UNCOUNTED_BYTES", -1)
+        patch.setattr(parsing, "MAX_TEXTS", num_texts)
+        patch.setattr(parsing, "MAX_CONTAINERS", num_containers)
+        patch.setattr(parsing, "MAX_VALUES", num_values)
+        check_num_values(body)
+        for name, count in (("MAX_TEXTS", num_texts), ("MAX_CONTAINERS", num_containers)):
+            if count:
+                patch.setattr(parsing, name, count - 1)
+                with pytest.raises(InvalidRequest):
+                    check_num_values(body)
+                patch.setattr(parsing, name, count)
+
+
+def _counts(value: Any) -> tuple[int, int, int]:
+    """Texts, containers and commas."""
+    if not isinstance(value, list):
+        return int(isinstance(value, str)), 0, 0
+    inner = [_counts(each) for each in value]
+    texts, containers, commas = (sum(column) for column in zip(*inner, strict=True)) if inner else (0, 0, 0)
+    return texts, containers + 1, commas + max(0, len(value) - 1)
+
+
+LONG = "a" * ((1 << 20) + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": LONG}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
+        ("/detokenize", {"tokens": [97] * len(LONG)}, "tokens"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": LONG}], "truncate_prompt_tokens": 9},
+            "messages",
+        ),
+    ],
+)
+async def test_texts_that_are_too_long_to_tokenize_are_refused(
+    path: str, body: dict[str, Any], param: str
+) -> None:
+    async with direct_client(FakeEngine()) as client:
+        answer = await client.post(path, json={"model": "bytes", **body})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert "at most 1048576 are tokenized at a time" in answer.text
+
+
+async def test_many_tokens_are_told_with_their_texts() -> None:
+    async with direct_client(FakeEngine()) as client:
+        body = {"prompt": "ab" * 5000, "return_token_strs": True}
+        answer = (await client.post("/tokenize", json=body)).json()
+    assert (answer["count"], answer["token_strs"]) == (10_000, ["a", "b"] * 5000)
+
+
+async def test_counting_tokens_refuses_a_long_chat_before_it_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(ChatTemplate, "render")
+    body = {"model": "bytes", "messages": [{"role": "user", "content": "a" * 100_000}]}
+    async with direct_client(FakeEngine()) as client:
+        answer = await client.post("/v1/messages/count_tokens", json=body)
+    assert answer.status_code == 400
+    assert "prompt is too long" in answer.text
+
+
+async def test_a_long_prompt_is_cut_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(script_text("fine"))
+    async with direct_client(engine) as client:
+        lengths = []
+        encode = TextTokenizer.encode
+
+        async def measured(self: TextTokenizer, text: str, **options: Any) -> tuple[int, ...]:
+            lengths.append(len(text))
+            return await encode(self, text, **options)
+
+        monkeypatch.setattr(TextTokenizer, "encode", measured)
+        body = {"prompt": "a" * 3_000_000 + "bc", "truncate_prompt_tokens": 3}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert bytes(engine.added[0].prompt_token_ids) == b"abc"
+    assert max(lengths) < 10_000
