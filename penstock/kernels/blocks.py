@@ -23,7 +23,13 @@ from penstock.kernels.interface import (
     Routing,
 )
 from penstock.kernels.latent import LatentKVStore, attend_latent
-from penstock.kernels.recurrence import gated_delta, gated_norm, selective_scan, short_conv
+from penstock.kernels.recurrence import (
+    channel_scan,
+    gated_delta,
+    gated_norm,
+    selective_scan,
+    short_conv,
+)
 
 if TYPE_CHECKING:
     from penstock.kernels.interface import Ops
@@ -114,6 +120,7 @@ class ComposedOps:
 
     short_conv = staticmethod(short_conv)
     selective_scan = staticmethod(selective_scan)
+    channel_scan = staticmethod(channel_scan)
     gated_delta = staticmethod(gated_delta)
     gated_norm = staticmethod(gated_norm)
 
@@ -210,6 +217,7 @@ class DelegatingOps(ComposedOps):
         self.attend = ops.attend
         self.short_conv = ops.short_conv
         self.selective_scan = ops.selective_scan
+        self.channel_scan = ops.channel_scan
         self.gated_delta = ops.gated_delta
         self.gated_norm = ops.gated_norm
         self.sample = ops.sample

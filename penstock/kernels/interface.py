@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from penstock.kernels.states import DeltaLayer, ScanLayer, StateBatch
+from penstock.kernels.states import ChannelScanLayer, DeltaLayer, ScanLayer, StateBatch
 from penstock.kernels.weights import DenseWeight as DenseWeight
 from penstock.kernels.weights import Float8Weight as Float8Weight
 from penstock.kernels.weights import GroupQuantWeight as GroupQuantWeight
@@ -440,6 +440,19 @@ class Ops(Protocol):
         batch: AttentionBatch,
     ) -> Tensor:
         """[T, H, P] → float32 [T, H, P]: the scan of Mamba-2, which updates `state`, [slots, H, P, N]."""
+        ...
+
+    def channel_scan(
+        self,
+        x: Tensor,
+        step: Tensor,
+        read: Tensor,
+        write: Tensor,
+        layer: ChannelScanLayer,
+        state: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """[T, C] → float32 [T, C]: the scan of Mamba 1, which updates `state`, [slots, C, N]."""
         ...
 
     def gated_delta(

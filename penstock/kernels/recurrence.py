@@ -1,9 +1,10 @@
-"""Layers with a fixed state in plain torch: causal short convolutions, Mamba-2's scan, the gated delta rule, and the
-gated norm behind scan and rule.
+"""Layers with a fixed state in plain torch: causal short convolutions, the scans of Mamba 1 and 2, the gated delta
+rule, and the gated norm behind scans and rule.
 
 Everything is float32 inside. Requests that decode are one batch, which addresses states by an index tensor and makes
 the host wait for nothing, so a CUDA graph can hold it. Longer chunks of prompts are computed one request after the
-other, in segments: products within a segment, and a recurrence over segments.
+other, in segments: products within a segment, and a recurrence over segments. (The scan of Mamba 1 has no such
+products: it is a recurrence over tokens.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch
-from penstock.kernels.states import DeltaLayer, ScanLayer
+from penstock.kernels.states import ChannelScanLayer, DeltaLayer, ScanLayer
 
 SEGMENT = 64  # tokens
 
@@ -106,6 +107,45 @@ def selective_scan(
             scaled[tokens], decay[tokens], read[tokens], write[tokens], state[slot][0]
         )
     return out + x * layer.skip.unsqueeze(-1)
+
+
+def channel_scan(
+    x: Tensor,
+    step: Tensor,
+    read: Tensor,
+    write: Tensor,
+    layer: ChannelScanLayer,
+    state: Tensor,
+    batch: AttentionBatch,
+) -> Tensor:
+    """[T, C] → float32 [T, C]: Mamba 1. For each token, with its `step` (before bias and softplus), [T, C]:
+
+    state = state × exp(step × decay) + step × x ⊗ write;  output = state · read + skip × x
+
+    `read` and `write`, [T, N], are the same for all channels, and `state` is [slots, C, N]."""
+    assert batch.states is not None
+    x, read, write = x.float(), read.float(), write.float()
+    step = F.softplus(step.float() + layer.step_bias)
+    scaled = x * step
+    out = torch.empty_like(x)
+    count = batch.num_decodes
+    if count:
+        slots = batch.states.slots[:count]
+        added = scaled[:count].unsqueeze(-1) * write[:count].unsqueeze(1)
+        new = added.addcmul_((step[:count].unsqueeze(-1) * layer.decay).exp(), state[slots])
+        state[slots] = new
+        out[:count] = (new * read[:count].unsqueeze(1)).sum(dim=-1)
+    for slot, tokens in _prompts(batch):
+        held = state[slot][0]
+        for start in range(tokens.start, tokens.stop, SEGMENT):
+            part = slice(start, min(start + SEGMENT, tokens.stop))
+            kept = (step[part].unsqueeze(-1) * layer.decay).exp()
+            states = scaled[part].unsqueeze(-1) * write[part].unsqueeze(1)  # [L, C, N]
+            for token in range(len(states)):
+                held = states[token].addcmul_(kept[token], held)
+            out[part] = (states * read[part].unsqueeze(1)).sum(dim=-1)
+        state[slot] = held
+    return out + x * layer.skip
 
 
 def gated_delta(

@@ -112,6 +112,15 @@ class ScanLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class ChannelScanLayer:
+    """The settings of a scan over C channels, each with N decays of its own."""
+
+    decay: Tensor  # float32 [C, N], negative
+    skip: Tensor  # float32 [C]: the share of a channel's input that is added to its output
+    step_bias: Tensor  # float32 [C]
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaLayer:
     """The settings of a gated delta rule with H value heads. Head h has the query and the key of head `keys[h]`."""
 

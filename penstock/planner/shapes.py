@@ -99,12 +99,17 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     counts = layer_counts(reader, layers)
     if not (hidden and layers and reader.size("vocab_size")):
         raise UsageError(f"The settings of {name} describe a model without layers.")
-    heads = max(1, reader.size("num_attention_heads", "n_head", "num_heads"))
+    default_heads = None if counts.attention else 1
+    heads = max(1, reader.size("num_attention_heads", "n_head", "num_heads", default=default_heads))
     kv_heads = reader.size("num_key_value_heads", default=heads)
     head_dim = reader.size("head_dim", default=max(1, hidden // heads))
     attention, kv_numbers, head_size = _attention(reader, hidden, heads, kv_heads, head_dim)
     count = reader.size("num_experts", "num_local_experts", "n_routed_experts", default=0)
     dense = counts.mlp if not count else min(counts.mlp, reader.size("first_k_dense_replace", default=0))
+    period = reader.size("expert_layer_period", default=0)  # the layers with experts come back
+    if count and period:
+        offset = reader.size("expert_layer_offset", default=1)
+        dense = counts.mlp - sum(index % period == offset for index in range(counts.mlp))
     shared = reader.size("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
     intermediate = reader.size("intermediate_size", "n_inner", default=4 * hidden)
     if shared and not count:  # a model of a family with experts that has none

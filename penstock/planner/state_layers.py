@@ -1,4 +1,4 @@
-"""Layers that keep a state of fixed size for each sequence instead of KV: Mamba-2, gated delta nets, convolutions.
+"""Layers that keep a state of fixed size for each sequence instead of KV: Mamba, gated delta nets, convolutions.
 
 Hybrids mix them with attention. Which layer is of which kind stands in a `config.json` in one of several ways.
 """
@@ -46,8 +46,15 @@ def layer_counts(reader: Sizes, num_layers: int) -> LayerCounts:
     kind = values.get("model_type")
     if kind == "falcon_h1":  # every layer has both
         return LayerCounts(num_layers, num_layers, num_layers)
-    if kind == "mamba2":
+    if kind in ("mamba", "falcon_mamba", "mamba2"):
         return LayerCounts(0, num_layers, 0)
+    if kind == "jamba":
+        period, offset = (
+            reader.size("attn_layer_period", default=8),
+            reader.size("attn_layer_offset", default=4),
+        )
+        attention = sum(index % max(1, period) == offset for index in range(num_layers))
+        return LayerCounts(attention, num_layers - attention, num_layers)
     if isinstance(values.get("attn_layer_indices"), list):
         attention = len(values["attn_layer_indices"])
         return LayerCounts(attention, num_layers - attention, num_layers)
@@ -90,6 +97,8 @@ def state_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers
         state = values * reader.size("linear_key_head_dim")
         parameters = hidden * (2 * keys + 2 * values + 2 * num_values) + values * hidden
         return StateLayers(counts.state, parameters, state * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
+    if reader.values.get("model_type") in ("mamba", "falcon_mamba", "jamba"):
+        return _mamba1_layers(reader, counts, hidden)
     heads = reader.size("mamba_n_heads", "mamba_num_heads", "num_heads")
     inner = heads * reader.size("mamba_d_head", "mamba_head_dim", "head_dim")
     groups = reader.size("mamba_n_groups", "n_groups", default=1)
@@ -97,4 +106,16 @@ def state_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers
     convolved = inner + 2 * groups * size
     kept = (reader.size("mamba_d_conv", "conv_kernel", default=4) - 1) * convolved
     parameters = hidden * (inner + convolved + heads) + inner * hidden
+    return StateLayers(counts.state, parameters, inner * size * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
+
+
+def _mamba1_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers:
+    inner = hidden * reader.size("expand", "mamba_expand", default=2)
+    if reader.values["model_type"] != "jamba":
+        inner = reader.size("intermediate_size", default=inner)
+    size = reader.size("state_size", "mamba_d_state", default=16)
+    ranks = [reader.values.get(key) for key in ("time_step_rank", "mamba_dt_rank")]
+    rank = next((each for each in ranks if isinstance(each, int)), -(-hidden // 16))
+    kept = (reader.size("conv_kernel", "mamba_d_conv", default=4) - 1) * inner
+    parameters = inner * (3 * hidden + 2 * (rank + size) + size)
     return StateLayers(counts.state, parameters, inner * size * _STATE_BYTES + kept * _CONVOLUTION_BYTES)

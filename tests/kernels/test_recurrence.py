@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch
-from penstock.kernels.recurrence import gated_delta, selective_scan, short_conv
-from penstock.kernels.states import DeltaLayer, ScanLayer, StateBatch, StateStore
+from penstock.kernels.recurrence import channel_scan, gated_delta, selective_scan, short_conv
+from penstock.kernels.states import ChannelScanLayer, DeltaLayer, ScanLayer, StateBatch, StateStore
 
 NUM_SLOTS = 5
 # The tokens of three requests, in steps: decodes first, as in a plan.
@@ -129,6 +129,26 @@ def test_selective_scans_follow_their_definition() -> None:
             hidden = hidden * (dt * layer.decay[:, None, None]).exp() + dt * grown
             expected = (hidden * read[token].double()[layer.groups][:, None]).sum(-1)
             expected += layer.skip[:, None] * x[token]
+            torch.testing.assert_close(out[token].double(), expected, atol=1e-4, rtol=1e-4)
+    others_are_untouched(made, before)
+
+
+def test_channel_scans_follow_their_definition() -> None:
+    channels, width = 6, 5
+    made = case([(channels,), (channels,), (width,), (width,)], (channels, width))
+    layer = ChannelScanLayer(
+        decay=-torch.rand(channels, width) * 4, skip=torch.randn(channels), step_bias=torch.randn(channels)
+    )
+    (state,) = made.store.layer(0)
+    before = state.clone()
+    outputs = made.outputs(lambda parts, batch: channel_scan(*parts, layer, state, batch))
+    for (x, step, read, write), out in zip(made.inputs, outputs, strict=True):
+        hidden = torch.zeros(channels, width, dtype=torch.float64)
+        steps = torch.nn.functional.softplus(step.double() + layer.step_bias)
+        for token in range(len(x)):
+            dt, grown = steps[token][:, None], x[token].double()[:, None] * write[token].double()
+            hidden = hidden * (dt * layer.decay).exp() + dt * grown
+            expected = hidden @ read[token].double() + layer.skip * x[token]
             torch.testing.assert_close(out[token].double(), expected, atol=1e-4, rtol=1e-4)
     others_are_untouched(made, before)
 

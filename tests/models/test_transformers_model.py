@@ -236,8 +236,9 @@ def test_masks_that_a_model_makes_are_refused(
 
 def test_a_refusal_says_what_is_supported_and_what_is_left(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    save_random("mamba", REFUSED["states alone"][0](), tmp_path)
-    with pytest.raises(ModelLoadError, match=r"known are .*llama.*Transformers' code for Mamba") as caught:
+    model = _model(transformers.RwkvConfig, vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2)
+    save_random("rwkv", model, tmp_path)
+    with pytest.raises(ModelLoadError, match=r"known are .*llama.*Transformers runs Rwkv") as caught:
         load_model(tmp_path, TorchOps())
     assert "--external" in (caught.value.hint or "")
 

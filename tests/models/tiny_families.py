@@ -73,6 +73,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_p
 MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 1, "chunk_size": 16,
           "intermediate_size": None, "num_attention_heads": None, "num_key_value_heads": None}  # fmt: skip
 
+MAMBA1 = {"state_size": 12, "intermediate_size": None, "num_attention_heads": None, "num_key_value_heads": None,
+          "head_dim": None}  # fmt: skip
+
 HYBRID = {
     "mamba_n_heads": 8,
     "mamba_d_state": 12,
@@ -163,6 +166,11 @@ TINY: dict[str, Tiny] = {
     "glm4_moe_lite": Tiny("glm4_moe_lite", {**LATENTS, "q_lora_rank": 64, "n_group": 1, "topk_group": 1}),
     "lfm2": Tiny("lfm2", {**FOUR, **NO_HEAD_DIM, "layer_types": ["conv", "full_attention", "conv", "conv"],
                           "conv_bias": True, "block_multiple_of": 16}),
+    "mamba": Tiny("mamba", {**MAMBA1, "use_bias": True}),
+    "falcon_mamba": Tiny("falcon_mamba", {**MAMBA1, "intermediate_size": 96, "use_conv_bias": False}),
+    "jamba": Tiny("jamba", {**FOUR, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6,
+                            "num_experts_per_tok": 2, "mamba_d_state": 12, "mamba_dt_rank": 4,
+                            "mamba_proj_bias": True}),
     "mamba2": Tiny("mamba2", {**MAMBA2, "use_bias": True}),
     "bamba": Tiny("bamba", {**FOUR, **HYBRID, "attn_layer_indices": [1], "mamba_proj_bias": True}),
     "granite-hybrid": Tiny("granitemoehybrid", {**FOUR, **HYBRID, "layer_types": MAMBA_AND_ATTENTION,

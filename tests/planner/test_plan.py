@@ -88,6 +88,19 @@ def test_states_do_not_grow_with_the_context() -> None:
     assert shape.num_parameters / 1e9 == pytest.approx(2.7, rel=0.01)
     alone = replace(next_80b, model=shape)
     assert alone.contexts(1) == alone.contexts(100_000) > 100
+    mamba = {"model_type": "mamba", "hidden_size": 2560, "num_hidden_layers": 64, "expand": 2, "state_size": 16,
+             "conv_kernel": 4, "time_step_rank": 160, "vocab_size": 50_280, "tie_word_embeddings": True}  # fmt: skip
+    shape = shape_from_config("mamba-2.8b", mamba)
+    assert shape.num_parameters / 1e9 == pytest.approx(2.77, rel=0.01)
+    assert shape.state_bytes == 64 * (5120 * 16 * 4 + 3 * 5120 * 2)
+    jamba = {"model_type": "jamba", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "intermediate_size": 14_336, "num_experts": 16, "num_experts_per_tok": 2,
+             "attn_layer_period": 8, "attn_layer_offset": 4, "expert_layer_period": 2, "expert_layer_offset": 1,
+             "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 256,
+             "vocab_size": 65_536}  # fmt: skip
+    shape = shape_from_config("jamba-v0.1", jamba)
+    assert shape.num_parameters / 1e9 == pytest.approx(51.6, rel=0.01)
+    assert shape.num_attention_layers == 4
     nemotron = {"model_type": "nemotron_h", "hidden_size": 4096, "num_hidden_layers": 52, "num_attention_heads": 32,
                 "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 21_504, "mlp_hidden_act": "relu2",
                 "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",

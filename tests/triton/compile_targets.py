@@ -87,6 +87,10 @@ QWEN35 = {
     "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+MAMBA = {
+    "architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 2560, "state_size": 16,
+    "num_hidden_layers": 1,
+}  # fmt: skip
 LFM2 = {
     "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "block_ff_dim": 12288,
     "num_attention_heads": 32, "num_key_value_heads": 8, "conv_L_cache": 3, "num_hidden_layers": 2,
@@ -195,6 +199,8 @@ CASES = (
     Case("int4, float32", LLAMA_8B, grouped(4, 128, offsets=True), torch.float32),
     Case("scans", FALCON_H1),
     Case("scans, float32", FALCON_H1, dtype=torch.float32),
+    Case("channel scans", MAMBA),
+    Case("channel scans, float32", MAMBA, dtype=torch.float32),
     Case("delta rules", QWEN35),
     Case("delta rules, float32", QWEN35, dtype=torch.float32),
     Case("short convolutions", LFM2),
@@ -214,7 +220,7 @@ OWN_PRODUCTS = ("90", "100", "gfx942")
 # These meet every kernel.
 REPRESENTATIVE = (
     "experts", "experts, fp8", "gpt-oss, MXFP4", "latents", "fp8", "fp8 blocks", "int8 inputs", "int4", "scans",
-    "delta rules",
+    "channel scans", "delta rules",
 )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch
-from penstock.kernels.states import DeltaLayer, ScanLayer, StateBatch, StateStore
+from penstock.kernels.states import ChannelScanLayer, DeltaLayer, ScanLayer, StateBatch, StateStore
 from tests.triton.cases import BLOCK_SIZE, Bench
 
 
@@ -55,6 +55,9 @@ def state_errors(bench: Bench, shape: States, lengths: list[int]) -> dict[str, f
     )
     of_group = torch.arange(heads, device=device) // (heads // groups)
     scan = ScanLayer(by_head[0], normal(heads), by_head[1], of_group, (0.001, 2.0))
+    by_channel = ChannelScanLayer(
+        -torch.rand(channels, width, device=device) * 3, normal(channels), normal(channels)
+    )
     delta = DeltaLayer(*by_head, of_group, groups, width)
     read, write = (strided(groups * width).unflatten(1, (groups, width)) for _ in range(2))
     mixed = strided(2 * groups * width + channels)
@@ -65,6 +68,8 @@ def state_errors(bench: Bench, shape: States, lengths: list[int]) -> dict[str, f
             x, weight, None, state, batch, silu=False, before=gates[0], after=gates[1])),
         "scan": ((heads, size, width), lambda ops, state, batch: ops.selective_scan(
             x.unflatten(1, (heads, size)), step, read, write, scan, state, batch)),
+        "channel scan": ((channels, width), lambda ops, state, batch: ops.channel_scan(
+            x, gates[0], read[:, 0], write[:, 0], by_channel, state, batch)),
         "delta": ((heads, width, size), lambda ops, state, batch: ops.gated_delta(
             mixed, rate, step, delta, state, batch)),
     }  # fmt: skip

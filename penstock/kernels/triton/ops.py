@@ -30,6 +30,7 @@ from penstock.kernels.reference import TorchEmbedding, TorchLinear, TorchOps
 from penstock.kernels.tensor_kv import TorchKVPart
 from penstock.kernels.triton import packing, products
 from penstock.kernels.triton.adapted import BatchedAdapters
+from penstock.kernels.triton.channel_scan import channel_scan
 from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.elementwise import gated, rms_norm
 from penstock.kernels.triton.experts import StackedExperts, add_experts, pack_experts
@@ -75,6 +76,7 @@ class TritonOps:
     rounding = ""
     short_conv = staticmethod(short_conv)
     selective_scan = staticmethod(selective_scan)
+    channel_scan = staticmethod(channel_scan)
     gated_delta = staticmethod(gated_delta)
     gated_norm = staticmethod(gated_norm)
 
