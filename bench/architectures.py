@@ -73,7 +73,7 @@ def randomize(model: Any) -> None:
             elif parameter.is_floating_point():
                 parameter.normal_(0.0, 0.15)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1)
 
 

@@ -105,7 +105,11 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     head_dim = reader.size("head_dim", default=max(1, hidden // heads))
     attention, kv_numbers, head_size = _attention(reader, hidden, heads, kv_heads, head_dim)
     count = reader.size("num_experts", "num_local_experts", "n_routed_experts", default=0)
-    dense = counts.mlp if not count else min(counts.mlp, reader.size("first_k_dense_replace", default=0))
+    dense = (
+        counts.mlp
+        if not count
+        else min(counts.mlp, reader.size("first_k_dense_replace", "num_dense_layers", default=0))
+    )
     period = reader.size("expert_layer_period", default=0)  # the layers with experts come back
     if count and period:
         offset = reader.size("expert_layer_offset", default=1)

@@ -166,6 +166,9 @@ TINY: dict[str, Tiny] = {
     "glm4_moe_lite": Tiny("glm4_moe_lite", {**LATENTS, "q_lora_rank": 64, "n_group": 1, "topk_group": 1}),
     "lfm2": Tiny("lfm2", {**FOUR, **NO_HEAD_DIM, "layer_types": ["conv", "full_attention", "conv", "conv"],
                           "conv_bias": True, "block_multiple_of": 16}),
+    "lfm2_moe": Tiny("lfm2_moe", {**FOUR, **NO_HEAD_DIM, **EXPERTS, "num_experts": 6, "num_dense_layers": 1,
+                                  "layer_types": ["conv", "full_attention", "conv", "conv"],
+                                  "routed_scaling_factor": 1.5}),
     "mamba": Tiny("mamba", {**MAMBA1, "use_bias": True}),
     "falcon_mamba": Tiny("falcon_mamba", {**MAMBA1, "intermediate_size": 96, "use_conv_bias": False}),
     "jamba": Tiny("jamba", {**FOUR, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 6,
@@ -213,7 +216,7 @@ def save_tiny(name: str, folder: Path) -> Reference:
         for key, buffer in model.named_buffers():
             if key.endswith("layer_scalar"):
                 buffer.fill_(0.8)
-            if key.endswith("e_score_correction_bias"):
+            if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1)
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         model.save_pretrained(folder)

@@ -87,6 +87,7 @@ FAMILIES: tuple[type[Decoder], ...] = (
     relu2.Arcee,
     relu2.Apertus,
     lfm2.Lfm2,
+    lfm2.Lfm2Moe,
     mamba.Mamba,
     mamba.FalconMamba,
     mamba2.Mamba2,

@@ -1,4 +1,5 @@
-"""LFM2: most layers are gated short convolutions, and some are attention."""
+"""LFM2: most layers are gated short convolutions, and some are attention. LFM2-MoE has experts behind its first
+layers."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, Ops
-from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
-from penstock.models.experts import add_mlp
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RecurrentConfig
+from penstock.models.experts import FUSED_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
@@ -30,9 +31,10 @@ NAMES = {
     "self_attn.out_proj": "self_attn.o_proj",
     "q_layernorm": "q_norm",
     "k_layernorm": "k_norm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w3": "up_proj",
+    "w2": "down_proj",
 }
 
 
@@ -42,7 +44,7 @@ class Lfm2Layer:
     attention: Attention | None
     mixer: GatedConv | None
     mlp_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: GatedMLP | ExpertMLP
 
 
 class Lfm2(HybridDecoder):
@@ -87,8 +89,11 @@ class Lfm2(HybridDecoder):
             attention=None if is_conv else load.attention(head_norms=True),
             mixer=load_gated_conv(load) if is_conv else None,
             mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=load.gated_mlp(),
+            mlp=self.load_mlp(load),
         )
+
+    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
+        return load.gated_mlp()
 
     def run_layer(
         self, layer: Lfm2Layer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
@@ -98,6 +103,40 @@ class Lfm2(HybridDecoder):
         elif layer.mixer is not None:
             layer.mixer.add_to(ops, residual, layer.norm, cache.states, batch)
         add_mlp(ops, residual, layer.mlp_norm, layer.mlp)
+
+
+class Lfm2Moe(Lfm2):
+    name = "lfm2_moe"
+    huggingface_names = ("Lfm2MoeForCausalLM", "lfm2_moe")
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields = Fields({**fields.values, "block_auto_adjust_ff_dim": False}, fields.where)
+        num_dense = fields.raw("num_dense_layers")
+        experts = ExpertsConfig(
+            count=fields.integer("num_experts", 32),
+            per_token=fields.integer("num_experts_per_tok", 4),
+            intermediate_size=fields.integer("moe_intermediate_size"),
+            normalizes=fields.flag("norm_topk_prob", True),
+            dense_layers=frozenset(range(2 if num_dense is None else num_dense)),
+            scoring="sigmoid",
+            weight_scale=fields.number("routed_scaling_factor", 1.0),
+            least_sum=1e-6,
+        )
+        return dataclasses.replace(super().config_from_huggingface(fields), experts=experts)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return dataclasses.replace(
+            super().layout(config), experts=FUSED_EXPERTS, num_experts=num_experts(config)
+        )
+
+    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
+        assert load.config.experts is not None
+        if load.index in load.config.experts.dense_layers:
+            return load.gated_mlp()
+        has_bias = load.weights.has(f"{load.prefix}.mlp.expert_bias")
+        return load_experts(load, selection_bias="expert_bias" if has_bias else None)
 
 
 def _mlp_size(fields: Fields) -> int:
