@@ -27,7 +27,8 @@ from penstock.kernels.weights import WeightData as WeightData
 from penstock.kernels.weights import with_common_order as with_common_order
 
 # "clamped_swiglu" is gpt-oss's: gate × sigmoid(1.702 × gate) × (up + 1), both clamped at 7.
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+# "relu" squares positive numbers where gate and up are one matrix, as in experts without a gate.
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu"]
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 

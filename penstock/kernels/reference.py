@@ -190,6 +190,8 @@ def gated_reference(gate_up: Tensor, activation: Activation) -> Tensor:
         gate = gate.clamp(max=SWIGLU_LIMIT)
         active = gate * torch.sigmoid(SWIGLU_ALPHA * gate)
         up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+    elif activation == "relu":
+        active = F.relu(gate)
     else:
         active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return (active * up).to(gate_up.dtype)

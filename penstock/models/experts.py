@@ -134,13 +134,15 @@ def load_experts(
     return ExpertMLP(
         router=load.weights.linear([f"{prefix}.gate"], [experts.count], config.hidden_size, bias=bias),
         experts=load.weights.experts(names, experts.intermediate_size, config.hidden_size, bias=bias),
-        routing=_routing(experts, chosen_by, weighs_input),
+        routing=expert_routing(experts, chosen_by, weighs_input=weighs_input),
         shared=shared_expert,
         activation=config.activation,
     )
 
 
-def _routing(experts: ExpertsConfig, selection_bias: Tensor | None, weighs_input: bool) -> Routing:
+def expert_routing(
+    experts: ExpertsConfig, selection_bias: Tensor | None, *, weighs_input: bool = False
+) -> Routing:
     groups = None
     if experts.num_groups > 1:
         groups = ExpertGroups(experts.num_groups, experts.kept_groups, experts.groups_ranked_by)

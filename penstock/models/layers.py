@@ -344,19 +344,25 @@ class LayerLoader:
             activation=config.activation,
         )
 
-    def plain_mlp(self, name: str = "mlp", activation: Callable[[Tensor], Tensor] | None = None) -> PlainMLP:
+    def plain_mlp(
+        self,
+        name: str = "mlp",
+        activation: Callable[[Tensor], Tensor] | None = None,
+        intermediate_size: int | None = None,
+    ) -> PlainMLP:
         """Load an MLP without a gate."""
         config, prefix = self.config, f"{self.prefix}.{name}"
-        own = self.weights.shard.inner(config.intermediate_size)
+        inner = intermediate_size or config.intermediate_size
+        own = self.weights.shard.inner(inner)
         return PlainMLP(
             up=self.weights.linear(
                 [f"{prefix}.up_proj"],
-                [config.intermediate_size],
+                [inner],
                 config.hidden_size,
                 bias=config.mlp_bias,
                 part=LinearPart(rows=[own]),
             ),
-            down=self._down(f"{prefix}.down_proj", config.intermediate_size, own),
+            down=self._down(f"{prefix}.down_proj", inner, own),
             activation=activation or ACTIVATIONS[config.plain_activation],
         )
 

@@ -152,7 +152,8 @@ class StackedSource(Protocol):
 
 
 class ExpertNames(NamedTuple):
-    """The names of the three matrices of one expert in a checkpoint."""
+    """The names of the three matrices of one expert in a checkpoint. An expert without a gate has two: its gate is
+    the matrix `up` once more, which doubles that matrix in memory."""
 
     gate: str
     up: str
@@ -304,7 +305,7 @@ class WeightLoader:
                 yield weights
 
         packed = self.ops.pack_experts(read())
-        per_expert = 3 * intermediate_size * hidden_size
+        per_expert = len(set(names[0])) * intermediate_size * hidden_size
         if bias:
             per_expert += 2 * intermediate_size + hidden_size
         self.num_parameters += (len(names) - len(own)) * per_expert
@@ -329,9 +330,13 @@ class WeightLoader:
             # Ranks with slices of an expert add up their results.
             if len(inner) < intermediate_size and self.shard.tensor_rank > 0:
                 down_bias = torch.zeros_like(down_bias)
+        up = self._quantized(f"{names.up}.weight", intermediate_size, hidden_size, into)
+        gate = up
+        if names.gate != names.up:
+            gate = self._quantized(f"{names.gate}.weight", intermediate_size, hidden_size, into)
         return ExpertWeights(
-            gate=self._quantized(f"{names.gate}.weight", intermediate_size, hidden_size, into),
-            up=self._quantized(f"{names.up}.weight", intermediate_size, hidden_size, into),
+            gate=gate,
+            up=up,
             down=self._quantized(f"{names.down}.weight", hidden_size, intermediate_size, out_of),
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,

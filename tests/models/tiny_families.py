@@ -88,6 +88,11 @@ MAMBA_AND_ATTENTION = ["linear_attention", "full_attention", "linear_attention",
 DELTA = {"layer_types": MAMBA_AND_ATTENTION, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
          "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4}  # fmt: skip
 
+NEMOTRON_EXPERTS = {**EXPERTS, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+                    "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 16,
+                    "num_hidden_layers": None, "n_routed_experts": 8, "routed_scaling_factor": 2.5,
+                    "moe_shared_expert_intermediate_size": 48}  # fmt: skip
+
 TINY: dict[str, Tiny] = {
     "llama": Tiny("llama"),
     "llama-dynamic": Tiny("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
@@ -199,6 +204,8 @@ TINY: dict[str, Tiny] = {
                                                             "linear_attention"], "mamba_num_heads": 8,
                                       "mamba_head_dim": 16, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 16,
                                       "num_hidden_layers": None}),
+    "nemotron_h-experts": Tiny("nemotron_h", {**NEMOTRON_EXPERTS, "n_group": 2, "topk_group": 1}),
+    "nemotron_h-latents": Tiny("nemotron_h", {**NEMOTRON_EXPERTS, "moe_latent_size": 24}),
     "mamba2-groups": Tiny("mamba2", {**MAMBA2, "n_groups": 4, "use_conv_bias": False}),
 }  # fmt: skip
 

@@ -208,7 +208,7 @@ def assert_elementwise(bench: Bench, rows: int, width: int) -> None:
     )
     torch.testing.assert_close(ours, theirs, **tolerance)
     both = torch.cat([x, residual], 1)
-    activations: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
+    activations: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu", "relu")
     for activation in activations:
         torch.testing.assert_close(
             ops.gated(both, activation), definition.gated(both, activation), **tolerance

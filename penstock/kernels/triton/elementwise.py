@@ -11,7 +11,7 @@ from penstock.kernels import interface
 from penstock.kernels.interface import Activation
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
-KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "relu": 3}
 SWIGLU_ALPHA = tl.constexpr(interface.SWIGLU_ALPHA)
 SWIGLU_LIMIT = tl.constexpr(interface.SWIGLU_LIMIT)
 
@@ -33,6 +33,8 @@ def gate_up_product(gate, up, KIND: tl.constexpr):
         gate = tl.minimum(gate, SWIGLU_LIMIT)
         active = gate / (1.0 + tl.exp(gate * -SWIGLU_ALPHA))
         up = tl.minimum(tl.maximum(up, -SWIGLU_LIMIT), SWIGLU_LIMIT) + 1.0
+    elif KIND == 3:
+        active = tl.maximum(gate, 0.0)
     else:
         active = activate(gate, KIND == 0)
     return active * up

@@ -107,7 +107,7 @@ class TritonOps:
     def normed_gated(
         self, x: Tensor, norm: Tensor, eps: float, gate_up: Any, activation: Activation
     ) -> Tensor:
-        if activation == "clamped_swiglu":
+        if activation in ("clamped_swiglu", "relu"):
             return self.gated(products.normed_linear(x, norm, eps, gate_up), activation)
         return products.normed_gated(x, norm, eps, gate_up, activation)
 

@@ -1,5 +1,5 @@
-"""Nemotron-H and Nemotron Nano 2: each layer is Mamba-2, attention without positions, or an MLP that squares positive
-numbers."""
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is Mamba-2, attention without positions, an MLP that squares
+positive numbers, or many such MLPs as experts."""
 
 from __future__ import annotations
 
@@ -10,17 +10,53 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
-from penstock.kernels.interface import AttentionBatch, Ops
-from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
+from penstock.kernels.interface import AttentionBatch, Ops, PackedExperts, PackedLinear, Routing
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RecurrentConfig
+from penstock.models.experts import expert_routing, num_experts
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, LayerLoader, PlainMLP, RMSNorm
-from penstock.models.layout import Layout
+from penstock.models.layout import Layout, StackedPart
 from penstock.models.recurrent import HybridDecoder, LayerCache, Mamba2Mixer, load_mamba, mamba_rows, no_gguf
+from penstock.models.weights import ExpertNames
 
 # As in `hybrid_override_pattern` of older files, and as in `layers_block_type` of newer ones.
 KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 OTHER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
+NAMES = {
+    "embeddings": "embed_tokens",
+    "norm_f": "norm",
+    "mixer.experts": "mlp.experts",
+    "mixer.shared_experts": "mlp.shared_experts",
+    "mixer.gate": "mlp.gate",
+    "mixer.fc1_latent_proj": "mlp.latent_in_proj",
+    "mixer.fc2_latent_proj": "mlp.latent_out_proj",
+}
+# Where checkpoints hold the experts of a layer as two tensors.
+STACKED = {
+    part: StackedPart(f"mlp.experts.{part}", f"mlp.experts.{part}_bias") for part in ("up_proj", "down_proj")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlainExperts:
+    """MLPs without a gate, of which a router picks a few for each token, and one for every token. With `latent_in`
+    and `latent_out`, the chosen MLPs work on fewer numbers than the residual has."""
+
+    router: PackedLinear
+    experts: PackedExperts
+    routing: Routing
+    shared: PlainMLP
+    latent_in: PackedLinear | None
+    latent_out: PackedLinear | None
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        logits = ops.router_logits(x, self.router)
+        inputs = x if self.latent_in is None else ops.linear(x, self.latent_in)
+        made = ops.moe(inputs, logits, self.experts, self.routing, "relu")
+        if self.latent_out is not None:
+            made = ops.linear(made, self.latent_out)
+        return made.add_(self.shared(ops, x))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +64,13 @@ class NemotronHLayer:
     norm: RMSNorm
     mixer: Mamba2Mixer | None
     attention: Attention | None
-    mlp: PlainMLP | None
+    mlp: PlainMLP | PlainExperts | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemotronHConfig(ArchitectureConfig):
     kinds: tuple[str, ...]  # of layers
+    latent_size: int | None = None  # of the inputs of experts, if they are narrower than the residual
 
 
 class NemotronH(HybridDecoder):
@@ -69,9 +106,11 @@ class NemotronH(HybridDecoder):
             "recurrent": recurrent,
             "mlp_bias": fields.flag("mlp_bias", False),
             "unrotated_layers": frozenset(range(len(kinds))),
+            "experts": _experts(fields, kinds),
         }
         shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
-        return NemotronHConfig(**(shared | changed), kinds=kinds)
+        latent_size = fields.integer("moe_latent_size") if fields.has("moe_latent_size") else None
+        return NemotronHConfig(**(shared | changed), kinds=kinds, latent_size=latent_size)
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
@@ -79,16 +118,45 @@ class NemotronH(HybridDecoder):
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"embeddings": "embed_tokens", "norm_f": "norm"}
-        return Layout(old_base="backbone", names=names, cut=mamba_rows(config, "mixer"))
+        return Layout(
+            old_base="backbone",
+            names=NAMES,
+            cut=mamba_rows(config, "mixer"),
+            experts=STACKED,
+            num_experts=num_experts(config),
+        )
 
     def load_layer(self, load: LayerLoader) -> NemotronHLayer:
         kind = self.config.kinds[load.index]
+        mlp: PlainMLP | PlainExperts | None = None
+        if kind in ("mlp", "moe"):
+            mlp = load.plain_mlp("mixer") if kind == "mlp" else self._load_experts(load)
         return NemotronHLayer(
             norm=load.rms_norm("norm"),
             mixer=load_mamba(load, "mixer") if kind == "mamba" else None,
             attention=load.attention(name="mixer") if kind == "attention" else None,
-            mlp=load.plain_mlp("mixer") if kind == "mlp" else None,
+            mlp=mlp,
+        )
+
+    def _load_experts(self, load: LayerLoader) -> PlainExperts:
+        config, weights, prefix = self.config, load.weights, f"{load.prefix}.mlp"
+        experts, hidden, latent = config.experts, config.hidden_size, config.latent_size
+        assert experts is not None
+        each = (f"{prefix}.experts.{number}" for number in range(experts.count))
+        names = [ExpertNames(f"{one}.up_proj", f"{one}.up_proj", f"{one}.down_proj") for one in each]
+        latent_in = latent_out = None
+        if latent is not None:
+            has_bias = config.mlp_bias
+            latent_in = weights.linear([f"{prefix}.latent_in_proj"], [latent], hidden, bias=has_bias)
+            latent_out = weights.linear([f"{prefix}.latent_out_proj"], [hidden], latent, bias=has_bias)
+        chosen_by = weights.vector(f"{prefix}.gate.e_score_correction_bias", experts.count)
+        return PlainExperts(
+            router=weights.linear([f"{prefix}.gate"], [experts.count], hidden),
+            experts=weights.experts(names, experts.intermediate_size, latent or hidden),
+            routing=expert_routing(experts, chosen_by),
+            shared=load.plain_mlp("mlp.shared_experts", intermediate_size=experts.shared_intermediate_size),
+            latent_in=latent_in,
+            latent_out=latent_out,
         )
 
     def run_layer(
@@ -108,12 +176,29 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
         pattern = fields.text("hybrid_override_pattern", "")
         listed = [KINDS.get(letter, letter) for letter in pattern]
     kinds = tuple(OTHER_NAMES.get(str(kind), str(kind)) for kind in listed)
-    if "moe" in kinds:
-        raise ModelLoadError(
-            "Nemotron-H with a mixture of experts is not native: its experts have no gate.",
-            hint="Take a Nemotron-H model without experts.",
-        )
     unknown = set(kinds) - set(KINDS.values())
     if unknown or not kinds:
         raise ModelLoadError(f"{fields.where} has layers of an unknown kind: {sorted(unknown) or 'none'}.")
     return kinds
+
+
+def _experts(fields: Fields, kinds: tuple[str, ...]) -> ExpertsConfig | None:
+    if "moe" not in kinds:
+        return None
+    if fields.text("mlp_hidden_act", "relu2") != "relu2":
+        raise ModelLoadError(
+            f"{fields.where} asks for experts with the activation {fields.raw('mlp_hidden_act')!r}; known is relu2."
+        )
+    return ExpertsConfig(
+        count=fields.integer("n_routed_experts"),
+        per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        normalizes=fields.flag("norm_topk_prob", True),
+        dense_layers=frozenset(index for index, kind in enumerate(kinds) if kind != "moe"),
+        shared_intermediate_size=fields.integer("moe_shared_expert_intermediate_size"),
+        scoring="sigmoid",
+        num_groups=fields.integer("n_group", 1),
+        kept_groups=fields.integer("topk_group", 1),
+        groups_ranked_by=2,
+        weight_scale=fields.number("routed_scaling_factor", 1.0),
+    )
