@@ -91,6 +91,14 @@ MAMBA = {
     "architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_size": 2560, "state_size": 16,
     "num_hidden_layers": 1,
 }  # fmt: skip
+QWEN3_NEXT = {  # a shared expert's gate has a single output
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "partial_rotary_factor": 0.25,
+}  # fmt: skip
 LFM2 = {
     "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "block_ff_dim": 12288,
     "num_attention_heads": 32, "num_key_value_heads": 8, "conv_L_cache": 3, "num_hidden_layers": 2,
@@ -203,6 +211,8 @@ CASES = (
     Case("channel scans, float32", MAMBA, dtype=torch.float32),
     Case("delta rules", QWEN35),
     Case("delta rules, float32", QWEN35, dtype=torch.float32),
+    Case("many experts", QWEN3_NEXT),
+    Case("many experts, fp8", QWEN3_NEXT, float8),
     Case("short convolutions", LFM2),
     Case("heads of 512", SMALL | {"head_dim": 512, "num_attention_heads": 8, "num_key_value_heads": 2}),
     Case("KV int8", LLAMA_8B, kv_dtype=torch.int8),
@@ -260,8 +270,13 @@ class Variant:
         return tuple(str(getattr(each, "dtype", type(each).__name__)) for each in self.arguments)
 
     @property
+    def has_one_output(self) -> bool:
+        """Triton makes a constant of an argument that is 1, and a constant is no tensor."""
+        return dict(zip(self.kernel.arg_names, self.arguments, strict=False)).get("N") == 1
+
+    @property
     def key(self) -> tuple[Any, ...]:
-        return self.name, self.types, tuple(sorted(self.options.items()))
+        return self.name, self.types, self.has_one_output, tuple(sorted(self.options.items()))
 
     @property
     def size(self) -> int:
@@ -353,9 +368,9 @@ def chosen(found: list[Variant], representative: bool) -> list[Variant]:
     if not representative:
         return list({variant.key: variant for variant in found}.values())
     # Of each kernel the largest variant, in bfloat16 where there is one: float32 takes several times as long.
-    largest: dict[str, Variant] = {}
+    largest: dict[tuple[str, bool], Variant] = {}
     for variant in sorted(found, key=lambda each: ("bfloat16" in str(each.types), each.size)):
-        largest[variant.name] = variant
+        largest[variant.name, variant.has_one_output] = variant
     return list(largest.values())
 
 

@@ -19,8 +19,10 @@ from penstock.kernels.interface import Routing
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 SCATTER_TILE = 256
-FEW_PAIRS = 4096  # that each program of `_group_kernel` can count
-OWN_PAIRS = 32  # that a program of `_group_kernel` places
+# Pairs that each program of `_group_kernel` can count. A kernel for fewer pairs than the largest step has is faster.
+FEW_PAIRS = (512, 4096)
+# The pairs that a program of `_group_kernel` places, times experts: what it compares.
+COMPARED = 4096
 SPARSE = 8  # Up to one pair for so many experts, few experts are chosen twice, and grouping does not pay.
 
 
@@ -101,8 +103,8 @@ def _scatter_kernel(chosen, cursor, order, pairs, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pairs", "tiles"])
 def _group_kernel(
-    chosen, order, tile_expert, tile_pairs, pairs, tiles,
-    EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OWN: tl.constexpr, ROWS: tl.constexpr,
+    chosen, order, tile_expert, tile_pairs, pairs, tiles, rows,
+    EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
     """Lay out and place few pairs in one launch: every program counts all pairs. EXPERTS has room for an expert that
     does not exist, which takes what is no pair."""
@@ -115,21 +117,18 @@ def _group_kernel(
     mine = tl.load(chosen + own, mask=own < pairs, other=EXPERTS - 1)
     count = tl.where(bins == EXPERTS - 1, 0, tl.histogram(everything, EXPERTS))
     before = tl.histogram(tl.where(index < first, everything, EXPERTS - 1), EXPERTS)
-    shares = (count + ROWS - 1) // ROWS * ROWS
+    shares = (count + rows - 1) // rows * rows
     ends = tl.cumsum(shares, axis=0)
-    is_mine = mine[:, None] == bins[None, :]
-    slot = tl.sum(tl.where(is_mine, (ends - shares + before)[None, :], 0), axis=1)
+    slot = tl.gather(ends - shares + before, mine, 0)
     earlier = (mine[:, None] == mine[None, :]) & (own[:, None] > own[None, :])
     slot += tl.sum(earlier.to(tl.int32), axis=1)
     tl.store(order + slot, own, mask=own < pairs)
-    start = own * ROWS
+    start = own * rows
     expert = tl.sum((ends[None, :] <= start[:, None]).to(tl.int32), axis=1)
-    held = tl.where(
-        bins[None, :] == expert[:, None], count[None, :] - start[:, None] + (ends - shares)[None, :], 0
-    )
+    held = tl.gather(count + ends - shares, tl.minimum(expert, EXPERTS - 1), 0) - start
     is_used = start < tl.sum(shares, axis=0)
     tl.store(tile_expert + own, tl.where(is_used, expert, -1), mask=own < tiles)
-    tl.store(tile_pairs + own, tl.minimum(tl.sum(held, axis=1), ROWS), mask=own < tiles)
+    tl.store(tile_pairs + own, tl.where(is_used, tl.minimum(held, rows), 0), mask=own < tiles)
 
 
 def route_and_group(logits: Tensor, routing: Routing) -> tuple[Tensor, Groups | Tensor]:
@@ -140,7 +139,7 @@ def route_and_group(logits: Tensor, routing: Routing) -> tuple[Tensor, Groups | 
     padded = triton.next_power_of_2(experts)
     is_grouped = tokens > 1 and pairs > experts // SPARSE
     counts = logits  # any pointer will do
-    counts_ahead = pairs > FEW_PAIRS
+    counts_ahead = pairs > FEW_PAIRS[-1]
     if counts_ahead:
         counts = torch.zeros(padded, dtype=torch.int32, device=logits.device)
     if routing.is_plain:
@@ -180,17 +179,19 @@ def _group(chosen: Tensor, counts: Tensor | None, experts: int) -> Groups:
     )
     groups = Groups(order, tile_expert, tile_pairs, rows)
     if counts is None:
-        _group_kernel[(triton.cdiv(max(pairs, tiles), OWN_PAIRS),)](
+        bins = triton.next_power_of_2(experts + 1)
+        own = min(32, max(4, COMPARED // bins))
+        _group_kernel[(triton.cdiv(max(pairs, tiles), own),)](
             chosen,
             order,
             tile_expert,
             tile_pairs,
             pairs,
             tiles,
-            EXPERTS=triton.next_power_of_2(experts + 1),
-            PAIRS=FEW_PAIRS,
-            OWN=OWN_PAIRS,
-            ROWS=rows,
+            rows,
+            EXPERTS=bins,
+            PAIRS=next(size for size in FEW_PAIRS if pairs <= size),
+            OWN=own,
             num_warps=4,
             **launch_options(),
         )

@@ -2,7 +2,8 @@
 
 Two kernels, which need no groups of tokens and no tensor cores: gate and up with the activation, and down with the
 sum over a token's experts and the residual. A program reads some outputs of a matrix over its whole width, and asks
-for as much of the width at once as registers hold.
+for as much of the width at once as registers hold. A program of the second kernel asks for the matrices of all of a
+token's experts at once: one after the other, each would wait for memory anew.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from penstock.kernels.triton.targets import row_tile
 
 
 @triton.jit
-def _dense_part(x, codes, first, second, K, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr):
-    """The products of a row of x with the rows at `first`, and at `second` with GATED: float32 [OUTPUTS]."""
+def _dense_part(x, codes, first, second, K, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr):
+    """The products of a row of x with the rows at `first` and at `second`: float32 [OUTPUTS] each."""
     total = tl.zeros((OUTPUTS, WIDTH), tl.float32)
     total_up = tl.zeros((OUTPUTS, WIDTH), tl.float32)
     for start in range(0, K, WIDTH):
@@ -34,11 +35,23 @@ def _dense_part(x, codes, first, second, K, WIDTH: tl.constexpr, OUTPUTS: tl.con
         row = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         at = codes + columns[None, :]
         total += tl.load(at + first[:, None] * K, mask=inside[None, :], other=0.0).to(tl.float32) * row
-        if GATED:
-            total_up += (
-                tl.load(at + second[:, None] * K, mask=inside[None, :], other=0.0).to(tl.float32) * row
-            )
+        total_up += tl.load(at + second[:, None] * K, mask=inside[None, :], other=0.0).to(tl.float32) * row
     return tl.sum(total, axis=1), tl.sum(total_up, axis=1)
+
+
+@triton.jit
+def _dense_pairs(
+    x, codes, pair, present, place, K, WIDTH: tl.constexpr, PAIRS: tl.constexpr, OUTPUTS: tl.constexpr
+):  # fmt: skip
+    """The products of the rows of some pairs with the rows at `place`, [pairs, outputs]: float32."""
+    total = tl.zeros((PAIRS, OUTPUTS, WIDTH), tl.float32)
+    for start in range(0, K, WIDTH):
+        columns = start + tl.arange(0, WIDTH)
+        inside = present[:, None] & (columns < K)[None, :]
+        row = tl.load(x + pair[:, None] * K + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        at = codes + place[:, :, None] * K + columns[None, None, :]
+        total += tl.load(at, mask=inside[:, None, :], other=0.0).to(tl.float32) * row[:, None, :]
+    return tl.sum(total, axis=2)
 
 
 @triton.jit
@@ -47,11 +60,11 @@ def _chunk_part(
     FORM: tl.constexpr, SCALES: tl.constexpr, OFFSETS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
     LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """The products of some chunks of x with some outputs: float32 [chunks, outputs]."""
+    """The products of some chunks of x, each with its expert, with some outputs: float32 [chunks, outputs]."""
     columns = tl.arange(0, LENGTH)
     at = ((expert * chunks + chunk)[:, None, None] * height + own[None, :, None]) * LENGTH
     packed = tl.load(codes + at + columns[None, None, :])
-    table = expert * num_groups * height + own[None, :]
+    table = expert[:, None] * num_groups * height + own[None, :]
     if FORM <= FLOAT8:
         made = tl.sum(eight_bits(packed, tl.float32) * low_x[:, None, :], axis=2)
         sums = low_x
@@ -87,27 +100,30 @@ def _chunk_part(
 
 @triton.jit
 def _packed_part(
-    x, codes, scales, offsets, input_order, expert, first, second, height, K,
+    x, row, codes, scales, offsets, input_order, expert, place, present, first, second, height, K,
     FORM: tl.constexpr, SCALES: tl.constexpr, OFFSETS: tl.constexpr, ORDERED: tl.constexpr, GROUP: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """As `_dense_part`, with packed weights of an expert. `first` and `second` are outputs of the expert."""
+    """The products of rows of x with packed weights of experts. `row`, `expert`, `place` and `present` have an entry
+    for each of CHUNKS chunks of each row: where the row begins, its expert, the number of the chunk, and whether
+    there is such a row. `first` and `second` are outputs of the expert. Returns float32 [entries, OUTPUTS]; a row's
+    product is the sum over its chunks."""
     length: tl.constexpr = CHUNK if FORM <= FLOAT8 else CHUNK // 2
-    total = tl.zeros((CHUNKS, OUTPUTS), tl.float32)
-    total_up = tl.zeros((CHUNKS, OUTPUTS), tl.float32)
+    total = tl.zeros((place.shape[0], OUTPUTS), tl.float32)
+    total_up = tl.zeros((place.shape[0], OUTPUTS), tl.float32)
     chunks = K // CHUNK
     for start in range(0, chunks, CHUNKS):
-        inside = start + tl.arange(0, CHUNKS) < chunks  # inputs outside are zero
-        chunk = tl.minimum(start + tl.arange(0, CHUNKS), chunks - 1)
+        inside = present & (start + place < chunks)  # inputs outside are zero
+        chunk = tl.minimum(start + place, chunks - 1)
         low = chunk[:, None] * CHUNK + tl.arange(0, length)[None, :]
         high = low + (CHUNK - length)
         if ORDERED:
-            low = tl.load(input_order + expert * K + low, mask=inside[:, None], other=0)
-            high = tl.load(input_order + expert * K + high, mask=inside[:, None], other=0)
-        low_x = tl.load(x + low, mask=inside[:, None], other=0.0).to(tl.float32)
+            low = tl.load(input_order + expert[:, None] * K + low, mask=inside[:, None], other=0)
+            high = tl.load(input_order + expert[:, None] * K + high, mask=inside[:, None], other=0)
+        low_x = tl.load(x + row[:, None] + low, mask=inside[:, None], other=0.0).to(tl.float32)
         high_x = low_x
         if length < CHUNK:
-            high_x = tl.load(x + high, mask=inside[:, None], other=0.0).to(tl.float32)
+            high_x = tl.load(x + row[:, None] + high, mask=inside[:, None], other=0.0).to(tl.float32)
         total += _chunk_part(
             codes, scales, offsets, chunk, first, low_x, high_x, height, K // GROUP, expert, chunks,
             FORM, SCALES, OFFSETS, GROUP, CHUNK, length,
@@ -117,7 +133,7 @@ def _packed_part(
                 codes, scales, offsets, chunk, second, low_x, high_x, height, K // GROUP, expert, chunks,
                 FORM, SCALES, OFFSETS, GROUP, CHUNK, length,
             )  # fmt: skip
-    return tl.sum(total, axis=0), tl.sum(total_up, axis=0)
+    return total, total_up
 
 
 @triton.jit
@@ -133,15 +149,17 @@ def _gate_up_kernel(
     own = tl.minimum(outputs, N - 1)
     wait_for_previous()
     expert = tl.load(chosen + pair).to(tl.int64)
-    row = x + (pair // TOP_K).to(tl.int64) * K
+    row = (pair // TOP_K).to(tl.int64) * K
     place = expert * 2 * N + own
     if FORM == DENSE:
-        gate, up = _dense_part(row, codes, place, place + N, K, SPAN, OUTPUTS, True)
+        gate, up = _dense_part(x + row, codes, place, place + N, K, SPAN, OUTPUTS)
     else:
-        gate, up = _packed_part(
-            row, codes, scales, offsets, input_order, expert, own, own + N, 2 * N, K,
-            FORM, SCALES, OFFSETS, ORDERED, GROUP, CHUNK, SPAN, OUTPUTS, True,
+        chunk = tl.arange(0, SPAN)
+        gates, ups = _packed_part(
+            x, row + chunk * 0, codes, scales, offsets, input_order, expert + chunk * 0, chunk, chunk < SPAN,
+            own, own + N, 2 * N, K, FORM, SCALES, OFFSETS, ORDERED, GROUP, CHUNK, SPAN, OUTPUTS, True,
         )  # fmt: skip
+        gate, up = tl.sum(gates, axis=0), tl.sum(ups, axis=0)
     if ROW_SCALES:
         gate *= tl.load(row_scales + place)
         up *= tl.load(row_scales + place + N)
@@ -165,31 +183,38 @@ def _down_kernel(
     ORDERED: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """x is [pairs, K]. Adds the products of a token's pairs to its row of `residual`."""
+    PAIRS: tl.constexpr = triton.next_power_of_2(TOP_K)
     token = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = tl.minimum(outputs, N - 1)
+    index = tl.arange(0, PAIRS)
+    present = index < TOP_K
+    pair = token.to(tl.int64) * TOP_K + tl.where(present, index, 0)
     wait_for_previous()
+    expert = tl.load(chosen + pair).to(tl.int64)
+    place = expert[:, None] * N + own[None, :]
+    if FORM == DENSE:
+        made = _dense_pairs(x, codes, pair, present, place, K, SPAN, PAIRS, OUTPUTS)
+    else:
+        entry = tl.arange(0, PAIRS * SPAN)
+        is_entry = entry // SPAN < TOP_K
+        of_entry = token.to(tl.int64) * TOP_K + tl.where(is_entry, entry // SPAN, 0)
+        entries, _ = _packed_part(
+            x, of_entry * K, codes, scales, offsets, input_order, tl.load(chosen + of_entry).to(tl.int64),
+            entry % SPAN, is_entry, own, own, N, K,
+            FORM, SCALES, OFFSETS, ORDERED, GROUP, CHUNK, SPAN, OUTPUTS, False,
+        )  # fmt: skip
+        made = tl.sum(tl.reshape(entries, (PAIRS, SPAN, OUTPUTS)), axis=1)
+    if ROW_SCALES:
+        made *= tl.load(row_scales + place)
+    if BIAS:
+        made += tl.load(bias + place)
+    if WEIGHS:
+        made *= tl.load(pair_weights + pair)[:, None]
+    # As a product of its own would be rounded.
+    made = tl.where(present[:, None], made.to(residual.dtype.element_ty).to(tl.float32), 0.0)
     at = residual + token.to(tl.int64) * N + outputs
-    total = tl.load(at, mask=outputs < N, other=0.0).to(tl.float32)
-    for pair in range(token * TOP_K, (token + 1) * TOP_K):
-        expert = tl.load(chosen + pair).to(tl.int64)
-        row = x + pair * K
-        place = expert * N + own
-        if FORM == DENSE:
-            made, _ = _dense_part(row, codes, place, place, K, SPAN, OUTPUTS, False)
-        else:
-            made, _ = _packed_part(
-                row, codes, scales, offsets, input_order, expert, own, own, N, K,
-                FORM, SCALES, OFFSETS, ORDERED, GROUP, CHUNK, SPAN, OUTPUTS, False,
-            )  # fmt: skip
-        if ROW_SCALES:
-            made *= tl.load(row_scales + place)
-        if BIAS:
-            made += tl.load(bias + place)
-        if WEIGHS:
-            made *= tl.load(pair_weights + pair)
-        # As a product of its own would be rounded.
-        total += made.to(residual.dtype.element_ty).to(tl.float32)
+    total = tl.load(at, mask=outputs < N, other=0.0).to(tl.float32) + tl.sum(made, axis=0)
     tl.store(at, total.to(residual.dtype.element_ty), mask=outputs < N)
 
 
@@ -243,16 +268,18 @@ def _launch(
     is_dense = weight.form == DENSE.value
     shape = row_tile(f"{'' if is_dense else 'packed '}experts{', gated' if gated else ''}")
     outputs = out.shape[1]
+    at_once = 1 if gated else triton.next_power_of_2(pairs.top_k)
     if is_dense:
         span, chunk = min(shape.width, triton.next_power_of_2(weight.width)), 0
+        num_outputs = shape.outputs if gated else max(1, shape.outputs * shape.width // (span * at_once))
     else:
-        chunk = weight.chunk
-        bytes_each = shape.outputs * weight.codes.shape[3]
-        span = triton.next_power_of_2(max(1, shape.width // bytes_each))
+        chunk, num_outputs = weight.chunk, shape.outputs
+        bytes_each = num_outputs * weight.codes.shape[3]
+        span = triton.next_power_of_2(max(1, shape.width // (bytes_each * at_once)))
         span = min(span, triton.next_power_of_2(weight.width // chunk))
     absent = x  # any pointer will do
     tables = weight.scales, weight.offsets, weight.row_scales, weight.order, bias
-    kernel[(triton.cdiv(outputs, shape.outputs), rows)](
+    kernel[(triton.cdiv(outputs, num_outputs), rows)](
         x,
         weight.readable_codes,
         *(absent if table is None else table for table in tables),
@@ -271,7 +298,7 @@ def _launch(
         GROUP=weight.group,
         CHUNK=chunk,
         SPAN=span,
-        OUTPUTS=shape.outputs,
+        OUTPUTS=num_outputs,
         num_warps=shape.num_warps,
         **options,
         **launch_options(),

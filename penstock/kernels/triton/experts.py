@@ -135,7 +135,7 @@ def _expert_kernel(
         part = tl.load(x_at + start, mask=present[None, :], other=0.0)
         total = tl.dot(tl.load(at + start), part, total, input_precision="ieee")
         if GATED:
-            up_tile = tl.load(at + N.to(tl.int64) * K + start)
+            up_tile = tl.load(at + tl.cast(N, tl.int64) * K + start)
             total_up = tl.dot(up_tile, part, total_up, input_precision="ieee")
     _finish(
         total, total_up, expert, outputs, pair, present, bias, bias, pair_weights, out, N,

@@ -63,6 +63,7 @@ TILES: Mapping[str, Tile] = {
     "dense": Tile(outputs=64, width=256, num_warps=4, num_stages=4),
     "float8, many outputs": Tile(outputs=128, width=128, num_warps=8, num_stages=3),
     "float8": Tile(outputs=64, width=256, num_warps=4, num_stages=7),
+    "float8, 64 rows": Tile(outputs=64, width=256, num_warps=4, num_stages=5),
     "float8 blocks": Tile(outputs=128, width=128, num_warps=4, num_stages=5),
     "int8": Tile(outputs=32, width=128, num_warps=4, num_stages=3),
     "int8, many rows": Tile(outputs=128, width=128, num_warps=8, num_stages=4),
@@ -96,10 +97,11 @@ ROW_TILES: Mapping[str, RowTile] = {
     "dense, some outputs": RowTile(outputs=4, width=512, num_warps=4, ahead=True),
     "dense, many outputs": RowTile(outputs=16, width=512, num_warps=8),
     "experts, gated": RowTile(outputs=2, width=1024, num_warps=4),
-    "experts": RowTile(outputs=4, width=1024, num_warps=4),
-    # Widths are the bytes of codes of a matrix that a program reads at a time.
+    # Of one pair. Programs for the pairs of a token at once have fewer outputs.
+    "experts": RowTile(outputs=16, width=1024, num_warps=8),
+    # Widths are the bytes of codes that a program reads at a time.
     "packed experts, gated": RowTile(outputs=8, width=4096, num_warps=4),
-    "packed experts": RowTile(outputs=8, width=4096, num_warps=4),
+    "packed experts": RowTile(outputs=4, width=16384, num_warps=8),
     "float8, gated": RowTile(outputs=8, width=128, num_warps=4),
     "float8, some outputs": RowTile(outputs=8, width=256, num_warps=4, ahead=True),
     "float8, many outputs": RowTile(outputs=8, width=128, num_warps=4, ahead=True),
