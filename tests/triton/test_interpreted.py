@@ -401,17 +401,20 @@ def test_float8_weights_without_float8_in_the_gpu(monkeypatch: pytest.MonkeyPatc
         targets.current.cache_clear()
 
 
-def test_rounding_to_float8() -> None:
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rounding_to_float8(has_norm: bool) -> None:
     x = torch.randn(3, 100) * torch.tensor([[1e-4], [1.0], [300.0]])
-    rounded = torch.empty(3, 100, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(3, 1)
-    float8._round_kernel[(3,)](x, rounded, scales, 100, BLOCK=128)
+    product = float8.RowProduct(torch.rand(100), 1e-5) if has_norm else float8.RowProduct()
+    rounded, scales = float8._rounded(x, product)
+    if product.norm is not None:
+        x = WHOLE.exact.rms_norm(x, product.norm, product.eps)
     largest = x.abs().amax(dim=1, keepdim=True)
     torch.testing.assert_close(scales, largest / 448)
     expected = (x / scales).to(torch.float8_e4m3fn).float()
     # The interpreter loses the carry of a value that rounds up to a power of two.
     may_carry = torch.frexp(expected).mantissa.abs() == 0.5
-    assert torch.equal(rounded.float()[~may_carry], expected[~may_carry])
+    differs = rounded.float() != expected
+    assert (differs & ~may_carry).float().mean() <= (0.02 if has_norm else 0.0)
 
 
 def test_one_row_of_float8_weights() -> None:

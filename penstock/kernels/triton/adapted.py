@@ -207,19 +207,21 @@ class BatchedOps(DelegatingOps):
         batch: AttentionBatch,
     ) -> None:
         begun = self._begin(residual, qkv, norm, eps)
-        projected = self._add(begun, products.normed_linear(residual, norm, eps, qkv))
+        own = products.normed_linear(residual, norm, eps, qkv, beside=begun is not None)
+        projected = self._add(begun, own)
         attended = self.attend(projected, layer, cache, batch)
         begun = self._begin(attended, output)
-        products.add_linear(attended, output, residual)
+        products.add_linear(attended, output, residual, beside=begun is not None)
         self._add(begun, residual)
 
     def mlp_block(
         self, residual: Tensor, norm: Tensor, eps: float, gate_up: Any, down: Any, activation: Activation
     ) -> None:
         begun = self._begin(residual, gate_up, norm, eps)
-        hidden = self._gated(begun, products.normed_linear(residual, norm, eps, gate_up), activation)
+        own = products.normed_linear(residual, norm, eps, gate_up, beside=begun is not None)
+        hidden = self._gated(begun, own, activation)
         begun = self._begin(hidden, down)
-        products.add_linear(hidden, down, residual)
+        products.add_linear(hidden, down, residual, beside=begun is not None)
         self._add(begun, residual)
 
     def _begin(self, x: Tensor, weight: Any, norm: Tensor | None = None, eps: float = 0.0) -> _Begun | None:

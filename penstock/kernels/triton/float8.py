@@ -20,7 +20,7 @@ from penstock.kernels.triton.skinny import RowProduct, finish_row, load_added
 from penstock.kernels.triton.targets import RowTile, Tile, row_tile, tile
 from penstock.kernels.triton.words import four_float8, in_fours
 
-MAX_ROWS = 32
+MAX_ROWS = 64
 MANY_OUTPUTS = 16384
 LARGEST = tl.constexpr(448.0)
 
@@ -78,7 +78,7 @@ def _one_row_kernel(
     index = tl.arange(0, WORDS)
     columns = tl.arange(0, 4 * WORDS)
     at = weight + tl.minimum(outputs, N - 1)[:, None].to(tl.int64) * (K // 4) + index[None, :]
-    second = N.to(tl.int64) * (K // 4)  # from an output's gate to its up
+    second = tl.cast(N, tl.int64) * (K // 4)  # from an output's gate to its up
     total = tl.zeros((OUTPUTS, WORDS), tl.float32)
     total_up = tl.zeros((OUTPUTS, WORDS), tl.float32)
     squares = tl.zeros((4 * WORDS,), tl.float32)
@@ -143,12 +143,17 @@ def _row_tile(outputs: int, width: int, gated: bool) -> RowTile:
 
 
 @triton.jit
-def _round_kernel(x, out, scales, width, BLOCK: tl.constexpr):
+def _round_kernel(x, norm, out, scales, width, eps, NORM: tl.constexpr, BLOCK: tl.constexpr):
+    """Round a row to float8, or with NORM its RMS norm, which is rounded to the type of x first."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     wait_for_previous()
     values = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(values * values, axis=0) / width + eps)
+        values = values * factor * tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
+        values = values.to(x.dtype.element_ty).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), axis=0), 1e-12) / LARGEST
     tl.store(scales + row, scale)
     tl.store(out + row * width + columns, (values / scale).to(out.dtype.element_ty), mask=inside)
@@ -193,21 +198,33 @@ def _few_rows_kernel(
     tl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
 
 
-def few_rows(
-    x: Tensor,
-    weight: Float8Linear,
-    *,
-    residual: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+def rows(x: Tensor, weight: Float8Linear, product: RowProduct) -> Tensor:
+    """Multiply several rows, or their RMS norms. The product has no gate; with few rows it may have a residual."""
+    rounded, scales = _rounded(x, product)
+    if x.shape[0] <= MAX_ROWS:
+        return _few_rows(x, rounded, scales, weight, product)
+    made = torch._scaled_mm(
+        rounded,
+        weight.weight.t(),
+        scale_a=scales,
+        scale_b=weight.scales.view(1, -1),
+        out_dtype=torch.bfloat16,
+    )
+    out_dtype = product.out_dtype or x.dtype
+    made = made.to(out_dtype)
+    return made if weight.bias is None else made + weight.bias.to(out_dtype)
+
+
+def _few_rows(
+    x: Tensor, rounded: Tensor, x_scales: Tensor, weight: Float8Linear, product: RowProduct
 ) -> Tensor:
-    """Multiply several rows. With `residual`, the result is added to `residual` in place."""
-    rows, width = x.shape
+    num_rows, width = x.shape
     outputs = weight.out_features
+    residual = product.residual
     out = residual
     if out is None:
-        out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
-    rounded, x_scales = _rounded(x)
-    padded = max(16, triton.next_power_of_2(rows))
+        out = torch.empty(num_rows, outputs, dtype=product.out_dtype or x.dtype, device=x.device)
+    padded = max(16, triton.next_power_of_2(num_rows))
     shape = _tile(outputs, width, padded)
     absent = x  # any pointer will do
     parts = (part if part is not None else absent for part in (weight.bias, residual))
@@ -218,7 +235,7 @@ def few_rows(
         weight.scales,
         *parts,
         out,
-        rows,
+        num_rows,
         outputs,
         width,
         ADD=residual is not None,
@@ -234,29 +251,27 @@ def few_rows(
 
 
 def _tile(outputs: int, width: int, rows: int) -> Tile:
-    shape = tile("float8, many outputs" if outputs > MANY_OUTPUTS else "float8")
+    case = "float8, 64 rows" if rows > 32 else "float8, many outputs" if outputs > MANY_OUTPUTS else "float8"
+    shape = tile(case)
     return shape.fitted(width, shape.outputs + rows)
 
 
-def many_rows(x: Tensor, weight: Float8Linear, out_dtype: torch.dtype) -> Tensor:
-    rounded, scales = _rounded(x)
-    bias = None if weight.bias is None else weight.bias.to(out_dtype)
-    made = torch._scaled_mm(
-        rounded,
-        weight.weight.t(),
-        scale_a=scales,
-        scale_b=weight.scales.view(1, -1),
-        out_dtype=torch.bfloat16,
-    )
-    made = made.to(out_dtype)
-    return made if bias is None else made + bias
-
-
-def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows in float8, and the scale of each row: float32 [rows, 1]."""
+def _rounded(x: Tensor, product: RowProduct) -> tuple[Tensor, Tensor]:
+    """Return the rows, or their norms, in float8, and the scale of each row: float32 [rows, 1]."""
     rows, width = x.shape
     rounded = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
-    _round_kernel[(rows,)](x, rounded, scales, width, BLOCK=block, num_warps=8, **launch_options())
+    _round_kernel[(rows,)](
+        x,
+        product.norm if product.norm is not None else x,
+        rounded,
+        scales,
+        width,
+        product.eps,
+        NORM=product.norm is not None,
+        BLOCK=block,
+        num_warps=8,
+        **launch_options(),
+    )
     return rounded, scales

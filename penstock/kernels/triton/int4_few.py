@@ -22,6 +22,7 @@ from penstock.kernels.triton.targets import has_ptx, stages, tile
 
 MAX_ROWS = 128
 SUM_BLOCK = 1024
+SHARES_AT_ONCE = 8
 CODE_BASE = tl.constexpr(128.0)  # what planes in bfloat16 add to every code
 SMALLEST_PRODUCT = 16  # columns that a tensor core multiplies at once
 
@@ -179,6 +180,7 @@ def _few_rows_kernel(
 def _add_shares_kernel(
     partial, bias, residual, out, N, shares,
     GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Add up the shares. With GATED, the second half of a row gates the first half, and N is the length of a half."""
     row = tl.program_id(0).to(tl.int64)
@@ -188,11 +190,13 @@ def _add_shares_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     up = tl.zeros((BLOCK,), tl.float32)
     wait_for_previous()
-    for share in range(shares):
-        at = partial + (share * tl.num_programs(0) + row) * made + outputs
-        total += tl.load(at, mask=inside, other=0.0)
+    for first in range(0, shares, AT_ONCE):  # one after the other, each would wait for memory anew
+        share = first + tl.arange(0, AT_ONCE)[:, None]
+        at = partial + (share * tl.num_programs(0) + row) * made + outputs[None, :]
+        is_share = (share < shares) & inside[None, :]
+        total += tl.sum(tl.load(at, mask=is_share, other=0.0), axis=0)
         if GATED:
-            up += tl.load(at + N, mask=inside, other=0.0)
+            up += tl.sum(tl.load(at + N, mask=is_share, other=0.0), axis=0)
     if GATED:
         total = gate_with(total, up, out.dtype.element_ty, IS_SILU)
     if BIAS:
@@ -278,6 +282,7 @@ def add_shares(partial: Tensor, bias: Tensor | None, product: RowProduct, out: T
         ADD=product.residual is not None,
         BIAS=bias is not None,
         BLOCK=SUM_BLOCK,
+        AT_ONCE=SHARES_AT_ONCE,
         num_warps=4,
         **launch_options(),
     )

@@ -2,7 +2,8 @@
 
 The rows of a step are sorted by adapter and cut into tiles of rows that share an adapter. `shrink` multiplies the
 rows of each tile with the left matrix of their adapter, in parts of the width; `expand` adds up the parts, multiplies
-the sum with the right matrix and adds the result to the product of the model's own matrix, or gates it. The host
+the sum with the right matrix and adds the result to the product of the model's own matrix, or gates it. The product
+of the model's own matrix is launched between the two, and may run beside `shrink`. The host
 names adapters by slots; kernels find an adapter's matrices, and its rank, in tables. Nothing else depends on the
 adapters of a step, so that a CUDA graph of a step serves any of them.
 """
@@ -23,7 +24,12 @@ from torch import Tensor
 
 from penstock.kernels.interface import Activation
 from penstock.kernels.triton.elementwise import KINDS, gate_up_product
-from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
+from penstock.kernels.triton.overlap import (
+    launch_options,
+    let_next_run_beside,
+    let_next_start,
+    wait_for_previous,
+)
 
 FIELDS = 3  # of a tile: slot, first place in the order, rows
 MOST_SLICES = 3
@@ -49,7 +55,6 @@ def _shrink_kernel(
 ):  # fmt: skip
     """hidden[place of a row in the order of tiles] = x[row] @ left.T, of the rows' RMS norms with NORM. Each program
     multiplies a part of the width; the last one to arrive adds up the parts, in a fixed order."""
-    let_next_start()
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tiles + tile * 3)
     start = tl.load(tiles + tile * 3 + 1)
@@ -66,7 +71,7 @@ def _shrink_kernel(
     left_at = left + outputs[:, None] * K + (first + columns)[None, :]
     has_output = (outputs < rank)[:, None]
     ahead = tl.load(left_at, mask=has_output & (first + columns < K)[None, :], other=0.0)
-    wait_for_previous()
+    let_next_run_beside()
     if block * OUTPUTS < rank:
         x_at = x + rows[:, None] * x_stride + (first + columns)[None, :]
         total = tl.zeros((ROWS, OUTPUTS), tl.float32)

@@ -29,3 +29,14 @@ def wait_for_previous():
     if overlaps():
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def let_next_run_beside():
+    """Instead of `wait_for_previous`, for a kernel whose results the next kernel does not need before its end: wait
+    for the one before, then let the next start. When the next kernel starts, what this one read is complete, so that
+    the next may read the same at once, past the first-level cache, and call `wait_for_previous` before its first
+    store."""
+    if overlaps():
+        gdc_wait()
+        gdc_launch_dependents()

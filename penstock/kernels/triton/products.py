@@ -39,10 +39,8 @@ def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> T
             return torch.cat([linear(x, part, out_dtype) for part in weight.parts], dim=1)
         case ReorderedLinear():
             return linear(x.index_select(1, weight.order), weight.inner, out_dtype)
-        case Float8Linear() if rows <= float8.MAX_ROWS:
-            return float8.few_rows(x, weight, out_dtype=out_dtype)
         case Float8Linear():
-            return float8.many_rows(x, weight, out_dtype)
+            return float8.rows(x, weight, RowProduct(out_dtype=out_dtype))
         case Int8Linear() if float8_blocks.multiplies(weight, x):
             return float8_blocks.rows(x, weight, RowProduct(out_dtype=out_dtype))
         case Int8Linear() if rows <= int8.MAX_ROWS:
@@ -60,8 +58,8 @@ def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> T
     return F.linear(x, weight.weight, weight.bias).to(out_dtype)
 
 
-def add_linear(x: Tensor, weight: Packed, residual: Tensor) -> None:
-    """residual += linear(x, weight)"""
+def add_linear(x: Tensor, weight: Packed, residual: Tensor, *, beside: bool = False) -> None:
+    """residual += linear(x, weight). `beside` is explained at `skinny.linear`."""
     rows = x.shape[0]
     if whole := _with_surroundings(weight, rows):
         whole(x, weight, RowProduct(residual=residual))
@@ -70,26 +68,28 @@ def add_linear(x: Tensor, weight: Packed, residual: Tensor) -> None:
         case ReorderedLinear():
             add_linear(x.index_select(1, weight.order), weight.inner, residual)
         case Float8Linear() if rows <= float8.MAX_ROWS:
-            float8.few_rows(x, weight, residual=residual)
+            float8.rows(x, weight, RowProduct(residual=residual))
         case Int8Linear() if float8_blocks.multiplies(weight, x):
             float8_blocks.rows(x, weight, RowProduct(residual=residual))
         case Int8Linear() if rows <= int8.MAX_ROWS:
             int8.few_rows(x, weight, residual=residual)
         case TorchLinear() if skinny.fits(x, weight.weight):
-            skinny.linear(x, weight.weight, weight.bias, residual=residual)
+            skinny.linear(x, weight.weight, weight.bias, residual=residual, beside=beside)
         case TorchLinear(bias=None):
             residual.addmm_(x, weight.weight.t())
         case _:
             residual.add_(linear(x, weight))
 
 
-def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Packed) -> Tensor:
-    """linear(rms_norm(x, norm, eps), weight)"""
+def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Packed, *, beside: bool = False) -> Tensor:
+    """linear(rms_norm(x, norm, eps), weight). `beside` is explained at `skinny.linear`."""
     if whole := _with_surroundings(weight, x.shape[0]):
         return whole(x, weight, RowProduct(norm, eps))
     match weight:
         case TorchLinear() if skinny.fits(x, weight.weight):
-            return skinny.linear(x, weight.weight, weight.bias, norm=norm, eps=eps)
+            return skinny.linear(x, weight.weight, weight.bias, norm=norm, eps=eps, beside=beside)
+        case Float8Linear():
+            return float8.rows(x, weight, RowProduct(norm, eps))
         case _:
             return linear(rms_norm(x, norm, eps), weight)
 

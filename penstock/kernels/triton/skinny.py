@@ -63,7 +63,7 @@ def _one_row_kernel(
     columns = tl.arange(0, WIDTH)
     inside = outputs < N
     at = weight + tl.minimum(outputs, N - 1)[:, None].to(tl.int64) * K + columns[None, :]
-    second = N.to(tl.int64) * K  # from an output's gate to its up
+    second = tl.cast(N, tl.int64) * K  # from an output's gate to its up
     total = tl.zeros((OUTPUTS, WIDTH), tl.float32)
     total_up = tl.zeros((OUTPUTS, WIDTH), tl.float32)
     squares = tl.zeros((WIDTH,), tl.float32)
@@ -110,8 +110,9 @@ def _one_row_kernel(
 def _few_rows_kernel(
     x, weight, bias, norm, residual, out, M, N, K, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BESIDE: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """With BESIDE, the kernel runs beside the previous one, which has called `let_next_run_beside`."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, WIDTH)
     rows = tl.arange(0, ROWS)
@@ -122,16 +123,22 @@ def _few_rows_kernel(
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     total_up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     squares = tl.zeros((WIDTH, ROWS), tl.float32)
-    wait_for_previous()
+    if BESIDE:
+        let_next_start()
+    else:
+        wait_for_previous()
     for start in range(0, K, WIDTH):
-        tile = tl.load(x_at + start)
+        if BESIDE:  # Without a wait, the first-level cache may hold what was there before.
+            tile = tl.load(x_at + start, cache_modifier=".cg")
+        else:
+            tile = tl.load(x_at + start)
         if NORM:
             wide = tile.to(tl.float32)
             squares += wide * wide
             tile = (wide * tl.load(norm + start + columns).to(tl.float32)[:, None]).to(x.dtype.element_ty)
         total = tl.dot(tl.load(at + start), tile, total)
         if GATED:
-            total_up = tl.dot(tl.load(at + N.to(tl.int64) * K + start), tile, total_up)
+            total_up = tl.dot(tl.load(at + tl.cast(N, tl.int64) * K + start), tile, total_up)
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
         total = total * scale[None, :]
@@ -141,6 +148,8 @@ def _few_rows_kernel(
     if BIAS:
         total += tl.load(bias + outputs, mask=outputs < N, other=0.0).to(tl.float32)[:, None]
     target = rows[None, :] * N + outputs[:, None]
+    if BESIDE:
+        wait_for_previous()
     if ADD:
         total += tl.load(residual + target, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
@@ -208,9 +217,11 @@ def linear(
     gate: Activation | None = None,
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    beside: bool = False,
 ) -> Tensor:
     """x @ weight.T for up to MAX_ROWS rows. `norm` is the weight of an RMS norm of x in front; `gate` makes of the
-    two halves of the outputs activation(first) × second; with `residual` the result is added to it, in place."""
+    two halves of the outputs activation(first) × second; with `residual` the result is added to it, in place. With
+    `beside`, the kernel launched before has read x and lets several rows be multiplied beside it."""
     rows, width = x.shape
     outputs = weight.shape[0] // (2 if gate else 1)
     if rows == 1:
@@ -248,6 +259,7 @@ def linear(
         IS_SILU=gate == "silu",
         ADD=residual is not None,
         BIAS=bias is not None,
+        BESIDE=beside,
         OUTPUTS=shape.outputs,
         WIDTH=shape.width,
         ROWS=padded,
