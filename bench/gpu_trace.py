@@ -4,6 +4,7 @@
 python bench/gpu_trace.py record FOLDER_WITH_CONFIG trace.json --batch 32 256 --prompt 8192 16384 [--chunk 8192]
                                                                       (on a GPU; random weights)
 python bench/gpu_trace.py table trace.json ...                        milliseconds of a step by kind of kernel
+python bench/gpu_trace.py kernels trace.json ...                      launches and milliseconds of a step by kernel
 python bench/gpu_trace.py draw trace.json docs/overlap.png            a time line (anywhere, with matplotlib)
 """
 
@@ -14,7 +15,10 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.core.engine_config import Quantization
 
 STEPS = 6
 VOCABULARY = (1000, 39_999)
@@ -45,17 +49,31 @@ COLOURS = {
 OTHERS = "copies and the rest"
 
 
-def record(folder: Path, target: Path, batches: list[int], prompts: list[int], chunk: int) -> None:
+def record(
+    folder: Path,
+    target: Path,
+    batches: list[int],
+    prompts: list[int],
+    chunk: int,
+    quantization: Quantization | None,
+) -> None:
     from penstock.core.engine_config import EngineConfig, ModelConfig, SchedulerConfig
     from penstock.engine.offline import OfflineEngine
 
     longest = max(4096, *(prompt + 64 for prompt in prompts)) if prompts else 4096
     config = EngineConfig(
-        model=ModelConfig(model=str(folder), load_format="random", device="cuda", max_model_len=longest),
+        model=ModelConfig(
+            model=str(folder),
+            load_format="random",
+            device="cuda",
+            max_model_len=longest,
+            quantization=quantization,
+        ),
         scheduler=SchedulerConfig(max_num_batched_tokens=chunk, itl_target_ms=None),
     )
     engine = OfflineEngine(config, folder)
-    model = {"model": folder.name, "config": json.loads((folder / "config.json").read_text())}
+    name = folder.name if quantization is None else f"{folder.name} in {quantization}"
+    model = {"model": name, "config": json.loads((folder / "config.json").read_text())}
     traces = [{**model, "batch": batch, "kernels": _decode_kernels(engine, batch)} for batch in batches]
     for prompt in prompts:
         traces.append({**model, "prompt": prompt, "chunk": chunk, "kernels": _prompt_kernels(engine, prompt)})
@@ -149,6 +167,24 @@ def table(sources: list[Path]) -> None:
         print(f"| {trace['model']}, {name} | {total:.2f} | " + " | ".join(cells) + f" | {rates} |")
 
 
+def kernels(sources: list[Path]) -> None:
+    """The time of a kernel begins where those before it have ended, as in `busy_us`."""
+    for trace in [trace for source in sources for trace in json.loads(source.read_text())]:
+        shown, span_us, steps = whole_steps(trace)
+        spent: dict[str, list[float]] = {}
+        until = float("-inf")
+        for kernel in sorted(shown, key=lambda kernel: kernel["start_us"]):
+            own_us = max(0.0, kernel["end_us"] - max(kernel["start_us"], until))
+            spent.setdefault(kernel["name"], []).append(own_us)
+            until = max(until, kernel["end_us"])
+        step = f"prompt {trace['prompt']}" if "prompt" in trace else f"batch {trace['batch']}"
+        print(f"\n{trace['model']}, {step}: {span_us / 1000 / steps:.2f} ms")
+        for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+            whole_us = sum(times) / steps
+            each_us = sum(times) / len(times)
+            print(f"{whole_us / 1000:8.3f} ms  {len(times) / steps:6.1f} x {each_us:7.2f} µs  {name[:90]}")
+
+
 def busy_us(kernels: list[dict[str, Any]], group: str | None = None) -> float:
     """Time in which at least one kernel ran: kernels overlap where one starts while another drains. With `group`, the
     share of its kernels in that time; a kernel's time begins where those before it have ended."""
@@ -199,6 +235,9 @@ def main() -> None:
     recording.add_argument("--batch", type=int, nargs="*", default=[], help="batches of decodes")
     recording.add_argument("--prompt", type=int, nargs="*", default=[], help="tokens of single prompts")
     recording.add_argument("--chunk", type=int, default=8192, help="most tokens in a step")
+    recording.add_argument("--quantization", choices=["fp8", "int8", "int4"])
+    listing = commands.add_parser("kernels")
+    listing.add_argument("sources", type=Path, nargs="+")
     summing = commands.add_parser("table")
     summing.add_argument("sources", type=Path, nargs="+")
     drawing = commands.add_parser("draw")
@@ -206,7 +245,16 @@ def main() -> None:
     drawing.add_argument("target", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "record":
-        record(arguments.folder, arguments.target, arguments.batch, arguments.prompt, arguments.chunk)
+        record(
+            arguments.folder,
+            arguments.target,
+            arguments.batch,
+            arguments.prompt,
+            arguments.chunk,
+            arguments.quantization,
+        )
+    elif arguments.command == "kernels":
+        kernels(arguments.sources)
     elif arguments.command == "table":
         table(arguments.sources)
     else:
