@@ -38,13 +38,23 @@ struct NeonEngine {
 
   template <CodeKind kKind, int kGroups>
   static void multiply(const IntegerCall& call, const TileRun& run, int64_t row, int64_t rows, float* sums) {
-    TileRun early = run;  // of all but the last rows: memory that is asked for too soon is evicted by the other rows
-    early.next = nullptr;
-    int64_t r = 0;
-    for (; r + 2 <= rows; r += 2) {
-      block<kKind, kGroups, 2>(call, r + 4 <= rows ? early : run, row + r, sums + r * kPanelOutputs);
+    // The tiles that are unpacked next are asked for by the last blocks of rows, some lines by each: memory that is asked for
+    // all at once keeps the core waiting, and memory that is asked for too soon is evicted by the other rows.
+    const int64_t blocks = ceil_div(rows, int64_t{2});
+    const int64_t share = round_up(ceil_div(run.next_step, blocks), int64_t{64});
+    const int64_t asking = kKind == CodeKind::unpacked ? ceil_div(run.next_step, share) : 0;
+    for (int64_t b = 0; b < blocks; ++b) {
+      TileRun own = run;
+      const int64_t turn = b - (blocks - asking);
+      own.next = turn < 0 || run.next == nullptr ? nullptr : run.next + turn * run.num_tiles * share;
+      own.next_step = share;
+      const int64_t r = 2 * b;
+      if (r + 2 <= rows) {
+        block<kKind, kGroups, 2>(call, own, row + r, sums + r * kPanelOutputs);
+      } else {
+        block<kKind, kGroups, 1>(call, own, row + r, sums + r * kPanelOutputs);
+      }
     }
-    if (r < rows) block<kKind, kGroups, 1>(call, run, row + r, sums + r * kPanelOutputs);
   }
 
   // A load takes no time from the two units that multiply; a copy of a register does.
