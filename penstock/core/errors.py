@@ -42,6 +42,8 @@ from typing import ClassVar, Self
 
 from penstock.core.identity import RateLimits
 
+MAX_MESSAGE_CHARACTERS = 4000  # messages quote what clients and other servers send
+
 
 class PenstockError(Exception):
     status: ClassVar[int] = 500
@@ -56,6 +58,8 @@ class PenstockError(Exception):
         hint: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        if len(message) > MAX_MESSAGE_CHARACTERS:
+            message = f"{message[:MAX_MESSAGE_CHARACTERS]} [...]"
         super().__init__(message)
         self.message = message
         self.param = param

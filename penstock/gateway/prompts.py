@@ -129,6 +129,26 @@ def num_characters(prompt: ChatPrompt) -> int:
     )
 
 
+def num_template_characters(prompt: ChatPrompt) -> int:
+    """As `num_characters`, with all else that a template may write: calls, reasoning, names, tools and options."""
+    num_others = sum(
+        len(message.reasoning or "")
+        + len(message.name or "")
+        + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+        for message in prompt.messages
+    )
+    for tool in prompt.tools:
+        num_others += len(tool.description or "") + _json_length(tool.parameters)
+    return num_characters(prompt) + num_others + _json_length(prompt.template_options)
+
+
+def _json_length(value: dict[str, Any]) -> int:
+    try:
+        return len(msgspec.json.encode(value)) if value else 0
+    except RecursionError:
+        return 1 << 30  # nested too deeply to be small
+
+
 def image_parts(prompt: Prompt) -> list[ImagePart]:
     """Return the images of a prompt, in order."""
     return parts_of(prompt, ImagePart)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
+from penstock.api.anthropic import blocks
 from penstock.api.anthropic.answers import message_usage
 from penstock.api.anthropic.requests import GUARDED_FIELDS, MessagesRequest
 from penstock.api.http.parsing import BodyDecoder
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Tier
-from penstock.gateway.prompts import CacheMark, ChatPrompt, GenerationRequest, TextPart, Usage
+from penstock.gateway.prompts import CacheMark, ChatMessage, ChatPrompt, GenerationRequest, TextPart, Usage
 from tests.api.conftest import direct_client
 from tests.gateway.fake_engine import FakeEngine
 
@@ -70,6 +72,23 @@ def test_a_mark_on_the_request_stands_at_its_end() -> None:
 def test_without_marks_content_is_plain_text() -> None:
     made = prompt(system=[text("a")], messages=[{"role": "user", "content": [text("b")]}])
     assert [message.content for message in made.messages] == ["a", "b"]
+
+
+def test_turns_of_one_role_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joining two at a time copied the earlier turns again for each turn."""
+    num_read = 0
+    parts_of = blocks._parts_of
+
+    def counted(message: ChatMessage) -> Sequence[TextPart]:
+        nonlocal num_read
+        parts = parts_of(message)
+        num_read += len(parts)
+        return parts
+
+    monkeypatch.setattr(blocks, "_parts_of", counted)
+    (made,) = prompt(messages=[{"role": "user", "content": f"{number}"} for number in range(500)]).messages
+    assert made.content == tuple(TextPart(f"{number}") for number in range(500))
+    assert num_read == 500
 
 
 def test_what_surrounds_the_prompt() -> None:

@@ -137,3 +137,17 @@ async def test_a_long_prompt_is_cut_before_it_is_tokenized(monkeypatch: pytest.M
         assert (await client.post("/v1/completions", json=body)).status_code == 200
     assert bytes(engine.added[0].prompt_token_ids) == b"abc"
     assert max(lengths) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "x" * 1_000_000, "content": "a"}]}),
+        ("/v1/completions", {"model": "x" * 1_000_000, "prompt": "a"}),
+    ],
+)
+async def test_errors_quote_only_the_beginning_of_what_was_sent(path: str, body: dict[str, Any]) -> None:
+    async with direct_client(FakeEngine()) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code in (400, 404)
+    assert len(answer.text) < 5000

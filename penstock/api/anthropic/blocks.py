@@ -183,7 +183,7 @@ def chat_messages(turns: Sequence[Turn]) -> tuple[ChatMessage, ...]:
     if turns[0].role == "assistant":
         raise InvalidRequest("messages: the first message must be the user's.", param="messages")
     _check_tool_pairing(turns)
-    messages: list[ChatMessage] = []
+    messages: list[list[ChatMessage]] = []  # those that are joined into one stand together
     previous_role: str | None = None
     for position, turn in enumerate(turns):
         reader = _TurnReader(position, is_last=position == len(turns) - 1)
@@ -191,11 +191,11 @@ def chat_messages(turns: Sequence[Turn]) -> tuple[ChatMessage, ...]:
             converted = [reader.assistant(turn.blocks())]
         else:
             converted = reader.user(turn.role, turn.blocks())
-        if turn.role == previous_role and converted and _can_join(messages[-1], converted[0]):
-            messages[-1] = _joined(messages[-1], converted.pop(0))
-        messages += converted
+        if turn.role == previous_role and converted and _can_join(messages[-1][-1], converted[0]):
+            messages[-1].append(converted.pop(0))
+        messages += [[message] for message in converted]
         previous_role = turn.role
-    return tuple(messages)
+    return tuple(map(_joined, messages))
 
 
 def system_message(system: str | Sequence[TextBlock] | None) -> tuple[ChatMessage, ...]:
@@ -369,10 +369,12 @@ def _can_join(earlier: ChatMessage, later: ChatMessage) -> bool:
     return earlier.role == later.role != "tool" and not earlier.tool_calls
 
 
-def _joined(earlier: ChatMessage, later: ChatMessage) -> ChatMessage:
-    parts = [*_parts_of(earlier), *_parts_of(later)]
-    reasoning = (earlier.reasoning or "") + (later.reasoning or "")
-    return msgspec.structs.replace(later, content=_content(parts), reasoning=reasoning or None)
+def _joined(messages: Sequence[ChatMessage]) -> ChatMessage:
+    if len(messages) == 1:
+        return messages[0]
+    parts = [part for message in messages for part in _parts_of(message)]
+    reasoning = "".join([message.reasoning or "" for message in messages])
+    return msgspec.structs.replace(messages[-1], content=_content(parts), reasoning=reasoning or None)
 
 
 def _parts_of(message: ChatMessage) -> Sequence[TextPart]:

@@ -117,9 +117,9 @@ class Catalogue:
             raise elsewhere.refuse()
         only = "" if self.external is not None and not models else self._first().name
         if len(models) == 1 and self.external is None:
-            raise ModelNotFound(f"The model {name!r} is not served here; {only!r} is.", param="model")
+            raise ModelNotFound(f"The model {name[:200]!r} is not served here; {only!r} is.", param="model")
         raise ModelNotFound(
-            f"The model {name!r} is not served here.",
+            f"The model {name[:200]!r} is not served here.",
             param="model",
             hint="GET /v1/models lists those that are.",
         )

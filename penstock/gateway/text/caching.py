@@ -204,14 +204,15 @@ class _Finder:
         signed = self._try(_with_signs(self._prompt, {self._pieces[number_of[sign]]: sign for sign in signs}))
         if signed is None:
             return None
-        stretches = re.split(f"[{''.join(signs)}]", signed)
+        found = [each for each in _SIGN.finditer(signed) if each[0] in number_of]
+        starts = [0, *(each.end() for each in found)]
+        ends_of_stretches = [*(each.start() for each in found), len(signed)]
+        stretches = (signed[start:end] for start, end in zip(starts, ends_of_stretches, strict=True))
         if "".join(stretches) != self._text:
             return None
         places: dict[int, list[int]] = {number: [] for number in texts}
-        end = 0
-        for num_signs_before, stretch in enumerate(stretches[:-1]):
-            end += len(stretch)
-            places[number_of[signed[end + num_signs_before]]].append(end)
+        for num_signs_before, each in enumerate(found):
+            places[number_of[each[0]]].append(each.start() - num_signs_before)
         ends: dict[int, int | None] = {}
         first_later = len(self._text) + 1
         for number in reversed(texts):

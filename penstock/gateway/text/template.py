@@ -23,7 +23,14 @@ from jinja2 import Template, TemplateError, meta
 from penstock.core.errors import InvalidRequest, ModelLoadError
 from penstock.core.grammar_text import special_token_ids
 from penstock.core.messages import ModelCard
-from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart, ToolCall, num_characters
+from penstock.gateway.prompts import (
+    ChatMessage,
+    ChatPrompt,
+    ImagePart,
+    TextPart,
+    ToolCall,
+    num_template_characters,
+)
 from penstock.gateway.text.template_sandbox import BoundedEnvironment
 from penstock.gateway.tools.answer_form import offers_tools
 from penstock.gateway.tools.formats import (
@@ -178,7 +185,7 @@ class ChatTemplate:
     async def render_later(self, prompt: ChatPrompt) -> RenderedChat:
         """As `render`; a chat of many turns or much text, which may take seconds, is written off the event loop."""
         is_short = len(prompt.messages) <= DIRECT_RENDER_MESSAGES
-        if is_short and num_characters(prompt) <= DIRECT_RENDER_CHARACTERS:
+        if is_short and num_template_characters(prompt) <= DIRECT_RENDER_CHARACTERS:
             return self.render(prompt)
         return await asyncio.to_thread(self.render, prompt)
 

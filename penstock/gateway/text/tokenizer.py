@@ -120,6 +120,8 @@ class WindowDetokenizer:
 
 # Below this a hop to another thread costs more than the encoding that it would take off the event loop.
 DIRECT_ENCODE_CHARS = 4096
+# Many short texts are as much work as a long one: more than these, in one turn of the event loop, go to threads too.
+DIRECT_CHARS_PER_TURN = 16_384
 ENCODE_THREADS = 2
 COMPOSING_FACTOR = 4  # Unicode composes at most four characters into one
 LOSSY_FACTOR = 16  # for tokenizers that delete characters, or join those that they do not know
@@ -192,6 +194,21 @@ class TextTokenizer:
         self._token_bytes = TokenBytes(self._tokenizer, byte_level=self._decoder.byte_level)
         self._visible_bytes: dict[frozenset[int], TokenBytes] = {}  # by which special tokens are shown
         self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenize")
+        self._direct_room = (
+            DIRECT_CHARS_PER_TURN  # characters that this turn of the event loop may still encode
+        )
+
+    def _goes_direct(self, num_characters: int) -> bool:
+        """Whether a text is encoded on the event loop, at once."""
+        if num_characters > min(DIRECT_ENCODE_CHARS, self._direct_room):
+            return False
+        if self._direct_room == DIRECT_CHARS_PER_TURN:
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        self._direct_room -= num_characters
+        return True
+
+    def _end_turn(self) -> None:
+        self._direct_room = DIRECT_CHARS_PER_TURN
 
     async def encode(
         self, text: str, *, add_special_tokens: bool, plain_ranges: Sequence[tuple[int, int]] = ()
@@ -199,7 +216,7 @@ class TextTokenizer:
         """Token ids of `text`, after the model's beginning-of-sequence token where it wants one and
         `add_special_tokens` allows it. Special tokens spelled out inside `plain_ranges` are taken for plain text.
         Long texts are encoded off the event loop."""
-        if len(text) <= DIRECT_ENCODE_CHARS:
+        if self._goes_direct(len(text)):
             ids = self._encode(text, plain_ranges)
         else:
             loop = asyncio.get_running_loop()
@@ -214,7 +231,7 @@ class TextTokenizer:
     ) -> tuple[tuple[int, ...], dict[int, int]]:
         """What `encode` gives without special tokens added, and for each of `positions`, in characters, how many
         leading tokens end at or before it."""
-        if len(text) <= DIRECT_ENCODE_CHARS:
+        if self._goes_direct(len(text)):
             return self._encode_marked(text, plain_ranges, positions)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._encode_marked, text, plain_ranges, positions)
@@ -251,7 +268,7 @@ class TextTokenizer:
             second_at = kinds.index(1) + len(self._missing_bos) if other is not None and 1 in kinds else 0
             return (*self._missing_bos, *ids), second_at
 
-        if len(text) + len(second or "") <= DIRECT_ENCODE_CHARS:
+        if self._goes_direct(len(text) + len(second or "")):
             return encode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
@@ -264,7 +281,7 @@ class TextTokenizer:
 
     async def decode_later(self, token_ids: Sequence[int]) -> str:
         """As `decode`; many token ids are decoded off the event loop."""
-        if len(token_ids) <= DIRECT_ENCODE_CHARS:
+        if self._goes_direct(len(token_ids)):
             return self.decode(token_ids)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.decode, token_ids)
 

@@ -9,7 +9,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from penstock.core.errors import InvalidRequest, ModelLoadError
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, TextPart, Tool, ToolCall
 from penstock.gateway.text import template_sandbox
-from penstock.gateway.text.template import DIRECT_RENDER_MESSAGES, ChatTemplate, RenderedChat
+from penstock.gateway.text.template import (
+    DIRECT_RENDER_CHARACTERS,
+    DIRECT_RENDER_MESSAGES,
+    ChatTemplate,
+    RenderedChat,
+)
 from tests.gateway.fake_engine import model_card
 
 HELLO = (ChatMessage("user", "hello"),)
@@ -117,6 +122,15 @@ async def test_a_chat_of_many_turns_is_written_off_the_event_loop() -> None:
     long = await template.render_later(ChatPrompt(messages=HELLO * (DIRECT_RENDER_MESSAGES + 1)))
     assert seen == [True, False]
     assert len(long.text) > len(short.text) * DIRECT_RENDER_MESSAGES / 2
+    much = "x" * (DIRECT_RENDER_CHARACTERS + 1)
+    for changed in (
+        ChatPrompt(messages=(ChatMessage("assistant", "", tool_calls=(ToolCall("1", "f", much),)),)),
+        ChatPrompt(messages=(ChatMessage("assistant", "", reasoning=much),)),
+        ChatPrompt(messages=HELLO, tools=(Tool("f", parameters={"description": much}),)),
+        ChatPrompt(messages=HELLO, template_options={"option": much}),
+    ):
+        await template.render_later(changed)
+    assert seen == [True] + [False] * 5
 
 
 TOOLS = (Tool("wetter", "Tells <it>.", {"type": "object", "properties": {"ort": {"type": "string"}}}),)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +12,7 @@ from tokenizers import Tokenizer
 
 from penstock.core.errors import ModelLoadError
 from penstock.gateway.text.tokenizer import (
+    DIRECT_CHARS_PER_TURN,
     DIRECT_ENCODE_CHARS,
     REPLACEMENT_CHARACTER,
     ByteDetokenizer,
@@ -133,3 +137,24 @@ def test_decode_shows_special_tokens() -> None:
 def test_unreadable_file_is_a_clear_error() -> None:
     with pytest.raises(ModelLoadError, match="tokenizer of bytes"):
         TextTokenizer(model_card(tokenizer_json=b"{}"))
+
+
+async def test_many_short_texts_in_one_turn_of_the_event_loop_are_encoded_in_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request may have thousands of prompts, and each is encoded without a pause after the one before."""
+    threads: list[bool] = []
+    encode = TextTokenizer._encode
+
+    def noted(self: TextTokenizer, text: str, plain_ranges: Sequence[tuple[int, int]]) -> list[int]:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        return encode(self, text, plain_ranges)
+
+    monkeypatch.setattr(TextTokenizer, "_encode", noted)
+    tokenizer = tokenizer_of(byte_tokenizer())
+    num_direct = DIRECT_CHARS_PER_TURN // DIRECT_ENCODE_CHARS
+    for _ in range(num_direct + 1):
+        assert len(await tokenizer.encode("x" * DIRECT_ENCODE_CHARS, add_special_tokens=False)) == 4096
+    assert threads == [False] * num_direct + [True]
+    await tokenizer.encode("x", add_special_tokens=False)  # in another turn, after the thread's answer
+    assert threads[-1] is False
