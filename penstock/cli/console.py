@@ -121,12 +121,23 @@ def count_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def stages() -> Iterator[Callable[[str, float], None]]:
-    """Show a progress bar for each stage."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    """Show a progress bar for each stage, or print a line for every tenth if standard error is no terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     console = stderr_console()
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    if not console.is_terminal:
+        tenths: dict[str, int] = {}
+
+        def print_line(title: str, done: float) -> None:
+            tenth = min(10, int(10 * done))
+            if tenth > tenths.get(title, -1):
+                tenths[title] = tenth
+                click.echo(f"{title}: {10 * tenth} %", err=True)
+
+        yield print_line
+        return
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
         tasks = {}
 
         def on_stage(title: str, done: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,8 @@ def test_a_head_is_trained_and_evaluated(model: Path, prompts: Path, tmp_path: P
     exit_code, stdout, stderr = draft("train", model, *arguments, "--epochs", "2", "--vocabulary", "128")
     assert exit_code == 0, stderr
     assert "accepted" in stdout
+    # A log has lines in place of the bars.
+    assert re.findall(r"Training: (\d+) %", stderr)[-1] == "100"
     assert f"--speculate heads={output}" in stderr
     assert (output / "curve.png").stat().st_size > 1000
     assert draft("train", model, *arguments)[0] == 2
