@@ -24,9 +24,11 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
+from penstock.models.read_ahead import ReadAhead
 from penstock.models.stored_quantization import AWQ, GPTQ, Compressed, Scaled, StoredQuantization
 from penstock.models.weights import Part, Stacked, take_part
 
+_LEAST_MAPPED = 16 << 20  # bytes
 _READABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -36,17 +38,23 @@ def _text_name(name: str) -> str:
 
 
 class SafetensorsSource:
-    """Reads tensors from disk when asked for. A file is opened, and mapped, with its first tensor."""
+    """Reads tensors from disk when asked for. One file at a time is open and mapped. Its mapping is let go and made
+    anew after an eighth of the file was read, so that the pages of tensors that nobody holds leave the process; they
+    stay in the page cache. While a file is read, the system reads the next one."""
 
     single_name = "model.safetensors"
     index_name = "model.safetensors.index.json"
 
     def __init__(self, folder: Path) -> None:
-        self._open_files: dict[Path, Any] = {}
+        self._opened: tuple[Path, Any] | None = None
+        self._mapped_until = 0  # of `bytes_read`: then the mapping is let go
+        self._ahead: ReadAhead | None = None
         self.bytes_read = 0
         # Multimodal checkpoints keep their text model one level down; its tensors get the names they would have
         # in a checkpoint of the text model alone.
-        self._stored = {_text_name(name): (file, name) for name, file in self._locate(folder).items()}
+        places = self._locate(folder)
+        self._stored = {_text_name(name): (file, name) for name, file in places.items()}
+        self._ahead = ReadAhead(sorted(set(places.values())))
         self._folder = folder
 
     def names(self) -> frozenset[str]:
@@ -129,9 +137,13 @@ class SafetensorsSource:
 
     def _guarded(self, file: Path, read: Callable[[Any], Any]) -> Any:
         try:
-            if file not in self._open_files:
-                self._open_files[file] = self._open(file)
-            return read(self._open_files[file])
+            if self._opened is None or self._opened[0] != file or self.bytes_read > self._mapped_until:
+                self._opened = None
+                self._opened = file, self._open(file)
+                self._mapped_until = self.bytes_read + max(file.stat().st_size // 8, _LEAST_MAPPED)
+                if self._ahead is not None:
+                    self._ahead.opened(file)
+            return read(self._opened[1])
         except (SafetensorError, OSError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise ModelLoadError(f"{file} cannot be read: {reason}.", hint="Fetch the file again.") from error

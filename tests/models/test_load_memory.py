@@ -1,7 +1,10 @@
-"""Loading takes little host memory beside the packed weights: tensors are mapped, and read one after the other."""
+"""Loading takes little host memory beside the packed weights: tensors are mapped, read one after the other, and let
+go. (`python -m bench.load_memory` measures it with larger files.)"""
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from penstock.core.engine_config import ModelImplementation
 from penstock.kernels.interface import WeightData
 from penstock.kernels.reference import TorchLinear, TorchOps
 from penstock.models.load import load_model
+from penstock.models.read_ahead import ReadAhead
 from penstock.models.transformers_probe import Recording
 
 STATUS = Path("/proc/self/status")
@@ -21,14 +25,15 @@ class DroppingOps(TorchOps):
     """Keeps no weights, like a GPU that has copied them: what stays in host memory is the loader's."""
 
     def pack_linear(self, parts: list[WeightData], bias: torch.Tensor | None = None) -> TorchLinear:  # type: ignore[override]
+        super().pack_linear(parts, bias)  # reads all of the weights
         rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
         return TorchLinear(torch.zeros(1, dtype=self.dtype).expand(rows, columns), None)
 
 
 def own_bytes() -> int:
-    """The memory of this process that is no mapped file."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) << 10
+    """The memory of this process: its own, and pages of mapped files."""
+    lines = [line.split() for line in STATUS.read_text().splitlines()]
+    return sum(int(words[1]) << 10 for words in lines if words and words[0] in ("RssAnon:", "RssFile:"))
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +72,25 @@ def test_the_peak_is_near_the_largest_shard(
     )
     assert len(seen) >= 28
     assert max(seen) < 1.2 * max(shards)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs hints to the page cache")
+def test_the_file_that_is_read_and_the_next_are_asked_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    for file in files:
+        file.write_bytes(b"weights")
+    asked: list[Path] = []
+
+    def note(descriptor: int, *_: int) -> None:
+        asked.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
+    ahead = ReadAhead(files)
+    for opened, expected in ((files[0], 2), (files[0], 2), (files[1], 3), (files[2], 3), (files[0], 3)):
+        ahead.opened(opened)
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and thread.name.startswith("read-ahead"):
+                thread.join()
+        assert asked == files[:expected]
