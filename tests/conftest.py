@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import ssl
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ LONG_FILES = (
     "tests/deploy/",
     "tests/clients/",
 )
+# Made when all tests were imported once in this checkout.
+COMPILED = Path(__file__).parent / "__pycache__/compiled"
 # Tests in these files share a server with the default model. One worker takes them all, and starts the server once.
 SHARING_A_SERVER = tuple(f"tests/e2e/test_{name}.py" for name in ("readme", "serve", "structured_output"))
 
@@ -86,6 +89,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("e2e") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Let one worker import all tests before the others, the first time. Python compiles every imported module then,
+    which takes longer than the imports, and the others find the bytecode."""
+    if not hasattr(session.config, "workerinput") or sys.dont_write_bytecode or COMPILED.exists():
+        return (yield)
+    COMPILED.parent.mkdir(exist_ok=True)
+    with COMPILED.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)  # once the first worker is done, the others import side by side
+        collected = yield
+        COMPILED.touch()
+        return collected
 
 
 @pytest.hookimpl(optionalhook=True)

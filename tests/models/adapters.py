@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 
 from tests.models.checkpoints import Reference
 
@@ -25,6 +24,8 @@ def write_adapter(
     **settings: Any,
 ) -> Reference:
     """An adapter for the model of `reference`; returns the merged model, with the adapter's folder."""
+    from peft import LoraConfig, get_peft_model  # takes seconds, and few tests need it
+
     torch.manual_seed(seed)
     chosen = targets if isinstance(targets, str) else list(targets)
     config = LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": chosen, **settings})

@@ -15,13 +15,6 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import (
-    AutoModelForImageTextToText,
-    Idefics3Config,
-    Idefics3ImageProcessorPil,
-    SmolVLMConfig,
-    SmolVLMImageProcessorPil,
-)
 
 TEXT: dict[str, Any] = {
     "vocab_size": 400,
@@ -112,6 +105,8 @@ def _tokenizer(folder: Path, specials: Sequence[str]) -> Any:
 
 def _save(folder: Path, config: Any, tokenizer: Any, processor: Any, template: str) -> Any:
     """Write the checkpoint. Weights are larger than usual, so that images change the answers."""
+    from transformers import AutoModelForImageTextToText
+
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).float().eval()
     with torch.no_grad():
@@ -139,7 +134,13 @@ IDEFICS3_TOKENS = (
 
 
 def _idefics3(folder: Path, *, smol: bool = False) -> TinyVision:
-    from transformers import Idefics3Processor
+    from transformers import (
+        Idefics3Config,
+        Idefics3ImageProcessorPil,
+        Idefics3Processor,
+        SmolVLMConfig,
+        SmolVLMImageProcessorPil,
+    )
 
     tokenizer = _tokenizer(folder, IDEFICS3_TOKENS)
     image_id = tokenizer.convert_tokens_to_ids("<image>")
