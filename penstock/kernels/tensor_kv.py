@@ -21,11 +21,6 @@ LARGEST_CODE = 127
 SCALE_TYPE = torch.float32
 
 
-def kv_head_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Of one token's key, or value, in one head."""
-    return head_dim * dtype.itemsize + (SCALE_TYPE.itemsize if dtype == torch.int8 else 0)
-
-
 def to_codes(entries: Tensor) -> tuple[Tensor, Tensor]:
     """[…, D] → int8 of the same shape, and its scales […]."""
     wide = entries.float()

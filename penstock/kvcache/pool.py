@@ -75,7 +75,6 @@ class BlockPool:
         self._num_releases = 0
 
         # Counters since construction.
-        self.evictions = 0  # blocks
         self.copies_to_host = 0
         self.copies_from_host = 0
 
@@ -344,7 +343,6 @@ class BlockPool:
             self.lose(lost)
         block.block_hash = block.parent = block.term = None
         self._free.append(block.block_id)
-        self.evictions += 1
 
     def _move_out(self, block: Block) -> BlockHash | None:
         """Move a block to host memory. Returns the hash that is now in neither tier, if there is one."""

@@ -82,7 +82,6 @@ class ReasoningMarks(msgspec.Struct, frozen=True):
 
 
 THINK = ReasoningMarks("<think>", "</think>")
-THINK_START, THINK_END = THINK.start, THINK.end
 
 
 class ReasoningSplitter:

@@ -1,0 +1,232 @@
+"""The nouns of the operations in `interface`: packed weights, descriptions of layers, batches, and KV stores.
+
+Shapes are named as in `interface`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from penstock.kernels.states import StateBatch
+from penstock.kernels.weights import WeightData
+
+# "clamped_swiglu" is gpt-oss's: gate × sigmoid(1.702 × gate) × (up + 1), both clamped at 7.
+# "relu" squares positive numbers where gate and up are one matrix, as in experts without a gate.
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu"]
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
+
+class PackedLinear(Protocol):
+    """A backend's own form of one or several stacked matrices with an optional bias. Opaque to models."""
+
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class PackedEmbedding(Protocol):
+    """A backend's own form of an embedding table. Opaque to models."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class PackedExperts(Protocol):
+    """A backend's own form of the gated MLPs that a router chooses from. Opaque to models."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One expert: down(activation(gate x) × up x). Biases are float32, one number for each output."""
+
+    gate: WeightData
+    up: WeightData
+    down: WeightData
+    gate_up_bias: Tensor | None = None  # of gate, then of up
+    down_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Experts in groups of neighbours: a token chooses among the experts of its `kept` best groups only. A group is
+    as good as the sum of its `ranked_by` best experts."""
+
+    count: int
+    kept: int
+    ranked_by: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token chooses its experts: the `top_k` with the highest scores, which are also their weights. Among
+    equals the lower index comes first.
+
+    Scores are the softmax or the sigmoid of the router's logits. With "sparsemixer" (Phi's), the weight of each
+    chosen expert is its softmax over the logits close to its own, without the experts chosen before."""
+
+    num_experts: int
+    top_k: int
+    normalizes: bool  # whether the chosen weights are scaled to sum to 1
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    selection_bias: Tensor | None = (
+        None  # float32 [E], added to scores where experts are chosen, not to weights
+    )
+    groups: ExpertGroups | None = None
+    scale: float = 1.0  # of the weights
+    least_sum: float = 1e-20  # that weights are divided by, where they are normalized
+    weighs_input: bool = False  # whether an expert's input is multiplied by its weight, instead of its output
+    jitter: float = (
+        0.0  # of sparsemixer: how far logits may be apart, relative to the larger one, to be close
+    )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is the softmax and nothing more."""
+        return self == Routing(self.num_experts, self.top_k, self.normalizes)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """The settings of an attention layer. Made once per layer at load."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Tensor  # float32 [max positions, D]: first half cosines, second half sines, of rotate-half pairs
+    window: int | None = None  # a token sees itself and the window - 1 before it
+    softcap: float | None = None
+    q_norm: Tensor | None = None  # [D], RMS norm of each head before rope
+    k_norm: Tensor | None = None
+    norm_eps: float = 1e-6
+    sinks: Tensor | None = None  # float32 [H]: a logit of each head that takes weight, and has no value
+    chunk: int | None = None  # a token sees the tokens of its chunk: positions n × chunk to (n + 1) × chunk
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayer:
+    """The settings and the absorbed weights of an attention layer over latents (MLA). C is the size of a latent, R of
+    the rotated part of a head, N of the rest of a head's query and V of its value."""
+
+    num_heads: int
+    latent_dim: int  # C
+    rope_dim: int  # R
+    scale: float
+    rope: Tensor  # float32 [max positions, R], as of `AttentionLayer`
+    norm: Tensor  # float32 [C], RMS norm of latents
+    norm_eps: float
+    key_up: Tensor  # [H, N, C] in the compute type: brings queries into the space of latents
+    value_up: Tensor  # [H, C, V]: brings weighted latents into the space of values
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where this step's tokens sit. Tensors live on the backend's device; the plain integers are host copies."""
+
+    positions: Tensor  # int32 [T]
+    slots: Tensor  # int32 [T]: block id * block size + offset, where the token's K and V go
+    query_starts: Tensor  # int32 [R + 1], rows of each request in T
+    context_lens: Tensor  # int32 [R], tokens in the cache once this step's are written
+    block_tables: Tensor  # int32 [R, max blocks], rows padded with anything
+    num_requests: int
+    max_query_len: int
+    max_context_len: int
+    num_decodes: int = 0  # so many of the first requests have exactly one token in this step
+    halves_blocks: bool = True  # the last tokens of a request may begin in the middle of a block
+    lengths: tuple[Tensor, Tensor] | None = None  # `query_starts` and `context_lens` once more, on the host
+    states: StateBatch | None = None  # of models whose layers have a fixed state
+    # Of models whose layers have windows: the batch without what lies behind a window, for each part of the layers
+    # with a window; and for each layer its part, or None for layers that see everything.
+    parts: tuple[AttentionBatch, ...] = ()
+    part_of_layer: tuple[int | None, ...] = ()
+    part: int | None = None  # which of the parts this batch is
+
+    def of_layer(self, index: int) -> AttentionBatch:
+        """Return the batch for a layer of the KV store."""
+        part = self.part_of_layer[index] if self.part_of_layer else None
+        return self if part is None else self.parts[part]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Per-row sampling settings, one entry for each row of logits."""
+
+    temperature: Tensor  # float32 [S]; 0 is greedy
+    top_k: Tensor  # int32 [S]; 0 is off
+    top_p: Tensor  # float32 [S]; 1 is off
+    min_p: Tensor  # float32 [S]; 0 is off
+    seed: Tensor  # int64 [S]
+    position: Tensor  # int64 [S]: index of the token in the answer; the random draw is a function of (seed, position)
+    all_greedy: bool
+    whole_vocabulary: bool = False  # no row uses top-k, top-p or min-p
+
+    def rows(self, part: slice) -> SamplingBatch:
+        columns = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+        return replace(self, **{name: getattr(self, name)[part] for name in columns})
+
+
+@dataclass(frozen=True, slots=True)
+class KVRegion:
+    """A piece of memory with a part of every block. The part of block i begins at address + i × block_bytes."""
+
+    address: int
+    block_bytes: int
+    num_blocks: int
+
+
+class KVStore(Protocol):
+    """KV tensors of all layers, in the backend's own layout. `layer(i)` is an argument of `attend`.
+
+    Blocks can be copied to slots of host memory and back, bit for bit. Copies and steps take effect in the order of
+    the calls; a copy need not be finished when its call returns."""
+
+    num_blocks: int
+    block_size: int
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block in all layers together."""
+        ...
+
+    def layer(self, index: int) -> Any: ...
+
+    def regions(self, layer: int) -> tuple[KVRegion, ...]:
+        """Where the blocks of a layer lie, for transfers to another process. Stores whose regions have the same sizes
+        can exchange blocks."""
+        ...
+
+    def reserve_host(self, num_slots: int) -> None:
+        """Take host memory for so many blocks; once, before the first copy."""
+        ...
+
+    def copy_to_host(self, block_id: int, slot: int) -> None: ...
+
+    def copy_from_host(self, slot: int, block_id: int) -> None: ...
+
+    def read_host(self, slot: int) -> bytes:
+        """Return the contents of a slot of host memory, into which no copy is under way."""
+        ...
+
+    def write_block(self, block_id: int, contents: bytes) -> None:
+        """Overwrite a block, in turn with copies and steps, with what `read_host` returned for another block."""
+        ...
+
+
+@runtime_checkable
+class HalvesBlocks(Protocol):
+    """KV stores in which two requests can share a block: the last tokens of a request may begin in the middle of the
+    block. The slot of the last token says so."""
+
+    def copy_half(self, block_id: int, offset: int, to_block_id: int) -> None:
+        """Copy the half of a block that begins at slot `offset` to the first half of a block. Copies and steps take
+        effect in the order of the calls."""
+        ...
