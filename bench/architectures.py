@@ -27,7 +27,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -165,7 +165,10 @@ def compare(model_type: str, name: str, count: int, folder: Path) -> Result:
     )
 
 
-def run_one(model_type: str, name: str, count: int) -> Result:
+Compare = Callable[[str, str, int, Path], Result]
+
+
+def run_one(model_type: str, name: str, count: int, compare: Compare = compare) -> Result:
     """Run a model in a process of its own, which a crash ends without the others."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import (
     BertConfig,
     BertModel,
+    DebertaV2Config,
     DistilBertConfig,
     ElectraConfig,
     ErnieConfig,
@@ -62,6 +63,8 @@ def pooled(model: BertModel, text: list[int], pooling: str = "mean") -> torch.Te
 
 SIZES = {"vocab_size": 120, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 4, "initializer_range": 0.3, "pad_token_id": 0}
+DEBERTA = {"relative_attention": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm", "type_vocab_size": 0,
+           "position_biased_input": False, "layer_norm_eps": 1e-7}  # fmt: skip
 LONG = [(7 * n) % 119 + 1 for n in range(90)]  # beyond the windows below
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
     "bert": (BertConfig, {}, "Bert"),
@@ -77,6 +80,23 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
         "DistilBert",
     ),
     "mpnet": (MPNetConfig, {"pad_token_id": 1}, "MPNet"),
+    "deberta-v3": (
+        DebertaV2Config,
+        {**DEBERTA, "share_att_key": True, "pos_att_type": "p2c|c2p"},
+        "DebertaV2",
+    ),
+    "deberta-v2": (
+        DebertaV2Config,
+        {**DEBERTA, "pos_att_type": ["c2p", "p2c"], "position_biased_input": True, "type_vocab_size": 2}
+        | {
+            "position_buckets": -1,
+            "max_relative_positions": 40,
+            "norm_rel_ebd": "none",
+            "embedding_size": 24,
+        },
+        "DebertaV2",
+    ),
+    "deberta-plain": (DebertaV2Config, {"type_vocab_size": 0}, "DebertaV2"),
     "modernbert": (
         ModernBertConfig,
         {"local_attention": 16, "norm_bias": True, "classifier_pooling": "mean", "cls_token_id": 1}

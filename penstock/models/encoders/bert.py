@@ -34,7 +34,7 @@ class BertConfig(EncoderConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class LayerNames:
     """The names of tensors within a layer."""
 
     layer: str = "encoder.layer"
@@ -67,7 +67,7 @@ class Bert(Encoder):
         "ErnieForSequenceClassification",
     )
     prefixes: ClassVar[tuple[str, ...]] = ("bert.", "ernie.")
-    names: ClassVar[_Names] = _Names()
+    names: ClassVar[LayerNames] = LayerNames()
     config: BertConfig
 
     @classmethod
@@ -228,7 +228,7 @@ class DistilBert(Bert):
     name = "distilbert"
     huggingface_names = ("DistilBertModel", "DistilBertForMaskedLM", "DistilBertForSequenceClassification")
     prefixes = ("distilbert.",)
-    names = _Names(
+    names = LayerNames(
         layer="transformer.layer",
         qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
         output="attention.out_lin",
@@ -266,7 +266,7 @@ class MPNet(Roberta):
     name = "mpnet"
     huggingface_names = ("MPNetModel", "MPNetForMaskedLM", "MPNetForSequenceClassification")
     prefixes = ("mpnet.",)
-    names = _Names(
+    names = LayerNames(
         qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
         output="attention.attn.o",
         attention_norm="attention.LayerNorm",

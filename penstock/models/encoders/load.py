@@ -11,6 +11,7 @@ from penstock.kernels.interface import Ops
 from penstock.models.config import Fields, read_settings
 from penstock.models.encoders.base import Encoder
 from penstock.models.encoders.bert import Bert, DistilBert, Electra, MPNet, Roberta
+from penstock.models.encoders.deberta import DebertaV2
 from penstock.models.encoders.embedding_gemma import EmbeddingGemma
 from penstock.models.encoders.modernbert import ModernBert
 from penstock.models.encoders.nomic_bert import NomicBert
@@ -25,6 +26,7 @@ ENCODERS: tuple[type[Encoder], ...] = (
     Roberta,
     DistilBert,
     MPNet,
+    DebertaV2,
     ModernBert,
     NomicBert,
     EmbeddingGemma,
