@@ -1,8 +1,9 @@
 """The usage ledger: every admitted request becomes one row, whatever happens to it or to this process.
 
 `begin` and `settle` append a line to the journal (a few microseconds, no lock, no sync) and return. A background task
-reads the journal back and inserts the rows in batches; a row that is there already is left alone, so that repeating
-a batch after a crash changes nothing. On start, and every so often, journals of processes that died are recovered.
+inserts the rows in batches, from memory or, after a failure, from the journal; a row that is there already is left
+alone, so that repeating a batch changes nothing. On start, and every so often, journals of processes that died are
+recovered.
 
 When the journal cannot be written (a full disk, or a database that has been away until the journal is full), the
 policy decides: `serve` keeps the row in memory and goes on, `refuse` lets no new request begin. Both count it and say
@@ -81,6 +82,8 @@ class UsageLedger:
         self._wall_clock = wall_clock
         self._open: dict[str, tuple[BegunRequest, bytes]] = {}  # with its line, by request id
         self._unwritten: list[UsageRow] = []  # settled, but the journal would not take them
+        # In the journal, and not in the database. None after a failure, or too many rows: the journal is read back.
+        self._fresh: list[UsageRow] | None = []
         self._flushed_to = Position(1, 0)
         self._flushing = asyncio.Lock()
         self._spend_reader = SpendReader()
@@ -116,6 +119,10 @@ class UsageLedger:
         row = usage_row(begun, outcome, cost)
         if not self._append(encode_line(row)):
             self._keep_in_memory(row)
+        elif self._fresh is not None:
+            self._fresh.append(row)
+            if len(self._fresh) > MAX_ROWS_IN_MEMORY:
+                self._fresh = None
         self.spending.add(row)
         self.metrics.count(row)
 
@@ -159,10 +166,7 @@ class UsageLedger:
             end, unwritten = self._journal.end, self._unwritten[:]
             num_settled, began_at = self.metrics.num_settled, self._wall_clock()
             self.spending.begin_flush()
-            while self._flushed_to != end:
-                rows, reached = await asyncio.to_thread(_read_rows, self._journal, self._flushed_to, end)
-                await self._insert(rows)
-                self._flushed_to = reached
+            await self._insert_settled(end)
             await self._insert(unwritten)
             del self._unwritten[: len(unwritten)]
             self.metrics.note_written(num_settled, began_at)
@@ -176,6 +180,22 @@ class UsageLedger:
                 )
                 self.spending.end_flush(spend)
                 self._read_spend_at = now + SPEND_INTERVAL_S
+
+    async def _insert_settled(self, end: Position) -> None:
+        """Insert the rows that are in the journal up to `end`, and not yet in the database."""
+        fresh, self._fresh = self._fresh, []
+        try:
+            if fresh is not None:
+                for start in range(0, len(fresh), _BATCH_ROWS):
+                    await self._insert(fresh[start : start + _BATCH_ROWS])
+                self._flushed_to = end
+            while self._flushed_to != end:
+                rows, reached = await asyncio.to_thread(_read_rows, self._journal, self._flushed_to, end)
+                await self._insert(rows)
+                self._flushed_to = reached
+        except BaseException:
+            self._fresh = None
+            raise
 
     async def recover(self) -> int:
         """Bring the journals of dead processes into the database; returns how many rows that gave."""

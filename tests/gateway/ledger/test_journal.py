@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.gateway.ledger import journal as journal_module
 from penstock.gateway.ledger.journal import (
     Journal,
     JournalFull,
@@ -94,42 +95,51 @@ def test_it_is_bounded(tmp_path: Path) -> None:
         journal.append(line)
 
 
+def no_space(file: int, start: int, num_bytes: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_line_that_did_not_fit_does_not_spoil_the_next(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_write = os.write
-    monkeypatch.setattr(os, "write", lambda file, data: real_write(file, data[:9]))
-    with pytest.raises(OSError, match="only 9"):
-        journal.append(encode_line(settled("torn")))
+    monkeypatch.setattr(journal_module, "_ROOM_BYTES", 1)  # each line needs room of its own
+    journal.append(encode_line(settled("first")))
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module, "_allocate", no_space)
+        with pytest.raises(OSError, match="No space"):
+            journal.append(encode_line(settled("none")))
+    journal.append(encode_line(settled("second")))
+    assert read_all(journal) == [settled("first"), settled("second")]
 
-    def no_space(file: int, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "write", no_space)
-    with pytest.raises(OSError, match="No space"):
-        journal.append(encode_line(settled("none")))
-    monkeypatch.setattr(os, "write", real_write)
-    journal.append(encode_line(settled("whole")))
-    assert [entry for entry in read_all(journal) if entry] == [settled("whole")]
+@pytest.mark.parametrize("has_fallocate", [True, False])
+def test_lines_longer_than_the_room_and_files_without_fallocate(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, has_fallocate: bool
+) -> None:
+    monkeypatch.setattr(journal_module, "_ROOM_BYTES", 5_000)
+    if not has_fallocate:
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
+    entries = [settled(str(number) * (1 + 700 * (number % 9))) for number in range(60)]
+    for entry in entries:
+        journal.append(encode_line(entry))
+    assert read_all(journal) == entries
 
 
 def test_a_failed_rotation_leaves_everything_as_it_was(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal.append(encode_line(begin("a")))
-    before, real_write = journal.end, os.write
-
-    def no_space(file: int, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", no_space)
-    with pytest.raises(OSError, match="No space"):
-        journal.rotate([encode_line(begin("a"))])
-    monkeypatch.setattr(os, "write", real_write)
+    before = journal.end
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module, "_allocate", no_space)
+        with pytest.raises(OSError, match="No space"):
+            journal.rotate([encode_line(begin("a"))])
     assert journal.end == before
     journal.append(encode_line(settled("a")))
     journal.rotate([])
     assert read_all(journal) == [begin("a"), settled("a")]
+    first = journal.folder / "00000001.journal"
+    assert b"\0" not in first.read_bytes(), "a segment that is over gives back its room"
 
 
 def test_the_journal_of_a_living_process_is_nobodys_orphan(tmp_path: Path) -> None:
@@ -161,6 +171,7 @@ def test_a_killed_process_leaves_what_it_wrote(tmp_path: Path) -> None:
     assert process.returncode == -9
     (orphan,) = claim_orphans(tmp_path)
     assert list(orphan.entries()) == [settled("a")]
+    assert orphan.num_damaged_lines == 0, "the room behind the last line is no line"
     orphan.release(delete=False)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ import sqlalchemy as sa
 from penstock.core.errors import StoreUnavailable
 from penstock.core.request import Tier
 from penstock.gateway.accounts import Accounts
+from penstock.gateway.ledger import journal as journal_module
+from penstock.gateway.ledger import ledger as ledger_module
 from penstock.gateway.ledger.journal import Journal, encode_line
 from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger, _insert_all
 from penstock.gateway.ledger.prices import ModelPrice, PriceSettings, PriceTable
@@ -172,13 +173,20 @@ async def test_rotation_keeps_running_requests_and_drops_written_segments(tmp_pa
         assert (await total(ledger)).requests == 101
 
 
+def settle_all(ledger: UsageLedger, names: str) -> None:
+    for name in names:
+        ledger.begin(claim(name))
+        ledger.settle(claim(name), outcome())
+
+
 class TestTrouble:
     @pytest.fixture
     def full_disk(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        def write(file: int, data: bytes) -> int:
+        def allocate(file: int, start: int, num_bytes: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        return lambda: monkeypatch.setattr(os, "write", write)
+        monkeypatch.setattr(journal_module, "_ROOM_BYTES", 1)  # each line needs room of its own
+        return lambda: monkeypatch.setattr(journal_module, "_allocate", allocate)
 
     async def test_serving_on_a_full_disk_keeps_rows_in_memory(
         self, tmp_path: Path, full_disk: Any, caplog: pytest.LogCaptureFixture
@@ -283,6 +291,35 @@ class TestTrouble:
                 ledger.settle(claim("a"), outcome())
         async with open_ledger(tmp_path) as ledger:
             assert (await total(ledger)).requests == 1
+
+    async def test_rows_of_a_failed_flush_are_read_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def away(*args: Any, **options: Any) -> Any:
+            raise StoreUnavailable("gone")
+
+        async with open_ledger(tmp_path) as ledger:
+            settle_all(ledger, "ab")
+            with monkeypatch.context() as patch:
+                patch.setattr(Database, "run", away)
+                with pytest.raises(StoreUnavailable):
+                    await ledger.flush()
+            settle_all(ledger, "c")
+            await ledger.flush()
+            settle_all(ledger, "de")
+            await ledger.flush()
+            assert (await total(ledger)).requests == 5
+
+    async def test_more_rows_than_memory_keeps_are_read_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ledger_module, "MAX_ROWS_IN_MEMORY", 3)
+        monkeypatch.setattr(ledger_module, "_BATCH_ROWS", 2)
+        async with open_ledger(tmp_path) as ledger:
+            for names in ("abc", "defghij", "k"):
+                settle_all(ledger, names)
+                await ledger.flush()
+            assert (await total(ledger)).requests == 11
 
     def test_one_bad_row_does_not_hold_up_the_others(self) -> None:
         rows = [usage_row(begun_request(claim(str(number)), NOON), outcome(), 1) for number in range(9)]
