@@ -24,7 +24,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
 
-UNBOUNDED_CHARS = int(parser.MAXWIDTH)
+# Python before 3.11.5 has one bound for both repetitions and widths.
+UNBOUNDED_CHARS = int(getattr(parser, "MAXWIDTH", parser.MAXREPEAT))
 MAX_OPENING_CHARS = 6
 _ANY = r"[\s\S]"
 _CATEGORIES = {
