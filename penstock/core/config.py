@@ -170,19 +170,24 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = ()
 
 
+Discover = Literal["dns", "srv", "kubernetes"]
+Dialect = Literal["openai", "azure", "anthropic"]
+
+
 class ExternalServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Another server whose models are served here too: `[[external]]` of the file, or `--external URL`."""
 
     url: str  # with or without /v1 at its end
     name: str = ""  # in logs and metrics; empty: host and port
     models: dict[str, str] = {}  # the clients' names → the server's names; empty: all listed models
-    discover: Literal["dns"] | None = None  # each address of the URL's host is a server of its own
+    discover: Discover | None = None  # what is behind the URL's host are the servers
     address: str = ""  # to connect to instead of the URL's host, once it is known
+    port: int | None = None  # to connect to instead of the URL's, once it is known
     region: str = ""
     cost: float = 0.0  # per token, in any unit: cheaper servers are asked first, while they have room
     max_concurrent: int | None = None  # requests at a time; more wait here, by tier
     continues: bool | None = None  # whether it completes an assistant's message; None: as known of its kind
-    dialect: Literal["openai", "azure", "anthropic"] = "openai"  # the API that the server speaks
+    dialect: Dialect = "openai"  # the API that the server speaks
     api_version: str = ""  # of Azure
     api_key_header: str = ""  # "authorization" has "Bearer" before the key; empty: as the dialect has it
     takes_cache_control: bool = False  # whether marks of prompt caching are passed on; Anthropic's always are

@@ -39,6 +39,17 @@ def secret_in(variable: str) -> str | None:
     return os.environ.get(variable) or None
 
 
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+def kubernetes_api() -> str | None:
+    """Return the URL of the API server of the Kubernetes cluster that this process runs in, or None."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
+    if not host:
+        return None
+    return f"https://{f'[{host}]' if ':' in host else host}:{port or 443}"
+
+
 def state_dir() -> Path:
     """Return the default data folder of a server: `penstock` in the user's state folder."""
     user_state = os.environ.get("XDG_STATE_HOME")

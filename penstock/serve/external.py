@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from penstock.cluster.external.discovery import Discovery
+from penstock.cluster.external.kubernetes import Kubernetes
 from penstock.cluster.external.pool import ExternalPool
 from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.serve.config import external_servers_of
+from penstock.serve.environment import SERVICE_ACCOUNT, kubernetes_api
 from penstock.serve.gateway_state import running
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ class ExternalServers:
     def __init__(self, config: ServeConfig, pool: ExternalPool, discovery: Discovery | None = None) -> None:
         self._config = config
         self._pool = pool
-        self._discovery = discovery or Discovery()
+        self._discovery = discovery or _discovery()
         self._tables: tuple[ExternalServerConfig, ...] = config.external
         self._stamp = self._read_stamp()
 
@@ -65,10 +67,17 @@ class ExternalServers:
 async def open_external_pool(config: ServeConfig) -> AsyncIterator[ExternalPool]:
     """Probe every external server once, then keep the pool up to date until the context ends."""
     pool = ExternalPool([])
-    servers = ExternalServers(config, pool)
-    await servers.refresh()
+    discovery = _discovery()
+    servers = ExternalServers(config, pool, discovery)
     try:
+        await servers.refresh()
         async with running(pool.run()), running(servers.run()):
             yield pool
     finally:
         await pool.close()
+        await discovery.close()
+
+
+def _discovery() -> Discovery:
+    url = kubernetes_api()
+    return Discovery(kubernetes=None if url is None else Kubernetes(url, SERVICE_ACCOUNT))

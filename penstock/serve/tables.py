@@ -26,13 +26,13 @@ Servers given with `--external` get the key in PENSTOCK_EXTERNAL_API_KEY, if it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta
 
 from penstock.cluster.external.wire import server_name
-from penstock.core.config import ExternalServerConfig, ExtraModelConfig
+from penstock.core.config import Dialect, Discover, ExternalServerConfig, ExtraModelConfig
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import NamesConfig
@@ -179,7 +179,7 @@ class ExternalTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     url: str
     name: str = ""
     models: dict[str, str] | tuple[str, ...] = ()
-    discover: Literal["dns"] | None = None
+    discover: Discover | None = None
     region: str = ""
     cost: Annotated[float, Meta(ge=0)] = 0.0
     max_concurrent: Annotated[int, Meta(ge=1)] | None = None
@@ -187,7 +187,7 @@ class ExternalTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     shows_cached_tokens: bool = False
     api_key_variable: str | None = None
     api_key_header: str = ""
-    dialect: Literal["openai", "azure", "anthropic"] = "openai"
+    dialect: Dialect = "openai"
     api_version: str = ""
     takes_cache_control: bool = False
 
@@ -223,8 +223,19 @@ def read_external_tables(value: Any, place: str) -> tuple[ExternalTable, ...]:
         try:
             tables.append(msgspec.convert(table, ExternalTable))
         except msgspec.ValidationError as error:
-            raise ConfigError(f"[[external]] number {number} of {place} is wrong: {error}.") from None
+            raise ConfigError(
+                f"[[external]] number {number} of {place} is wrong: {error}{_accepted(table)}."
+            ) from None
     return tuple(tables)
+
+
+def _accepted(table: Any) -> str:
+    """The end of a sentence about a table: what a setting of few values takes, where the table has another one."""
+    for name, kind in (("discover", Discover), ("dialect", Dialect)):
+        values = get_args(kind)
+        if isinstance(table, dict) and table.get(name, values[0]) not in values:
+            return f" (it takes {', '.join(map(repr, values[:-1]))} or {values[-1]!r})"
+    return ""
 
 
 def external_servers(

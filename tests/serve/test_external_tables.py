@@ -18,6 +18,7 @@ import pytest
 from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.serve.config import read_config_file, resolve
+from penstock.serve.environment import kubernetes_api
 from tests.cli.test_serve_keys import running_server
 
 TABLES = """
@@ -139,3 +140,27 @@ def test_a_gateway_process_before_another_server(tmp_path: Path) -> None:
         assert message["content"][0]["text"] == direct["choices"][0]["message"]["content"]
         assert httpx.get(f"{ours}/ready", timeout=30).status_code == 200
         assert "penstock_external_up" in httpx.get(f"{ours}/metrics", timeout=30).text
+
+
+@pytest.mark.parametrize(
+    ("line", "accepted"),
+    [
+        ('discover = "consul"', "it takes 'dns', 'srv' or 'kubernetes'"),
+        ('dialect = "bedrock"', "it takes 'openai', 'azure' or 'anthropic'"),
+    ],
+)
+def test_an_unknown_value_is_answered_with_those_that_there_are(
+    tmp_path: Path, line: str, accepted: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config_of(tmp_path, f'[[external]]\nurl = "http://gpu-1:8000"\n{line}\n')
+    assert accepted in raised.value.message
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1"])
+def test_the_api_server_of_the_cluster(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert kubernetes_api() is None
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    assert kubernetes_api() == f"https://{host if '.' in host else f'[{host}]'}:6443"

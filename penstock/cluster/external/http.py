@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Self, cast
+from pathlib import Path
+from typing import Any, Self, cast
 from urllib.parse import unquote, urlsplit
 
 import certifi
@@ -55,6 +56,7 @@ class Address:
     authority: str  # for the header Host
     path: str  # before the paths of requests
     credentials: str | None  # of the URL, as basic authentication
+    names_port: bool = True  # whether the URL does
 
     @classmethod
     def of(cls, url: str) -> Self:
@@ -78,6 +80,7 @@ class Address:
             authority=parts.netloc.rpartition("@")[2],
             path=parts.path.rstrip("/"),
             credentials=credentials,
+            names_port=port is not None,
         )
 
 
@@ -164,6 +167,8 @@ class Answer(asyncio.Protocol):
 
     async def read_all(self, max_bytes: int) -> bytes:
         """The whole body. Raises AnswerBroken, also for a body of more than `max_bytes`."""
+        if self._is_complete and len(self._pieces) == 1 and len(self._pieces[0]) <= max_bytes:
+            return self._pieces.pop()  # as short answers come
         pieces: list[bytes] = []
         num_bytes = 0
 
@@ -330,11 +335,20 @@ class Answer(asyncio.Protocol):
 
 class HttpClient:
     """Sends requests to one server. `headers` go with every request. `connect_to` is an address of the URL's host, if
-    not any will do. Call `close` at the end."""
+    not any will do, and `connect_port` a port of its own. `trusts` is a file with the only authority that may vouch
+    for the server. Call `close` at the end."""
 
-    def __init__(self, url: str, headers: dict[str, str], connect_to: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        headers: dict[str, str],
+        connect_to: str = "",
+        connect_port: int | None = None,
+        trusts: Path | None = None,
+    ) -> None:
         self.address = Address.of(url)
         self._connect_to = connect_to or self.address.host
+        self._connect_port = connect_port or self.address.port
         lines = {"host": self.address.authority, "accept-encoding": "identity", "user-agent": "penstock"}
         if self.address.credentials is not None:
             lines["authorization"] = self.address.credentials
@@ -346,7 +360,7 @@ class HttpClient:
                     f"The header {name!r} for {self.address.authority} has forbidden characters."
                 )
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode("latin-1")
-        self._tls = _trusting() if self.address.is_tls else None
+        self._tls = _trusting(trusts) if self.address.is_tls else None
         self._idle: list[Answer] = []
         self._open: set[Answer] = set()
         self._is_closed = False
@@ -367,10 +381,12 @@ class HttpClient:
         except TimeoutError as error:
             raise AnswerBroken("it did not answer in time") from error
 
-    async def post(self, path: str, body: bytes, *, silence_s: float = SILENCE_TIMEOUT_S) -> Answer:
+    def post(
+        self, path: str, body: bytes, *, silence_s: float = SILENCE_TIMEOUT_S
+    ) -> Coroutine[Any, Any, Answer]:
         """Send a JSON body, and wait for the head of the answer. The caller releases the answer. Raises HttpError."""
         head = b"POST %b HTTP/1.1\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        return await self._send(head % (self._path(path), self._head, len(body)) + body, silence_s)
+        return self._send(head % (self._path(path), self._head, len(body)) + body, silence_s)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -424,7 +440,7 @@ class HttpClient:
                 await self.loop.create_connection(
                     lambda: answer,
                     self._connect_to,
-                    address.port,
+                    self._connect_port,
                     ssl=self._tls,
                     server_hostname=None if self._tls is None else address.host,
                 )
@@ -440,8 +456,11 @@ def _plainly(error: OSError | UnicodeError) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _trusting() -> ssl.SSLContext:
-    """Trusts the certificates of the system (`SSL_CERT_FILE` counts) and those of the usual authorities."""
+def _trusting(only: Path | None) -> ssl.SSLContext:
+    """Trusts `only` this authority, or the certificates of the system (`SSL_CERT_FILE` counts) and those of the usual
+    authorities."""
+    if only is not None:
+        return ssl.create_default_context(cafile=str(only))
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
     return context

@@ -178,7 +178,7 @@ class ExternalServer:
         if config.api_key is not None:
             header = config.api_key_header.lower() or self._dialect.key_header
             headers[header] = f"Bearer {config.api_key}" if header == "authorization" else config.api_key
-        self._http = HttpClient(server_root(config), headers, config.address)
+        self._http = HttpClient(server_root(config), headers, config.address, config.port)
 
     async def close(self) -> None:
         await self._http.close()
