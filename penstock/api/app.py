@@ -140,7 +140,7 @@ def create_app(
         },
     )
     counts.set_routes(app.routes)
-    app.state.max_body_bytes = config.max_body_bytes
+    app.max_body_bytes = config.max_body_bytes
     app.router.redirect_slashes = False
     app.router.default = answer_unknown_path
     return app

@@ -63,6 +63,7 @@ class RateLimits(msgspec.Struct, frozen=True):
     @property
     def tokens(self) -> LimitState | None:
         """Return the token limit of which less is left."""
-        if self.input_tokens is None or self.output_tokens is None:
-            return self.input_tokens or self.output_tokens
-        return min(self.input_tokens, self.output_tokens, key=lambda state: state.remaining / state.limit)
+        inputs, outputs = self.input_tokens, self.output_tokens
+        if inputs is None or outputs is None:
+            return inputs or outputs
+        return inputs if inputs.remaining * outputs.limit <= outputs.remaining * inputs.limit else outputs

@@ -234,8 +234,7 @@ class RetryPolicy:
 
     def attempted(self, budget: RetryBudget, now: float) -> RetryBudget:
         """Count a request that is sent for the first time."""
-        budget = self._refill(budget, now)
-        return replace(budget, tokens=min(self.config.max_budget, budget.tokens + self.config.budget_ratio))
+        return self._refill(budget, now, self.config.budget_ratio)
 
     def decide(self, failure: Failure, budget: RetryBudget, now: float) -> tuple[RetryDecision, RetryBudget]:
         config = self.config
@@ -257,7 +256,10 @@ class RetryPolicy:
             return self.config.first_pause_s
         return min(self.config.max_pause_s, self.config.next_pause_s * 2.0 ** min(attempts - 2, 32))
 
-    def _refill(self, budget: RetryBudget, now: float) -> RetryBudget:
-        elapsed_s = max(0.0, now - budget.updated_s)
-        tokens = min(self.config.max_budget, budget.tokens + elapsed_s * self.config.budget_per_s)
-        return RetryBudget(tokens=tokens, updated_s=max(now, budget.updated_s))
+    def _refill(self, budget: RetryBudget, now: float, more: float = 0.0) -> RetryBudget:
+        config = self.config
+        elapsed_s = now - budget.updated_s
+        if elapsed_s <= 0.0:
+            elapsed_s, now = 0.0, budget.updated_s
+        tokens = budget.tokens + elapsed_s * config.budget_per_s + more
+        return RetryBudget(tokens=tokens if tokens < config.max_budget else config.max_budget, updated_s=now)

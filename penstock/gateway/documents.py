@@ -72,10 +72,10 @@ class DocumentReader:
 
     async def read_request(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request with the text of all the files that it names."""
+        if not any(parts_of(prompt, FilePart) for prompt in request.prompts):
+            return request
         workspace_id = request.principal.workspace_id
         prompts = [await self.read(prompt, workspace_id) for prompt in request.prompts]
-        if all(read is prompt for read, prompt in zip(prompts, request.prompts, strict=True)):
-            return request
         return msgspec.structs.replace(request, prompts=tuple(prompts))
 
     async def read(self, prompt: Prompt, workspace_id: str) -> Prompt:

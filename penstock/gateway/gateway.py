@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.cluster.replica import EngineClient
 from penstock.core.clock import Clock, SystemClock
@@ -136,11 +136,11 @@ class Gateway:
             prompt = await self.images.load(prompt, principal.workspace_id)
         return len(await model.token_ids(prompt))
 
-    async def submit(self, request: GenerationRequest) -> AnswerStream:
+    def submit(self, request: GenerationRequest) -> Coroutine[Any, Any, AnswerStream]:
         """The answer to a client's request. Raises the PenstockError that keeps the request from running."""
         if self.catalogue.is_auto(request.model):
-            return await self.auto.answer(request)  # asks one model after another, each by `ask`
-        return await self.routes.answer(request)
+            return self.auto.answer(request)  # asks one model after another, each by `ask`
+        return self.routes.answer(request)
 
     async def ask(self, request: GenerationRequest, *, is_internal: bool = False) -> AnswerStream:
         """The way of every request to one model. Whatever costs more than a lookup comes after `admit`. `is_internal`
@@ -180,10 +180,10 @@ class Gateway:
             record.note(request)
         if self.on_request is not None and not is_internal:
             self.on_request(request)
-        timeouts = (
+        timeouts = [
             limit for limit in (request.timeout_s, self.config.request_timeout_s) if limit is not None
-        )
-        timeout_s = min(timeouts, default=None)
+        ]
+        timeout_s = min(timeouts) if timeouts else None
         region, spill_over_s = self.catalogue.settings.placed(request.region, request.principal, model.name)
         return PreparedRequest(
             request=request,

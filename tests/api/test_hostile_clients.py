@@ -13,10 +13,14 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
+from penstock.gateway.gateway import Gateway
 from tests.api.bounded_server import BoundedServed, ThreadedEngine, bounded_server
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
 
@@ -148,6 +152,46 @@ def test_keep_alive_connections_survive_the_head_timeout_between_requests() -> N
             assert answer.status_code == 200
             time.sleep(0.3)
         assert served.connections.num_open == 1
+
+
+def test_idle_connections_end_some_time_after_their_last_answer() -> None:
+    with bounded_server(FakeEngine(script_text("ok")), timeout_keep_alive=1) as served:
+        connection = dial(served)
+        body = b'{"prompt": "hi"}'
+        for _ in range(4):
+            connection.sendall(COMPLETION + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            while b'"usage"' not in connection.recv(1 << 16):
+                pass
+        assert served.connections.num_open == 1
+        assert read_all(connection) == b""
+        served.wait_until(lambda: served.connections.num_open == 0)
+
+
+def test_one_task_answers_all_requests_of_a_connection() -> None:
+    tasks = []
+
+    async def note(request: Request) -> Response:
+        tasks.append(asyncio.current_task())
+        return Response(b"noted")
+
+    def routes(_: Gateway) -> list[Route]:
+        return [Route("/note", note, methods=["POST"])]
+
+    with bounded_server(FakeEngine(), more_routes=routes) as served:
+        connection = dial(served)
+        call = b"POST /note HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
+        for _ in range(3):
+            connection.sendall(call)
+            while b"noted" not in connection.recv(1 << 16):
+                pass
+        assert len({id(task) for task in tasks}) == 1
+        connection.sendall(call * 3)  # without waiting for answers
+        received = b""
+        while received.count(b"noted") < 3:
+            received += connection.recv(1 << 16)
+        assert len(tasks) == 6
+        connection.close()
+        served.wait_until(lambda: all(task.done() for task in tasks))
 
 
 def test_stray_line_breaks_do_not_hold_a_connection_forever() -> None:

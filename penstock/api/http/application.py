@@ -42,6 +42,8 @@ class Application(Starlette):
     """The outermost middleware must answer every exception: Starlette's own handler is left out, because it answers
     in the shape of no API."""
 
+    max_body_bytes = 0  # of requests; set by whoever builds the application
+
     def build_middleware_stack(self) -> ASGIApp:
         app: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)
         app = ShortWay(app, self.routes)

@@ -53,9 +53,9 @@ class Authenticate:
             await self._app(scope, receive, send)
             return
         needed = scope_of(path)
-        authorize = partial(self._authenticator.authorize, _credential(scope), needed)
+        credential = _credential(scope)
         try:
-            principal = await authorize()
+            principal = await self._authenticator.authorize(credential, needed)
             if principal is OPEN_PRINCIPAL:
                 _refuse_foreign_pages(scope, needed, self._origins)
         except AuthenticationFailed as error:
@@ -66,7 +66,7 @@ class Authenticate:
         else:
             set_principal(scope, principal)
             if scope["type"] == "websocket":  # outlives the key, perhaps
-                set_identify(scope, authorize)
+                set_identify(scope, partial(self._authenticator.authorize, credential, needed))
             await self._app(scope, receive, send)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -90,12 +90,16 @@ class Cors:
     def __init__(self, app: ASGIApp, origins: AllowedOrigins) -> None:
         self._app = app
         self._origins = origins
+        self._has_origins = bool(origins)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_options = scope["type"] == "http" and scope["method"] == "OPTIONS"
-        if scope["type"] != "http" or not (self._origins or is_options):
-            await self._app(scope, receive, send)
-            return
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Most requests need nothing from here, not even a coroutine."""
+        if scope["type"] != "http" or not (self._has_origins or scope["method"] == "OPTIONS"):
+            return self._app(scope, receive, send)
+        return self._look_at_origin(scope, receive, send)
+
+    async def _look_at_origin(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_options = scope["method"] == "OPTIONS"
         origin = _header(scope["headers"], b"origin")
         if origin is None:
             await self._app(scope, receive, send)

@@ -12,7 +12,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 class Exchange(RequestResponseCycle):
     """A cycle whose application writes the names of headers in lower case, and leaves the framing of bodies to the
-    server. Not for HEAD, nor for statuses without a body."""
+    server. Not for HEAD, nor for statuses without a body. The head leaves with the first piece of the body, in one
+    packet: a second one would cost a short answer as much as the rest of it."""
+
+    _head = b""  # until it leaves
 
     async def send(self, message: ASGISendEvent) -> None:
         if self.flow.write_paused and not self.disconnected:
@@ -45,18 +48,19 @@ class Exchange(RequestResponseCycle):
             self.keep_alive = False
         elif not self.keep_alive:
             head += b"connection: close\r\n"
-        self.transport.write(head + b"\r\n")
+        self._head = head + b"\r\n"
 
     def _write(self, message: HTTPResponseBodyEvent) -> None:
         body, is_last = message.get("body", b""), not message.get("more_body", False)
+        head, self._head = self._head, b""
         if self.chunked_encoding:
-            framed = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            framed = b"%b%x\r\n%b\r\n" % (head, len(body), body) if body else head
             self.transport.write(framed + b"0\r\n\r\n" if is_last else framed)
         else:
             self.expected_content_length -= len(body)
             if self.expected_content_length < 0 or (is_last and self.expected_content_length):
                 raise RuntimeError("The body of an answer has another length than its head says.")
-            self.transport.write(body)
+            self.transport.write(head + body)
         if is_last:
             self.response_complete = True
             self.message_event.set()

@@ -60,14 +60,24 @@ def _retry_after(wait_s: float) -> Headers:
     ]
 
 
+def _openai_names(kind: bytes) -> tuple[bytes, bytes, bytes]:
+    return b"x-ratelimit-limit-" + kind, b"x-ratelimit-remaining-" + kind, b"x-ratelimit-reset-" + kind
+
+
+_REQUESTS, _TOKENS = _openai_names(b"requests"), _openai_names(b"tokens")
+
+
 def _openai_headers(rate_limits: RateLimits) -> Headers:
     headers: Headers = []
-    for kind, state in ((b"requests", rate_limits.requests), (b"tokens", rate_limits.tokens)):
+    for (limit, remaining, reset), state in (
+        (_REQUESTS, rate_limits.requests),
+        (_TOKENS, rate_limits.tokens),
+    ):
         if state is not None:
             headers += (
-                (b"x-ratelimit-limit-" + kind, b"%d" % state.limit),
-                (b"x-ratelimit-remaining-" + kind, b"%d" % state.remaining),
-                (b"x-ratelimit-reset-" + kind, duration(state.reset_s).encode()),
+                (limit, b"%d" % state.limit),
+                (remaining, b"%d" % state.remaining),
+                (reset, duration(state.reset_s).encode()),
             )
     return headers
 

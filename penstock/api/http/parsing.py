@@ -51,8 +51,9 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         parts.append(part)
         if not message.get("more_body", False):
             break
-    body = b"".join(parts)
-    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    encoded = headers.get(b"content-encoding")
+    encoding = "identity" if encoded is None else encoded.decode("latin-1").strip().lower()
     if encoding == "identity":
         return body
     check_encoding(encoding)
@@ -65,7 +66,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 async def read_within_bound(request: Request) -> bytes:
     """Read the body of a request, within the bound of the application."""
     app = request.scope.get("app")
-    return await read_body(request, MAX_INNER_BYTES if app is None else app.state.max_body_bytes)
+    return await read_body(request, MAX_INNER_BYTES if app is None else app.max_body_bytes)
 
 
 def _too_large(max_bytes: int) -> RequestTooLarge:

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import httptools
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from uvicorn._types import ASGISendEvent
+from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 
@@ -114,9 +114,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._awaits_body = False
         self._awaits_head = True  # a new connection is there for a reason
         self._began_in_this_chunk = False
+        self._num_chunk_bytes = 0
         self._num_head_bytes = 0
         self._num_body_bytes = 0
         self._num_discarded_bytes = 0
+        self._idle_since: float | None = None  # when the last answer ended, until something arrives
+        self._worker: asyncio.Task[None] | None = None  # answers the requests of this connection
+        self._work: tuple[RequestResponseCycle, ASGI3Application] | None = None  # that the worker takes next
+        self._worker_waits: asyncio.Future[None] | None = None
         self._on_departure: Callable[[], None] | None = None  # of the request that is being answered
         self._extensions: dict[str, dict[object, object]] = {ON_DEPARTURE: {"watch": self.watch_departure}}
 
@@ -134,6 +139,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._disarm()
         self._stall.stop()
         super().connection_lost(exc)
+        self._dismiss()
         if self._on_departure is not None:
             self._on_departure()
 
@@ -153,6 +159,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse_http2()
             return
         self._began_in_this_chunk = False
+        self._num_chunk_bytes = len(data)
         self._feed(data)
         if self.transport.is_closing() or self.transport.get_protocol() is not self:
             return
@@ -207,9 +214,72 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_idle_without_timer(self) -> bool:
-        """Line breaks between requests stop uvicorn's own timer, and begin nothing."""
+        """Line breaks between requests end the idle time, and begin nothing."""
         is_idle = self.cycle is None or self.cycle.response_complete
-        return is_idle and self.timeout_keep_alive_task is None
+        return is_idle and self._idle_since is None
+
+    # One task and one timer for all requests of a connection: either costs more than what a request does with it.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._work = cycle, app
+        if not self._wake_worker():  # there is none, or it has not yet let go of the request before
+            self._worker = self.loop.create_task(self._answer_requests())
+            self._worker.add_done_callback(self.tasks.discard)
+            self.tasks.add(self._worker)
+
+    async def _answer_requests(self) -> None:
+        me = asyncio.current_task()
+        while self._work is not None and self._worker is me:
+            (cycle, app), self._work = self._work, None
+            await cycle.run_asgi(app)
+            if self._worker is not me or self.transport.is_closing():
+                return
+            self._worker_waits = self.loop.create_future()
+            await self._worker_waits
+
+    def _wake_worker(self) -> bool:
+        """Whether a worker waited. One that was cancelled meanwhile does not."""
+        waits, self._worker_waits = self._worker_waits, None
+        if waits is None or waits.done():
+            return False
+        waits.set_result(None)
+        return True
+
+    def _dismiss(self) -> None:
+        """End a worker that waits, and the timer. A worker that is busy ends by itself."""
+        self._wake_worker()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
+            return
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._look_for_idleness_after(self.timeout_keep_alive)
+
+    def _unset_keepalive_if_required(self) -> None:
+        self._idle_since = None
+
+    def _look_for_idleness_after(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None or self.transport.is_closing():
+            return  # the end of the next answer starts the timer again
+        left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self._look_for_idleness_after(left_s)
+        else:
+            self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -218,8 +288,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS:
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        headers = self.headers
+        headers.append((name, value))
+        if len(headers) > MAX_HEADERS:
             self._check_head_size(self.limits.config.max_header_bytes + 1)
 
     def on_headers_complete(self) -> None:
@@ -227,33 +301,40 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return  # the request is read once more
         self._awaits_head = False
         self._disarm()
-        self._check_head_size(len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
-        if self.transport.is_closing():
-            return
+        # The head of most requests comes in one chunk, with all else that the chunk holds.
+        if not self._began_in_this_chunk or self._num_chunk_bytes > self.limits.config.max_header_bytes:
+            self._check_head_size(len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
+            if self.transport.is_closing():
+                return
         self._awaits_body = True
         self._num_body_bytes = 0
         self._num_discarded_bytes = 0
         self.scope["extensions"] = self._extensions
-        if self.parser.get_method() == b"POST" and _is_plain_target(self.url):
+        http_version = self.parser.get_http_version()
+        is_post = self.parser.get_method() == b"POST"
+        if is_post and http_version == "1.1" and _is_plain_target(self.url):
             self._begin_exchange()
         else:
             super().on_headers_complete()
+            self._wrap_transport(http_version, is_post=is_post)
         if self.limits.is_leaving and self.cycle is not None:
             self.cycle.keep_alive = False
-        # Answers to other methods may have no body that the head could wait for.
+
+    def _wrap_transport(self, http_version: str, *, is_post: bool) -> None:
+        """Answers to other methods than POST may have no body that the head could wait for."""
         if self.cycle is None:
             return
-        if self.scope["http_version"] == "1.0":
+        if http_version == "1.0":
             self.cycle.waiting_for_100_continue = False  # which HTTP/1.0 does not have
             self.cycle.transport = UnframedBody(self.transport)
-        elif self.scope["method"] == "POST" and not self.expect_100_continue:
+        elif is_post and not self.expect_100_continue:
             self.cycle.transport = HeldHead(self.transport)
 
     def _begin_exchange(self) -> None:
         """What uvicorn does with the head of a request, for one that needs no care."""
-        scope, http_version = self.scope, self.parser.get_http_version()
+        scope = self.scope
         path, _, query = self.url.partition(b"?")
-        scope["method"], scope["http_version"] = "POST", http_version
+        scope["method"] = "POST"
         scope["path"], scope["raw_path"], scope["query_string"] = path.decode("ascii"), path, query
         before = self.cycle
         self.cycle = Exchange(
@@ -266,7 +347,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
             expect_100_continue=self.expect_100_continue,
-            keep_alive=http_version != "1.0" and self.parser.should_keep_alive(),
+            keep_alive=self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
         if before is None or before.response_complete:
@@ -295,6 +376,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         self._disarm()
+        self._dismiss()
         self.limits.metrics.num_open -= 1  # its new protocol counts it from here on
         super().handle_websocket_upgrade()
 

@@ -7,8 +7,9 @@ change between the chunks of a request is encoded once, and a chunk is put toget
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -284,10 +285,10 @@ class OpenAIEndpoints:
             request, submitted, lambda answer: ChatChunks(header_of(answer)), error_event
         )
 
-    async def _submit(
+    def _submit(
         self, request: Request, generation: GenerationRequest, *, is_read_whole: bool
-    ) -> AnswerStream:
-        return await self._gateway.submit(with_context(request, generation, is_read_whole=is_read_whole))
+    ) -> Coroutine[Any, Any, AnswerStream]:
+        return self._gateway.submit(with_context(request, generation, is_read_whole=is_read_whole))
 
     async def _shown_prompts(self, wire: CompletionRequest, generation: GenerationRequest) -> ShownPrompts:
         texts: list[str] = []

@@ -265,7 +265,9 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
                 reader.uncancel()  # this answer ended early, and let go of the server
             finally:
                 self._tasks.clear()
-        return await super().collect()
+        if self._error is not None:
+            raise self._error
+        return self._take()
 
     @property
     def usage(self) -> Usage:

@@ -8,7 +8,7 @@ servers do not refuse the request.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,8 @@ class ExternalModels(Collector):
 
     def __init__(self, pool: ExternalPool) -> None:
         self.pool = pool
+        self._found: dict[str, ExternalModel] = {}  # by name, of those models:
+        self._found_in: Mapping[str, int | None] = {}
 
     @property
     def is_ready(self) -> bool:
@@ -105,7 +107,10 @@ class ExternalModels(Collector):
 
     def find(self, name: str) -> ExternalModel | None:
         models = self.pool.models
-        return ExternalModel(name, models[name]) if name in models else None
+        if models is not self._found_in:
+            self._found = {each: ExternalModel(each, length) for each, length in models.items()}
+            self._found_in = models
+        return self._found.get(name)
 
     def first(self) -> ExternalModel | None:
         return next(iter(self.all()), None)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
 import msgspec
 from prometheus_client.core import Metric
@@ -27,7 +28,7 @@ from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, Text
 
 logger = logging.getLogger(__name__)
 
-Ask = Callable[[GenerationRequest], Awaitable[AnswerStream]]
+Ask = Callable[[GenerationRequest], Coroutine[Any, Any, AnswerStream]]
 
 
 class AutoModel(Collector):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from typing import Any
 
 import msgspec
 from prometheus_client.core import Metric
@@ -74,18 +75,18 @@ class ModelRoutes(Collector):
         self._split: Counter[tuple[str, str]] = Counter()
         self._fallen_back: Counter[tuple[str, str, str]] = Counter()
 
-    async def answer(self, request: GenerationRequest) -> AnswerStream:
+    def answer(self, request: GenerationRequest) -> Coroutine[Any, Any, AnswerStream]:
         settings = self._catalogue.settings
         if not settings.splits and not settings.fallbacks:
-            return await self._ask(request)
+            return self._ask(request)
         weights = settings.splits.get(request.model or "")
         if weights:
             request = self._of_split(request, weights)
         name = self._catalogue.aliases.get(request.model or "", request.model)
         fallbacks = settings.fallbacks.get(name or "")
         if fallbacks is None:
-            return await self._ask(request)
-        return await self._with_fallbacks(request, name or "", fallbacks)
+            return self._ask(request)
+        return self._with_fallbacks(request, name or "", fallbacks)
 
     def _of_split(self, request: GenerationRequest, weights: Mapping[str, float]) -> GenerationRequest:
         assert request.model is not None
