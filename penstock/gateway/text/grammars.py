@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
+import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -34,6 +37,10 @@ MAX_SCHEMA_VALUES = 20_000  # keys and values of all levels
 MAX_NOTE_CHARS = 400  # of one warning
 MAX_SOFTENED_PATTERNS = 100  # each is compiled to find out whether it can be
 CHECK_TIMEOUT_S = 10.0
+MAX_MULTIPLE = 20_000
+MAX_MULTIPLE_DIGITS = 400  # of one number, written without an exponent
+_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)')
+_ESCAPE = re.compile(r"\\u00([0-7][0-9a-fA-F])")
 _MAX_REMEMBERED = 512
 _CHECK_THREADS = 2
 _GBNF_MARK = "::="
@@ -213,9 +220,19 @@ def _checked(grammar: Grammar, special_token_ids: Mapping[str, int]) -> CheckedG
         except Exception as error:
             raise InvalidRequest(f"The grammar cannot be read: {_first_line(str(error))}.") from None
     notes: list[str] = []
+    if _least_common_multiple(grammar.text) > MAX_MULTIPLE:
+        softened = _with_softer_schemas(grammar, notes, _without_multiples)
+        if _least_common_multiple(softened.text) > MAX_MULTIPLE:
+            raise InvalidRequest(
+                "multipleOf cannot be enforced: the least common multiple of its numbers is more than "
+                f"{MAX_MULTIPLE}."
+            )
+        grammar = softened
     reason, skipped = _compiled(grammar_text(grammar, special_token_ids))
     if reason is not None:
-        softened = _with_enforceable_patterns(grammar, notes)
+        softened = grammar
+        if grammar.text.count('"pattern') <= MAX_SOFTENED_PATTERNS:
+            softened = _with_softer_schemas(grammar, notes, _softened)
         still, skipped = _compiled(grammar_text(softened, special_token_ids))
         if softened == grammar or still is not None:
             raise InvalidRequest(f"The grammar cannot be compiled: {reason}.")
@@ -235,31 +252,60 @@ def _compiled(text: str) -> tuple[str | None, list[str]]:
     return (_first_line("".join(messages[:1])), []) if is_error else (None, messages)
 
 
-def _with_enforceable_patterns(grammar: Grammar, notes: list[str]) -> Grammar:
-    """The grammar without what its lenient schemas demand of texts and no grammar can enforce: of a pattern the
-    assertions, or all of it. `notes` gets a sentence about each."""
-    if grammar.text.count('"pattern') > MAX_SOFTENED_PATTERNS:
-        return grammar
+def _least_common_multiple(text: str) -> int:
+    """Of all numbers that schemas name by `multipleOf`, as whole numbers. A matcher may need that many states, if a
+    schema combines its demands, but few for zeros at the end. A grammar may spell the keyword by escapes."""
+    plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
+    result = 1
+    for found in _MULTIPLE.finditer(plain):
+        digits = f"{Decimal(found[1]):f}"[:MAX_MULTIPLE_DIGITS].replace(".", "").lstrip("0") or "1"
+        short = digits.rstrip("0")
+        result = math.lcm(result, int(short if len(short) <= 2 else digits))
+        if result > MAX_MULTIPLE:
+            break
+    return result
+
+
+def _without_multiples(schema: Any, notes: list[str]) -> Any:
+    if isinstance(schema, list):
+        return [_without_multiples(each, notes) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    softened: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword == "multipleOf" and isinstance(value, int | float):
+            notes.append(
+                f"The keyword multipleOf ({str(value)[:40]}) is not enforced: the numbers are too large."
+            )
+        else:
+            softened[keyword] = value if keyword in _DATA_KEYWORDS else _without_multiples(value, notes)
+    return softened
+
+
+def _with_softer_schemas(
+    grammar: Grammar, notes: list[str], soften: Callable[[Any, list[str]], Any]
+) -> Grammar:
+    """The grammar without what its lenient schemas demand and no grammar can enforce. `notes` gets a sentence about
+    each demand that `soften` leaves out."""
     if grammar.kind == "json_schema":
         schema = json.loads(grammar.text)
         if not is_lenient(schema):
             return grammar
-        return Grammar(grammar.kind, json.dumps(_softened(schema, notes), ensure_ascii=False))
+        return Grammar(grammar.kind, json.dumps(soften(schema, notes), ensure_ascii=False))
     if grammar.kind != "structural_tag":
         return grammar
     tags = decode_tags(grammar.text)
     structures = tuple(
-        msgspec.structs.replace(each, schema=_softened(each.schema, notes))
-        if is_lenient(each.schema)
-        else each
+        msgspec.structs.replace(each, schema=soften(each.schema, notes)) if is_lenient(each.schema) else each
         for each in tags.structures
     )
-    otherwise = _softened(tags.otherwise, notes) if is_lenient(tags.otherwise) else tags.otherwise
+    otherwise = soften(tags.otherwise, notes) if is_lenient(tags.otherwise) else tags.otherwise
     softened = msgspec.structs.replace(tags, structures=structures, otherwise=otherwise)
     return Grammar(grammar.kind, msgspec.json.encode(softened).decode())
 
 
 def _softened(schema: Any, notes: list[str]) -> Any:
+    """A schema with patterns that can be enforced: a pattern loses its assertions, or goes as a whole."""
     if isinstance(schema, list):
         return [_softened(each, notes) for each in schema]
     if not isinstance(schema, dict):

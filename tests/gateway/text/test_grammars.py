@@ -227,3 +227,33 @@ def test_digits_and_letters_are_ascii(pattern: str, good: str, bad: str) -> None
             assert not matcher.is_error(), matcher.get_error()
             taken = all(map(matcher.consume_token, text.encode())) and bool(matcher.is_accepting())
             assert taken == is_good
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 1_000_003},
+        {"type": "number", "multipleOf": 0.1000003},
+        {"allOf": [{"type": "integer", "multipleOf": 4099}, {"multipleOf": 4093}]},
+    ],
+)
+async def test_multiples_that_take_minutes_to_compile_are_refused_or_left_out(schema: dict[str, Any]) -> None:
+    """An engine compiles grammars in few threads, and two such grammars kept all others waiting."""
+    checker = GrammarChecker()
+    strict = Grammar("json_schema", json.dumps(schema))
+    with pytest.raises(InvalidRequest, match="multipleOf cannot be enforced"):
+        await checker.check(strict, {})
+    spelt = strict.text.replace("multipleOf", "multiple\\u004ff")
+    with pytest.raises(InvalidRequest, match="multipleOf cannot be enforced"):
+        await checker.check(Grammar("ebnf", f"start: %json {spelt}"), {})
+    checked = await checker.check(Grammar("json_schema", json.dumps(lenient(schema))), {})
+    assert "multipleOf" not in checked.grammar.text
+    assert all("is not enforced" in warning.message for warning in checked.warnings)
+    assert checked.warnings
+
+
+@pytest.mark.parametrize("number", [1, 0.01, 0.5, 2.5, 60, 1000, 1024, 3_600_000, 1e6])
+async def test_usual_multiples_are_enforced(number: float) -> None:
+    text = json.dumps({"type": "number", "multipleOf": number})
+    checked = await GrammarChecker().check(Grammar("json_schema", text), {})
+    assert (checked.grammar.text, checked.warnings) == (text, ())
