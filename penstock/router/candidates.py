@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, repeat
-from operator import add, itemgetter, mul
+from itertools import compress
+from math import inf
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from penstock.router.load import LoadColumns, ReplicaLoad
+
+_MANY = 64
+_TRIES = 8
 
 
 class Candidates(list[ReplicaLoad]):
@@ -40,9 +44,36 @@ class Candidates(list[ReplicaLoad]):
 
     def costs_s(self, num_tokens: float) -> list[float]:
         """Return queue_s + num_tokens * token_s of each."""
-        columns = self._columns
-        queue_s, token_s = self._of_these(columns.queue_s), self._of_these(columns.token_s)
-        return list(map(add, queue_s, map(mul, repeat(num_tokens), token_s)))
+        return list(self._of_these(self._columns.costs_s(num_tokens)))
+
+    @property
+    def are_many(self) -> bool:
+        """Say whether a loop in Python over all of them takes long. Many have one block size."""
+        return len(self) >= _MANY and self._columns.block_size is not None
+
+    def cheapest_holder(self, num_tokens: float, holders: int) -> ReplicaLoad | None:
+        """Return the cheapest of the replicas whose bit is set in `holders`, if there is one. Of equal ones, the one
+        with the lowest bit. The cheapest of all are tried first: where most are holders, one of them will do."""
+        costs_s = self.costs_s(num_tokens)
+        for _ in range(_TRIES):
+            least_s = min(costs_s)
+            count = costs_s.count(least_s)
+            if count > _TRIES or least_s == inf:
+                break
+            fitting = []
+            for _ in range(count):
+                place = costs_s.index(least_s)
+                costs_s[place] = inf
+                if holders & self[place].bit:
+                    fitting.append(self[place])
+            if fitting:
+                return min(fitting, key=attrgetter("bit"))
+        costs_s = self.costs_s(num_tokens)
+        fitting = [load for load in self if holders & load.bit]
+        if not fitting:
+            return None
+        cost_of = {load.bit: cost_s for load, cost_s in zip(self, costs_s, strict=True)}
+        return min(fitting, key=lambda load: (cost_of[load.bit], load.bit))
 
     def recent_requests(self) -> float:
         """Return the requests that these replicas got lately, together."""

@@ -115,11 +115,11 @@ class PrefixIndex:
         """Return the bits of the replicas that hold this block."""
         return (self._young.get(block_hash) or self._old.get(block_hash, 0)) & self._live_bits
 
-    def match(self, hashes: Sequence[bytes], bits: int) -> dict[int, int]:
-        """Return, for each of these replicas that holds a leading part of the chain, its bit and the number of
-        blocks."""
+    def match(self, hashes: Sequence[bytes], bits: int) -> list[tuple[int, int]]:
+        """Return which of these replicas hold a leading part of the chain: numbers of blocks, in ascending order,
+        each with the bits of the replicas that hold so many."""
         old = self._old
-        depths: dict[int, int] = {}
+        found: list[tuple[int, int]] = []
         holding = bits
         depth = 0
         last_holders = None
@@ -133,16 +133,16 @@ class PrefixIndex:
                 still_holding = holding & holders
                 if still_holding != holding:
                     if depth:
-                        _set_each(depths, holding ^ still_holding, depth)
+                        found.append((depth, holding ^ still_holding))
                     holding = still_holding
                     if not holding:
                         break
             depth += 1
         if depth and holding:
-            _set_each(depths, holding, depth)
+            found.append((depth, holding))
         if depth and old:
             self._rejuvenate(hashes[:depth])
-        return depths
+        return found
 
     def _rejuvenate(self, hashes: Sequence[bytes]) -> None:
         for block_hash in hashes:
@@ -172,13 +172,6 @@ class PrefixIndex:
         self._dying = {}
         self._sets.clear()
         self._retired_bits = 0
-
-
-def _set_each(depths: dict[int, int], bits: int, depth: int) -> None:
-    while bits:
-        lowest = bits & -bits
-        depths[lowest] = depth
-        bits ^= lowest
 
 
 class Expectations:

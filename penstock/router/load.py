@@ -16,7 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import repeat
 from math import inf
+from operator import add, mul
 
 from penstock.core.messages import EngineStats
 from penstock.router.request import Replica
@@ -96,6 +98,8 @@ class LoadColumns:
     """Figures of several loads side by side, so that a thousand replicas are compared without a loop in Python."""
 
     __slots__ = (
+        "_costs_s",
+        "block_size",
         "least_free",
         "least_room",
         "others_requests",
@@ -106,6 +110,8 @@ class LoadColumns:
     )
 
     def __init__(self, num_loads: int) -> None:
+        self.block_size: int | None = None  # of all loads; None if they differ
+        self._costs_s: dict[float, list[float]] = {}  # by number of tokens, until a figure changes
         self.queue_s = [0.0] * num_loads
         self.token_s = [0.0] * num_loads
         self.recent_requests = [0.0] * num_loads  # kept by RecentShares, in units of its own
@@ -118,6 +124,23 @@ class LoadColumns:
     def num_gateways(self) -> float:
         """Estimate how many gateways send about as many requests as this one."""
         return 1.0 + self.others_requests / (_FEW_REQUESTS + self.own_requests)
+
+    def changed(self, load: ReplicaLoad) -> None:
+        """Take over the figures of a load."""
+        self.queue_s[load.place] = load.queue_s
+        self.token_s[load.place] = load.token_s
+        if self._costs_s:
+            self._costs_s = {}
+        if load.blocks_free < self.least_free:
+            self.least_free = load.blocks_free
+
+    def costs_s(self, num_tokens: float) -> list[float]:
+        """Return queue_s + num_tokens * token_s of each load."""
+        costs_s = self._costs_s.get(num_tokens)
+        if costs_s is None:
+            costs_s = list(map(add, self.queue_s, map(mul, repeat(num_tokens), self.token_s)))
+            self._costs_s[num_tokens] = costs_s
+        return costs_s
 
 
 class ReplicaLoad:
@@ -175,6 +198,8 @@ class ReplicaLoad:
         columns.own_requests += self.own_requests
         columns.others_requests += self._others_requests
         self.columns, self.place = columns, place
+        block_size = self.replica.block_size
+        columns.block_size = block_size if not place or columns.block_size == block_size else None
         columns.least_room = min(columns.least_room, self.room_blocks)
         self._derive()
 
@@ -267,8 +292,4 @@ class ReplicaLoad:
             self.wait_per_block_s = self._hold_s / max(1, self._kv_used)
         else:
             self.blocks_free = inf
-        columns, place = self.columns, self.place
-        columns.queue_s[place] = self.queue_s
-        columns.token_s[place] = self.token_s
-        if self.blocks_free < columns.least_free:
-            columns.least_free = self.blocks_free
+        self.columns.changed(self)

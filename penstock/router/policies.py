@@ -5,18 +5,17 @@ A policy gets randomness, the loads and the matched prefixes of all candidates. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Protocol, TypeAlias
 
 from penstock.core.errors import ConfigError
 from penstock.core.policy import RoutingWeights
 from penstock.router.candidates import Candidates
 from penstock.router.load import ReplicaLoad, number_of, score
+from penstock.router.matches import HolderSets, Matches, longest
 from penstock.router.request import RandomSource, Reason, RoutingRequest
 
-Matches: TypeAlias = Mapping[
-    ReplicaLoad, int
-]  # prompt tokens that a candidate holds, for candidates that hold any
+_MANY_HOLDERS = 96  # of the same part of a prompt: more are not compared one by one
 Pick: TypeAlias = tuple[ReplicaLoad, Reason]
 
 
@@ -138,8 +137,7 @@ class PrefixAware:
         self, request: RoutingRequest, candidates: Candidates, matches: Matches, rng: RandomSource
     ) -> Pick:
         num_tokens = request.num_prompt_tokens
-        block_size = candidates[0].replica.block_size
-        num_blocks = (num_tokens + request.expected_output_tokens) // block_size + 1
+        num_blocks = (num_tokens + request.expected_output_tokens) // candidates[0].replica.block_size + 1
         weighted = num_tokens * self._recompute_weight
         # First without prefixes, which most replicas do not have. A matched part of the prompt only lowers a cost.
         if candidates.have_free(num_blocks):
@@ -152,12 +150,9 @@ class PrefixAware:
                 costs_s = _with_evictions(costs_s, candidates, num_blocks, max(rooms))
         least_s = min(costs_s)
         best = candidates[_place(least_s, costs_s, start=int(rng.random() * len(costs_s)))]
-        for candidate, matched in matches.items():
-            cost_s = self._cost_s(candidate, num_tokens - matched, num_blocks - matched // block_size)
-            if cost_s < least_s:
-                best, least_s = candidate, cost_s
         if matches:
-            is_longest = matches.get(best, 0) == max(matches.values())
+            best = self._cheaper_holder(best, least_s, request, candidates, matches, num_blocks)
+            is_longest = matches.get(best, 0) == longest(matches)
             return best, Reason.PREFIX if is_longest else Reason.COPY
         if request.affinity_key is not None:
             favourite = led_to(request.affinity_key, candidates)
@@ -165,6 +160,44 @@ class PrefixAware:
             if self._cost_s(favourite, num_tokens, num_blocks) - bonus_s < least_s:
                 return favourite, Reason.AFFINITY
         return best, Reason.LOAD
+
+    def _cheaper_holder(
+        self,
+        best: ReplicaLoad,
+        least_s: float,
+        request: RoutingRequest,
+        candidates: Candidates,
+        matches: Matches,
+        num_blocks: int,
+    ) -> ReplicaLoad:
+        """Return the holder of a part of the prompt with the least cost; `best` if none costs less than `least_s`."""
+        num_tokens, block_size = request.num_prompt_tokens, candidates[0].replica.block_size
+        for candidate, matched in self._worth_comparing(request, candidates, matches, num_blocks):
+            cost_s = self._cost_s(candidate, num_tokens - matched, num_blocks - matched // block_size)
+            if cost_s < least_s:
+                best, least_s = candidate, cost_s
+        return best
+
+    def _worth_comparing(
+        self, request: RoutingRequest, candidates: Candidates, matches: Matches, num_blocks: int
+    ) -> Iterator[tuple[ReplicaLoad, int]]:
+        """Return holders and the tokens that they hold: all of them, or the cheapest of many that hold the same."""
+        if (
+            not isinstance(matches, HolderSets)
+            or not candidates.are_many
+            or not candidates.have_free(num_blocks)
+        ):
+            yield from matches.items()
+            return
+        for depth, holders in matches.sets:
+            if holders.bit_count() < _MANY_HOLDERS:
+                yield from matches.among(depth, holders)
+                continue
+            matched = matches.tokens(depth, candidates[0].replica.block_size)
+            uncached = (request.num_prompt_tokens - matched) * self._recompute_weight
+            cheapest = candidates.cheapest_holder(uncached, holders)
+            if cheapest is not None:
+                yield cheapest, matched
 
     def _cost_s(self, candidate: ReplicaLoad, uncached_tokens: int, num_blocks: int) -> float:
         return candidate.predict_s(uncached_tokens * self._recompute_weight, num_blocks)

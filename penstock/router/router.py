@@ -17,6 +17,7 @@ from penstock.core.messages import EngineStats, KVEvent
 from penstock.router.candidates import Candidates
 from penstock.router.index import Expectations, KVFeed, PrefixIndex
 from penstock.router.load import SEVERAL_GATEWAYS, LoadColumns, ReplicaLoad, Ticket
+from penstock.router.matches import HolderSets, Matches, longest
 from penstock.router.policies import Policy, PrefixAware, led_to
 from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 
@@ -83,7 +84,7 @@ class Router:
         self.ended(request.id, now)  # another attempt: the previous one no longer counts
         candidates = self._candidates(request)
         policy = self._policy_for(request)
-        matches: dict[ReplicaLoad, int] = {}
+        matches = HolderSets()
         if policy.reads_prefixes and request.block_hashes:
             matches = self._match(request, candidates)
         if len(candidates) == 1:
@@ -102,7 +103,7 @@ class Router:
             picked.replica.id,
             reason,
             matched_tokens=matched,
-            best_matched_tokens=max(matches.values(), default=0),
+            best_matched_tokens=longest(matches),
             predicted_ttft_s=predicted_s,
             is_spilled_over=request.region not in (None, picked.replica.region),
         )
@@ -191,7 +192,7 @@ class Router:
         self,
         request: RoutingRequest,
         candidates: Candidates,
-        matches: dict[ReplicaLoad, int],
+        matches: HolderSets,
         now: float,
         rng: RandomSource,
     ) -> tuple[ReplicaLoad, Reason]:
@@ -201,10 +202,7 @@ class Router:
         if policy.reads_prefixes:
             limit = self._shares.limit(candidates, now, self._columns.num_gateways)
             if picked.recent_requests > limit:
-                within = candidates.with_at_most(limit)
-                allowed = {
-                    load: matched for load, matched in matches.items() if load.recent_requests <= limit
-                }
+                within, allowed = candidates.with_at_most(limit), matches.with_at_most(limit)
                 other, why = policy.pick(request, *self._glimpse(request, within, allowed, rng), rng)
                 # A replica that others keep busier is no relief.
                 if other.num_requests <= picked.num_requests:
@@ -216,15 +214,16 @@ class Router:
         self,
         request: RoutingRequest,
         candidates: Candidates,
-        matches: dict[ReplicaLoad, int],
+        matches: HolderSets,
         rng: RandomSource,
-    ) -> tuple[Candidates, dict[ReplicaLoad, int]]:
+    ) -> tuple[Candidates, Matches]:
         """Return a random part of the candidates, half as large as this gateway's part of the traffic; all candidates
         of a gateway that is alone. Gateways learn of each other's requests late: if all compared the same replicas,
         all would choose the same one until then."""
         num_gateways = self._columns.num_gateways
-        is_alone = num_gateways < SEVERAL_GATEWAYS or len(candidates) <= _MIN_GLIMPSE
-        if is_alone or not self._policy_for(request).reads_prefixes:
+        if num_gateways < SEVERAL_GATEWAYS or len(candidates) <= _MIN_GLIMPSE:
+            return candidates, matches
+        if not self._policy_for(request).reads_prefixes:
             return candidates, matches
         count = max(_MIN_GLIMPSE, math.ceil(_GLIMPSE_SHARE * len(candidates) / num_gateways))
         start = int(rng.random() * len(candidates))
@@ -291,19 +290,15 @@ class Router:
         local = [candidate for candidate in everywhere if request.region in (None, candidate.replica.region)]
         return _Pool(Candidates(local, self._columns), Candidates(everywhere, self._columns))
 
-    def _match(self, request: RoutingRequest, candidates: Sequence[ReplicaLoad]) -> dict[ReplicaLoad, int]:
+    def _match(self, request: RoutingRequest, candidates: Sequence[ReplicaLoad]) -> HolderSets:
         """Return the prompt tokens that candidates hold; never the whole prompt."""
         bits = self.index.live_bits
         if len(candidates) < len(self._by_bit):  # else they are all replicas, which takes no time to find out
             bits = 0
             for candidate in candidates:
                 bits |= candidate.bit
-        most = request.num_prompt_tokens - 1
-        matches = {}
-        for bit, depth in self.index.match(request.block_hashes, bits).items():
-            load = self._by_bit[bit]
-            matches[load] = min(depth * load.replica.block_size, most)
-        return matches
+        sets = self.index.match(request.block_hashes, bits)
+        return HolderSets(sets, self._by_bit, request.num_prompt_tokens - 1, self._columns.block_size)
 
     def _expect(self, request: RoutingRequest, picked: ReplicaLoad, num_matched: int, now: float) -> None:
         hashes = request.block_hashes

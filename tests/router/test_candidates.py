@@ -11,7 +11,8 @@ from penstock.core.messages import EngineStats, KVStored
 from penstock.router import Router, RoutingRequest
 from penstock.router.candidates import Candidates
 from penstock.router.load import SEVERAL_GATEWAYS, ReplicaLoad
-from penstock.router.policies import Matches, Pick, PrefixAware
+from penstock.router.matches import Matches
+from penstock.router.policies import Pick, PrefixAware
 from penstock.router.request import RandomSource, Reason
 from penstock.router.router import RecentShares
 
@@ -50,13 +51,20 @@ class OneByOne(PrefixAware):
         return best, Reason.LOAD
 
 
-def decisions(policy: PrefixAware, seed: int) -> list[object]:
-    """Let a router decide about random traffic while replicas report, come and go."""
+def decisions(policy: PrefixAware, seed: int, sizes: tuple[int, ...] = (2, 3, 17)) -> list[object]:
+    """Let a router decide about random traffic while replicas report, come and go. With many replicas, the gateway is
+    alone, and some replicas had more than their share of requests."""
     rng, choices = Random(seed), Random(seed + 1)
     router = Router(policy)
-    replicas = fleet(rng.choice((2, 3, 17)), num_kv_blocks=rng.choice((None, 60, 10_000)))
+    replicas = fleet(rng.choice(sizes), num_kv_blocks=rng.choice((None, 60, 10_000)))
     replicas = tuple(msgspec.structs.replace(each, region=rng.choice(("a", "b"))) for each in replicas)
     made: list[object] = []
+    are_many = len(replicas) >= 100
+    router.update(replicas)
+    for replica in replicas if are_many else ():
+        load = router.load(replica.id)
+        assert load is not None
+        load.recent_requests = rng.choice((0.0, 0.0, 10.0, 20.0))
     sequences = dict.fromkeys((replica.id for replica in replicas), 0)
     for number in range(120):
         now = number * rng.choice((0.001, 0.1))
@@ -69,10 +77,10 @@ def decisions(policy: PrefixAware, seed: int) -> list[object]:
             excluded=frozenset({replicas[0].id} if rng.random() < 0.1 else ()),
         )
         made.append(router.choose(request, replicas, now, choices))
-        for replica in rng.sample(replicas, 2):
+        for replica in rng.sample(replicas, 20 if are_many else 2):
             stats = EngineStats(
                 num_steps=number + 1, step_tokens=rng.randrange(1, 500), step_s=rng.choice((0.01, 0.02)),
-                num_kv_blocks_used=rng.randrange(60), num_running=rng.randrange(9),
+                num_kv_blocks_used=rng.randrange(60), num_running=0 if are_many else rng.randrange(9),
                 num_waiting_tokens=rng.randrange(900),
             )  # fmt: skip
             router.heartbeat(replica.id, stats)
@@ -89,6 +97,11 @@ def decisions(policy: PrefixAware, seed: int) -> list[object]:
 @pytest.mark.parametrize("seed", range(40))
 def test_columns_decide_as_single_loads_do(seed: int) -> None:
     assert decisions(PrefixAware(), seed) == decisions(OneByOne(), seed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_of_many_replicas_decide_as_single_loads_do(seed: int) -> None:
+    assert decisions(PrefixAware(), seed, (130, 200)) == decisions(OneByOne(), seed, (130, 200))
 
 
 def test_columns_follow_their_loads() -> None:

@@ -26,10 +26,10 @@ def hashes(*numbers: int) -> tuple[bytes, ...]:
 def test_events_in_order_are_the_index() -> None:
     index, feed = make_feed()
     feed.receive([KVStored(0, hashes(1, 2, 3), ROOT), KVRemoved(1, hashes(3))])
-    assert index.match(hashes(1, 2, 3), feed.bit) == {feed.bit: 2}
+    assert index.match(hashes(1, 2, 3), feed.bit) == [(2, feed.bit)]
     assert feed.num_blocks == 2
     feed.receive([KVCleared(2), KVStored(3, hashes(1), ROOT)])
-    assert index.match(hashes(1, 2), feed.bit) == {feed.bit: 1}
+    assert index.match(hashes(1, 2), feed.bit) == [(1, feed.bit)]
     assert feed.num_blocks == 1
     assert not feed.needs_resync
 
@@ -40,12 +40,12 @@ def test_after_a_gap_nothing_is_trusted_until_a_new_start() -> None:
     feed.receive([KVStored(2, hashes(5), ROOT)])
     assert feed.needs_resync
     assert feed.num_gaps == 1
-    assert index.match(hashes(1), feed.bit) == {}
+    assert index.match(hashes(1), feed.bit) == []
     feed.receive([KVStored(3, hashes(6), ROOT)])
-    assert index.match(hashes(6), feed.bit) == {}
+    assert index.match(hashes(6), feed.bit) == []
     feed.receive([KVCleared(4), KVStored(5, hashes(1, 2), ROOT)])
     assert not feed.needs_resync
-    assert index.match(hashes(1, 2), feed.bit) == {feed.bit: 2}
+    assert index.match(hashes(1, 2), feed.bit) == [(2, feed.bit)]
 
 
 def test_events_told_twice_change_nothing() -> None:
@@ -58,8 +58,8 @@ def test_events_told_twice_change_nothing() -> None:
     feed.receive(events)
     feed.receive(events)
     assert not feed.needs_resync
-    assert index.match(hashes(1), feed.bit) == {}
-    assert index.match(hashes(2), feed.bit) == {feed.bit: 1}
+    assert index.match(hashes(1), feed.bit) == []
+    assert index.match(hashes(2), feed.bit) == [(1, feed.bit)]
 
 
 def use_cache(cache: KVCache, rng: Random) -> Iterator[list[bytes]]:
@@ -100,4 +100,4 @@ def test_whatever_is_lost_a_new_start_makes_the_index_equal_to_the_cache(seed: i
     assert not feed.needs_resync
     for chain in chains:
         depth = cache.match(chain)
-        assert index.match(chain, feed.bit) == ({feed.bit: depth} if depth else {})
+        assert index.match(chain, feed.bit) == ([(depth, feed.bit)] if depth else [])
