@@ -112,9 +112,11 @@ class CountedScheduler(Scheduler):
 
     def _needs_room(self, growing: list[Sequence]) -> bool:
         """Say whether requests may have to be preempted."""
-        if self._num_in_step > self._config.max_num_batched_tokens or self._running.num_spare(growing) < 0:
+        if self._num_in_step > self._config.max_num_batched_tokens:
             return True
-        waiting = self._queue.first()
+        if growing and self._running.num_spare(growing) < 0:
+            return True
+        waiting = self._queue.first() if len(self._queue) else None
         if waiting is None or TIER_RANK[waiting.request.tier] == BATCH_RANK:
             return False
         lacks = self._admission.num_missing_blocks(waiting) or len(self._running) >= self._config.max_num_seqs
@@ -123,8 +125,9 @@ class CountedScheduler(Scheduler):
     def _plan_decodes(self, growing: list[Sequence]) -> StepLoad:
         """Plan the next token of every request that decodes. The plan is made if there is any."""
         index = self._num_planned + 1
-        for decode in self._leaving.pop(index, ()):
-            self._leave_plans(decode)
+        if index in self._leaving:
+            for decode in self._leaving.pop(index):
+                self._leave_plans(decode)
         if growing:
             self._running.grow(growing)
         if index in self._growing:
@@ -250,48 +253,76 @@ class CountedScheduler(Scheduler):
     def coasting_steps(self, most: int) -> list[tuple[int, int]]:
         """Return the decodes and the KV entries of the next plans, which are not made yet: one for each of the next
         commits, at most `most`, up to the first that ends an answer. Plans that could lack blocks are left out."""
+        num_committed, num_planned = self._num_committed, self._num_planned
+        next_end = min(
+            (each.end for each in self._decodes.values() if each.end > num_committed),
+            default=num_committed + most + 1,
+        )
         num_spare = self.cache.num_available
         count, num_entries = self._num_in_step, self._num_entries
+        leaving, growing = self._leaving, self._growing
         again: dict[int, int] = {}  # requests that have grown by then and need more slots
         steps = []
-        for ahead in range(1, most + 1):
-            index = self._num_planned + ahead
-            if self._ends_answer(self._num_committed + ahead):
-                break
-            for decode in self._leaving.get(index, ()):
-                if not decode.has_left:
-                    count -= 1
-                    num_entries -= decode.computed + index - decode.first
-            if index in self._growing or index in again:
-                num_growing = len(self._growing.get(index, ())) + again.get(index, 0)
+        for index in range(num_planned + 1, num_planned + 1 + min(most, next_end - num_committed - 1)):
+            if index in leaving:
+                for decode in leaving[index]:
+                    if not decode.has_left:
+                        count -= 1
+                        num_entries -= decode.computed + index - decode.first
+            if index in growing or index in again:
+                num_growing = len(growing.get(index, ())) + again.get(index, 0)
                 again[index + self.cache.tail_slots] = num_growing
                 num_spare -= num_growing
-            if num_spare < 0 or not count:
+                if num_spare < 0:
+                    break
+            if not count:
                 break
             num_entries += count
             steps.append((count, num_entries))
         return steps
 
-    def _ends_answer(self, commit: int) -> bool:
-        return any(
-            decode.end == commit and self._is_current(decode) for decode in self._noted.get(commit, ())
-        )
+    def coast(self, commits: TokenIds[tuple[float, float]], num_plans: int) -> list[CountedPlan]:
+        """Commit the oldest steps in flight, which end no answer: `commits` are their seconds and ends. Behind each
+        of the first `num_plans` commits, make the next plan of `coasting_steps`. Returns the plans that were made
+        here and are still in flight."""
+        in_flight, num_commits = list(self._counted), len(commits)
+        made: list[tuple[int, int]] = []  # the decodes and KV entries of new plans
+        first, times_s, noted = self._num_committed + 1, self._times_s, self._noted
+        predictor = self._predictor
+        for place, (elapsed_s, now) in enumerate(commits):
+            if place < len(in_flight):
+                predictor.observe(in_flight[place].load, elapsed_s)
+            else:
+                predictor.observe_decodes(*made[place - len(in_flight)], elapsed_s)
+            self._num_committed = first + place
+            times_s.append(now)
+            if first + place in noted:
+                self._take_noted(first + place, now)
+            if place < num_plans:
+                made.append(self._plan_coasted())
+        if len(times_s) > _TIMES_KEPT:
+            self._drop_times()
+        self._num_steps += num_plans
+        plans = [
+            CountedPlan(first + len(in_flight) + place, StepLoad(0, *load), *load)
+            for place, load in enumerate(made)
+            if len(in_flight) + place >= num_commits
+        ]
+        self._counted = deque(in_flight[num_commits:] + plans)
+        return plans
 
-    def coast_commit(self, plan: CountedPlan, elapsed_s: float, now: float) -> None:
-        """Commit the oldest step in flight, which ends no answer."""
-        self._commit_one(plan, elapsed_s, now)
-        if plan.index in self._noted:
-            self._take_noted(plan.index, now)
-
-    def coast_plan(self) -> CountedPlan:
-        """Make the next plan of `coasting_steps`."""
+    def _plan_coasted(self) -> tuple[int, int]:
+        """Plan the next token of every request. Returns the decodes and their KV entries."""
         index = self._num_planned + 1
-        load = self._plan_decodes(self._due_to_grow() if index in self._growing else [])
+        if index in self._leaving or index in self._growing:
+            load = self._plan_decodes(self._due_to_grow())
+            count = load.decode_sequences
+        else:
+            count = self._num_in_step
+            self._num_entries += count
+            self._running.decoded(count)
         self._num_planned = index
-        self._num_steps += 1
-        plan = CountedPlan(index, load, load.decode_sequences, load.decode_context_tokens)
-        self._counted.append(plan)
-        return plan
+        return count, self._num_entries
 
     # Where something looks at a request.
 
@@ -392,7 +423,9 @@ class CountedScheduler(Scheduler):
     def _due_to_grow(self) -> list[Sequence]:
         """Return the requests that need more slots in the next plan, in the order in which they began to run."""
         index = self._num_planned + 1
-        due = [each for each in self._growing.get(index, ()) if each.last >= index and self._is_current(each)]
+        if index not in self._growing:
+            return []
+        due = [each for each in self._growing[index] if each.last >= index and self._is_current(each)]
         for decode in due:
             self._update_planned(decode)
         return [decode.sequence for decode in (sorted(due, key=_by_turn) if len(due) > 1 else due)]

@@ -44,23 +44,26 @@ class KeyedHeap(Generic[T]):
 
     def first(self) -> T | None:
         """Return the item with the smallest key, which stays, or None."""
-        entry = self._first_entry()
+        entry = self.first_entry()
         return None if entry is None else entry[3]
 
     def first_key(self) -> Any:
         """Return the smallest key, or None."""
-        entry = self._first_entry()
+        entry = self.first_entry()
         return None if entry is None else entry[0]
 
     def items(self) -> list[T]:
         """Return all items, in no particular order."""
         return [entry[3] for entry in self._entries if self._is_live(entry)]
 
-    def _first_entry(self) -> tuple[Any, int, int, T] | None:
-        entries = self._entries
+    def first_entry(self) -> tuple[Any, int, int, T] | None:
+        """Return the smallest key, the number of its item, a count, and the item; or None."""
+        entries, keys = self._entries, self._keys
         while entries:
-            if self._is_live(entries[0]):
-                return entries[0]
+            entry = entries[0]
+            live = keys.get(entry[1])
+            if live is not None and live[1] == entry[2]:
+                return entry
             heapq.heappop(entries)
         return None
 

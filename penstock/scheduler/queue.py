@@ -97,6 +97,8 @@ class WaitingQueue:
 
     def first(self) -> Sequence | None:
         """Return the next request to be admitted, which stays in the queue. Call `promote` first."""
+        if len(self._members) == len(self._parked):
+            return None
         ranks = range(len(self._tiers)) if self._shares is None else self._shares.order()
         for rank in ranks:
             sequence = self._tiers[rank].first()
@@ -192,9 +194,10 @@ class _TierQueue:
             self._tenants.discard(account_number)
 
     def first(self) -> Sequence | None:
-        resumed = self._resumed.first()
-        if resumed is not None:
-            return resumed
+        if self._resumed:
+            return self._resumed.first()
+        if not self._lines:
+            return None
         account = least_served(self._tenants)
         return None if account is None else self._lines[account.number].first()
 

@@ -106,39 +106,64 @@ class StepTimePredictor:
         return int(room_s / tile_s) if tile_s > 0.0 else _NO_LIMIT_TOKENS
 
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
+        """Learn from a step."""
+        if not (load.prefill_tokens or load.prefill_pairs or load.encoder_patches):
+            self.observe_decodes(load.decode_rows, load.decode_context_tokens, elapsed_s)
+        elif elapsed_s > 0.0:
+            predicted_s = self.predict(load)
+            scale = 1.0 / (elapsed_s if elapsed_s > predicted_s else predicted_s)
+            error = self._cut((elapsed_s - predicted_s) * scale)
+            features = (
+                scale,
+                load.prefill_tokens * scale,
+                load.decode_rows * scale,
+                load.decode_context_tokens * scale,
+                load.prefill_pairs * scale,
+                load.encoder_patches * scale,
+            )
+            total = 0.0
+            for index in range(6):
+                total += self._variances[index] * features[index] * features[index]
+            total += _NOISE_VARIANCE
+            for index in range(6):
+                if features[index]:
+                    self._learn(index, features[index], error, total)
+
+    def observe_decodes(self, rows: int, context_tokens: int, elapsed_s: float) -> None:
+        """Learn from a step of decodes alone. Adding nothing changes nothing: the sums are those of `observe` for any
+        step, to the last bit."""
         if elapsed_s <= 0.0:
             return
         weights, variances = self._weights, self._variances
-        rows, context = load.decode_rows, load.decode_context_tokens
-        has_more = load.prefill_tokens or load.prefill_pairs or load.encoder_patches
-        # Adding nothing changes nothing: the sums of a step with decodes alone are the same to the last bit.
-        predicted_s = (
-            self.predict(load) if has_more else weights[0] + weights[2] * rows + weights[3] * context
-        )
+        predicted_s = weights[0] + weights[2] * rows + weights[3] * context_tokens
         scale = 1.0 / (elapsed_s if elapsed_s > predicted_s else predicted_s)
         error = self._cut((elapsed_s - predicted_s) * scale)
-        features = [(0, scale), (2, rows * scale), (3, context * scale)]
-        if has_more:
-            features[1:1] = [(1, load.prefill_tokens * scale)]
-            features += [(4, load.prefill_pairs * scale), (5, load.encoder_patches * scale)]
-        total = 0.0
-        for index, feature in features:
-            total += variances[index] * feature * feature
+        of_rows, of_context = rows * scale, context_tokens * scale
+        total = variances[0] * scale * scale + variances[2] * of_rows * of_rows
+        total += variances[3] * of_context * of_context
         total += _NOISE_VARIANCE
-        for index, feature in features:
-            if feature:
-                variance = variances[index]
-                spread = variance * feature
-                gain = spread / total
-                weight = weights[index] + gain * error
-                weights[index] = weight if weight > 0.0 else 0.0
-                variance = (variance - gain * spread) / _FORGETTING
-                most = self._max_variances[index]
-                variances[index] = variance if variance < most else most
+        self._learn(0, scale, error, total)
+        if rows:
+            self._learn(2, of_rows, error, total)
+        if context_tokens:
+            self._learn(3, of_context, error, total)
+
+    def _learn(self, index: int, feature: float, error: float, total: float) -> None:
+        """Correct one weight by its part in the error. `total`: the variance of all parts."""
+        variance = self._variances[index]
+        spread = variance * feature
+        gain = spread / total
+        weight = self._weights[index] + gain * error
+        self._weights[index] = weight if weight > 0.0 else 0.0
+        variance = (variance - gain * spread) / _FORGETTING
+        most = self._max_variances[index]
+        self._variances[index] = variance if variance < most else most
 
     def _cut(self, error: float) -> float:
         usual_error = self._usual_error
-        limit = max(_MIN_CUT, _CUT_AT_USUAL_ERRORS * usual_error)
+        limit = _CUT_AT_USUAL_ERRORS * usual_error
+        if limit < _MIN_CUT:
+            limit = _MIN_CUT
         self._usual_error = _USUAL_ERROR_DECAY * usual_error + (1.0 - _USUAL_ERROR_DECAY) * abs(error)
         return error if -limit <= error <= limit else (limit if error > 0.0 else -limit)
 

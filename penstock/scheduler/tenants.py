@@ -76,8 +76,9 @@ class TenantAccounts:
 def least_served(accounts: KeyedHeap[TenantAccount]) -> TenantAccount | None:
     """Return the account with the least service, from a heap whose keys may be too small because service grew
     since."""
-    while (account := accounts.first()) is not None:
-        if accounts.first_key() == account.service:
+    while (entry := accounts.first_entry()) is not None:
+        account = entry[3]
+        if entry[0] == account.service:
             return account
         accounts.push(account.number, account.service, account)
     return None

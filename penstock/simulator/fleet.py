@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -57,6 +58,9 @@ class _CountedStep:
     sampled: list[SampledToken]
 
 
+_Ahead: TypeAlias = tuple[int, float, float]  # the tokens, the seconds and the end of a step
+
+
 class Answers:
     """The answers of requests that a replica has, as `CountedScheduler` asks for them."""
 
@@ -96,7 +100,7 @@ class SimulatedReplica:
         self._arrivals: dict[str, Arrival] = {} if answers is None else answers.arrivals
         self._num_output_tokens: dict[str, int] = {}
         self._in_flight: deque[_Step | _CountedStep] = deque()
-        self._ahead: deque[tuple[float, float]] = deque()  # seconds and ends of steps that will be planned
+        self._ahead: deque[_Ahead] = deque()  # steps that will be planned
         self._executor_free_s = 0.0
         self._clock_s = 0.0  # how far the clock of this replica is ahead
         self.num_steps = 0
@@ -151,7 +155,7 @@ class SimulatedReplica:
     def commit(self, now: float) -> list[Told]:
         """Commit the oldest step, which is done."""
         step = self._in_flight.popleft()
-        self._count(step)
+        self._count(step.num_tokens, step.elapsed_s)
         if isinstance(step, _CountedStep):
             assert self._counted is not None
             told = self._counted.commit_step(step.plan, step.elapsed_s, step.sampled, now)
@@ -176,27 +180,45 @@ class SimulatedReplica:
             elapsed_s = slowdown * step_s(StepWork(count, count, num_entries, num_entries))
             free_s = max(ends_s[place], free_s) + elapsed_s
             ends_s.append(free_s)
-            self._ahead.append((elapsed_s, free_s))
+            self._ahead.append((count, elapsed_s, free_s))
         return ends_s[len(steps)]
 
     def settle(self, now: float) -> bool:
         """Carry out the steps that `coast` looked at, up to now. Returns whether the last commit is due now: the plan
         that follows it is then still to be made, and the look ahead is over."""
         ahead, in_flight = self._ahead, self._in_flight
-        scheduler = self._counted
-        while ahead and (done_s := in_flight[0].done_s) <= now:
-            assert scheduler is not None
-            step = in_flight.popleft()
-            assert isinstance(step, _CountedStep)
-            self._count(step)
-            scheduler.coast_commit(step.plan, step.elapsed_s, done_s)
-            if done_s == now:
-                ahead.clear()
-                return True
-            elapsed_s, self._executor_free_s = ahead.popleft()
-            plan = scheduler.coast_plan()
-            in_flight.append(_CountedStep(plan, plan.num_decodes, elapsed_s, self._executor_free_s, []))
-        return False
+        if not ahead or in_flight[0].done_s > now:
+            return False
+        steps = [(step.num_tokens, step.elapsed_s, step.done_s) for step in in_flight]
+        steps += ahead
+        num_commits, is_due = 0, False
+        while num_commits < len(ahead) and steps[num_commits][2] <= now and not is_due:
+            is_due = steps[num_commits][2] == now
+            num_commits += 1
+        num_plans = num_commits - is_due
+        self._coast(steps[: len(in_flight) + num_plans], num_commits, num_plans)
+        if is_due:
+            ahead.clear()
+        return is_due
+
+    def _coast(self, steps: list[_Ahead], num_commits: int, num_plans: int) -> None:
+        """Commit the first of `steps`. The last `num_plans` of them were not planned yet."""
+        assert self._counted is not None
+        for num_tokens, elapsed_s, _ in steps[:num_commits]:
+            self._count(num_tokens, elapsed_s)
+        plans = self._counted.coast(
+            [(elapsed_s, done_s) for _, elapsed_s, done_s in steps[:num_commits]], num_plans
+        )
+        in_flight = self._in_flight
+        for _ in range(min(num_commits, len(in_flight))):
+            in_flight.popleft()
+        for _ in range(num_plans):
+            self._ahead.popleft()
+        for plan, (num_tokens, elapsed_s, done_s) in zip(
+            plans, steps[len(steps) - len(plans) :], strict=True
+        ):
+            in_flight.append(_CountedStep(plan, num_tokens, elapsed_s, done_s, []))
+        self._executor_free_s = steps[-1][2]
 
     def step_clock(self, seconds: float) -> None:
         """Let the clock of this replica jump ahead."""
@@ -212,8 +234,7 @@ class SimulatedReplica:
     def stop_coasting(self) -> None:
         self._ahead.clear()
 
-    def _count(self, step: _Step | _CountedStep) -> None:
-        num_tokens, elapsed_s = step.num_tokens, step.elapsed_s
+    def _count(self, num_tokens: int, elapsed_s: float) -> None:
         self.num_steps += 1
         self.num_tokens_computed += num_tokens
         self.busy_s += elapsed_s
