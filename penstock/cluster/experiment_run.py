@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec.structs import replace
 
-from penstock.cluster.control_messages import ArmSample, EvidenceCollector, Sample
+from penstock.cluster.control_messages import ArmSample, Sample
 from penstock.cluster.experiment_record import ExperimentRecord, ExperimentStore
 from penstock.cluster.replica import ReplicaManager
 from penstock.cluster.replica_counts import remove_beyond, start_missing
 from penstock.cluster.scaling import PoolScaler
 from penstock.cluster.staged_run import StagedRun
+from penstock.control.evidence import EvidenceCollector
 from penstock.control.experiment import Arm, ArmWindow, ExperimentStage, ExperimentState, Verdict, Window
 from penstock.core.cluster_view import GateView
 from penstock.core.errors import PenstockError

@@ -9,12 +9,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from math import ceil
 
-from penstock.cluster.control_messages import EvidenceCollector
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore
 from penstock.cluster.replica import ReplicaManager, ReplicaSpec
 from penstock.cluster.replica_counts import start_missing
 from penstock.cluster.scaling import PoolScaler
 from penstock.cluster.staged_run import StagedRun
+from penstock.control.evidence import EvidenceCollector
 from penstock.control.release import Happening, Releases, ReleaseState, Stage
 from penstock.core.cluster_view import GateView, ReleaseView
 from penstock.core.errors import PenstockError, StoreUnavailable, Superseded

@@ -131,7 +131,9 @@ class ReleaseService:
         for model, of_model in report.models.items():
             run = self._runs.get(model)
             if run is not None:
-                run.collector.add_comparisons(of_model)
+                run.collector.add_comparisons(
+                    of_model.stage_number, of_model.num_compared, of_model.num_diverged
+                )
 
     def active(self) -> tuple[ActiveRelease, ...]:
         """Return the active releases, for gateways."""

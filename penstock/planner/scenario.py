@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.control.autoscaler import AutoscalerConfig
+from penstock.control.release import ReleaseConfig
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import UsageError
 from penstock.core.hashing import chain_hashes, root_hash
@@ -32,6 +33,7 @@ from penstock.simulator import (
     Tenant,
     Workload,
 )
+from penstock.simulator.releases import SimulatedRelease
 from penstock.simulator.transfers import KVLink
 from penstock.simulator.workload import Arrival, Fault, Lengths, RestartGateway, StepClock
 
@@ -106,6 +108,14 @@ class FaultSection(_Section, frozen=True, kw_only=True):
     seconds: float = 1.0  # of step-clock
 
 
+class ReleaseSection(_Section, frozen=True, kw_only=True):
+    at_s: float
+    slowdown: float = 1.0  # of the candidate's steps
+    error_share: float = 0.0  # of the candidate's attempts
+    diverging_share: float = 0.0  # of its answers to mirrored requests
+    settings: ReleaseConfig = ReleaseConfig()
+
+
 class Scenario(_Section, frozen=True, kw_only=True):
     model: ModelSection = ModelSection()
     traffic: TrafficSection = TrafficSection()
@@ -114,6 +124,7 @@ class Scenario(_Section, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     objective: ObjectiveSettings = ObjectiveSettings()
     faults: tuple[FaultSection, ...] = ()
+    release: ReleaseSection | None = None
     limits: dict[str, Any] = {}  # as in the settings of a gateway; tenants are workspaces with one key each
     seed: int = 0
 
@@ -195,8 +206,30 @@ def simulation_of(
         dispatch=scenario.dispatch,
         autoscaler=fleet.autoscaler,
         faults=tuple(_fault(fault, fleet) for fault in scenario.faults),
+        release=None if scenario.release is None else _release(scenario.release, fleet),
         objective=scenario.objective,
         seed=scenario.seed,
+    )
+
+
+def _release(release: ReleaseSection, fleet: FleetSection) -> SimulatedRelease:
+    if fleet.autoscaler is not None or fleet.prefill_replicas:
+        raise UsageError(
+            "A release has one pool of fixed size: leave fleet.autoscaler and prefill_replicas out."
+        )
+    shares = release.error_share, release.diverging_share
+    if (
+        not 0 <= release.at_s <= 1e9
+        or not 0.01 <= release.slowdown <= 100
+        or not all(0 <= x <= 1 for x in shares)
+    ):
+        raise UsageError("release.at_s is a time, slowdown from 0.01 to 100, and shares are from 0 to 1.")
+    return SimulatedRelease(
+        at_s=release.at_s,
+        config=release.settings,
+        slowdown=release.slowdown,
+        error_share=release.error_share,
+        diverging_share=release.diverging_share,
     )
 
 

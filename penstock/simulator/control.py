@@ -124,9 +124,9 @@ class FleetControl:
         if self._driver.transfers is not None:
             self._driver.transfers.lost(member, now)
         if fault.restarts_after_s is not None:
-            successor = self._fleet.start(ReplicaState.STARTING, member.role)
+            successor = self._fleet.start(ReplicaState.STARTING, member.role, member.revision)
             ready_s = max(now, fault.at_s + fault.restarts_after_s)
-            self._driver.events.at(ready_s, Rank.CONTROL, partial(self._ready, successor))
+            self._driver.events.at(ready_s, Rank.CONTROL, partial(self._driver.ready, successor))
         self._driver.update(now)
 
     def _look(self, now: float) -> None:
@@ -173,7 +173,7 @@ class FleetControl:
     def _act(self, action: Action, now: float) -> None:
         if isinstance(action, Start):
             for _ in range(action.count):
-                ready = partial(self._ready, self._fleet.start(ReplicaState.STARTING))
+                ready = partial(self._driver.ready, self._fleet.start(ReplicaState.STARTING))
                 self._driver.events.at(now + self._times.start_s, Rank.CONTROL, ready)
         elif isinstance(action, Drain | Resume):
             state = ReplicaState.DRAINING if isinstance(action, Drain) else ReplicaState.READY
@@ -183,8 +183,3 @@ class FleetControl:
             for replica_id in action.replica_ids:
                 self._driver.tell_all(self._fleet.members[replica_id], now)
                 self._fleet.members.pop(replica_id).is_alive = False
-
-    def _ready(self, member: Member, now: float) -> None:
-        if member.id in self._fleet.members and member.state is ReplicaState.STARTING:
-            member.state = ReplicaState.READY
-            self._driver.update(now)

@@ -76,6 +76,17 @@ class LinearCost:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowerCost:
+    """Another cost, times a factor."""
+
+    cost: StepCost
+    factor: float
+
+    def step_s(self, work: StepWork) -> float:
+        return self.factor * self.cost.step_s(work)
+
+
+@dataclass(frozen=True, slots=True)
 class Accelerator:
     """The figures of a data sheet, and the share that programs reach."""
 

@@ -11,8 +11,11 @@ import enum
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeAlias
+
+import msgspec
 
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import PenstockError
@@ -21,6 +24,7 @@ from penstock.core.request import FinishReason, Request
 from penstock.dispatch import (
     Action,
     Arrived,
+    Attempt,
     AttemptEnded,
     Cancel,
     Deliver,
@@ -31,12 +35,15 @@ from penstock.dispatch import (
     Waits,
     WakeAt,
 )
+from penstock.dispatch.replicas import Role
+from penstock.router import ReplicaState
 from penstock.scheduler.counted_plan import Told
 from penstock.simulator.fleet import Member, SimulatedFleet
 from penstock.simulator.report import Outcome
 from penstock.simulator.transfers import KVLink, Transfers
 from penstock.simulator.workload import Arrival
 
+MIRROR_PREFIX = "mirror-"  # of the id of a copy that goes to the candidate of a release
 GATEWAY_RESTARTED = "gateway_restarted"  # the rejection of a request whose gateway was replaced
 _EventAction: TypeAlias = Callable[[float], None]
 
@@ -50,6 +57,22 @@ class Admission(Protocol):
 
     def ended(self, outcome: Outcome, now: float) -> None:
         """Called for every request, also for refused ones."""
+        ...
+
+
+class Release(Protocol):
+    """A release under way."""
+
+    def mirrors(self, request: Request) -> bool:
+        """Say whether a copy of a new request goes to the candidate."""
+        ...
+
+    def check(self, member: Member) -> None:
+        """Raise for an attempt that the candidate fails."""
+        ...
+
+    def ended(self, attempt: Attempt) -> None:
+        """Called for every attempt."""
         ...
 
 
@@ -97,6 +120,7 @@ class Driver:
         *,
         starts_on_demand: bool = False,
         message_delay_s: float = 0.0,
+        start_s: float = 0.0,
         kv_link: KVLink | None = None,
         admission: Admission | None = None,
     ) -> None:
@@ -110,7 +134,9 @@ class Driver:
         self._on_end = on_end
         self._starts_on_demand = starts_on_demand
         self._message_delay_s = message_delay_s
+        self._start_s = start_s  # of a replica
         self._admission = admission
+        self.release: Release | None = None
         self.transfers = None if kv_link is None else Transfers(self, kv_link)
         self._outcomes: dict[str, Outcome] = {}  # of requests that have not ended
         self._pending: deque[tuple[int, Action]] = deque()  # actions that are not carried out yet, by gateway
@@ -143,9 +169,22 @@ class Driver:
                 self._plan_soon(member, now)
             outcome.rejection = GATEWAY_RESTARTED
             self._end(outcome, now)
+        dispatcher.choose_revision = self.dispatchers[gateway].choose_revision
         self.dispatchers[gateway] = dispatcher
         status = self.fleet.status(starts_on_demand=self._starts_on_demand)
         self.carry_out(gateway, dispatcher.update(status, now), now)
+
+    def start_replica(self, now: float, revision: str = "", role: Role = "both") -> None:
+        """Start a replica, which is ready after a while."""
+        member = self.fleet.start(ReplicaState.STARTING, role, revision)
+        self.events.at(now + self._start_s, Rank.CONTROL, partial(self.ready, member))
+        self.update(now)
+
+    def ready(self, member: Member, now: float) -> None:
+        """Let a replica serve that has started."""
+        if member.id in self.fleet.members and member.state is ReplicaState.STARTING:
+            member.state = ReplicaState.READY
+            self.update(now)
 
     def update(self, now: float) -> None:
         """Tell every dispatcher that replicas came, went or changed."""
@@ -184,9 +223,14 @@ class Driver:
                 self._end(outcome, now)
             case WakeAt(at_s):
                 self.events.at(at_s, Rank.DEPART, partial(self._tick, gateway))
-            case Arrived(_, uncached_tokens):
-                self.arrived_tokens += uncached_tokens
+            case Arrived(request, uncached_tokens):
+                if not request.id.startswith(MIRROR_PREFIX):
+                    self.arrived_tokens += uncached_tokens
+                    if self.release is not None and self.release.mirrors(request):
+                        self._mirror(self._outcomes[request.id].arrival, gateway, now)
             case AttemptEnded(attempt):
+                if self.release is not None:
+                    self.release.ended(attempt)
                 if attempt.error is not None:
                     self._outcomes[attempt.request.id].num_failures += 1
             case Waits():
@@ -226,6 +270,16 @@ class Driver:
         self.carry_out(gateway, actions, now)
         self._expect_next(arrivals)
 
+    def _mirror(self, arrival: Arrival, gateway: int, now: float) -> None:
+        """Send a copy of a request, whose answer is dropped."""
+        request = msgspec.structs.replace(
+            arrival.request, id=MIRROR_PREFIX + arrival.request.id, deadline_s=None
+        )
+        copy = replace(arrival, request=request, departs_s=None)
+        self._outcomes[request.id] = Outcome(copy, gateway, is_mirrored=True)
+        actions = self.dispatchers[gateway].add(request, now, block_hashes=arrival.block_hashes)
+        self.carry_out(gateway, actions, now)
+
     def _depart(self, request_id: str, now: float) -> None:
         outcome = self._outcomes.get(request_id)
         if outcome is not None:
@@ -256,6 +310,8 @@ class Driver:
         if member is None or not member.is_alive:
             return
         try:
+            if self.release is not None:
+                self.release.check(member)
             self.give(member, outcome.arrival, action.request, now)
         except PenstockError as error:
             actions = self.dispatchers[outcome.gateway].failed(member.id, action.request.id, error, now)
@@ -358,6 +414,8 @@ class Driver:
     def _end(self, outcome: Outcome, now: float) -> None:
         outcome.end_s = now
         del self._outcomes[outcome.arrival.request.id]
+        if outcome.is_mirrored:
+            return
         if self._admission is not None:
             self._admission.ended(outcome, now)
         self._on_end(outcome, now)

@@ -8,7 +8,7 @@ done.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias
@@ -313,6 +313,7 @@ class Member:
     due_s: float | None = None  # when the driver looks at this replica next
     num_taken: int = 0  # requests, ever
     role: Role = "both"
+    revision: str = ""
 
     def stats(self) -> EngineStats:
         step_tokens, step_s = self.replica.last_step
@@ -331,21 +332,25 @@ class SimulatedFleet:
         self,
         build: Callable[[], SimulatedReplica],
         *,
+        revisions: Mapping[str, Callable[[], SimulatedReplica]] | None = None,
         block_size: int,
         max_step_tokens: int,
         kv_bytes_per_token: int | None = None,
     ) -> None:
-        """`kv_bytes_per_token`: of replicas that read KV from each other; None if they do not."""
+        """`build` makes a replica; `revisions` has others for some revisions. `kv_bytes_per_token`: of
+        replicas that read KV from each other; None if they do not."""
         self._build = build
+        self._revisions = revisions or {}
         self._kv_bytes_per_token = kv_bytes_per_token
         self._block_size = block_size
         self._max_step_tokens = max_step_tokens
         self.members: dict[str, Member] = {}
         self.all_members: list[Member] = []  # also those that are gone, in order of starting
 
-    def start(self, state: ReplicaState, role: Role = "both") -> Member:
+    def start(self, state: ReplicaState, role: Role = "both", revision: str = "") -> Member:
         number = len(self.all_members)
-        member = Member(f"replica-{number}", self._build(), state, number=number, role=role)
+        replica = self._revisions.get(revision, self._build)()
+        member = Member(f"replica-{number}", replica, state, number=number, role=role, revision=revision)
         self.members[member.id] = member
         self.all_members.append(member)
         return member
@@ -361,6 +366,7 @@ class SimulatedFleet:
         return ReplicaStatus(
             replica=Replica(
                 id=member.id,
+                revision=member.revision,
                 models=frozenset({MODEL}),
                 state=member.state,
                 block_size=self._block_size,

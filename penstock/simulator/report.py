@@ -40,6 +40,7 @@ class Outcome:
     num_cached_tokens: int = 0
     queue_s: float | None = None  # from arrival to the first planned chunk; None if nothing was ever planned
     num_failures: int = 0  # attempts that a replica failed
+    is_mirrored: bool = False  # a copy for the candidate of a release, which no client waits for
     earlier_s: Sequence[float] = ()  # when the first tokens of the event came that is delivered now
 
     def note(self, event: TokenEvent, now: float) -> None:
@@ -248,6 +249,20 @@ class ReplicaReport:
     busy_share: float  # of the time from start to the end of the last request
 
 
+@dataclass(frozen=True, slots=True)
+class ReleaseChange:
+    """A stage of a release, or a step of its canary, that began."""
+
+    at_s: float
+    stage: str
+    candidate_share: float  # of requests
+    reason: str
+
+    def __str__(self) -> str:
+        reason = f": {self.reason.replace('_', ' ')}" if self.reason else ""
+        return f"{self.at_s:.1f} s {self.stage.replace('_', ' ')}, {self.candidate_share:.0%} of requests{reason}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     policy: str
@@ -270,6 +285,7 @@ class Report:
     sizes: tuple[tuple[float, int], ...]  # when the number of serving replicas changed, and to what
     sums: dict[Tier, TierSums]  # what the objective is computed from
     objective: Objective
+    release: tuple[ReleaseChange, ...] = ()
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -338,6 +354,7 @@ class Report:
             f"objective {terms.total:.3f}: first token {terms.ttft:.3f}, between tokens {terms.itl:.3f}, "
             f"idle {terms.idle:.3f}, drops {terms.drops:.3f}"
         )
+        lines += [f"release at {change}" for change in self.release]
         return "\n".join(lines)
 
 

@@ -20,12 +20,15 @@ from penstock.router import ReplicaState
 from penstock.scheduler.counted import CountedScheduler
 from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.control import ControlTimes, FleetControl
-from penstock.simulator.cost import LLAMA_8B_ON_H200, StepCost
+from penstock.simulator.cost import LLAMA_8B_ON_H200, SlowerCost, StepCost
 from penstock.simulator.driver import Admission, Driver
 from penstock.simulator.fleet import Answers, SimulatedFleet, SimulatedReplica
+from penstock.simulator.releases import CANDIDATE, STABLE, ReleaseRun, SimulatedRelease
 from penstock.simulator.report import Outcome, ReplicaReport, Report, Tally
 from penstock.simulator.transfers import KVLink
 from penstock.simulator.workload import END_TOKEN_ID, Arrival, Fault, Workload, generate
+
+RELEASE_INTERVAL_S = 1.0  # between two looks at the gates of a release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +49,8 @@ class ReplicaConfig:
     block_copy_s: float | None = None  # by which the scheduler decides on copies; None: no request is swapped
     counts_decodes: bool = True  # False: plan every token by itself: slower, and the same figures
 
-    def build(self) -> SimulatedReplica:
+    def build(self, slowdown: float = 1.0) -> SimulatedReplica:
+        """`slowdown`: of every step."""
         cache = KVCache(
             self.num_blocks,
             block_size=self.cache.block_size,
@@ -60,6 +64,7 @@ class ReplicaConfig:
         config = self.scheduler
         if self.draft_acceptance is None or self.states is not None:
             config = msgspec.structs.replace(config, max_draft_tokens=0)
+        cost = self.cost if slowdown == 1.0 else SlowerCost(self.cost, slowdown)
         answers, eos_token_ids = Answers(), frozenset({END_TOKEN_ID})
         if self.counts_decodes and not config.max_draft_tokens and not self.num_host_blocks:
             scheduler: Scheduler = CountedScheduler(
@@ -74,7 +79,7 @@ class ReplicaConfig:
                 block_copy_s=self.block_copy_s,
             )
         return SimulatedReplica(
-            scheduler, cache, self.cost, depth=self.depth, acceptance=self.draft_acceptance, answers=answers
+            scheduler, cache, cost, depth=self.depth, acceptance=self.draft_acceptance, answers=answers
         )
 
 
@@ -90,6 +95,7 @@ class SimulationConfig:
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     autoscaler: AutoscalerConfig | None = None
     faults: tuple[Fault, ...] = ()
+    release: SimulatedRelease | None = None
     times: ControlTimes = field(default_factory=ControlTimes)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     seed: int = 0
@@ -116,14 +122,17 @@ def simulate(
             on_outcome(outcome)
 
     block_size = config.replica.cache.block_size
+    release = config.release
+    revision = "" if release is None else STABLE
     fleet = SimulatedFleet(
         config.replica.build,
+        revisions={} if release is None else {CANDIDATE: partial(config.replica.build, release.slowdown)},
         block_size=block_size,
         max_step_tokens=config.replica.scheduler.max_num_batched_tokens,
         kv_bytes_per_token=None if config.kv_link is None else config.kv_link.bytes_per_token,
     )
     for _ in range(config.num_replicas):
-        fleet.start(ReplicaState.READY, "decode" if config.num_prefill_replicas else "both")
+        fleet.start(ReplicaState.READY, "decode" if config.num_prefill_replicas else "both", revision)
     for _ in range(config.num_prefill_replicas):
         fleet.start(ReplicaState.READY, "prefill")
     driver = Driver(
@@ -132,12 +141,17 @@ def simulate(
         on_end,
         starts_on_demand=config.autoscaler is not None and config.autoscaler.min_replicas == 0,
         message_delay_s=config.times.message_delay_s,
+        start_s=config.times.start_s,
         kv_link=config.kv_link,
         admission=admission,
     )
     autoscaler = None if config.autoscaler is None else Autoscaler(config.autoscaler)
     control = FleetControl(driver, tally, config.times, autoscaler, Random(rng.random()))
     control.begin(config.faults)
+    run = None
+    if release is not None:
+        run = ReleaseRun(driver, release, RELEASE_INTERVAL_S, Random(rng.random()))
+        run.begin()
     arrivals: Iterator[Arrival] = generate(config.workload, Random(config.seed), block_size=block_size)
     if config.arrivals is not None:
         arrivals = iter(config.arrivals)
@@ -145,7 +159,8 @@ def simulate(
     for member in fleet.members.values():
         if member.is_alive:
             member.replica.cache.check_integrity([])
-    return _report(config, driver, tally, control)
+    report = _report(config, driver, tally, control)
+    return report if run is None else replace(report, release=tuple(run.changes))
 
 
 def _report(config: SimulationConfig, driver: Driver, tally: Tally, control: FleetControl) -> Report:

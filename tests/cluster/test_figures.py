@@ -3,7 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cluster.control_messages import EvidenceCollector, ModelReport, RecentRate, RecentTimes, Sample
+from penstock.cluster.control_messages import RecentRate, RecentTimes, Sample
+from penstock.control.evidence import EvidenceCollector
 from penstock.core.figures import percentile
 
 
@@ -41,8 +42,8 @@ def test_evidence_is_of_one_stage_and_two_revisions() -> None:
     for known in (sample("v1", 3), sample("v2", 3), sample("v2", 3, None), sample("v2", 2), sample("v3", 3)):
         collector.add(known)
     collector.add(sample("v1", None))
-    collector.add_comparisons(ModelReport(stage_number=3, num_compared=4, num_diverged=1))
-    collector.add_comparisons(ModelReport(stage_number=2, num_compared=9, num_diverged=9))
+    collector.add_comparisons(3, 4, 1)
+    collector.add_comparisons(2, 9, 9)
     evidence = collector.evidence()
     assert (evidence.stage_number, evidence.num_compared, evidence.num_diverged) == (3, 4, 1)
     assert (evidence.stable.num_requests, evidence.stable.ttft_p95_s) == (1, 0.1)
