@@ -44,10 +44,10 @@ _TYPES = {
 
 
 class SignInOffer(msgspec.Struct, frozen=True):
-    """How one signs in here."""
+    """How users sign in to this server."""
 
     needs_key: bool
-    provider: Provider | None  # where one signs in without a key
+    provider: Provider | None  # signs users in without a key
     object: Literal["sign_in"] = "sign_in"
 
 

@@ -50,7 +50,7 @@ class ExtensionFields(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
 
     def extended_options(self) -> dict[str, Any]:
-        """Those fields of `SamplingOptions` that were given, except for the grammar."""
+        """Return the given fields of `SamplingOptions`, without the grammar."""
         options: dict[str, Any] = {
             name: value for name in _PLAIN if (value := getattr(self, name)) is not None
         }
@@ -62,7 +62,7 @@ class ExtensionFields(msgspec.Struct, kw_only=True):
         return options
 
     def extended_grammar(self, *others: Grammar | None) -> Grammar | None:
-        """What the answer must look like, in whichever of the ways there are to say it; at most one."""
+        """Return the grammar of the answer. Several fields can set it, and a request may use only one of them."""
         outputs = self.structured_outputs
         own = None if outputs is None else outputs.to_grammar("structured_outputs")
         given = [each for each in (*others, own, self._guided_grammar()) if each is not None]

@@ -140,12 +140,12 @@ _WITH_BODY = frozenset({"POST", "PATCH", "PUT"})
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """What one method of one path takes and gives. None as a shape stands for any JSON."""
+    """The request and the response of one method of one path. None stands for any JSON."""
 
     request: type[msgspec.Struct] | None = None
     response: type[msgspec.Struct] | None = None
     query: tuple[str, ...] = ()
-    streams: bool = False  # besides a whole body it can answer with a stream
+    streams: bool = False  # can also answer with a stream
     stream_type: str = EVENT_STREAM
     takes_body: bool = True  # of a method that could
     form: Mapping[str, Any] | None = None  # fields of a multipart form, in place of a JSON body

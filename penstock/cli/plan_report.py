@@ -1,4 +1,4 @@
-"""What `penstock plan` shows: rows for JSON and for the table, and the picture."""
+"""The output of `penstock plan`: rows for JSON and for the table, and the plot."""
 
 from __future__ import annotations
 

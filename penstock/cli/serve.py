@@ -206,7 +206,7 @@ def describe_weights(card: ModelCard) -> str:
 
 
 def describe_vectors(card: ModelCard) -> str:
-    """What the model makes of a text besides tokens, how, and which of its files says so."""
+    """Describe the model's vectors, scores or labels, the pooling, and the file that sets the pooling."""
     pooler = card.pooler
     said_by = f"by {pooler.source}" if pooler.source else "which none of the model's files names"
     pooling = f"pooling {card.pooling!r}, {said_by}"

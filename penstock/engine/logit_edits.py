@@ -18,7 +18,7 @@ from penstock.core.request import Request, SamplingParams
 
 @dataclass(slots=True)
 class History:
-    """What edits know of an answer so far, on the device: how often each token stands in it, and its last tokens."""
+    """The answer so far, as logit edits need it, on the device: the count of each token, and the last tokens."""
 
     counts: Tensor | None  # float32 [V]
     tail: Tensor | None  # int64 [L], -1 where the answer is shorter

@@ -1,4 +1,4 @@
-"""What makes a start fast, in the engine's process. Light to import.
+"""Makes the start of an engine process faster. Light to import.
 
 A start waits for Python to import torch, which keeps one core busy for seconds; for the driver to open the GPU; and
 for Triton to be imported and to find the kernels that it compiled before. In the order of a start:

@@ -1,5 +1,5 @@
-"""Where the layers of a model with windows keep their keys and values, and the block tables of their requests. Knows
-no scheduler.
+"""KV storage of models whose layers have windows, and the block tables of their requests. Does not know the
+scheduler.
 
 Layers with a window give back the blocks behind it (`kvcache.windows`). So that all layers share one pool of blocks,
 a block of memory has room for a few layers only: as many as see everything. Layers with a window are divided into
@@ -145,7 +145,7 @@ class WindowTokens:
 
 @dataclass(frozen=True, slots=True)
 class WindowContexts:
-    """What the R sequences of a step see in one group: from its own first block on, each is a shorter sequence."""
+    """The contexts of the R sequences of a step in one group. Each sequence starts at its own first visible block."""
 
     context_lens: Int32Array  # [R]
     block_tables: Int32Array  # [parts of the group, R, width]

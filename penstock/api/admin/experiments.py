@@ -41,7 +41,7 @@ class ExperimentObject(ExperimentView, frozen=True, kw_only=True):
 
 
 class ExperimentList(msgspec.Struct, frozen=True):
-    """Of each model the experiment that is underway, or else the last."""
+    """One experiment for each model: the one in progress, or else the last one."""
 
     data: list[ExperimentObject]
     object: str = "list"

@@ -1,4 +1,4 @@
-"""What operators ask: /admin/cluster, /admin/releases and /v1/usage.
+"""Endpoints for operators: /admin/cluster, /admin/releases and /v1/usage.
 
 The middleware has checked that the caller has the scope `admin`; for /v1/usage `usage` is enough. A key with that
 scope sees the usage of its own workspace, and an administrator sees everyone's.
@@ -34,7 +34,7 @@ from penstock.gateway.store.database import Database
 
 
 class WhichModel(msgspec.Struct, forbid_unknown_fields=True):
-    model: str | None = None  # by the name that it is served under; None: the only one
+    model: str | None = None  # the served name; None: the only model
 
 
 class ReleaseObject(ReleaseView, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class ReleaseObject(ReleaseView, frozen=True, kw_only=True):
 
 
 class ReleaseList(msgspec.Struct, frozen=True):
-    """Of each model the release that is underway, or else the last."""
+    """One release for each model: the one in progress, or else the last one."""
 
     data: list[ReleaseObject]
     object: str = "list"

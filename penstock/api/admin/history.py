@@ -1,4 +1,4 @@
-"""What the console asks a running server: /admin/console, and /admin/history and /admin/requests for the recent past.
+"""Endpoints for the console: /admin/console, and /admin/history and /admin/requests for the recent past.
 
 The middleware has checked that the caller has the scope `admin`.
 """
@@ -26,7 +26,7 @@ MAX_REQUESTS = 500
 
 
 class ConsoleObject(msgspec.Struct, frozen=True, kw_only=True):
-    """What this server is, for the console's pages."""
+    """Facts about this server that the console's pages show."""
 
     version: str
     shows_prompts: bool  # whether the operator lets the console show prompts

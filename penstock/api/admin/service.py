@@ -1,4 +1,4 @@
-"""What operators and tools ask a server: health, version, metrics, tokenization."""
+"""Endpoints for operators and tools: health, version, metrics, tokenization."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPECIAL_TOKENS = ("bos", "eos", "pad", "unk")
 
 
 class TokenizeRequest(msgspec.Struct):
-    """Either `prompt` or `messages`. A chat template writes special tokens itself, a plain prompt gets them here."""
+    """Has either `prompt` or `messages`. A plain prompt gets special tokens; a chat template writes its own."""
 
     model: str | None = None
     prompt: str | None = None
@@ -61,7 +61,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 class TokenizerInfo(msgspec.Struct):
-    """What evaluators ask vLLM about a tokenizer that they use from afar."""
+    """The tokenizer's settings, in vLLM's format. Evaluation tools use them to tokenize over HTTP."""
 
     bos_token: str | None
     eos_token: str | None

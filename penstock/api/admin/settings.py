@@ -56,7 +56,7 @@ class RevertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reloaded(msgspec.Struct, frozen=True):
-    """What changed. Texts are not shown, because they may be private."""
+    """The names of the changed settings. Their texts are not shown, because they may be private."""
 
     changes: list[str]
     object: Literal["settings.reload"] = "settings.reload"

@@ -1,7 +1,7 @@
-"""What /v1/messages answers, whole or as server-sent events.
+"""Responses of /v1/messages, whole or as server-sent events.
 
-An answer is a list of blocks: thinking, then text, then tool_use. In a stream one block is open at a time, and what
-does not change between the deltas of a block is encoded once.
+An answer is a list of blocks: thinking, then text, then tool_use. In a stream one block is open at a time, and the
+constant part of its deltas is encoded once.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def _stop_reason(delta: Delta, *, has_tool_use: bool) -> StopReason:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """What the model wrote; nothing when it was cut off, which the stop_reason tells."""
+    """Return the arguments that the model wrote, or {} if they were cut off. The stop_reason then says so."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):

@@ -194,7 +194,7 @@ class MessageBatchEndpoints:
         return await self._work.batches.get(workspace_id, request.path_params["batch_id"], KIND)
 
     def _check(self, requests: Sequence[RequestOfBatch]) -> None:
-        """What is wrong with the params of one request shows in its result and spoils no other."""
+        """Check the batch as a whole. An error in the params of one request appears in its own result."""
         if not requests:
             raise InvalidRequest("requests: at least one request is required.", param="requests")
         if len(requests) > self._dialect.max_lines:

@@ -82,7 +82,7 @@ class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
     cache_control: CacheControl | None = None
 
     def text(self) -> str | None:
-        """What the model reads; None for documents that are no text."""
+        """Return the text for the model; None for documents without text."""
         source = self.source
         body = source.data if source.type == "text" else None
         if source.type == "content":

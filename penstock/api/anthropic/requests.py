@@ -1,6 +1,6 @@
-"""What clients send to /v1/messages and /v1/messages/count_tokens, and its translation into the gateway's nouns.
+"""Requests to /v1/messages and /v1/messages/count_tokens, and their translation into the gateway's types.
 
-Field names, defaults and refusals are Anthropic's. Bounds that hold for every API are the gateway's to check.
+Field names, defaults and refusals are Anthropic's. The gateway checks the bounds that hold for every API.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Metadata(msgspec.Struct):
 
 
 class CountTokensRequest(ExtensionFields, kw_only=True):
-    """What makes up the prompt, and fields that only answers depend on, which counting passes over."""
+    """The fields of the prompt. Fields that affect only the answer are accepted, and ignored by counting."""
 
     model: str
     messages: list[Turn]
@@ -263,7 +263,7 @@ class CountTokensRequest(ExtensionFields, kw_only=True):
         )
 
     def _continues_last(self, last: ChatMessage, *, thinks: bool) -> bool:
-        """Whether the client wrote the beginning of the answer itself."""
+        """Whether the last message is the beginning of the answer, written by the client."""
         if last.role != "assistant":
             return False
         if thinks:

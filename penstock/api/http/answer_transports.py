@@ -1,4 +1,4 @@
-"""What single answers are written to, between uvicorn's cycle of a request and the connection."""
+"""Transports for single answers, between uvicorn's request cycle and the connection."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 class HeldHead(asyncio.Transport):
-    """What one answer is written to. Its head waits for the first piece of its body, as ASGI wants it, and the two
-    leave in one packet: a second one would cost a short answer as much as the rest of it."""
+    """Holds the head of an answer until the first piece of the body arrives, as ASGI asks, and sends both in one
+    packet. For a short answer, a second packet would cost as much as all other work."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()
@@ -35,8 +35,9 @@ class HeldHead(asyncio.Transport):
 
 
 class UnframedBody(HeldHead):
-    """What an answer to an HTTP/1.0 client is written to: such a client knows no chunks, and the end of the
-    connection ends its answer. uvicorn frames every body without a length, one or more whole chunks in a write."""
+    """Removes the chunk framing of an answer to an HTTP/1.0 client. Such a client does not know chunks: the answer
+    ends when the connection closes. uvicorn frames every body without a length, one or more whole chunks in a
+    write."""
 
     _FRAMING = b"transfer-encoding: chunked\r\n"
 

@@ -155,17 +155,17 @@ class EventWriter(Protocol):
     """Turns what happens to an answer into complete server-sent events, in the shape of one API."""
 
     def opening(self, answer: AnswerStream) -> bytes:
-        """What comes before the first delta."""
+        """Return the events before the first delta."""
         ...
 
     def chunk(self, delta: Delta) -> bytes: ...
 
     def closing(self, usage: Usage) -> bytes:
-        """What comes after the last delta of an answer that came to its own end."""
+        """Return the events after the last delta of an answer that ended normally."""
         ...
 
     def failure(self, error: PenstockError) -> bytes:
-        """What ends an answer that failed after it had begun."""
+        """Return the events that end an answer that failed after its start."""
         ...
 
 

@@ -90,7 +90,7 @@ def _refuse_foreign_pages(scope: Connection, needed: Scope, origins: AllowedOrig
 
 
 def scope_of(path: str) -> Scope:
-    """What a caller must be allowed to do to use a path."""
+    """Return the scope that a caller needs for a path."""
     if not path.startswith(_SCOPED_STARTS):
         return Scope.INFERENCE
     for start, scope in _SCOPED_PATHS:

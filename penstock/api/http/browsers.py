@@ -61,8 +61,8 @@ class AllowedOrigins:
         return self._allows_any or origin in self._named
 
     def names(self, headers: Headers) -> bool:
-        """Whether the headers come from a page whose origin the operator named. `*` names none: on a server without
-        keys it would let every page in."""
+        """Whether the headers come from a page whose origin the operator named. `*` names no origin:
+        on a server without keys, `*` would admit every page."""
         return _header(headers, b"origin") in self._named
 
 
@@ -143,7 +143,7 @@ class Cors:
 
 def is_foreign_page(headers: Headers, *, needs_local_name: bool) -> bool:
     """Whether a browser sends these headers for a page of another site. With `needs_local_name` a page counts as our
-    own only if the browser opened it by an address or as localhost, which nobody can rebind."""
+    own only if the browser opened it by an IP address or as localhost: DNS rebinding cannot change those names."""
     origin = site = None
     host = b""
     for name, value in headers:
@@ -162,8 +162,8 @@ def is_foreign_page(headers: Headers, *, needs_local_name: bool) -> bool:
 
 
 def has_local_name(headers: Headers) -> bool:
-    """Whether the client called the server by an address or as localhost. A browser takes a page under a rebound name
-    for one of ours, and a request that only reads shows nothing but the name."""
+    """Whether the client called the server by an IP address or as localhost. A browser believes that a page under a
+    rebound name belongs to this server. In a request that only reads, the name is the only sign of rebinding."""
     return _is_local_name(_header(headers, b"host") or b"")
 
 

@@ -93,7 +93,7 @@ def principal_of(connection: HTTPConnection) -> Principal:
 
 
 def timeout_s_of(connection: HTTPConnection) -> float | None:
-    """How long the client will wait for the whole answer; None when it does not say."""
+    """Return how long the client waits for the whole answer; None if the client sent no timeout."""
     return _timeout_s(headers_of(connection).get(_TIMEOUT_HEADER))
 
 
@@ -107,7 +107,7 @@ def _timeout_s(value: bytes | None) -> float | None:
 
 
 def set_identify(scope: Scope, identify: Callable[[], Awaitable[Principal]]) -> None:
-    """How to ask again who a connection belongs to, for connections that outlive a request."""
+    """Store a function that authenticates the connection again, for connections that outlive a request."""
     scope.setdefault("state", {})["identify"] = identify
 
 
@@ -160,7 +160,7 @@ def with_context(
 
 
 def answer_headers(answer: AnswerStream) -> list[tuple[bytes, bytes]]:
-    """Whether the response cache had the answer, for a request that asked the cache, and the answer's warnings."""
+    """Return headers with the answer's warnings and, for a request that used the response cache, hit or miss."""
     status = answer.cache_status
     headers = [] if status is None else [(_CACHE_HEADER, status.encode())]
     if not answer.warnings:

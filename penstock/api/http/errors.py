@@ -78,7 +78,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class AnthropicErrorFacts(msgspec.Struct, frozen=True):
-    """What Anthropic's clients act upon by themselves."""
+    """The part of an error that Anthropic's clients handle automatically."""
 
     error_code: str
 
@@ -169,7 +169,7 @@ def ollama_error_body(error: PenstockError) -> bytes:
 
 
 def error_event(error: PenstockError) -> bytes:
-    """What ends an OpenAI stream early."""
+    """Return the event that ends an OpenAI stream early."""
     return b"data: " + error_body(error) + b"\n\n"
 
 
@@ -180,7 +180,7 @@ def anthropic_error(error: PenstockError) -> AnthropicErrorDetail:
 
 
 def _anthropic_too_long(error: ContextLengthExceeded) -> str:
-    """Anthropic's own sentences, because clients read the numbers in them and shorten what they send."""
+    """Return Anthropic's own sentence: clients parse the numbers in it, and shorten the prompt."""
     size = error.overflow
     if size is not None and size.prompt >= size.context:
         # A prompt that fills the context to the last token leaves no room for an answer.
@@ -199,7 +199,7 @@ def anthropic_error_body(error: PenstockError, request_id: str | None) -> bytes:
 
 
 def anthropic_error_event(error: PenstockError, request_id: str | None) -> bytes:
-    """What ends an Anthropic stream early."""
+    """Return the event that ends an Anthropic stream early."""
     return b"event: error\ndata: " + anthropic_error_body(error, request_id) + b"\n\n"
 
 
@@ -208,7 +208,7 @@ def anthropic_status(error: PenstockError) -> int:
 
 
 def sentence(error: PenstockError) -> str:
-    """What a person reads: the message, and the hint where there is one."""
+    """Return the text for a person: the message, and the hint if there is one."""
     return f"{error.message} {error.hint}" if error.hint else error.message
 
 
@@ -255,7 +255,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_reader_gone(request: Request, error: Exception) -> Response:
-    """Nobody reads this; it tells the framework that the request is over."""
+    """Tell the framework that the request is over. The client is gone, and does not read this response."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 

@@ -26,12 +26,12 @@ def limit_headers(rate_limits: RateLimits, *, is_anthropic: bool) -> Headers:
 
 
 def tells_limits(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether an answer has them already."""
+    """Whether an answer already has rate limit headers."""
     return any(name.startswith(_LIMIT_HEADERS) for name, _ in headers)
 
 
 def retry_headers(error: PenstockError) -> Headers:
-    """When to come back, or that coming back is of no use. Both SDKs prefer the milliseconds."""
+    """Return headers that say when to retry, or that a retry is of no use. Both SDKs prefer the milliseconds."""
     if isinstance(error, RateLimited) and not error.waiting_helps:
         never = [(b"x-should-retry", b"false")]
         return never if error.retry_after_s is None else [*never, *_retry_after(error.retry_after_s)]

@@ -24,7 +24,7 @@ _MAX_HEADER_BYTES = 8 << 10
 
 
 class UploadForm:
-    """What was read so far. `upload` is there once the file's part has begun."""
+    """The parts of a form that were read so far. `upload` is set when the file's part begins."""
 
     def __init__(self) -> None:
         self.fields: dict[str, str] = {}

@@ -68,7 +68,7 @@ class ConnectionMetrics(Collector):
 
 @dataclass(slots=True)
 class ConnectionLimits:
-    """What the protocols below enforce; shared by all connections of a server."""
+    """The limits that the protocols below enforce. All connections of a server share them."""
 
     config: ServerConfig
     metrics: ConnectionMetrics = field(default_factory=ConnectionMetrics)
@@ -76,7 +76,7 @@ class ConnectionLimits:
 
 
 def _is_plain_target(target: bytes) -> bool:
-    """Whether the target of a request is a path, and perhaps a query, without anything to decode."""
+    """Whether the target of a request is a path, with or without a query, that needs no decoding."""
     is_path = target[:1] == b"/" and target[:2] != b"//"
     return is_path and target.isascii() and b"%" not in target and b"#" not in target
 
@@ -188,7 +188,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _offers_upgrade(self) -> bool:
-        """Whether a request offers to go on in a protocol that is not spoken here, such as HTTP/2 over plain TCP."""
+        """Whether a request offers an upgrade to a protocol that is not supported, such as HTTP/2 over plain TCP."""
         return bool(self.parser.should_upgrade()) and self._get_upgrade() not in (None, b"websocket")
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
@@ -331,7 +331,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.transport = HeldHead(self.transport)
 
     def _begin_exchange(self) -> None:
-        """What uvicorn does with the head of a request, for one that needs no care."""
+        """Handle the head of a plain request, as uvicorn does, without the checks for special cases."""
         scope = self.scope
         path, _, query = self.url.partition(b"?")
         scope["method"] = "POST"

@@ -1,4 +1,4 @@
-"""What Ollama's API answers: one JSON object, or a line of JSON for each piece and a last one with the counters."""
+"""Responses of Ollama's API: one JSON object, or a line of JSON for each piece and a last line with the counters."""
 
 from __future__ import annotations
 

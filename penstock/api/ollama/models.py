@@ -1,5 +1,5 @@
-"""What is served, as Ollama's clients ask for it: /api/tags, /api/ps, /api/show, /api/version; and /api/pull, which
-has nothing to do for a served model."""
+"""The served models, as Ollama's API lists them: /api/tags, /api/ps, /api/show, /api/version. /api/pull succeeds at
+once for a served model."""
 
 from __future__ import annotations
 

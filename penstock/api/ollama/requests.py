@@ -1,4 +1,4 @@
-"""What clients send to Ollama's API, and its translation into the gateway's nouns.
+"""Requests of Ollama's API, and their translation into the gateway's types.
 
 Field names and defaults are Ollama's. An empty text stands for an absent field, as Ollama's own clients write it.
 """
@@ -93,7 +93,7 @@ _SHOWN_NAME_CHARS = 40
 
 
 class AnswerFields(msgspec.Struct, kw_only=True):
-    """What /api/chat and /api/generate share."""
+    """The fields that /api/chat and /api/generate share."""
 
     ENDPOINT: ClassVar[str]  # the name in the usage ledger
 
@@ -112,12 +112,12 @@ class AnswerFields(msgspec.Struct, kw_only=True):
 
     @property
     def unloads(self) -> bool:
-        """Whether a request without a prompt asks for the model to be unloaded, and not loaded."""
+        """Whether a request without a prompt asks to unload the model. Otherwise it asks to load the model."""
         return self.keep_alive in (0, "0", "0s")
 
     @property
     def warnings(self) -> tuple[RequestWarning, ...]:
-        """One that names the options without effect, if there are any."""
+        """One warning that names the options without effect, if there are any."""
         given = (name for name, value in (self.options or {}).items() if value is not None)
         ignored = sorted(name[:_SHOWN_NAME_CHARS] for name in given if name not in _USED_OPTIONS)
         if not ignored:

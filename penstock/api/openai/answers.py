@@ -135,7 +135,7 @@ class Completion(msgspec.Struct, omit_defaults=True):
 
 
 class AnswerHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What every chunk of an answer repeats, and what a caller asked to see in it."""
+    """The fields that every chunk of an answer repeats, and the optional parts that the caller asked for."""
 
     generation_id: str
     model: str
@@ -227,7 +227,7 @@ def chat_completion(
 
 
 class ShowsPrompts(Protocol):
-    """What an answer that comes with its prompt (`prompt_echo`) writes besides the text of a delta."""
+    """The log-probabilities in an answer that shows its prompt (`prompt_echo`)."""
 
     def logprobs(self, delta: Delta) -> CompletionLogprobs: ...
     def prompt_logprobs(self, delta: Delta) -> PromptLogprobList | None: ...

@@ -66,7 +66,7 @@ def refusing(names: Collection[str]) -> Callable[[str, Any], None]:
 
 
 class ReadingFields(msgspec.Struct, kw_only=True):
-    """How texts become tokens, in vLLM's words."""
+    """Options of tokenization, with vLLM's names."""
 
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None

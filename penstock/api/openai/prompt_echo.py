@@ -1,5 +1,5 @@
-"""What answers show of their prompts: the text (`echo`), and log-probabilities of its tokens in two shapes, OpenAI's
-(`echo` with `logprobs`) and vLLM's (`prompt_logprobs`).
+"""Prompts in answers: the text (`echo`), and log-probabilities of its tokens in two formats, OpenAI's (`echo` with
+`logprobs`) and vLLM's (`prompt_logprobs`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ VocabularyOf = Callable[[str], TokenBytes]  # by the name of the model that answ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownPrompts:
-    """What a request asks to see. `texts` are the echoed prompts, if any are; `echoed_top` and `scored_top` are the
-    numbers of alternatives in OpenAI's and in vLLM's shape, None for a shape that is not shown."""
+    """The parts of the prompt that a request asks for. `texts` are the echoed prompts, if any. `echoed_top` and
+    `scored_top` are the numbers of alternatives in OpenAI's and in vLLM's format, None if that format is not used."""
 
     n: int
     texts: Sequence[str] = ()
@@ -74,7 +74,7 @@ class EchoedAnswer(WrappedAnswer):
         return await self._show(await self._answer.collect())
 
     def logprobs(self, delta: Delta) -> CompletionLogprobs:
-        """Of a delta that was handed on: its prompt's tokens, if it has them, and its own."""
+        """Return the log-probabilities of a delta: of its prompt's tokens, if it has any, and of its own tokens."""
         shift = len(self._shown.text(delta.index))
         own = completion_logprobs(delta.details, shift)
         rendered = self._rendered.get(delta.index) if delta.prompt is not None else None
@@ -140,8 +140,8 @@ def echoed_logprobs(
 
 
 def text_offsets(tokens: Iterator[bytes], text: str) -> Iterator[int]:
-    """Where each token begins in the prompt's text, in characters. A token that was put in front of the text, and a
-    space in front of the first word that some tokenizers add, have no place there."""
+    """Yield the position in the prompt's text, in characters, where each token begins. Tokens that were added in
+    front of the text have no position of their own, nor has the leading space that some tokenizers add."""
     decode = getincrementaldecoder("utf-8")("replace").decode
     offset = 0
     for token in tokens:

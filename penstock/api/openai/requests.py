@@ -1,6 +1,6 @@
-"""What clients send to /v1/completions and /v1/chat/completions, and its translation into the gateway's nouns.
+"""Requests to /v1/completions and /v1/chat/completions, and their translation into the gateway's types.
 
-Field names and defaults are OpenAI's; `api.extensions` has those of other servers.
+Field names and defaults are OpenAI's; `api.extensions` has the fields of other servers.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class StreamOptions(msgspec.Struct):
 
 
 class SamplingFields(ExtensionFields, kw_only=True):
-    """What both endpoints share. Every field may be null, which is the same as absent."""
+    """The fields that both endpoints share. Every field may be null, which is the same as absent."""
 
-    ENDPOINT: ClassVar[str]  # what the usage ledger calls it
+    ENDPOINT: ClassVar[str]  # the name in the usage ledger
 
     model: str | None = None
     stream: bool | None = None
@@ -135,7 +135,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def keeps_best(self) -> bool:
-        """Whether more answers are made than are shown."""
+        """Whether more answers are generated than returned."""
         return self.best_of is not None and self.best_of != (1 if self.n is None else self.n)
 
     def to_generation(self) -> GenerationRequest:
@@ -283,8 +283,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         )
 
     def _thinking(self) -> tuple[bool | None, dict[str, Any]]:
-        """Whether the model is to think, and how much, in whichever of the ways there are to say it. The variables
-        of the template outrank the others."""
+        """Return whether the model should think, and how much. Several fields can say so; template variables have
+        priority."""
         if self._says_nothing_of_thinking:
             return None, {}
         thinking, reasoning = self.thinking or ThinkingSwitch("auto"), self.reasoning or ReasoningSwitch()
@@ -329,7 +329,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
 
 def thinking_of(effort: ReasoningEffort | None) -> tuple[bool | None, dict[str, Any]]:
-    """Whether the model is to think, and what its template is told about how much."""
+    """Return whether the model should think, and the template variables that say how much."""
     if effort is None:
         return None, {}
     return effort != "none", {} if effort == "none" else {"reasoning_effort": effort}

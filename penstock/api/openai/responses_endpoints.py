@@ -250,7 +250,7 @@ class ResponsesEndpoints:
         return BegunResponse(answer, events, _to_json([*unstored, *own_items]), previous_id, is_stored=False)
 
     def _stated(self, answer: AnswerStream) -> SamplingDefaults:
-        """What the makers of the answering model recommend; nothing for a model of an external server."""
+        """Return the sampling defaults of the answering model; empty for a model of an external server."""
         try:
             return self._responses.gateway.model(answer.model).card.sampling_defaults
         except PenstockError:

@@ -1,4 +1,4 @@
-"""What a request to /v1/responses goes on from: stored responses, conversations, and items it only refers to.
+"""The history of a request to /v1/responses: stored responses, conversations, and referenced items.
 
 The gateway stores responses as JSON; `StoredBodies` and `History` read them back.
 """

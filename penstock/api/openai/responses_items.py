@@ -208,8 +208,8 @@ def response_id_of(item_id: str) -> str | None:
 
 
 def input_items(wire: str | list[InputItem], owner: str, param: str = "input") -> list[InputItem]:
-    """What the client sent, in the full form in which it can be listed later: with types, ids and parts. `owner` is
-    the id of the request, which becomes part of the ids."""
+    """Return the client's input in full form, with types, ids and parts, so that it can be listed later. `owner` is
+    the id of the request, and becomes part of the ids."""
     items = [InputItem(role="user", content=wire)] if isinstance(wire, str) else wire
     check_num_parts(items, param)
     return [_full(item, f"{owner}-i{position}") for position, item in enumerate(items)]

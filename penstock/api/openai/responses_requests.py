@@ -1,4 +1,4 @@
-"""What clients send to /v1/responses, and its translation into the gateway's nouns."""
+"""Requests to /v1/responses, and their translation into the gateway's types."""
 
 from __future__ import annotations
 

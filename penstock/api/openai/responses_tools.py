@@ -20,7 +20,7 @@ _MAX_SHOWN_CHARS = 64
 
 
 class ToolFormat(msgspec.Struct, omit_defaults=True):
-    """What a custom tool takes."""
+    """The input format of a custom tool."""
 
     type: str
     syntax: str | None = None
@@ -87,7 +87,7 @@ CallKind: TypeAlias = Literal["function", "custom", "apply_patch", "shell", "loc
 
 
 class CalledTool(msgspec.Struct, frozen=True):
-    """What a call is to the client, whose tools may have other names than the model sees."""
+    """A called tool under the client's name. The model may see another name."""
 
     kind: CallKind
     name: str

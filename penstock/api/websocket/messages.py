@@ -1,4 +1,4 @@
-"""What goes over the WebSocket /v1/stream, both ways, as JSON texts.
+"""The messages of the WebSocket /v1/stream in both directions, as JSON texts.
 
 The fields of a request are those of /v1/completions when it has a `prompt`, and those of /v1/chat/completions when it
 has `messages`. Knows no socket.
@@ -28,7 +28,7 @@ _to_json = msgspec.json.Encoder().encode
 
 
 class Envelope(msgspec.Struct):
-    """What tells the kinds of messages apart. `Raw` parts are read when the kind is known."""
+    """The fields that determine the kind of a message. `Raw` parts are decoded when the kind is known."""
 
     id: str | int | None = None
     cancel: str | int | msgspec.UnsetType = msgspec.UNSET

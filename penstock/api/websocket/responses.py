@@ -47,7 +47,7 @@ _to_json = msgspec.json.Encoder().encode
 
 
 class CreateMessage(msgspec.Struct):
-    """What a message has besides the fields of a request."""
+    """The fields of a message besides the fields of a request."""
 
     type: str
     stream_id: str | None = None

@@ -128,7 +128,7 @@ def failed_event(failure: dict[str, Any]) -> bytes:
 
 
 def required_input(events: ResponseEvents) -> list[dict[str, str]]:
-    """What the client has to bring before the model can go on: a result for each call of the response."""
+    """Return the input that the model needs to continue: a result for each tool call of the response."""
     required = []
     for item in events.body.output:
         call = msgspec.to_builtins(item)

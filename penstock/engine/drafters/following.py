@@ -153,7 +153,7 @@ class DraftSteps:
     def __init__(
         self, guesser: Guesser, kv: KVStore, max_rows: int, max_positions: int, *, records_graphs: bool
     ) -> None:
-        """The last block of `kv` belongs to nobody."""
+        """The last block of `kv` must belong to no request: padding rows write to it."""
         self._guesser, self._kv = guesser, kv
         self._max_rows, self._max_positions = max_rows, max_positions
         self._spare_slot = (kv.num_blocks - 1) * kv.block_size

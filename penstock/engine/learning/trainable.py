@@ -117,7 +117,7 @@ def shifted(tensor: Tensor, by: int) -> Tensor:
 
 
 class Lesson:
-    """What a model shows its head: hidden states, embeddings and distributions over tokens."""
+    """The training data of a head: the model's hidden states, embeddings and distributions over tokens."""
 
     def __init__(self, target: Target, draft_ids: Tensor | None) -> None:
         self.target = target
