@@ -85,6 +85,7 @@ def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
     if not asked and fields.has("model_type"):
         asked = [fields.text("model_type")]
     names = {*asked, *map(generating_name, asked)}
+    names |= {name.replace("ForCausalLM", "LMHeadModel") for name in names}  # as GPT-2 is called
     for architecture in FAMILIES:
         if names.intersection(architecture.huggingface_names):
             return architecture

@@ -148,6 +148,7 @@ CLASSIFIERS: dict[str, type[PreTrainedConfig]] = {
     "Qwen2": transformers.Qwen2Config,
     "Qwen3": Qwen3Config,
     "Gemma3Text": transformers.Gemma3TextConfig,
+    "GPT2": transformers.GPT2Config,
 }
 
 
@@ -155,8 +156,9 @@ CLASSIFIERS: dict[str, type[PreTrainedConfig]] = {
 def test_classifiers_give_the_logits_of_transformers(tmp_path: Path, family: str) -> None:
     torch.manual_seed(4)
     settings = SIZES | {"num_labels": 3}
-    if family == "Qwen2":
-        settings.pop("head_dim")
+    other_names = {"Qwen2": ["head_dim"], "GPT2": ["head_dim", "num_key_value_heads", "intermediate_size"]}
+    for name in other_names.get(family, []):
+        settings.pop(name)
     model = getattr(transformers, f"{family}ForSequenceClassification")(
         CLASSIFIERS[family](**settings)
     ).eval()
