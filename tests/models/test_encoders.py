@@ -17,6 +17,7 @@ from transformers import (
     DistilBertConfig,
     ElectraConfig,
     ErnieConfig,
+    EuroBertConfig,
     Gemma3TextConfig,
     Gemma3TextModel,
     ModernBertConfig,
@@ -104,6 +105,11 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
         "ModernBert",
     ),
     "nomic": (NomicBertConfig, {}, "NomicBert"),
+    "eurobert": (
+        EuroBertConfig,
+        {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2},
+        "EuroBert",
+    ),
 }
 
 
@@ -142,7 +148,13 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, family: str) ->
             assert torch.equal(alone, states), "a text's states depend on its batch"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_classifiers_of_eurobert_are_refused(tmp_path: Path) -> None:
+    write_encoder("eurobert", tmp_path, "ForSequenceClassification", num_labels=3)
+    with pytest.raises(ModelLoadError, match="label each token first"):
+        load_encoder(tmp_path, select_ops("cpu", torch.float32))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"eurobert"}))
 def test_classifiers_give_the_logits_of_transformers(tmp_path: Path, family: str) -> None:
     theirs = write_encoder(family, tmp_path, "ForSequenceClassification", num_labels=3)
     has_pairs = family in ("bert", "nomic", "ernie", "electra-narrow")

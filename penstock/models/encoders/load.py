@@ -13,6 +13,7 @@ from penstock.models.encoders.base import Encoder
 from penstock.models.encoders.bert import Bert, DistilBert, Electra, MPNet, Roberta
 from penstock.models.encoders.deberta import DebertaV2
 from penstock.models.encoders.embedding_gemma import EmbeddingGemma
+from penstock.models.encoders.eurobert import EuroBert
 from penstock.models.encoders.modernbert import ModernBert
 from penstock.models.encoders.nomic_bert import NomicBert
 from penstock.models.pooling import PoolingSettings, architectures, read_pooling
@@ -30,6 +31,7 @@ ENCODERS: tuple[type[Encoder], ...] = (
     ModernBert,
     NomicBert,
     EmbeddingGemma,
+    EuroBert,
 )
 
 
