@@ -195,7 +195,7 @@ def _print_acceptance(shares: list[float]) -> None:
 
 
 def _plot(curve: list[dict[str, Any]], path: Path) -> None:
-    """Draw loss and acceptance by epoch. Without matplotlib, curve.json has to do."""
+    """Draw loss and acceptance by epoch. Without matplotlib, only curve.json is written."""
     from penstock.bench.summary import require_matplotlib
     from penstock.core.errors import UsageError
 

@@ -155,7 +155,7 @@ def rm(names: Sequence[str], yes: bool) -> None:
 
 
 class LoadedModel(msgspec.Struct, frozen=True):
-    """As the server tells; None where the server does not."""
+    """A loaded model as its server reports it. Fields that the server does not report are None."""
 
     name: str
     size: int | None = None

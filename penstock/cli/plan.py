@@ -1,4 +1,4 @@
-"""`penstock plan`: what a traffic needs, and what it costs."""
+"""`penstock plan`: the hardware and the cost of a workload."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TENSOR_PARALLEL = (1, 2, 4, 8)
 _MEASURED = "this machine"
 
 
-@click.command(cls=PenstockCommand, short_help="Say what a traffic needs, and what it costs.")
+@click.command(cls=PenstockCommand, short_help="Estimate the hardware and the cost of a workload.")
 @click.argument("model")
 @click.option("--hardware", "names", multiple=True, metavar="NAME",
               help="Device to plan for; may be given several times. Default: all that are known.")  # fmt: skip
@@ -289,7 +289,8 @@ def _simulated(
     targets: Targets,
     measured: tuple[Layout, LinearCost] | None,
 ) -> Plan | UsageError:
-    """The error says that no number of replicas meets the targets: other layouts may."""
+    """Find the number of replicas in the simulator. Returns an error if no number meets the targets with this
+    layout; other layouts may still meet them."""
     from penstock.planner.capacity import plan_replicas
 
     with spinner(f"Simulating {layout.hardware.name}"):

@@ -39,8 +39,8 @@ def release() -> None:
     """Releases on a running server.
 
     A new revision (other weights, other engine settings) warms up, gets mirrored requests whose answers are compared
-    and dropped, then a growing share of real ones. It is promoted, or rolled back, by how it does beside the revision
-    in service.
+    and dropped, then a growing share of real requests. The server compares it with the revision in service, and
+    promotes it or rolls it back.
 
     \b
       penstock release start --weights ./finetuned.gguf --watch

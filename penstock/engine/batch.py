@@ -128,8 +128,8 @@ class HostStep:
     """One step in host memory, of C chunks. Chunks with a single token come first, as in the plan.
 
     For attention a step has R sequences of queries: one for each chunk. On a GPU, each token of a chunk with drafts
-    is a sequence of its own, a decode whose context has the tokens in front of it: what decodes run on, CUDA graphs
-    included, then verifies drafts too."""
+    is a separate sequence: a decode whose context includes the tokens in front of it. So the code for decodes,
+    including CUDA graphs, also verifies drafts."""
 
     chunk_starts: Int32Array  # [C + 1], positions in T
     rows: Int64Array  # [R], the row of each sequence's request

@@ -1,14 +1,14 @@
-"""Keeps cached prefixes on disk, as a collaborator of the engine's loop, and reads them back for requests. Knows no
-scheduling beyond what is found and what is quicker.
+"""Keeps cached prefixes on disk, as a collaborator of the engine's loop, and reads them back for requests. Decides
+only whether reading a prefix is faster than computing it.
 
 Blocks that leave the device go to host memory (`kvcache.host`). From there a thread writes them to files, so they
 are on disk by the time that host memory drops them, unless the disk is too slow, or one step needs more room than
-host memory has: then they are simply lost. When the engine closes, blocks that are still on the device are written
+host memory has: then they are lost. When the engine closes, blocks that are still on the device are written
 for a few seconds, for the next start.
 
-A request whose prefix goes on in files waits in front of the scheduler while threads read, if reading is predicted to
-be quicker than computing. Its blocks are brought in like blocks of another engine (`scheduler.exchange`). When a file
-is missing or damaged, the request goes on with what was read before it.
+A request whose prefix continues in files waits in front of the scheduler while threads read, if reading is predicted
+to be faster than computing. Its blocks are brought in like blocks of another engine (`scheduler.exchange`). When a
+file is missing or damaged, the request continues with the blocks that were read before.
 """
 
 from __future__ import annotations

@@ -206,9 +206,10 @@ class Sampler:
     def _verified(
         self, index: int, token_ids: Sequence[int], drafts: tuple[int, ...], masks: StepMasks | None
     ) -> list[int]:
-        """Return the samples that are part of the answer: those up to the first that differs from the draft behind
-        it. They end in front of a position that could not be sampled, which the next step meets again, and with an
-        end token of a constrained request. Empty if the first position could not be sampled."""
+        """Return the samples that become part of the answer: all samples up to and including the first one that
+        differs from its draft. The list stops before a position that could not be sampled, which the next step
+        samples again, and after an end token of a constrained request. It is empty if the first position could not
+        be sampled."""
         num_usable, ends = len(drafts) + 1, tuple[int, ...]()
         if masks is not None and (index in masks.num_masked or index in masks.failed):
             num_usable, ends = masks.num_masked.get(index, 0), self._eos_token_ids

@@ -62,8 +62,8 @@ def prepare(config: EngineConfig, model_path: Path, bytecode: Path | None = None
 
 
 def read_compiler_ahead() -> threading.Thread | None:
-    """Have the system read the compiler of kernels from disk: 400 MB, which would take a machine that was just
-    switched on three seconds in small pieces.
+    """Read the kernel compiler (400 MB) from disk in the background. Read in small pieces, it takes three seconds on
+    a machine that was just switched on.
 
     Returns at once; None without a GPU or a compiler."""
     spec = importlib.util.find_spec("triton")
@@ -75,7 +75,7 @@ def read_compiler_ahead() -> threading.Thread | None:
 
 
 def open_gpu_ahead() -> threading.Thread | None:
-    """Let the driver find its devices and set up the first one, which torch then finds open: some tenths of a second.
+    """Let the driver set up the first GPU in the background, which saves torch some tenths of a second.
     CUDA_VISIBLE_DEVICES must be set.
 
     Returns at once; None without a GPU."""

@@ -13,8 +13,8 @@ class StepTimer(Protocol):
     """Measures the time of a step from the construction of the timer."""
 
     def stop(self, preparation_s: float = 0.0) -> None:
-        """Mark the end of the step's work, all of which has been submitted. Of its time, `preparation_s` was spent on
-        what later steps need not do again, and does not count."""
+        """Mark the end of the step's work, all of which has been submitted. `preparation_s` is the time of one-time
+        work in this step, and is not counted."""
         ...
 
     def wait(self) -> float:

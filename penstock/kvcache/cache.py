@@ -110,7 +110,7 @@ class KVCache:
 
     def num_spare(self, num_blocks: int, num_window_blocks: int) -> int:
         """Return how many blocks are left once requests got so many blocks, and so many for windows. A negative
-        number are the blocks that they lack."""
+        result counts the missing blocks."""
         if not self.has_window_memory:
             return self.num_available - num_blocks - num_window_blocks
         lacking = min(0, self.num_available - num_blocks)

@@ -34,8 +34,8 @@ class HostTier:
         return len(self._free)
 
     def store(self, block: Block) -> BlockHash | None:
-        """Store a block, unless every stored block is worth more. Returns the hash that is lost, which is that of the
-        block itself or of the block that made room; None while there are free slots."""
+        """Store a block, unless every stored block is worth more. Returns the lost hash: the block's own hash, or
+        the hash of the stored block that was dropped for it; None while there are free slots."""
         assert block.block_hash is not None
         lost: BlockHash | None = None
         if not self._free:

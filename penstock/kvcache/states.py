@@ -1,5 +1,5 @@
-"""State slots hold what layers with a fixed state, such as state-space layers, remember of a request's tokens. Knows
-ids, hashes and recency; no tensor, token or clock.
+"""Slots for the states of layers with a fixed state, such as state-space layers. Knows ids, hashes and recency; no
+tensor, token or clock.
 
 A state has the same size after one token as after a million, and every token changes all of it. So a request cannot
 start from the state of a longer prefix: it needs a snapshot, a copy of the state as it was at the end of a block.
@@ -14,9 +14,10 @@ Every slot is in exactly one of three places:
 copy is made in front of the next step: until then the snapshot is *due*, and requests that need it wait for one plan.
 When a request stops at the end of a block, its slot becomes the snapshot, and nothing is copied.
 
-The least recently used snapshot makes room, retained prefixes last: these move to host memory, where there is some.
-A snapshot goes with the block that it belongs to. Copies are made in the order of decisions, like copies of blocks,
-so a slot may be handed out again at once.
+The least recently used snapshot is evicted first. Snapshots of retained prefixes are evicted last, and move to host
+memory if there is room. A snapshot is dropped together with its block.
+
+Copies are made in the order of decisions, like copies of blocks, so a slot may be handed out again at once.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class StatePool:
         return 0
 
     def is_due(self, block_hash: BlockHash) -> bool:
-        """Say whether a snapshot exists from the next plan on, and not yet."""
+        """Say whether a snapshot does not exist yet, but will exist from the next plan on."""
         return block_hash in self._due
 
     def open(self, start: BlockHash | None) -> int:

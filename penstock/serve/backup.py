@@ -82,7 +82,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _postgres_url(store: StoreConfig) -> str:
-    """Return the URL without the password, which goes by the environment: lists of processes show arguments."""
+    """Return the URL without the password. The password is passed in the environment, because process lists show
+    arguments."""
     url = make_url(store.database_url or "").set(drivername="postgresql", password=None)
     return url.render_as_string(hide_password=False)
 

@@ -23,7 +23,7 @@ REFRESH_INTERVAL_S = 5.0
 
 
 class ExternalServers:
-    """Keeps a pool up to date. Tables that cannot be used change nothing, and are told of once."""
+    """Keeps a pool up to date. Tables that cannot be used change nothing, and are logged once."""
 
     def __init__(self, config: ServeConfig, pool: ExternalPool, discovery: Discovery | None = None) -> None:
         self._config = config
@@ -53,7 +53,7 @@ class ExternalServers:
                 logger.exception("the external servers could not be refreshed; it is tried again")
 
     def _read_stamp(self) -> tuple[int, int] | None:
-        """Changes with the file; None without one, or while it is away."""
+        """Return a value that changes with the file; None if there is no file."""
         if self._config.external_file is None:
             return None
         try:

@@ -95,7 +95,7 @@ def run(
 
 
 def launchers(config: ServeConfig, log_level: str, early: EarlyProcess | None = None) -> dict[str, Launcher]:
-    """By the names that specs have for them. None does anything before it is asked to."""
+    """Return the launchers by name. A launcher does nothing until it is used."""
     log_format = config.telemetry.log_format
     return {
         "local": LocalLauncher(

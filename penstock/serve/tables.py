@@ -230,7 +230,7 @@ def read_external_tables(value: Any, place: str) -> tuple[ExternalTable, ...]:
 
 
 def _accepted(table: Any) -> str:
-    """The end of a sentence about a table: what a setting of few values takes, where the table has another one."""
+    """Return the end of an error sentence: the accepted values of a setting, if the table has another value."""
     for name, kind in (("discover", Discover), ("dialect", Dialect)):
         values = get_args(kind)
         if isinstance(table, dict) and table.get(name, values[0]) not in values:

@@ -105,8 +105,8 @@ class KVExports:
                 self._begin_chunk(prefill, chunk)
 
     def layer_begins(self, layer: int) -> None:
-        """Note that the step has written all layers before this one. A step in several parts, for want of memory,
-        begins with the first layer again: its blocks are told only at its end."""
+        """Note that the step has written all layers before this one. If memory is short, a step runs in several
+        parts, each of which begins with the first layer. The blocks of such a step are reported only at its end."""
         if not self._running:
             return
         in_order = layer == self._num_layers_begun
