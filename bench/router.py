@@ -29,6 +29,7 @@ class Setting:
     prefix_blocks: int
     holders: int
     num_decisions: int
+    is_idle: bool
 
 
 def make_chains(setting: Setting, rng: random.Random) -> list[list[bytes]]:
@@ -52,14 +53,18 @@ def build(
             sequences[number] += 1
     for number, replica in enumerate(replicas):
         stats = EngineStats(
-            num_running=number % 7, num_kv_blocks_used=1000 * number, step_tokens=900, step_s=0.03
+            num_steps=1,
+            num_running=0 if setting.is_idle else number % 7,
+            num_kv_blocks_used=0 if setting.is_idle else 1000 * number,
+            step_tokens=900,
+            step_s=rng.uniform(0.025, 0.035),
         )
         router.heartbeat(replica.id, stats)
     return router, replicas
 
 
 def measure(policy: str, setting: Setting, chains: list[list[bytes]], rng: random.Random) -> list[float]:
-    """Microseconds of each `choose`, for prompts of an indexed prefix and four blocks that no replica holds."""
+    """Microseconds of CPU time of each `choose`, for prompts of an indexed prefix and four blocks that none holds."""
     router, replicas = build(policy, setting, chains, rng)
     durations_us = []
     for number in range(setting.num_decisions):
@@ -68,9 +73,9 @@ def measure(policy: str, setting: Setting, chains: list[list[bytes]], rng: rando
             id=str(number), model=MODEL, num_prompt_tokens=len(hashes) * BLOCK_SIZE + 5, block_hashes=hashes
         )
         now = number * 1e-3
-        started = time.perf_counter()
+        started = time.process_time()
         router.choose(request, replicas, now, rng)
-        durations_us.append((time.perf_counter() - started) * 1e6)
+        durations_us.append((time.process_time() - started) * 1e6)
         if number >= 256:
             router.first_token(str(number - 128), now)
             router.ended(str(number - 256), now)
@@ -103,9 +108,16 @@ def main() -> None:
     parser.add_argument("--prefix-blocks", type=int, default=100, help="indexed blocks of each prompt")
     parser.add_argument("--holders", type=int, default=3, help="replicas that hold each prefix")
     parser.add_argument("--decisions", type=int, default=5_000)
+    parser.add_argument("--idle", action="store_true", help="replicas without requests of other gateways")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="names, separated by commas")
     options = parser.parse_args()
     setting = Setting(
-        options.replicas, options.blocks, options.prefix_blocks, options.holders, options.decisions
+        options.replicas,
+        options.blocks,
+        options.prefix_blocks,
+        options.holders,
+        options.decisions,
+        options.idle,
     )
     rng = random.Random(0)
     chains = make_chains(setting, rng)
@@ -114,7 +126,7 @@ def main() -> None:
         f"{setting.prefix_blocks} of them in each prompt"
     )
     print(f"{'policy':<20}{'median µs':>10}{'p90 µs':>10}{'p99 µs':>10}")
-    for policy in POLICIES:
+    for policy in options.policies.split(","):
         durations = sorted(measure(policy, setting, chains, rng))
         p90, p99 = (durations[int(len(durations) * share)] for share in (0.90, 0.99))
         print(f"{policy:<20}{statistics.median(durations):>10.1f}{p90:>10.1f}{p99:>10.1f}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress
+from itertools import compress, repeat
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import add, attrgetter, itemgetter, mul
 from typing import Any
 
 from penstock.router.load import LoadColumns, ReplicaLoad
@@ -44,7 +44,11 @@ class Candidates(list[ReplicaLoad]):
 
     def costs_s(self, num_tokens: float) -> list[float]:
         """Return queue_s + num_tokens * token_s of each."""
-        return list(self._of_these(self._columns.costs_s(num_tokens)))
+        columns = self._columns
+        if 2 * len(self) > len(columns.queue_s):  # most costs are needed, or were needed before
+            return list(self._of_these(columns.costs_s(num_tokens)))
+        queue_s, token_s = self._of_these(columns.queue_s), self._of_these(columns.token_s)
+        return list(map(add, queue_s, map(mul, repeat(num_tokens), token_s)))
 
     @property
     def are_many(self) -> bool:

@@ -66,15 +66,28 @@ class HolderSets(Mapping[ReplicaLoad, int]):
             yield from self._among(bits)
 
     def __getitem__(self, load: ReplicaLoad) -> int:
+        num_tokens = self.of(load)
+        if not num_tokens:
+            raise KeyError(load)
+        return num_tokens
+
+    def of(self, load: ReplicaLoad) -> int:
+        """Return the tokens that a candidate holds; 0 for none."""
         for num_blocks, bits in self.sets:
             if bits & load.bit and load.recent_requests <= self._limit:
                 return self.tokens(num_blocks, load.replica.block_size)
-        raise KeyError(load)
+        return 0
 
     def items(self) -> ItemsView[ReplicaLoad, int]:
-        return {
-            load: matched for num_blocks, bits in self.sets for load, matched in self.among(num_blocks, bits)
-        }.items()
+        found = {}
+        for num_blocks, bits in self.sets:
+            while bits:
+                lowest = bits & -bits
+                bits ^= lowest
+                load = self._by_bit[lowest]
+                if self._limit == inf or load.recent_requests <= self._limit:
+                    found[load] = min(num_blocks * load.replica.block_size, self._most)
+        return found.items()
 
     def among(self, num_blocks: int, bits: int) -> Generator[tuple[ReplicaLoad, int]]:
         """Return the loads of these bits, from the lowest bit on, and what they hold in so many blocks."""

@@ -5,7 +5,7 @@ A policy gets randomness, the loads and the matched prefixes of all candidates. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol, TypeAlias
 
 from penstock.core.errors import ConfigError
@@ -180,24 +180,25 @@ class PrefixAware:
 
     def _worth_comparing(
         self, request: RoutingRequest, candidates: Candidates, matches: Matches, num_blocks: int
-    ) -> Iterator[tuple[ReplicaLoad, int]]:
+    ) -> Iterable[tuple[ReplicaLoad, int]]:
         """Return holders and the tokens that they hold: all of them, or the cheapest of many that hold the same."""
         if (
             not isinstance(matches, HolderSets)
             or not candidates.are_many
             or not candidates.have_free(num_blocks)
         ):
-            yield from matches.items()
-            return
+            return matches.items()
+        found: list[tuple[ReplicaLoad, int]] = []
         for depth, holders in matches.sets:
             if holders.bit_count() < _MANY_HOLDERS:
-                yield from matches.among(depth, holders)
+                found += matches.among(depth, holders)
                 continue
             matched = matches.tokens(depth, candidates[0].replica.block_size)
             uncached = (request.num_prompt_tokens - matched) * self._recompute_weight
             cheapest = candidates.cheapest_holder(uncached, holders)
             if cheapest is not None:
-                yield cheapest, matched
+                found.append((cheapest, matched))
+        return found
 
     def _cost_s(self, candidate: ReplicaLoad, uncached_tokens: int, num_blocks: int) -> float:
         return candidate.predict_s(uncached_tokens * self._recompute_weight, num_blocks)

@@ -91,7 +91,7 @@ class Router:
             picked, reason = candidates[0], Reason.ONLY
         else:
             picked, reason = self._pick(request, candidates, matches, now, rng)
-        matched = matches.get(picked, 0)
+        matched = matches.of(picked)
         block_size = picked.replica.block_size
         uncached = request.num_prompt_tokens - matched
         num_blocks = (uncached + request.expected_output_tokens) // block_size + 1

@@ -15,6 +15,11 @@ ROOT = Path(__file__).parents[2]
     ("script", "arguments", "expected"),
     [
         ("router.py", "--replicas 4 --blocks 1000 --decisions 20", "bytes per entry"),
+        (
+            "router.py",
+            "--replicas 4 --holders 4 --decisions 20 --blocks 800 --idle --policies prefix-aware",
+            "median",
+        ),
         ("routing.py", "--replicas 2 --requests 40 --processes 2", "prefix-aware"),
         pytest.param("fleet_faults.py", "--replicas 4 --requests 40", "KV events", marks=pytest.mark.slow),
     ],
