@@ -253,6 +253,33 @@ def test_an_endless_body_is_cut_off() -> None:
         assert serves(served)
 
 
+CHUNKED = COMPLETION + b"Connection: close\r\nTransfer-Encoding: chunked\r\n"
+
+
+def test_trailers_are_no_headers() -> None:
+    """A proxy checks headers, and lets trailers pass."""
+    body = b'{"prompt": "hi", "max_tokens": 4}'
+    with bounded_server(FakeEngine(script_text("ok")), ServerConfig(api_key="right")) as served:
+        for trailer, status in ((b"", 200), (b"Authorization: Bearer right\r\n", 401)):
+            key = b"" if trailer else b"Authorization: Bearer right\r\n"
+            with dial(served) as connection:
+                chunks = b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, trailer)
+                connection.sendall(CHUNKED + key + b"\r\n" + chunks)
+                assert read_all(connection).startswith(b"HTTP/1.1 %d" % status)
+
+
+@pytest.mark.parametrize("framing", [b"0\r\nX-Trailer: ", b"1;extension="], ids=["trailer", "extension"])
+def test_endless_framing_is_cut_off(framing: bytes) -> None:
+    """The parser keeps all of a trailer until it ends."""
+    with bounded_server(FakeEngine(script_text("ok")), ServerConfig()) as served:
+        with dial(served) as connection, pytest.raises(OSError):  # noqa: PT011, PT012
+            connection.sendall(CHUNKED + b"\r\n" + framing)
+            for _ in range(1024):
+                connection.sendall(b"a" * (1 << 16))
+        assert served.connections.num_malformed == 1
+        assert serves(served)
+
+
 def test_what_is_not_http_is_refused_in_our_own_words() -> None:
     with bounded_server(FakeEngine(script_text("ok"))) as served:
         for junk in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"HELLO\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):

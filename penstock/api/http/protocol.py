@@ -31,6 +31,8 @@ from penstock.gateway.metrics.table import metrics
 
 MIN_BODY_BYTES = 16 << 10  # that must arrive in each `body_timeout_s`
 MAX_DISCARDED_BYTES = 64 << 20
+MAX_FRAMING_BYTES = 1 << 20  # of chunks and trailers; small chunks may have more, in proportion to the body
+MAX_FRAMING_FACTOR = 16
 MAX_HEADERS = 100
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
@@ -118,6 +120,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_body_bytes = 0
         self._num_discarded_bytes = 0
+        self._num_content_bytes = 0  # of the whole body
+        self._num_framed_bytes = 0  # of the whole body as it came, with its framing
         self._idle_since: float | None = None  # when the last answer ended, until something arrives
         self._worker: asyncio.Task[None] | None = None  # answers the requests of this connection
         self._work: tuple[RequestResponseCycle, ASGI3Application] | None = None  # that the worker takes next
@@ -164,7 +168,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or self.transport.get_protocol() is not self:
             return
         if self._awaits_body:
-            if self._timer is None:
+            self._num_framed_bytes += len(data)
+            self._check_framing()
+            if self._timer is None and not self.transport.is_closing():
                 self._arm(self.limits.config.body_timeout_s, self._body_timed_out)
         elif self._awaits_head or self._is_idle_without_timer:
             if self._timer is None:
@@ -288,6 +294,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._awaits_body:
+            return  # a trailer, which must not pass for a header: proxies check headers only
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -309,6 +317,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._awaits_body = True
         self._num_body_bytes = 0
         self._num_discarded_bytes = 0
+        self._num_content_bytes = 0
+        self._num_framed_bytes = 0
         self.scope["extensions"] = self._extensions
         http_version = self.parser.get_http_version()
         is_post = self.parser.get_method() == b"POST"
@@ -358,6 +368,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
+        self._num_content_bytes += len(body)
         if self.cycle is not None and self.cycle.response_complete:
             # The rest of a refused body is read and forgotten, so that its sender comes to read the refusal.
             self._num_discarded_bytes += len(body)
@@ -427,6 +438,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                     f"The request's head is larger than {limit} bytes, or has more than {MAX_HEADERS} headers."
                 )
             )
+
+    def _check_framing(self) -> None:
+        """End a connection whose client sends endless trailers or chunk extensions, which the parser collects."""
+        most = MAX_FRAMING_BYTES + MAX_FRAMING_FACTOR * self._num_content_bytes
+        if self._num_framed_bytes - self._num_content_bytes > most and not self.transport.is_closing():
+            self.limits.metrics.num_malformed += 1
+            self._refuse(InvalidRequest("The body of the request has too much framing around it."))
 
     def _refuse(self, error: PenstockError) -> None:
         """Answer where nothing has been answered yet, and close."""
