@@ -26,9 +26,9 @@ from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, P
 from penstock.core.hashing import adapter_digest
 from penstock.core.plan import Chunk
 from penstock.core.request import Adapter, Request
-from penstock.engine.batch import Staging
 from penstock.engine.collaborator import Arrival, Collaborator
 from penstock.engine.images import PlacedImages
+from penstock.engine.staging import Staging
 from penstock.kernels.adapted import NO_ADAPTER, AdaptedProduct, Delta, adapters_on
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.lora import Shapes, adaptable_products, read_lora

@@ -19,7 +19,7 @@ from penstock.core.engine_config import EngineConfig, parse_speculate
 from penstock.core.errors import ConfigError
 from penstock.core.figures import parse_bytes
 from penstock.engine.adapters import AdapterQueue, LoRAModel
-from penstock.engine.batch import BatchRows, Staging
+from penstock.engine.batch import BatchRows
 from penstock.engine.cache_memory import allocate_cache
 from penstock.engine.card import describe, kv_facts
 from penstock.engine.device import (
@@ -38,6 +38,7 @@ from penstock.engine.images import ImageEncoder, ImageQueue
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.one_rank import OneRank
 from penstock.engine.pooling import VectorMaker
+from penstock.engine.staging import Staging
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
 from penstock.engine.windows import WindowRows

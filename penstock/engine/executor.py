@@ -30,12 +30,13 @@ from penstock.core.plan import (
     StepResult,
 )
 from penstock.core.request import Request
-from penstock.engine.batch import NO_SAMPLES, BatchRows, HostStep, Samples, Staging
+from penstock.engine.batch import NO_SAMPLES, BatchRows, HostStep, Samples
 from penstock.engine.drafters.hidden_states import NOTHING, HiddenStates
 from penstock.engine.forward import ForwardPass, FromHidden
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, StepMasks
 from penstock.engine.pooling import sampled_vector
 from penstock.engine.sampler import Sampler
+from penstock.engine.staging import Staging
 from penstock.engine.step_timers import CudaTimer, HostTimer, StepTimer
 from penstock.kernels.interface import HalvesBlocks, KVStore
 from penstock.kernels.states import StateStore

@@ -17,12 +17,13 @@ from torch import Tensor
 from penstock.core.plan import Chunk
 from penstock.core.request import Request
 from penstock.engine.adapters import LoRAModel, Slots
-from penstock.engine.batch import BatchRows, HostStep, Staging, halves
+from penstock.engine.batch import BatchRows, HostStep, halves
 from penstock.engine.drafters.hidden_states import HiddenStates
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.images import ImageEncoder, PlacedImages
 from penstock.engine.pooling import HiddenPooler, VectorMaker
 from penstock.engine.prompt_scores import PromptScorer, Scores
+from penstock.engine.staging import Staging
 from penstock.kernels.interface import KVStore
 from penstock.models.model import Model, TappedModel
 

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters import LoRAModel, Slots
-from penstock.engine.batch import BatchRows, HostStep, Staging
+from penstock.engine.batch import BatchRows, HostStep
+from penstock.engine.staging import Staging
 from penstock.engine.windows import with_parts
 from penstock.kernels.adapted import NO_ADAPTER
 from penstock.kernels.interface import Attend, AttentionBatch, CutsAtAttention, KVStore

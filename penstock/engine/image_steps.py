@@ -21,7 +21,8 @@ from torch import Tensor
 
 from penstock.core.plan import Chunk
 from penstock.core.request import Request
-from penstock.engine.batch import HostStep, Staging
+from penstock.engine.batch import HostStep
+from penstock.engine.staging import Staging
 
 Int64Array = NDArray[np.int64]
 

@@ -21,9 +21,10 @@ from torch import Tensor
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, PenstockError
 from penstock.core.plan import Chunk, Encoding
 from penstock.core.request import ImageInput, Request
-from penstock.engine.batch import HostStep, Staging
+from penstock.engine.batch import HostStep
 from penstock.engine.collaborator import Arrival, Collaborator
 from penstock.engine.image_steps import RopePlaces, seeing_both_ways, with_rope_places, write_spare_rows
+from penstock.engine.staging import Staging
 from penstock.kernels.interface import AttentionBatch, KVStore
 from penstock.models.config import ArchitectureConfig
 from penstock.models.decoder import Decoder

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from penstock.core.plan import NOT_A_NUMBER, Chunk, PromptLogprobs, ScoredChunk
 from penstock.core.request import Request
-from penstock.engine.batch import HostStep, Staging
+from penstock.engine.batch import HostStep
+from penstock.engine.staging import Staging
 from penstock.models.model import Model
 
 MAX_LOGIT_BYTES = 64 << 20  # of the positions that are computed at a time

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from penstock.core.plan import NOT_A_NUMBER, SampledToken, TokenLogprobs
 from penstock.core.request import Request
-from penstock.engine.batch import Samples, Staging
+from penstock.engine.batch import Samples
 from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.logit_edits import History, LogitEdits, make_edits
+from penstock.engine.staging import Staging
 from penstock.kernels.interface import Ops, SamplingBatch
 from penstock.kernels.reference import forbid
 

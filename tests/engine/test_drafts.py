@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.request import Request
-from penstock.engine.batch import Samples, Staging
+from penstock.engine.batch import Samples
 from penstock.engine.sampler import Sampler
+from penstock.engine.staging import Staging
 from penstock.kernels.select import select_ops
 
 from .drafting import KnowingDrafter, answers, num_accepted, speculate

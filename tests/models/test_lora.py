@@ -18,7 +18,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.hashing import adapter_digest
 from penstock.core.request import Adapter
 from penstock.engine.adapters import LoRAModel
-from penstock.engine.batch import Staging
+from penstock.engine.staging import Staging
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.load import load_model
 from penstock.models.lora import CONFIG_FILE, read_lora_config

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from penstock.core.plan import Chunk
-from penstock.engine.batch import HostStep, Int64Array, Staging
+from penstock.engine.batch import HostStep, Int64Array
 from penstock.engine.drafters.guessers import Guesser
 from penstock.engine.graphs import MIN_CONTEXT, no_garbage_collection, padded_rows
+from penstock.engine.staging import Staging
 from penstock.kernels.interface import AttentionBatch, KVStore
 
 

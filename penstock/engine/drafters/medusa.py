@@ -9,9 +9,10 @@ from torch import Tensor
 
 from penstock.core.plan import Chunk, Draft
 from penstock.core.request import Request
-from penstock.engine.batch import BatchRows, HostStep, Staging
+from penstock.engine.batch import BatchRows, HostStep
 from penstock.engine.drafters.following import OnTheWay, followed_chunks, send, verified
 from penstock.engine.drafters.hidden_states import NOTHING, HiddenStates
+from penstock.engine.staging import Staging
 from penstock.models.drafters.heads import MedusaHeads
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.core.clock import Clock
 from penstock.core.plan import ON_DEVICE, Chunk, Draft
 from penstock.core.request import Request
-from penstock.engine.batch import DEVICE_DRAFTS, BatchRows, HostStep, Int32Array, Int64Array, Staging
+from penstock.engine.batch import DEVICE_DRAFTS, BatchRows, HostStep, Int32Array, Int64Array
 from penstock.engine.drafters.following import (
     DraftSteps,
     OnTheWay,
@@ -34,6 +34,7 @@ from penstock.engine.drafters.following import (
 from penstock.engine.drafters.guessers import Guesser
 from penstock.engine.drafters.hidden_states import NOTHING, HiddenStates
 from penstock.engine.drafters.length import DraftLength
+from penstock.engine.staging import Staging
 from penstock.kernels.interface import AttentionBatch, HalvesBlocks, KVStore
 
 MAX_TOKENS = 8  # of a draft

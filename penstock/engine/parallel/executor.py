@@ -22,7 +22,7 @@ import torch
 from penstock.core.clock import Clock
 from penstock.core.plan import Chunk, StepPlan, StepResult
 from penstock.core.request import Request
-from penstock.engine.batch import MAX_STEPS_IN_FLIGHT, BatchRows
+from penstock.engine.batch import BatchRows
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import CompiledGrammar
@@ -38,6 +38,7 @@ from penstock.engine.parallel.messages import (
     Step,
 )
 from penstock.engine.parallel.processes import RankProcesses
+from penstock.engine.staging import MAX_STEPS_IN_FLIGHT
 
 _SMALLEST_PIECE = 16  # tokens of a prompt that are worth a part of their own
 
