@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from penstock.core.errors import ModelLoadError
+from penstock.gateway.text.detokenizer import REPLACEMENT_CHARACTER, ByteDetokenizer, WindowDetokenizer
 from penstock.gateway.text.tokenizer import (
     DIRECT_CHARS_PER_TURN,
     DIRECT_ENCODE_CHARS,
-    REPLACEMENT_CHARACTER,
-    ByteDetokenizer,
     TextTokenizer,
-    WindowDetokenizer,
 )
 from tests.gateway import vocabularies
 from tests.gateway.fake_engine import BOS_ID, EOS_ID, byte_tokenizer, model_card
