@@ -2,7 +2,7 @@
 """How far the answers of `--dtype auto` and of llama.cpp are from float32's, on this machine's CPU, in one run.
 
     python -m bench.divergence MODEL.gguf --llama-python PATH [--tokens 4096] [--prompts 100] [--new-tokens 64]
-        [--keep FOLDER]
+        [--keep FOLDER] [--threads N]
 
 The reference is Penstock in float32 with the weights of the file, unrounded. All others read the same file. PATH is a
 Python that llama-cpp-python is installed for (`make .peers/llama-python/bin/python`). For each, the script prints the
@@ -10,7 +10,8 @@ mean Kullback-Leibler divergence of the next token over a text, the share of tok
 token is the same, and for how many prompts the greedy answer is the same, token by token.
 
 With --keep, each finished run is saved in the folder, and a second call with the same settings goes on with the runs
-that are missing. A run takes some gigabytes: its logits have the width of the vocabulary.
+that are missing. A run takes some gigabytes: its logits have the width of the vocabulary. On a machine that other
+programs use, --threads 1 is faster than two threads of which one waits for the other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, Ops
-from penstock.kernels.select import capabilities, preferred_cpu_dtype, select_ops
+from penstock.kernels.select import capabilities, preferred_cpu_dtype, select_ops, set_num_threads
 from penstock.models.load import load_model, open_checkpoint
 from penstock.models.model import Model
 from penstock.models.quantization.evaluation import WindowRunner, default_texts
@@ -186,7 +187,10 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64, help="of each greedy answer")
     parser.add_argument("--bfloat16", action="store_true", help="measure `--dtype bfloat16` too")
     parser.add_argument("--keep", type=Path, help="folder for finished runs, with which a later call goes on")
+    parser.add_argument("--threads", type=int, help="of each engine; default: one for each core")
     arguments = parser.parse_args()
+    if arguments.threads:
+        set_num_threads(arguments.threads)
     calibration, evaluation = default_texts()
     checkpoint = open_checkpoint(arguments.model)
     pieces = text_pieces(checkpoint, evaluation, arguments.tokens)
@@ -213,7 +217,7 @@ def main() -> None:
         divergence, same, equal, prefix = compare(exact, run_or_load(name, job, run, arguments.keep))
         of = f"{equal} of {len(prompts)}"
         print(
-            f"| {name} | {divergence:.5f} | {same:.2%} | {of} | {prefix:.1f} of {job.new_tokens} |",
+            f"| {name} | {divergence:.6f} | {same:.2%} | {of} | {prefix:.1f} of {job.new_tokens} |",
             flush=True,
         )
 

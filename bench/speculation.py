@@ -164,8 +164,10 @@ async def ask(
 async def counters(client: httpx.AsyncClient, server: Server) -> Drafts:
     text = (await client.get(f"{server.url}/metrics")).text
 
+    prefix = "penstock_" if "\npenstock_" in f"\n{text}" else "vllm:"  # Penstock has vLLM's names, too
+
     def total(name: str) -> float:
-        found = re.findall(rf"^(?:penstock_|vllm:){name}_total(?:{{[^}}]*}})? (\S+)$", text, re.M)
+        found = re.findall(rf"^{prefix}{name}_total(?:{{[^}}]*}})? (\S+)$", text, re.M)
         return sum(map(float, found))
 
     return Drafts(

@@ -76,13 +76,16 @@ def test_the_metrics_of_both_servers_are_read() -> None:
         async def get(self, url: str) -> Client:
             return self
 
-    for prefix in ("penstock_", "vllm:"):
-        text = (
+    def metrics(prefix: str) -> str:
+        return (
             f'{prefix}spec_decode_num_drafts_total{{model="m"}} 3.0\n'
             f'{prefix}spec_decode_num_draft_tokens_total{{model="m"}} 12.0\n'
             f'{prefix}spec_decode_num_accepted_tokens_total{{model="m"}} 9.0\n'
             f'{prefix}generation_tokens_total{{model="m"}} 20.0\n{prefix}generation_tokens_total{{model="n"}} 1.0\n'
         )
+
+    both = metrics("vllm:") + metrics("penstock_")  # as Penstock has them
+    for text in (metrics("penstock_"), metrics("vllm:"), both):
         read = asyncio.run(
             speculation.counters(Client(text), speculation.penstock_server("x", "m", "off", 1))
         )  # type: ignore[arg-type]
