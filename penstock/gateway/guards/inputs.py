@@ -174,30 +174,26 @@ def spans_across_edges(pieces: Sequence[str], spans: Sequence[Span]) -> list[Spa
 
 
 def hidden(pieces: Sequence[str], spans: Sequence[Span]) -> tuple[str, ...]:
-    """`pieces` with labels in place of `spans`, which are in order. A label stands where its span begins."""
+    """`pieces` with labels in place of `spans`, which are in order. A label stands where its span begins. Each span
+    is looked at once: there may be thousands of both."""
     shown = []
-    offset = 0
+    offset = hidden_until = num_seen = 0
     for piece in pieces:
-        shown.append(_hidden_in_piece(piece, offset, spans))
-        offset += len(piece) + len(PART_SEPARATOR)
+        piece_end = offset + len(piece)
+        parts = []
+        done = max(offset, min(hidden_until, piece_end))
+        while num_seen < len(spans) and spans[num_seen].start < piece_end:
+            span = spans[num_seen]
+            num_seen += 1
+            if span.start >= max(hidden_until, offset):
+                parts.append(piece[done - offset : span.start - offset])
+                parts.append(f"[{span.detector.label}]")
+            hidden_until = max(hidden_until, span.end)
+            done = max(done, min(hidden_until, piece_end))
+        parts.append(piece[done - offset :])
+        shown.append("".join(parts))
+        offset = piece_end + len(PART_SEPARATOR)
     return tuple(shown)
-
-
-def _hidden_in_piece(piece: str, offset: int, spans: Sequence[Span]) -> str:
-    piece_end = offset + len(piece)
-    parts = []
-    done = offset
-    hidden_until = 0
-    for span in spans:
-        if span.start >= piece_end:
-            break
-        if span.start >= max(hidden_until, offset):
-            parts.append(piece[done - offset : span.start - offset])
-            parts.append(f"[{span.detector.label}]")
-        hidden_until = max(hidden_until, span.end)
-        done = max(done, min(hidden_until, piece_end))
-    parts.append(piece[done - offset :])
-    return "".join(parts)
 
 
 def subject_of(prompts: Sequence[Sequence[Passage]]) -> Subject:
@@ -320,10 +316,11 @@ async def _apply_patterns(
         return _after_failed_scan(case, request, str(error))
     rule_of = case.policy.input.rule_of
     for scan, passage in _pairs(scans, by_prompt):
+        text = passage.text if scan.spans else ""
         for span in scan.spans:
             rule = rule_of[id(span.detector)]
             reason = f"holds {span.detector.label}"
-            case.found(rule, "input", span.detector.label, reason, passage.text[span.start : span.end])
+            case.found(rule, "input", span.detector.label, reason, text[span.start : span.end])
             if rule.action is Action.REFUSE:
                 raise refusal(rule)
             if rule.route_to is not None:
