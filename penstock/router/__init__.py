@@ -1,7 +1,7 @@
 """The router chooses the replica that serves a request: `Router.choose`. Imports core only."""
 
 from penstock.router.index import hash_text, hash_tokens
-from penstock.router.policies import POLICIES, Policy, policy_named
+from penstock.router.policies import POLICIES, Policy, PrefixAware, policy_named
 from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 from penstock.router.router import Router, RouterConfig
 
@@ -9,6 +9,7 @@ __all__ = [
     "POLICIES",
     "Decision",
     "Policy",
+    "PrefixAware",
     "RandomSource",
     "Reason",
     "Replica",

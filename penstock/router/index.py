@@ -190,6 +190,10 @@ class Expectations:
         """Return the number of blocks that are expected and not confirmed."""
         return sum(len(blocks) for blocks in self._until.values())
 
+    def num_of(self, bit: int) -> int:
+        """Return the number of blocks that one replica is expected to store."""
+        return len(self._until.get(bit, ()))
+
     def expect(self, bit: int, hashes: Sequence[bytes], now: float, ttl_s: float) -> None:
         if not hashes:
             return

@@ -21,6 +21,7 @@ from penstock.router.matches import HolderSets, Matches, longest
 from penstock.router.policies import Policy, PrefixAware, led_to
 from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 
+_SPREAD_SHARE = 0.5  # of a prompt's computation, that its prefix may wait longer for a cache with more room
 _FREE_REQUESTS = 8.0  # that a replica may have beyond its share: a few requests are no load
 _LARGEST_EXPONENT = 500.0
 _MIN_GLIMPSE = 2
@@ -206,9 +207,21 @@ class Router:
                 other, why = policy.pick(request, *self._glimpse(request, within, allowed, rng), rng)
                 # A replica that others keep busier is no relief.
                 if other.num_requests <= picked.num_requests:
-                    picked, reason = other, why
+                    picked, reason, candidates = other, why, within
+            if reason is Reason.LOAD and request.block_hashes and not picked.replica.sends_kv_events:
+                picked = self._least_filled(request, picked, candidates)
             self._shares.count(picked, self._by_bit.values(), now)
         return picked, reason
+
+    def _least_filled(
+        self, request: RoutingRequest, picked: ReplicaLoad, candidates: Candidates
+    ) -> ReplicaLoad:
+        """Return the server for a prompt that none holds, of those that tell nothing about their caches: the one that
+        the fewest blocks were sent to, unless its queue is longer by more than a part of the prompt's computation.
+        Queues of fast servers are nearly always empty, and chance would fill one cache twice as much as another."""
+        longest_s = picked.queue_s + _SPREAD_SHARE * request.num_prompt_tokens * picked.token_s
+        fitting = [candidate for candidate in candidates if candidate.queue_s <= longest_s]
+        return min(fitting, key=lambda load: (self.expectations.num_of(load.bit), load is not picked))
 
     def _glimpse(
         self,

@@ -214,6 +214,24 @@ def test_what_was_sent_to_a_silent_replica_is_remembered_for_a_while() -> None:
     assert harness.ask(chain(1, 50)).matched_tokens == 0
 
 
+def test_new_prefixes_are_spread_evenly_over_silent_replicas_that_have_nothing_to_do() -> None:
+    harness = Harness(Router(), fleet(4, sends_kv_events=False, num_kv_blocks=None))
+    homes = Counter()
+    for number in range(1, 41):
+        homes[harness.ask(chain(number, 60)).replica_id] += 1
+        harness.answer(number)
+    assert set(homes.values()) == {10}
+
+
+def test_a_busy_silent_replica_gets_no_prefix_for_its_room() -> None:
+    harness = Harness(Router(), fleet(2, sends_kv_events=False, num_kv_blocks=None))
+    first = harness.ask(chain(1, 60)).replica_id
+    harness.answer(1)
+    for number in range(2, 5):
+        harness.ask(chain(number, 20), id=f"waits-{number}", excluded=frozenset({first}))
+    assert harness.ask(chain(9, 20)).replica_id == first, "though more blocks were sent there"
+
+
 def test_a_region_is_preferred_until_the_wait_there_is_too_long() -> None:
     here, there = fleet(2)[0], msgspec.structs.replace(fleet(2)[1], region="there")
     replicas = (msgspec.structs.replace(here, region="here"), there)

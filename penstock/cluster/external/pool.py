@@ -26,13 +26,17 @@ from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import EngineStats
 from penstock.dispatch.health import BreakerConfig, BreakerState, Circuit, CircuitBreaker
 from penstock.dispatch.requests import Failure, RetryConfig, RetryPolicy
-from penstock.router import Replica, ReplicaState, Router, RoutingRequest, hash_text
+from penstock.router import PrefixAware, Replica, ReplicaState, Router, RoutingRequest, hash_text
 
 logger = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 2.0
 MAX_MISSED_PROBES = 3
 BLOCK_TOKENS = 16
+# A prefix is copied to another server when its own server's queue is longer by so many times the prefix. More than
+# for our own engines: queues are estimated here, because nobody tells when the prompt of a whole answer is computed,
+# and a copy may push another prefix out of a cache that nobody tells of.
+RECOMPUTE_WEIGHT = 4.0
 _NONE: frozenset[str] = frozenset()
 
 
@@ -74,7 +78,7 @@ class ExternalPool:
         breaker: BreakerConfig | None = None,
     ) -> None:
         self._members = {server.name: _Member(server) for server in servers}
-        self._router = router or Router()
+        self._router = router or Router(PrefixAware(RECOMPUTE_WEIGHT))
         self._clock = clock or SystemClock()
         self._retries = RetryPolicy(retries or RetryConfig())
         self._budget = self._retries.first_budget(self._clock.now())

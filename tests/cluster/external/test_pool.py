@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -419,3 +420,21 @@ async def test_a_url_may_end_with_the_version() -> None:
             await external.probe()
             assert external.models == {"theirs": "theirs"}
             await external.close()
+
+
+async def test_a_prefix_stays_at_its_server_until_the_queue_there_is_much_longer() -> None:
+    async with pool_of(OpenAIServer(), OpenAIServer(), router=None, clock=VirtualClock()) as pool:
+        numbers = itertools.count()
+
+        def place(text: str, *excluded: str) -> str:
+            waits = call(next(numbers), text, estimated_tokens=len(text) // 4)
+            return pool._choose(waits, frozenset(excluded)).server.name
+
+        holder = place("a" * 4_000)
+        (other,) = {view.name for view in pool.views()} - {holder}
+        for letter in "bc":
+            assert place(letter * 4_000, other) == holder
+        assert place("a" * 4_000) == holder, "three times the prefix wait there"
+        for letter in "de":
+            assert place(letter * 4_000, other) == holder
+        assert place("a" * 4_000) == other, "a copy"
