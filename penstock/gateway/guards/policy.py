@@ -15,7 +15,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -307,6 +307,7 @@ def blocklist_detectors(
 logger = logging.getLogger(__name__)
 
 MAX_QUOTED_CHARS = 200
+MAX_LOGGED_FINDINGS = 100  # of one rule in one direction of one request; the metrics count all
 
 
 class GuardMetrics(Collector):
@@ -332,13 +333,15 @@ class Case:
     request_id: str
     principal: Principal
     tier: Tier
+    num_found: Counter[tuple[str, Direction]] = field(default_factory=Counter)  # by rule
 
     def begins(self, direction: Direction) -> None:
         self.metrics.checked[self.policy.name, direction] += 1
 
     def found(self, rule: PolicyRule, direction: Direction, label: str, reason: str, text: str = "") -> None:
         self.metrics.findings[self.policy.name, rule.name, direction, rule.action.value] += 1
-        if rule.action is Action.ALLOW:
+        self.num_found[rule.name, direction] += 1
+        if rule.action is Action.ALLOW or self.num_found[rule.name, direction] > MAX_LOGGED_FINDINGS:
             return
         quoted = f" in {text[:MAX_QUOTED_CHARS]!r}" if text and self.policy.log_text else ""
         logger.info(

@@ -26,7 +26,7 @@ from penstock.core.request import FinishReason, Request, Tier
 from penstock.gateway.answers.choice import Delta, ToolCallDelta
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.guards.policies import GuardedChoice
-from penstock.gateway.guards.policy import Case, GuardMetrics, compile_policy
+from penstock.gateway.guards.policy import MAX_LOGGED_FINDINGS, Case, GuardMetrics, compile_policy
 from penstock.gateway.guards.settings import GuardSettings, PolicySettings
 from penstock.gateway.prompts import (
     ChatMessage,
@@ -204,6 +204,16 @@ async def test_allowed_finds_are_counted_only(caplog: pytest.LogCaptureFixture) 
         await read(gateway, request_for(CARD))
     assert "CREDIT_CARD" not in caplog.text
     assert gateway.guards.metrics.findings["house", "pii", "input", "allow"] == 1
+
+
+async def test_of_many_finds_the_first_are_logged_and_all_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt may hold tens of thousands, and each line is written on the event loop."""
+    rule = {"guard": "blocklist", "name": "x", "terms": ["x"], "action": "flag", "stage": "input"}
+    gateway, _ = gateway_with("ok", rule)
+    with caplog.at_level(logging.INFO):
+        await read(gateway, request_for("x " * 110))
+    assert sum("guard x" in line for line in caplog.messages) == MAX_LOGGED_FINDINGS
+    assert gateway.guards.metrics.findings["house", "x", "input", "flag"] == 110
 
 
 async def test_routing_asks_for_another_model_whatever_the_key_allows() -> None:
