@@ -269,6 +269,7 @@ class PagedPass:
         return F.pad(by_token, (0, missing, 0, missing_heads)) if missing or missing_heads else by_token
 
     def check_complete(self) -> None:
+        """A layer that was left out has no keys and values of this pass, which later passes would read."""
         if self._next != len(self._paged.calls):
             raise ModelLoadError("The model does not call attention the same number of times in every pass.")
 
@@ -329,13 +330,14 @@ class TransformersModel:
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
         RUNTIME.ops = self._ops
-        RUNTIME.attention = PagedPass(self.paged, self._ops, batch, kv)
+        attention = RUNTIME.attention = PagedPass(self.paged, self._ops, batch, kv)
         outputs = self.decoder(
             input_ids=token_ids.long().unsqueeze(0),
             position_ids=batch.positions.long().unsqueeze(0),
             use_cache=False,
             return_dict=True,
         )
+        attention.check_complete()
         states: Tensor = outputs.last_hidden_state[0]
         return states
 

@@ -329,6 +329,17 @@ def test_code_that_comes_with_a_model_needs_the_flag(tmp_path: Path) -> None:
     assert checkpoint.config.architecture == "mine"
 
 
+def test_a_pass_that_leaves_attention_out_is_an_error(
+    opt: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(opt.folder, TorchOps(), implementation="transformers")
+    assert isinstance(model, TransformersModel)
+    decoder = model.decoder.decoder
+    monkeypatch.setattr(decoder, "layers", decoder.layers[:-1])
+    with pytest.raises(ModelLoadError, match="same number of times"):
+        PagedRunner(model, TorchOps()).prompt_logits([5, 6, 7])
+
+
 def test_what_is_missing_is_named(tmp_path: Path, opt: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _write(tmp_path, architectures=["NoSuchForCausalLM"], model_type="no_such")
     with pytest.raises(ModelLoadError, match=r"NoSuchForCausalLM is not known.*no class NoSuchForCausalLM"):
