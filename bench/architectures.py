@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Which decoders of the transformers library give the same answers here, in one table.
 
-    python -m bench.architectures [--only opt,bloom] [--jobs 2] [--tokens 24] [--markdown FILE]
+    python -m bench.architectures [--images] [--only opt,bloom] [--jobs 2] [--tokens 24] [--markdown FILE]
 
 Every model type that `AutoModelForCausalLM` knows is made small, filled with random weights and saved. The engine
 serves the folder in float32 (natively, else by transformers' code), with each prompt alone, with all prompts in one
-batch, and with prompts in chunks. The tokens must be those of transformers' own greedy `generate`. Results are:
+batch, and with prompts in chunks. The tokens must be those of transformers' own greedy `generate`. With `--images`,
+the model types are those of `AutoModelForImageTextToText`, and prompts are texts without images. Results are:
 
     equal       the same tokens in all three runs
     near tie    other tokens, where the two best logits of transformers differ by less than rounding
@@ -122,6 +123,16 @@ def is_near_tie(model: Any, text: list[int], want: list[int], have: list[int]) -
     return bool((logits[want[at]] - logits[have[at]]).abs() < TIE * max(1.0, logits.abs().max().item()))
 
 
+def _mappings() -> dict[str, dict[str, str]]:
+    """Return the class of each model type, by the class of transformers that knows them."""
+    from transformers.models.auto import modeling_auto
+
+    return {
+        "AutoModelForImageTextToText": dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+        "AutoModelForCausalLM": dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    }
+
+
 def compare(model_type: str, name: str, count: int, folder: Path) -> Result:
     import transformers
 
@@ -131,7 +142,10 @@ def compare(model_type: str, name: str, count: int, folder: Path) -> Result:
     texts = prompts()
     try:
         config = tiny_config(model_type, VOCAB_SIZE)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        makers = {
+            each[model_type]: maker for maker, each in _mappings().items() if each.get(model_type) == name
+        }
+        model = getattr(transformers, makers[name]).from_config(config, attn_implementation="eager")
         model = model.float().eval()
         randomize(model)
         want = expected_answers(model, texts, count)
@@ -206,22 +220,20 @@ def table(results: Sequence[Result]) -> str:
 
 def main() -> None:
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="model types, with commas between them")
+    parser.add_argument("--images", action="store_true", help="sweep models that see images, with texts")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--markdown", type=Path, help="write the table to a file")
     parser.add_argument("--json", type=Path, help="write the results to a file")
     arguments = parser.parse_args()
-    chosen = arguments.only.split(",") if arguments.only else list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    known = _mappings()["AutoModelForImageTextToText" if arguments.images else "AutoModelForCausalLM"]
+    chosen = arguments.only.split(",") if arguments.only else list(known)
     results = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        jobs = [
-            pool.submit(run_one, kind, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]), arguments.tokens)
-            for kind in chosen
-        ]
+        jobs = [pool.submit(run_one, kind, str(known[kind]), arguments.tokens) for kind in chosen]
         for job in jobs:
             made = job.result()
             results.append(made)
