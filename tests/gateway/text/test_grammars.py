@@ -257,3 +257,15 @@ async def test_usual_multiples_are_enforced(number: float) -> None:
     text = json.dumps({"type": "number", "multipleOf": number})
     checked = await GrammarChecker().check(Grammar("json_schema", text), {})
     assert (checked.grammar.text, checked.warnings) == (text, ())
+
+
+def test_a_schema_of_megabytes_is_refused_by_its_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("penstock.gateway.text.grammars.json.dumps")
+    schema = {"type": "object", "description": "x" * 1_000_000}
+    with pytest.raises(InvalidRequest, match="is larger than 131072 bytes"):
+        ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(name="x", schema=schema)).to_grammar()
+
+
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        StructuredOutputs(json='{"const": "\\ud800"}').to_grammar("structured_outputs")
