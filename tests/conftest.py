@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 from _pytest.terminal import TerminalReporter
+from hypothesis import HealthCheck, settings
 
 # Without a GPU, Triton's kernels run in its interpreter (tests/triton), which is chosen for good when triton is first
 # imported, and other libraries import it too.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A busy machine is no defect: drawing examples and running them may take any time.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 # Two slow cores compute a prompt of 2,000 tokens in a minute or two while other tests run.
 E2E_TIMEOUT_S = 1200
