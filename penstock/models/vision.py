@@ -345,6 +345,8 @@ def text_fields(path: Path, fields: Fields) -> Fields:
     config = _config(path)
     text = config.get_text_config().to_dict()
     text |= {key: fields.raw(key) for key in _OUTER_KEYS if fields.has(key)}
+    if text["model_type"] == "qwen3_vl_moe_text":
+        text["norm_topk_prob"] = True  # whatever the file says: its router always does so
     text["model_type"] = _TEXT_TYPES.get(text["model_type"], text["model_type"])
     text.pop("architectures", None)
     for key in ("rope_parameters", "rope_scaling"):

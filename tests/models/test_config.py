@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import ArchitectureConfig, Fields, RopeConfig, RopeScaling
 from penstock.models.families import FAMILIES
-from penstock.models.load import architecture_for_huggingface
+from penstock.models.load import architecture_for_huggingface, open_checkpoint
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -120,8 +121,8 @@ def test_gemma3_as_first_published() -> None:
     ("changes", "message"),
     [
         (
-            {"architectures": ["MambaForCausalLM"]},
-            "MambaForCausalLM is not known; known are .*llama, .*qwen3",
+            {"architectures": ["RwkvForCausalLM"]},
+            "RwkvForCausalLM is not known; known are .*llama, .*qwen3",
         ),
         ({"architectures": None}, "neither architectures nor a model_type"),
         ({"hidden_size": None}, r"config\.json has no hidden_size"),
@@ -153,7 +154,7 @@ def test_attention_in_both_directions_is_not_ignored() -> None:
 
 def test_an_unknown_architecture_names_the_flag_that_may_help() -> None:
     with pytest.raises(ModelLoadError) as caught:
-        read(architectures=["MambaForCausalLM"])
+        read(architectures=["RwkvForCausalLM"])
     assert "--model-implementation transformers" in str(caught.value.hint)
 
 
@@ -162,3 +163,13 @@ def test_no_two_architectures_share_a_name() -> None:
     assert len(huggingface_names) == len(set(huggingface_names))
     gguf_names = [name for kind in FAMILIES for name in kind.gguf_names]
     assert len(gguf_names) == len(set(gguf_names))
+
+
+def test_experts_of_qwen3_vl_always_normalize_their_weights(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.Qwen3VLMoeConfig(architectures=["Qwen3VLMoeForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    experts = open_checkpoint(tmp_path).config.experts
+    assert experts is not None
+    assert experts.normalizes
