@@ -269,6 +269,13 @@ async def test_fields_of_other_servers_are_refused_by_name(path: str, field: str
     assert field in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("number", [b"1e999", b"1" * 20_000])
+async def test_numbers_out_of_range_in_unknown_fields_are_refused(number: bytes) -> None:
+    status, error = await post(CHAT, json.dumps(chat()).encode()[:-1] + b', "unknown": ' + number + b"}")
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert "out of range" in error["message"]
+
+
 async def test_too_many_unknown_fields_are_refused() -> None:
     """Each is compared with the known names. Only the first of many were, so that a misspelt one could hide."""
     body = chat(**{f"field_{position}": 1 for position in range(300)}, top_kk=3)

@@ -173,13 +173,16 @@ class BodyDecoder(Generic[Shape]):
         check_num_values(body, self._values_factor)
         try:
             decoded = self._decoder.decode(body)
-            unknown: dict[str, msgspec.Raw] = {}
+            unknown: dict[str, Any] = {}
             if self._guarded or self._check_unknown is not None:
                 fields = _FIELD_DECODER.decode(body)
                 names = fields.keys() - self._known
                 if len(names) > MAX_UNKNOWN_FIELDS:
                     raise InvalidRequest(f"The request has more than {MAX_UNKNOWN_FIELDS} unknown fields.")
-                unknown = {name: fields[name] for name in sorted(names)}
+                checks = self._check_unknown is not None
+                unknown = {
+                    name: msgspec.json.decode(fields[name]) if checks else None for name in sorted(names)
+                }
         except msgspec.ValidationError as error:
             field = _FIELD_IN_MESSAGE.search(str(error))
             raise InvalidRequest(
@@ -191,7 +194,7 @@ class BodyDecoder(Generic[Shape]):
             raise InvalidRequest("The request body is nested too deeply.") from error
         if self._check_unknown is not None:
             for name, value in unknown.items():
-                self._check_unknown(name, msgspec.json.decode(value))
+                self._check_unknown(name, value)
         if self._guarded:
             self._refuse_misspelt(unknown)
         return decoded
