@@ -116,7 +116,7 @@ print(*sorted({f"penstock.cli.{module}" for module in MODULES.values()} & set(sy
 
 def test_the_entry_point_runs_as_a_process() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.main", "serve", "./no-such.gguf"],
+        [sys.executable, "-m", "penstock", "serve", "./no-such.gguf"],
         capture_output=True,
         text=True,
         check=False,
