@@ -218,9 +218,28 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def sweep(
+    wanted: Sequence[tuple[str, str, int]], jobs: int, compare: Compare, markdown: Path | None
+) -> list[Result]:
+    """Run models: each is a type, the name of its class and a count for `compare`. Print each result as it comes, and
+    the number of results of each kind at the end."""
     import transformers
 
+    results = []
+    with ThreadPoolExecutor(jobs) as pool:
+        for job in [pool.submit(run_one, *each, compare) for each in wanted]:
+            made = job.result()
+            results.append(made)
+            print(f"{made.architecture:44} {made.path:13} {made.result:9} {made.remark}", flush=True)
+    print(f"\ntransformers {transformers.__version__}, {len(results)} classes")
+    for (path, outcome), number in sorted(Counter((each.path, each.result) for each in results).items()):
+        print(f"{path:13} {outcome:9} {number}")
+    if markdown:
+        markdown.write_text(table(results) + "\n")
+    return results
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="model types, with commas between them")
     parser.add_argument("--images", action="store_true", help="sweep models that see images, with texts")
@@ -231,19 +250,8 @@ def main() -> None:
     arguments = parser.parse_args()
     known = _mappings()["AutoModelForImageTextToText" if arguments.images else "AutoModelForCausalLM"]
     chosen = arguments.only.split(",") if arguments.only else list(known)
-    results = []
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        jobs = [pool.submit(run_one, kind, str(known[kind]), arguments.tokens) for kind in chosen]
-        for job in jobs:
-            made = job.result()
-            results.append(made)
-            print(f"{made.model_type:24} {made.path:13} {made.result:9} {made.remark}", flush=True)
-    print()
-    print(f"transformers {transformers.__version__}, {len(results)} model types")
-    for (path, outcome), number in sorted(Counter((each.path, each.result) for each in results).items()):
-        print(f"{path:13} {outcome:9} {number}")
-    if arguments.markdown:
-        arguments.markdown.write_text(table(results) + "\n")
+    wanted = [(kind, str(known[kind]), arguments.tokens) for kind in chosen]
+    results = sweep(wanted, arguments.jobs, compare, arguments.markdown)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(each) for each in results], indent=1))
 

@@ -18,15 +18,13 @@ from __future__ import annotations
 
 import argparse
 import traceback
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.architectures import VOCAB_SIZE, Result, randomize, run_one, serve, table
+from bench.architectures import VOCAB_SIZE, Result, randomize, serve, sweep
 from bench.tiny_configs import tiny_config
 from penstock.core.errors import PenstockError
 from penstock.core.request import Request, SamplingParams
@@ -114,7 +112,6 @@ def compare(model_type: str, name: str, count: int, folder: Path) -> Result:
 
 
 def main() -> None:
-    import transformers
     from transformers.models.auto import modeling_auto
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -129,19 +126,7 @@ def main() -> None:
     wanted += [(kind, str(bare[kind]), 0) for kind in masked if kind in bare]
     if arguments.only:
         wanted = [each for each in wanted if each[0] in arguments.only.split(",")]
-    results = []
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        jobs = [pool.submit(run_one, *each, compare) for each in wanted]
-        for job in jobs:
-            made = job.result()
-            results.append(made)
-            print(f"{made.architecture:44} {made.path:13} {made.result:9} {made.remark}", flush=True)
-    print()
-    print(f"transformers {transformers.__version__}, {len(results)} classes")
-    for (path, outcome), number in sorted(Counter((each.path, each.result) for each in results).items()):
-        print(f"{path:13} {outcome:9} {number}")
-    if arguments.markdown:
-        arguments.markdown.write_text(table(results) + "\n")
+    sweep(wanted, arguments.jobs, compare, arguments.markdown)
 
 
 if __name__ == "__main__":
