@@ -43,6 +43,13 @@ class HybridDecoder(Decoder):
         super().__init__(config, loader, max_model_len)
         self._number_layers()
 
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        raise ModelLoadError(
+            f"{file.path.name} has layers with a fixed state, which are read from safetensors only.",
+            hint="Give the folder of the original checkpoint.",
+        )
+
     def _number_layers(self) -> None:
         """Find which layers have keys and values, and which have states."""
         mixers = [layer.mixer for layer in self._layers]
@@ -450,11 +457,3 @@ def step_limits(fields: Fields) -> tuple[float, float]:
         raise ModelLoadError(f"{fields.where} has a time_step_limit that is not a pair of numbers.")
     low, high = (float(each["__float__"]) if isinstance(each, dict) else float(each) for each in limits)
     return low, high
-
-
-def no_gguf(file: GGUFFile) -> ModelLoadError:
-    """Return the error of a GGUF file of a family that is read from folders only."""
-    return ModelLoadError(
-        f"{file.path.name} has layers with a fixed state, which are read from safetensors only.",
-        hint="Give the folder of the original checkpoint.",
-    )

@@ -11,7 +11,6 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.experts import GRANITE_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
-from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, fused_rows, rotated_rows
@@ -22,7 +21,6 @@ from penstock.models.recurrent import (
     load_mamba,
     mamba_config,
     mamba_rows,
-    no_gguf,
 )
 
 
@@ -53,10 +51,6 @@ class Bamba(HybridDecoder):
             mlp_bias=fields.flag("mlp_bias", False),
             recurrent=mamba_config(fields, layers, config.hidden_size),
         )
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:

@@ -11,7 +11,6 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.experts import add_mlp
-from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout
@@ -22,7 +21,6 @@ from penstock.models.recurrent import (
     load_mamba,
     mamba_config,
     mamba_rows,
-    no_gguf,
 )
 
 
@@ -80,10 +78,6 @@ class FalconH1(HybridDecoder):
             mlp_gate_scale=mlp_scales[0],
             mlp_out_scale=mlp_scales[1],
         )
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:

@@ -10,12 +10,11 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.experts import FUSED_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
-from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout
 from penstock.models.mamba1 import Mamba1Mixer, load_mamba1, mamba1_config, mamba1_rows, mamba1_settings
-from penstock.models.recurrent import HybridDecoder, LayerCache, no_gguf
+from penstock.models.recurrent import HybridDecoder, LayerCache
 
 NAMES = {
     "final_layernorm": "norm",
@@ -58,10 +57,6 @@ class Jamba(HybridDecoder):
             recurrent=mamba1_config(fields, every - attends, prefix="mamba_", selection_eps=config.norm_eps),
             experts=experts,
         )
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:

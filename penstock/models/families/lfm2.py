@@ -11,7 +11,6 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RecurrentConfig
 from penstock.models.experts import FUSED_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
-from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, rotated_rows
@@ -21,7 +20,6 @@ from penstock.models.recurrent import (
     LayerCache,
     gated_conv_rows,
     load_gated_conv,
-    no_gguf,
 )
 
 NAMES = {
@@ -73,10 +71,6 @@ class Lfm2(HybridDecoder):
                 bias=has_bias,
             ),
         )
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:

@@ -11,11 +11,10 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.families.mamba2 import MAMBA_NAMES, config_without_attention
-from penstock.models.gguf_file import GGUFFile
 from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import Layout
 from penstock.models.mamba1 import Mamba1Mixer, load_mamba1, mamba1_config, mamba1_rows
-from penstock.models.recurrent import HybridDecoder, LayerCache, no_gguf
+from penstock.models.recurrent import HybridDecoder, LayerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +37,6 @@ class Mamba(HybridDecoder):
         return config_without_attention(
             fields, cls.name, recurrent, num_shares=recurrent.num_channels, is_tied=True
         )
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:

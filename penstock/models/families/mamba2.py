@@ -8,7 +8,6 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig, RopeConfig
-from penstock.models.gguf_file import GGUFFile
 from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import Layout
 from penstock.models.recurrent import (
@@ -17,7 +16,6 @@ from penstock.models.recurrent import (
     Mamba2Mixer,
     load_mamba,
     mamba_rows,
-    no_gguf,
     step_limits,
 )
 
@@ -82,10 +80,6 @@ class Mamba2(HybridDecoder):
             step_limits=step_limits(fields),
         )
         return config_without_attention(fields, cls.name, recurrent, num_shares=num_heads, is_tied=False)
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:

@@ -13,11 +13,10 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops, PackedExperts, PackedLinear, Routing
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RecurrentConfig
 from penstock.models.experts import expert_routing, num_experts
-from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, LayerLoader, PlainMLP, RMSNorm
 from penstock.models.layout import Layout, StackedPart
-from penstock.models.recurrent import HybridDecoder, LayerCache, Mamba2Mixer, load_mamba, mamba_rows, no_gguf
+from penstock.models.recurrent import HybridDecoder, LayerCache, Mamba2Mixer, load_mamba, mamba_rows
 from penstock.models.weights import ExpertNames
 
 # As in `hybrid_override_pattern` of older files, and as in `layers_block_type` of newer ones.
@@ -111,10 +110,6 @@ class NemotronH(HybridDecoder):
         shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
         latent_size = fields.integer("moe_latent_size") if fields.has("moe_latent_size") else None
         return NemotronHConfig(**(shared | changed), kinds=kinds, latent_size=latent_size)
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:

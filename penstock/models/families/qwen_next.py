@@ -14,7 +14,6 @@ from penstock.kernels.interface import AttentionBatch, AttentionLayer, Ops, Pack
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
 from penstock.models.experts import FUSED_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
 from penstock.models.families.qwen import qwen_experts
-from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows, fused_rows, rotated_rows
@@ -24,7 +23,6 @@ from penstock.models.recurrent import (
     LayerCache,
     delta_net_parts,
     load_delta_net,
-    no_gguf,
     recurrent_settings,
 )
 from penstock.models.sharding import scaled
@@ -89,10 +87,6 @@ class Qwen35(HybridDecoder):
                 state_size=fields.integer("linear_key_head_dim", 128),
             ),
         )
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise no_gguf(file)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
