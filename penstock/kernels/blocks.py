@@ -24,6 +24,7 @@ from penstock.kernels.interface import (
 )
 from penstock.kernels.latent import LatentKVStore, attend_latent
 from penstock.kernels.recurrence import (
+    channel_delta,
     channel_scan,
     gated_delta,
     gated_norm,
@@ -122,6 +123,7 @@ class ComposedOps:
     selective_scan = staticmethod(selective_scan)
     channel_scan = staticmethod(channel_scan)
     gated_delta = staticmethod(gated_delta)
+    channel_delta = staticmethod(channel_delta)
     gated_norm = staticmethod(gated_norm)
 
     def attention(
@@ -219,6 +221,7 @@ class DelegatingOps(ComposedOps):
         self.selective_scan = ops.selective_scan
         self.channel_scan = ops.channel_scan
         self.gated_delta = ops.gated_delta
+        self.channel_delta = ops.channel_delta
         self.gated_norm = ops.gated_norm
         self.sample = ops.sample
         self._ops = ops

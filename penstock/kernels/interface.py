@@ -35,7 +35,7 @@ from penstock.kernels.operands import PackedExperts as PackedExperts
 from penstock.kernels.operands import PackedLinear as PackedLinear
 from penstock.kernels.operands import Routing as Routing
 from penstock.kernels.operands import SamplingBatch as SamplingBatch
-from penstock.kernels.states import ChannelScanLayer, DeltaLayer, ScanLayer
+from penstock.kernels.states import ChannelDeltaLayer, ChannelScanLayer, DeltaLayer, ScanLayer
 from penstock.kernels.weights import DenseWeight as DenseWeight
 from penstock.kernels.weights import Float8Weight as Float8Weight
 from penstock.kernels.weights import GroupQuantWeight as GroupQuantWeight
@@ -264,6 +264,19 @@ class Ops(Protocol):
         batch: AttentionBatch,
     ) -> Tensor:
         """[T, 2 × key heads × K + H × V] → float32 [T, H, V]: the gated delta rule, which updates `state`,
+        [slots, H, K, V]."""
+        ...
+
+    def channel_delta(
+        self,
+        mixed: Tensor,
+        rate: Tensor,
+        step: Tensor,
+        layer: ChannelDeltaLayer,
+        state: Tensor,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        """[T, 2 × H × K + H × V] → float32 [T, H, V]: the delta rule of Kimi Linear, which updates `state`,
         [slots, H, K, V]."""
         ...
 

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch
-from penstock.kernels.states import ChannelScanLayer, DeltaLayer, ScanLayer
+from penstock.kernels.states import ChannelDeltaLayer, ChannelScanLayer, DeltaLayer, ScanLayer
 
 SEGMENT = 64  # tokens
+CHANNEL_SEGMENT = 16  # tokens, where each pair of them has a decay for every channel
 
 
 def short_conv(
@@ -158,18 +159,45 @@ def gated_delta(
     state = state × exp(decay × step);  state += key ⊗ (rate × (value - state · key));  output = state · query / √K
 
     `state` is [slots, H, K, V]."""
-    assert batch.states is not None
     keys = layer.num_keys * layer.key_dim
     query, key, value = mixed.float().split([keys, keys, mixed.shape[1] - 2 * keys], dim=1)
     query, key = (_unit(each.unflatten(1, (-1, layer.key_dim)))[:, layer.keys] for each in (query, key))
     query = query * layer.key_dim**-0.5
     value = value.unflatten(1, (len(layer.keys), -1))
-    decay, rate = layer.decay * F.softplus(step.float() + layer.step_bias), rate.float().sigmoid()
+    decay = layer.decay * F.softplus(step.float() + layer.step_bias)
+    return _delta_rule(query, key, value, decay.unsqueeze(-1), rate.float().sigmoid(), state, batch)
+
+
+def channel_delta(
+    mixed: Tensor, rate: Tensor, step: Tensor, layer: ChannelDeltaLayer, state: Tensor, batch: AttentionBatch
+) -> Tensor:
+    """The queries, keys and values of all heads, side by side, → float32 [T, H, V]: the delta rule of Kimi Linear. It
+    is `gated_delta` with a `step`, [T, H × K], for every number of a key, by which the rows of a state decay."""
+    heads, width = layer.step_bias.shape
+    keys = heads * width
+    query, key, value = mixed.float().split([keys, keys, mixed.shape[1] - 2 * keys], dim=1)
+    query, key = (_unit(each.unflatten(1, (heads, width))) for each in (query, key))
+    decay = F.softplus(step.float().unflatten(1, (heads, width)) + layer.step_bias) * layer.decay.unsqueeze(1)
+    value = value.unflatten(1, (heads, -1))
+    return _delta_rule(query * width**-0.5, key, value, decay, rate.float().sigmoid(), state, batch)
+
+
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    batch: AttentionBatch,
+) -> Tensor:
+    """Queries and keys [T, H, K], values [T, H, V], log decays [T, H, 1 or K] and rates [T, H] → [T, H, V]."""
+    assert batch.states is not None
     out = torch.empty_like(value)
     count = batch.num_decodes
     if count:
         slots = batch.states.slots[:count]
-        new = state[slots] * decay[:count].exp()[:, :, None, None]
+        new = state[slots] * decay[:count].exp().unsqueeze(-1)
         known = (new * key[:count].unsqueeze(-1)).sum(dim=2)
         change = (value[:count] - known) * rate[:count].unsqueeze(-1)
         new += key[:count].unsqueeze(-1) * change.unsqueeze(2)
@@ -196,16 +224,16 @@ def _prompts(batch: AttentionBatch) -> Iterator[tuple[Tensor, slice]]:
         yield batch.states.slots[request : request + 1], slice(starts[request], starts[request + 1])
 
 
-def _segments(x: Tensor) -> Tensor:
-    """[T, H, …] → [S, H, SEGMENT, …], padded with zeros."""
-    num_segments = -(-x.shape[0] // SEGMENT)
-    padded = x.new_zeros((num_segments * SEGMENT, *x.shape[1:]))
+def _segments(x: Tensor, length: int = SEGMENT) -> Tensor:
+    """[T, H, …] → [S, H, L, …], padded with zeros."""
+    num_segments = -(-x.shape[0] // length)
+    padded = x.new_zeros((num_segments * length, *x.shape[1:]))
     padded[: x.shape[0]] = x
-    return padded.view(num_segments, SEGMENT, *x.shape[1:]).transpose(1, 2)
+    return padded.view(num_segments, length, *x.shape[1:]).transpose(1, 2)
 
 
 def _joined(segments: Tensor, num_tokens: int) -> Tensor:
-    """[S, H, SEGMENT, …] → [T, H, …]"""
+    """[S, H, L, …] → [T, H, …]"""
     return segments.transpose(1, 2).flatten(0, 1)[:num_tokens]
 
 
@@ -238,20 +266,35 @@ def _delta(
 
     Within a segment the changes depend on each other. They solve a triangular system, once for the values and once
     for what the state at the segment's start knows."""
-    queries, keys, values = _segments(query), _segments(key), _segments(value)
-    sums, rates = _segments(decay).cumsum(dim=-1), _segments(rate).unsqueeze(-1)
-    decays = _decays(sums)
-    system = ((keys * rates) @ keys.transpose(-1, -2) * decays).tril(-1)
-    right = torch.cat([values * rates, keys * rates * sums.exp().unsqueeze(-1)], dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    length = SEGMENT if decay.shape[-1] == 1 else CHANNEL_SEGMENT
+    queries, keys, values, sums = (_segments(each, length) for each in (query, key, value, decay))
+    sums, rates = sums.cumsum(dim=2), _segments(rate, length).unsqueeze(-1)  # [S, H, L, 1 or K]
+    system, within = _decayed_products((keys * rates, queries), keys, sums)
+    grown = sums.exp()
+    right = torch.cat([values * rates, keys * rates * grown], dim=-1)
+    solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
     changes, known = solved.split([values.shape[-1], keys.shape[-1]], dim=-1)
-    within = queries @ keys.transpose(-1, -2) * decays
-    left = (sums[..., -1:] - sums).exp().unsqueeze(-1)
+    left = (sums[:, :, -1:] - sums).exp()
     out = torch.empty_like(values)
     for segment in range(len(values)):
         change = changes[segment] - known[segment] @ state
-        carried = (queries[segment] * sums[segment].exp().unsqueeze(-1)) @ state
+        carried = (queries[segment] * grown[segment]) @ state
         out[segment] = carried + within[segment] @ change
-        state = state * sums[segment, :, -1].exp()[:, None, None]
+        state = state * grown[segment, :, -1].unsqueeze(-1)
         state = state + (keys[segment] * left[segment]).transpose(-1, -2) @ change
     return _joined(out, value.shape[0]), state
+
+
+def _decayed_products(lefts: tuple[Tensor, ...], keys: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+    """The products of vectors with earlier keys of their segment, [S, H, L, K] → [S, H, L, L], as far as the keys
+    are left: `sums` are running sums of log decays, [S, H, L, 1 or K]."""
+    if sums.shape[-1] == 1:
+        decays = _decays(sums.squeeze(-1))
+        return tuple(left @ keys.transpose(-1, -2) * decays for left in lefts)
+    made = tuple(left.new_empty((*left.shape[:3], left.shape[2])) for left in lefts)
+    for segment in range(len(keys)):
+        # [H, K, L, L]. No product of growths and decays, which would overflow, has these numbers.
+        reached = keys[segment].transpose(-1, -2).unsqueeze(-2) * _decays(sums[segment].transpose(-1, -2))
+        for left, out in zip(lefts, made, strict=True):
+            out[segment] = (left[segment].transpose(-1, -2).unsqueeze(-1) * reached).sum(dim=1)
+    return made

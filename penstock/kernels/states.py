@@ -129,3 +129,11 @@ class DeltaLayer:
     keys: Tensor  # int64 [H]
     num_keys: int  # key heads
     key_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelDeltaLayer:
+    """The settings of a delta rule with H heads, each of whose keys has K decays of its own."""
+
+    decay: Tensor  # float32 [H], negative
+    step_bias: Tensor  # float32 [H, K]

@@ -31,6 +31,7 @@ ADAPTABLE = (
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
     *("before_proj", "after_proj", "inner_proj", "input_proj", "write_proj", "read_proj", "step_proj"),
     *("query_proj", "key_proj", "value_proj", "rate_proj"),
+    *("b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),  # Kimi Linear
 )
 _PREFIX = "base_model.model."
 _LEFT, _RIGHT = ".lora_A.weight", ".lora_B.weight"

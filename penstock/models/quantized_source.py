@@ -12,9 +12,9 @@ activations that a checkpoint brings (`input_scale`) are not read: each row gets
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -84,8 +84,9 @@ class SafetensorsSource:
         file, stored_name = self._stored[name]
         stored = self._guarded(file, lambda opened: opened.get_slice(stored_name))
         stored_shape = stored.get_shape()
-        if shape is not None and len(shape) == 1 and tuple(stored_shape) == (1, *shape):
-            return self.tensor(name, (1, *shape), (range(1), *(spans or (range(shape[0]),))))[0]
+        if shape is not None and len(shape) == 1 < len(stored_shape) and _is_vector(stored_shape, *shape):
+            whole = self.tensor(name).flatten()
+            return whole if spans is None else whole[spans[0].start : spans[0].stop]
         if shape is not None and tuple(stored_shape) == (*shape[:-1], 1, *shape[-1:]) and len(shape) == 2:
             # The weights of a convolution, of which each output has one input.
             whole = self.tensor(name).squeeze(1)
@@ -421,3 +422,8 @@ def _unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> T
 
 def _ceil(size: int, unit: int) -> int:
     return -(-size // unit)
+
+
+def _is_vector(shape: Sequence[int], size: int) -> bool:
+    """Whether a tensor is a vector of this size but for further dimensions of 1."""
+    return max(shape) == prod(shape) == size

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch
-from penstock.kernels.recurrence import channel_scan, gated_delta, selective_scan, short_conv
-from penstock.kernels.states import ChannelScanLayer, DeltaLayer, ScanLayer, StateBatch, StateStore
+from penstock.kernels.recurrence import channel_delta, channel_scan, gated_delta, selective_scan, short_conv
+from penstock.kernels.states import (
+    ChannelDeltaLayer,
+    ChannelScanLayer,
+    DeltaLayer,
+    ScanLayer,
+    StateBatch,
+    StateStore,
+)
 
 NUM_SLOTS = 5
 # The tokens of three requests, in steps: decodes first, as in a plan.
@@ -153,22 +160,36 @@ def test_channel_scans_follow_their_definition() -> None:
     others_are_untouched(made, before)
 
 
-def test_gated_delta_rules_follow_their_definition() -> None:
-    heads, keys, width, size = 4, 2, 8, 5
-    made = case([(2 * keys * width + heads * size,), (heads,), (heads,)], (heads, width, size))
-    layer = DeltaLayer(-torch.rand(heads) * 4, torch.randn(heads), torch.arange(heads) // 2, keys, width)
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_delta_rules_follow_their_definition(by_channel: bool) -> None:
+    heads, width, size = 4, 8, 5
+    keys, decays = (heads, width) if by_channel else (2, 1)
+    made = case([(2 * keys * width + heads * size,), (heads,), (heads * decays,)], (heads, width, size))
+    head_of, speed, bias = (
+        torch.arange(heads) * keys // heads,
+        -torch.rand(heads) * 4,
+        torch.randn(heads, decays),
+    )
+    layer = DeltaLayer(speed, bias.flatten(), head_of, keys, width)
+    of_channels = ChannelDeltaLayer(speed, bias)
     (state,) = made.store.layer(0)
     before = state.clone()
-    outputs = made.outputs(lambda parts, batch: gated_delta(*parts, layer, state, batch))
+    outputs = made.outputs(
+        lambda parts, batch: (
+            channel_delta(*parts, of_channels, state, batch)
+            if by_channel
+            else gated_delta(*parts, layer, state, batch)
+        )
+    )
     for (mixed, rates, steps), out in zip(made.inputs, outputs, strict=True):
         parts = mixed.double().split([keys * width, keys * width, heads * size], dim=1)
-        query, key = (each.unflatten(1, (keys, width))[:, layer.keys] for each in parts[:2])
+        query, key = (each.unflatten(1, (keys, width))[:, head_of] for each in parts[:2])
         query, key = (each / each.norm(dim=-1, keepdim=True) for each in (query * width, key))
         value, rate = parts[2].unflatten(1, (heads, size)), rates.double().sigmoid()
-        decay = layer.decay * torch.nn.functional.softplus(steps.double() + layer.step_bias)
+        decay = torch.nn.functional.softplus(steps.double().unflatten(1, (heads, decays)) + bias)
         hidden = torch.zeros(heads, width, size, dtype=torch.float64)
         for token in range(len(value)):
-            hidden = hidden * decay[token].exp()[:, None, None]
+            hidden = hidden * (decay[token] * speed[:, None]).exp()[:, :, None]
             known = (hidden * key[token][:, :, None]).sum(1)
             change = (value[token] - known) * rate[token][:, None]
             hidden = hidden + key[token][:, :, None] * change[:, None]

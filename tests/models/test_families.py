@@ -187,6 +187,31 @@ def test_older_names_and_patterns_of_nemotron_h(tmp_path: Path) -> None:
         load_model(tmp_path, ops)
 
 
+def test_the_makers_settings_of_kimi_linear(tmp_path: Path) -> None:
+    reference, ops = save_tiny("kimi_linear", tmp_path), TorchOps()
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in (
+        "layer_types",
+        "mlp_layer_types",
+        "linear_head_dim",
+        "linear_num_heads",
+        "linear_conv_kernel_dim",
+    ):
+        config.pop(name)
+    kinds = {"kda_layers": [1, 3, 4], "full_attn_layers": [2]}
+    config["linear_attn_config"] = {**kinds, "head_dim": 12, "num_heads": 4, "short_conv_kernel_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "first_k_dense_replace": 1}))
+    made = PagedRunner(load_model(tmp_path, ops), ops).prompt_logits(PROMPTS[0])
+    torch.testing.assert_close(made, reference.logits(PROMPTS[0]), **TOLERANCE)
+    config["linear_attn_config"]["full_attn_layers"] = [2, 3]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="does not list each of the 4 layers once"):
+        load_model(tmp_path, ops)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mla_use_nope": False}))
+    with pytest.raises(ModelLoadError, match="asks for rope"):
+        load_model(tmp_path, ops)
+
+
 @pytest.mark.parametrize("num_heads", [1, 8, 12, 71])
 def test_slopes_are_those_of_transformers(num_heads: int) -> None:
     expected = _get_alibi_slopes(num_heads, torch.device("cpu"))

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch
-from penstock.kernels.states import ChannelScanLayer, DeltaLayer, ScanLayer, StateBatch, StateStore
+from penstock.kernels.states import (
+    ChannelDeltaLayer,
+    ChannelScanLayer,
+    DeltaLayer,
+    ScanLayer,
+    StateBatch,
+    StateStore,
+)
 from tests.triton.cases import BLOCK_SIZE, Bench
 
 
@@ -60,7 +67,8 @@ def state_errors(bench: Bench, shape: States, lengths: list[int]) -> dict[str, f
     )
     delta = DeltaLayer(*by_head, of_group, groups, width)
     read, write = (strided(groups * width).unflatten(1, (groups, width)) for _ in range(2))
-    mixed = strided(2 * groups * width + channels)
+    mixed, wide_mixed = (strided(2 * count * width + channels) for count in (groups, heads))
+    by_key, steps = ChannelDeltaLayer(by_head[0], normal(heads, width)), strided(heads * width)
     calls: dict[str, tuple[tuple[int, ...], Callable[[Any, Tensor, AttentionBatch], Tensor]]] = {
         "conv": ((channels, taps - 1), lambda ops, state, batch: ops.short_conv(
             x, weight, bias, state, batch, silu=True)),
@@ -72,6 +80,8 @@ def state_errors(bench: Bench, shape: States, lengths: list[int]) -> dict[str, f
             x, gates[0], read[:, 0], write[:, 0], by_channel, state, batch)),
         "delta": ((heads, width, size), lambda ops, state, batch: ops.gated_delta(
             mixed, rate, step, delta, state, batch)),
+        "channel delta": ((heads, width, size), lambda ops, state, batch: ops.channel_delta(
+            wide_mixed, rate, steps, by_key, state, batch)),
     }  # fmt: skip
     found: dict[str, float] = {}
     for name, (state_shape, call) in calls.items():

@@ -30,6 +30,7 @@ from penstock.kernels.reference import TorchEmbedding, TorchLinear, TorchOps
 from penstock.kernels.tensor_kv import TorchKVPart
 from penstock.kernels.triton import packing, products
 from penstock.kernels.triton.adapted import BatchedAdapters
+from penstock.kernels.triton.channel_delta import channel_delta
 from penstock.kernels.triton.channel_scan import channel_scan
 from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.elementwise import gated, rms_norm
@@ -78,6 +79,7 @@ class TritonOps:
     selective_scan = staticmethod(selective_scan)
     channel_scan = staticmethod(channel_scan)
     gated_delta = staticmethod(gated_delta)
+    channel_delta = staticmethod(channel_delta)
     gated_norm = staticmethod(gated_norm)
 
     def __init__(

@@ -17,6 +17,7 @@ from penstock.models.families import (
     gptj,
     granite,
     jamba,
+    kimi_linear,
     lfm2,
     llama,
     llama4,
@@ -99,4 +100,5 @@ FAMILIES: tuple[type[Decoder], ...] = (
     qwen_next.Qwen35,
     qwen_next.Qwen35MoE,
     qwen_next.Qwen3Next,
+    kimi_linear.KimiLinear,
 )

@@ -25,7 +25,7 @@ from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart, WeightLoader
 
 _INNER_EPS = 1e-6  # of the norms between two products, whatever the settings say of the others
-_SELECTION_BIAS = "gate.e_score_correction_bias"
+SELECTION_BIAS = "gate.e_score_correction_bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,9 @@ class DeepseekV2(Decoder):
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         grouped = fields.text("topk_method", "greedy") == "group_limited_greedy"
-        return _config(fields, cls.name, scoring="softmax", normalizes=False, ranked_by=1, grouped=grouped)
+        return latent_config(
+            fields, cls.name, scoring="softmax", normalizes=False, ranked_by=1, grouped=grouped
+        )
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
@@ -100,15 +102,15 @@ class DeepseekV2(Decoder):
     def load_layer(self, load: LayerLoader) -> LatentBlock:
         experts = self.config.experts
         is_dense = experts is None or load.index in experts.dense_layers
-        bias = f"{load.prefix}.mlp.{_SELECTION_BIAS}"
+        bias = f"{load.prefix}.mlp.{SELECTION_BIAS}"
         chooses_by_bias = self.has_selection_bias or load.weights.has(bias)
         return LatentBlock(
             attention_norm=load.rms_norm("input_layernorm"),
-            attention=_load_attention(load),
+            attention=load_latent_attention(load),
             mlp_norm=load.rms_norm("post_attention_layernorm"),
             mlp=load.gated_mlp()
             if is_dense
-            else load_experts(load, selection_bias=_SELECTION_BIAS if chooses_by_bias else None),
+            else load_experts(load, selection_bias=SELECTION_BIAS if chooses_by_bias else None),
         )
 
     def run_layer(
@@ -131,7 +133,7 @@ class DeepseekV3(DeepseekV2):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        return _config(fields, cls.name, scoring="sigmoid", normalizes=True, ranked_by=2, grouped=True)
+        return latent_config(fields, cls.name, scoring="sigmoid", normalizes=True, ranked_by=2, grouped=True)
 
 
 class Glm4MoeLite(DeepseekV3):
@@ -139,9 +141,10 @@ class Glm4MoeLite(DeepseekV3):
     huggingface_names = ("Glm4MoeLiteForCausalLM", "glm4_moe_lite")
 
 
-def _config(
+def latent_config(
     fields: Fields, name: str, *, scoring: Any, normalizes: bool, ranked_by: int, grouped: bool
 ) -> ArchitectureConfig:
+    """Read the settings of attention over latents and of its experts."""
     heads, rope_dim = fields.integer("num_attention_heads"), fields.integer("qk_rope_head_dim")
     changed = {**fields.values, "head_dim": rope_dim, "num_key_value_heads": heads}
     config = common_huggingface_config(Fields(changed, fields.where), name)
@@ -248,7 +251,7 @@ def _rows(config: ArchitectureConfig) -> dict[str, StoredRows]:
     return {**rows, name: StoredRows(name, len(entry), entry)}
 
 
-def _load_attention(load: LayerLoader) -> LatentAttention:
+def load_latent_attention(load: LayerLoader) -> LatentAttention:
     config, latent, weights = load.config, load.config.latent, load.weights
     assert latent is not None
     prefix, hidden, own = f"{load.prefix}.self_attn", config.hidden_size, load.heads.queries

@@ -1,0 +1,196 @@
+"""Kimi Linear: most layers are delta nets whose keys have a decay for each number, and some are attention over
+latents without positions. MLPs are those of DeepSeek V3."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.interface import AttentionBatch, Ops, PackedLinear
+from penstock.kernels.states import ChannelDeltaLayer, StateShapes
+from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
+from penstock.models.experts import MIXTRAL_NAMES, ExpertMLP, add_mlp, expert_layout, load_experts
+from penstock.models.families.deepseek import (
+    SELECTION_BIAS,
+    LatentAttention,
+    latent_config,
+    load_latent_attention,
+)
+from penstock.models.huggingface_config import layer_kinds
+from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
+from penstock.models.layout import Layout
+from penstock.models.recurrent import (
+    ConvWeights,
+    HybridDecoder,
+    LayerCache,
+    StateMixer,
+    load_conv,
+    recurrent_settings,
+    taken,
+)
+from penstock.models.sharding import balanced, scaled
+from penstock.models.weights import LinearPart, WeightLoader
+
+# As in the file, by DeepSeek's names.
+SETTINGS = {
+    "max_position_embeddings": "model_max_length",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDelta(StateMixer):
+    """A delta net of Kimi Linear. The first product gives queries, keys and values, rates, and two narrow vectors, of
+    which further products make decays and gates."""
+
+    conv: ConvWeights
+    decays: PackedLinear
+    gates: PackedLinear
+    rule: ChannelDeltaLayer
+    norm: RMSNorm  # of each head
+
+    @property
+    def state_shapes(self) -> StateShapes:
+        heads, width = self.rule.step_bias.shape
+        return self.conv.history_shape, (heads, width, width)
+
+    def mix(self, ops: Ops, projected: Tensor, states: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
+        heads, width = self.rule.step_bias.shape
+        mixed, rate, decay, gate = projected.split([3 * heads * width, heads, width, width], dim=1)
+        mixed = ops.short_conv(mixed, self.conv.weight, self.conv.bias, states[0], batch, silu=True)
+        step = ops.linear(decay.contiguous(), self.decays)
+        made = ops.channel_delta(mixed, rate, step, self.rule, states[1], batch)
+        normed = F.rms_norm(made, (width,), self.norm.weight, self.norm.eps).flatten(1)
+        gate = ops.linear(gate.contiguous(), self.gates)
+        return (normed * torch.sigmoid(gate.float())).to(projected.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class KimiLayer:
+    norm: RMSNorm
+    attention: LatentAttention | None
+    mixer: KimiDelta | None
+    mlp_norm: RMSNorm
+    mlp: GatedMLP | ExpertMLP
+
+
+class KimiLinear(HybridDecoder):
+    name = "kimi_linear"
+    huggingface_names = ("KimiLinearForCausalLM", "kimi_linear")
+
+    def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
+        super().__init__(config, loader, max_model_len)
+        assert config.latent is not None
+        # One vector for each token, which all ranks have.
+        self.num_kv_heads = 1
+        self.head_dim = self.latent_width = config.latent.rank + config.latent.rope_dim
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        if not fields.flag("mla_use_nope", True):
+            raise ModelLoadError(f"{fields.where} asks for rope, which Kimi Linear does not have.")
+        values = {"rope_interleave": False, "first_k_dense_replace": 1, **fields.values}
+        renamed = Fields(values, fields.where).renamed(SETTINGS)
+        config = latent_config(
+            renamed, cls.name, scoring="sigmoid", normalizes=True, ranked_by=2, grouped=True
+        )
+        nested = Fields(fields.raw("linear_attn_config") or {}, f"linear_attn_config of {fields.where}")
+        width = nested.integer("head_dim", fields.integer("linear_head_dim", 128))
+        return dataclasses.replace(
+            config,
+            unrotated_layers=frozenset(range(config.num_layers)),
+            recurrent=RecurrentConfig(
+                layers=_delta_layers(fields, nested, config.num_layers),
+                conv_width=nested.integer(
+                    "short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4)
+                ),
+                num_heads=nested.integer("num_heads", fields.integer("linear_num_heads", 32)),
+                head_dim=width,
+                state_size=width,
+            ),
+        )
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return expert_layout(config, MIXTRAL_NAMES, rows={})
+
+    def load_layer(self, load: LayerLoader) -> KimiLayer:
+        is_delta = load.index in recurrent_settings(load.config).layers
+        experts = load.config.experts
+        is_dense = experts is None or load.index in experts.dense_layers
+        return KimiLayer(
+            norm=load.rms_norm("input_layernorm"),
+            attention=None if is_delta else load_latent_attention(load),
+            mixer=_load_delta(load) if is_delta else None,
+            mlp_norm=load.rms_norm("post_attention_layernorm"),
+            mlp=load.gated_mlp() if is_dense else load_experts(load, selection_bias=SELECTION_BIAS),
+        )
+
+    def run_layer(
+        self, layer: KimiLayer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
+    ) -> None:
+        if layer.attention is not None:
+            layer.attention.add_to(ops, residual, layer.norm, cache.kv, batch)
+        elif layer.mixer is not None:
+            layer.mixer.add_to(ops, residual, layer.norm, cache.states, batch)
+        add_mlp(ops, residual, layer.mlp_norm, layer.mlp)
+
+
+def _delta_layers(fields: Fields, nested: Fields, num_layers: int) -> frozenset[int]:
+    """Return the layers that are delta nets. The makers' files count layers from 1."""
+    kinds = layer_kinds(fields, num_layers, {"linear_attention", "full_attention"})
+    if kinds is not None:
+        return frozenset(index for index, kind in enumerate(kinds) if kind == "linear_attention")
+    if not nested.has("kda_layers"):
+        return frozenset(index for index in range(num_layers) if index == 0 or index % 4)
+    listed = [nested.raw(key) for key in ("kda_layers", "full_attn_layers")]
+    if not all(isinstance(each, list) for each in listed) or sorted(listed[0] + listed[1]) != [
+        *range(1, num_layers + 1)
+    ]:
+        raise ModelLoadError(f"{nested.where} does not list each of the {num_layers} layers once.")
+    return frozenset(number - 1 for number in listed[0])
+
+
+def _load_delta(load: LayerLoader) -> KimiDelta:
+    """Load a rank's heads of a delta net."""
+    config, settings, shard = load.config, recurrent_settings(load.config), load.weights.shard
+    if settings.num_heads < shard.tensor_size:
+        raise ModelLoadError(
+            f"The {settings.num_heads} heads of this model's delta nets cannot be shared out over "
+            f"{shard.tensor_size} ranks.",
+            hint="Lower --tensor-parallel-size.",
+        )
+    prefix, width, hidden = f"{load.prefix}.self_attn", settings.head_dim, config.hidden_size
+    size, narrow = settings.num_heads * width, range(width)
+    heads = balanced(settings.num_heads, shard.tensor_size)[shard.tensor_rank]
+    own = scaled(heads, width)
+    convs = [load_conv(load, f"{prefix}.{part}_conv1d", size, [own]) for part in "qkv"]
+    decay = load.weights.vector(f"{prefix}.A_log", settings.num_heads)
+    bias = load.weights.vector(f"{prefix}.dt_bias", size)
+    decays, gates = (
+        load.weights.linear([f"{prefix}.{part}_b_proj"], [size], width, part=LinearPart(rows=[own]))
+        for part in "fg"
+    )
+    return KimiDelta(
+        into=load.weights.linear(
+            [f"{prefix}.{part}_proj" for part in ("q", "k", "v", "b", "f_a", "g_a")],
+            [size, size, size, settings.num_heads, width, width],
+            hidden,
+            part=LinearPart(rows=[own, own, own, heads, narrow, narrow]),
+        ),
+        conv=ConvWeights(torch.cat([each.weight for each in convs]), None),
+        decays=decays,
+        gates=gates,
+        rule=ChannelDeltaLayer(-taken(decay, [heads]).exp(), taken(bias, [own]).view(-1, width)),
+        norm=RMSNorm(load.weights.vector(f"{prefix}.o_norm.weight", width), config.norm_eps),
+        output=load.weights.linear([f"{prefix}.o_proj"], [hidden], size, part=LinearPart(columns=own)),
+    )
