@@ -25,6 +25,7 @@ from penstock.api.http.answer_transports import HeldHead, UnframedBody
 from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.errors import error_body
 from penstock.api.http.exchange import Exchange
+from penstock.api.http.heads import SINGLE_HEADERS, check_head, is_plain_target
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.metrics.table import metrics
@@ -77,12 +78,6 @@ class ConnectionLimits:
     is_leaving: bool = False  # each connection then ends after its next answer
 
 
-def _is_plain_target(target: bytes) -> bool:
-    """Whether the target of a request is a path, with or without a query, that needs no decoding."""
-    is_path = target[:1] == b"/" and target[:2] != b"//"
-    return is_path and target.isascii() and b"%" not in target and b"#" not in target
-
-
 class StallTimer:
     """Drops a connection whose client lets our bytes wait for too long. Closing would wait for those bytes."""
 
@@ -113,6 +108,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, **options)
         self._stall = StallTimer(self.limits)
         self._timer: asyncio.TimerHandle | None = None
+        self._singles: dict[bytes, bytes] = {}  # the headers of which a request may have one, by name
         self._awaits_body = False
         self._awaits_head = True  # a new connection is there for a reason
         self._began_in_this_chunk = False
@@ -185,7 +181,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self.send_400_response(str(error))
+            if isinstance(error.__context__, InvalidRequest):  # raised by a method that the parser called
+                self._refuse_malformed(error.__context__)
+            else:
+                self.send_400_response(str(error))
         except httptools.HttpParserUpgrade as upgrade:
             if self._should_upgrade():
                 self.handle_websocket_upgrade()
@@ -292,6 +291,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._awaits_head = True
         self._began_in_this_chunk = True
         self._num_head_bytes = 0
+        self._singles.clear()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._awaits_body:
@@ -299,6 +299,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
+        if name in SINGLE_HEADERS:
+            if name in self._singles:
+                raise InvalidRequest(f"The request has more than one header {name.decode()!r}.")
+            self._singles[name] = value
         headers = self.headers
         headers.append((name, value))
         if len(headers) > MAX_HEADERS:
@@ -314,15 +318,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._check_head_size(len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
             if self.transport.is_closing():
                 return
+        http_version = self.parser.get_http_version()
+        check_head(http_version, self.url, self._singles)
         self._awaits_body = True
         self._num_body_bytes = 0
         self._num_discarded_bytes = 0
         self._num_content_bytes = 0
         self._num_framed_bytes = 0
         self.scope["extensions"] = self._extensions
-        http_version = self.parser.get_http_version()
         is_post = self.parser.get_method() == b"POST"
-        if is_post and http_version == "1.1" and _is_plain_target(self.url):
+        if is_post and http_version == "1.1" and is_plain_target(self.url):
             self._begin_exchange()
         else:
             super().on_headers_complete()
@@ -400,8 +405,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
+        self._refuse_malformed(InvalidRequest("What arrived is not valid HTTP."))
+
+    def _refuse_malformed(self, error: PenstockError) -> None:
         self.limits.metrics.num_malformed += 1
-        self._refuse(InvalidRequest("What arrived is not valid HTTP."))
+        self._refuse(error)
 
     def _arm(self, timeout_s: float, on_timeout: Any) -> None:
         self._disarm()

@@ -1,0 +1,39 @@
+"""Checks on the head of a request. What a proxy in front of the server might read in another way is refused, because
+the proxy and the server would then disagree on who asks for what, or on where a request ends (RFC 9112)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import httptools
+
+from penstock.core.errors import InvalidRequest
+
+# A request has one of each at most: a proxy might have checked the other one.
+SINGLE_HEADERS = frozenset({b"host", b"transfer-encoding", b"authorization", b"x-api-key", b"api-key"})
+_HOST_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~:[]%!$&'()*+;="
+
+
+def is_plain_target(target: bytes) -> bool:
+    """Whether the target of a request is a path, with or without a query, that needs no decoding."""
+    is_path = target[:1] == b"/" and target[:2] != b"//"
+    return is_path and target.isascii() and b"%" not in target and b"#" not in target
+
+
+def check_head(http_version: str, target: bytes, singles: Mapping[bytes, bytes]) -> None:
+    """Raise InvalidRequest for a head that is not plain HTTP/1.1 or HTTP/1.0. `singles` are the SINGLE_HEADERS that
+    the request has."""
+    host, coding = singles.get(b"host"), singles.get(b"transfer-encoding")
+    if http_version != "1.1" and http_version != "1.0":
+        raise InvalidRequest("This server speaks HTTP/1.1.")
+    if host is None:
+        if http_version == "1.1":
+            raise InvalidRequest("The request has no header 'host'.")
+    elif host.strip(_HOST_BYTES):
+        raise InvalidRequest("The header 'host' of the request does not hold a host.")
+    if coding is not None and (http_version == "1.0" or coding.strip().lower() != b"chunked"):
+        raise InvalidRequest("Of transfer codings, only 'chunked' in HTTP/1.1 is taken here.")
+    if target[:1] != b"/" and host is not None and httptools.parse_url(target).host is not None:
+        authority = target.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0]
+        if authority.lower() != host.lower():
+            raise InvalidRequest("The request names one host in its first line, and another in its headers.")
