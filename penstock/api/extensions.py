@@ -16,6 +16,7 @@ from penstock.gateway.prompts import AnswerText, GenerationRequest
 from penstock.gateway.text.grammars import StructuredOutputs
 
 TOP_K_OFF = -1  # as other servers write it; 0 means the same
+SIGMAS_OFF = -1  # as in llama.cpp; 0 means the same
 _GRAMMARS_ELSEWHERE = {"regex": "regex", "ebnf": "grammar", "json_schema": "json", "grammar": "grammar"}
 
 
@@ -32,6 +33,13 @@ class ExtensionFields(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
+    top_n_sigma: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | str | None = None
+    repeat_last_n: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -55,6 +63,10 @@ class ExtensionFields(msgspec.Struct, kw_only=True):
             name: value for name in _PLAIN if (value := getattr(self, name)) is not None
         }
         options |= {name: tuple(value) for name in _LISTS if (value := getattr(self, name)) is not None}
+        if self.dry_sequence_breakers is not None:
+            options["dry_sequence_breakers"] = _breakers(self.dry_sequence_breakers)
+        if self.top_n_sigma is not None:
+            options["top_n_sigma"] = 0.0 if self.top_n_sigma == SIGMAS_OFF else self.top_n_sigma
         if self.top_k is not None:
             options["top_k"] = 0 if self.top_k == TOP_K_OFF else self.top_k
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -113,6 +125,19 @@ class ExtensionFields(msgspec.Struct, kw_only=True):
         )
 
 
+def _breakers(given: list[str] | str) -> tuple[str, ...]:
+    """Some clients write the list as a text: a JSON list, with or without its brackets."""
+    if not isinstance(given, str):
+        return tuple(given)
+    text = given.strip()
+    try:
+        return tuple(msgspec.json.decode(text if text.startswith("[") else f"[{text}]", type=list[str]))
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(
+            "dry_sequence_breakers must be a list of texts.", param="dry_sequence_breakers"
+        ) from error
+
+
 MAX_SALT_CHARS = 256
 _NOT_GUIDED = (None, None, None, None)
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
@@ -126,7 +151,8 @@ _PLAIN = (
         "typical_p",
         "repetition_penalty",
     ),
-    *("xtc_probability", "xtc_threshold", "min_tokens", "ignore_eos"),
+    *("xtc_probability", "xtc_threshold", "min_tokens", "ignore_eos", "repeat_last_n"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
 )
 EXTENSION_FIELDS = (*ExtensionFields.__struct_fields__[4:], "prompt_logprobs", "return_token_ids")
 
@@ -164,9 +190,7 @@ FOREIGN_FIELDS: dict[str, tuple[Any, ...]] = {
     "n_predict": (-1,),
     "mirostat": (0,),
     "tfs_z": (1,),
-    "dry_multiplier": (0,),
     "dynatemp_range": (0,),
-    "top_n_sigma": (-1, 0),
     "repeat_penalty": (1,),
     "n_keep": (0, -1),
     "n_probs": (0,),
@@ -197,6 +221,8 @@ FOREIGN_FIELDS: dict[str, tuple[Any, ...]] = {
     "dynamic_temperature": (False,),
     "temperature_last": (False,),
     "nsigma": (0,),
+    "repetition_penalty_range": (0,),
+    "dry_range": (0,),
     "skew": (0,),
     "grammar_string": ("",),
     # Text Generation Inference
@@ -211,6 +237,10 @@ FOREIGN_FIELDS: dict[str, tuple[Any, ...]] = {
     "plugins": ([],),
     "transforms": ([],),
 }
+_NO_MIROSTAT = (
+    "Its state is made of the probabilities of all earlier tokens, which a resumed answer does not have. Use "
+    "top_n_sigma, min_p or typical_p."
+)
 _HINTS = {
     "max_new_tokens": "Use max_tokens.",
     "n_predict": "Use max_tokens.",
@@ -224,6 +254,11 @@ _HINTS = {
     "lora_path": "Name the adapter as the model.",
     "adapter_id": "Name the adapter as the model.",
     "grammar_string": "Use structured_outputs.grammar.",
+    "nsigma": "Use top_n_sigma.",
+    "repetition_penalty_range": "Use repeat_last_n.",
+    "dry_range": "Use dry_penalty_last_n.",
+    "mirostat": _NO_MIROSTAT,
+    "mirostat_mode": _NO_MIROSTAT,
     "use_beam_search": "Sample several answers with n, or the best of several with best_of.",
 } | {name: f"Use structured_outputs.{ours}." for name, ours in _GRAMMARS_ELSEWHERE.items()}
 FOREIGN_FIELDS |= dict.fromkeys(_GRAMMARS_ELSEWHERE, ())

@@ -177,6 +177,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 # Errors of samples and chunks.
 NOT_A_NUMBER = "The model produced values that are not numbers for this request."
+NO_TOKEN_LEFT = "The request's allowed tokens, bad words and grammar contradict: no token may come next."
 OUT_OF_MEMORY = "There was not enough memory to compute this request."
 
 

@@ -77,6 +77,19 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
+class Dry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Penalise a token that would lengthen a repetition of tokens earlier in the prompt or the answer ("don't repeat
+    yourself"): by multiplier * base ** (length - allowed_length), from the allowed length on."""
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    last_n: int | None = None  # only so many last tokens are searched; None: all
+    breakers: bytes = (
+        b""  # no repetition goes across these tokens: bit i % 8 of byte i // 8 stands for token i
+    )
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens. `n` is not here: the gateway submits n requests that share a prefix."""
 
@@ -104,6 +117,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     typical_p: float = 1.0  # keep the most typical tokens, up to this share of the probability
     xtc_probability: float = 0.0  # of leaving out, at a position, the most probable tokens ...
     xtc_threshold: float = 0.1  # ... of at least this probability, except for the least probable of them
+    top_n_sigma: float = 0.0  # keep tokens within so many standard deviations of the highest logit; 0: all
+    dry: Dry | None = None
+    # The three penalties look at the last n tokens of prompt and answer together; None: at the whole answer, and the
+    # repetition penalty at the prompt too.
+    repeat_last_n: int | None = None
     allowed_token_ids: tuple[int, ...] = ()  # only these; empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the answer must not contain
 

@@ -5,7 +5,6 @@ resumption change no sample.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -14,40 +13,45 @@ import torch
 from torch import Tensor
 
 from penstock.core.request import Request, SamplingParams
+from penstock.engine.repetitions import RepetitionPenalty, context_window, make_penalty, recent_counts
+from penstock.engine.truncations import truncate, truncates
 
 
 @dataclass(slots=True)
 class History:
-    """The answer so far, as logit edits need it, on the device: the count of each token, and the last tokens."""
+    """The text so far, as logit edits need it, on the device: the count of each token of the answer, its last tokens,
+    and the last tokens of prompt and answer together."""
 
     counts: Tensor | None  # float32 [V]
     tail: Tensor | None  # int64 [L], -1 where the answer is shorter
+    context: Tensor | None  # int64 [W], -1 where the text is shorter
 
     @property
     def is_used(self) -> bool:
-        return self.counts is not None or self.tail is not None
+        return self.counts is not None or self.tail is not None or self.context is not None
 
     def followed_by(self, token_id: int) -> History:
         """A copy with one more token."""
-        counts = None if self.counts is None else self.counts.clone()
-        tail = None if self.tail is None else self.tail.clone()
-        after = History(counts, tail)
+        copies = (None if each is None else each.clone() for each in (self.counts, self.tail, self.context))
+        after = History(*copies)
         after.add_known(token_id)
         return after
 
     def add_known(self, token_id: int) -> None:
         if self.counts is not None:
             self.counts[token_id] += 1
-        if self.tail is not None and len(self.tail):
-            self.tail.copy_(torch.cat([self.tail[1:], self.tail.new_tensor([token_id])]))
+        for last in (self.tail, self.context):
+            if last is not None and len(last):
+                last.copy_(torch.cat([last[1:], last.new_tensor([token_id])]))
 
     def add(self, token: Tensor) -> None:
         """Add a token: int64 [1]. A sample that is not a number is -1."""
         if self.counts is not None:
             one = torch.ones(1, dtype=self.counts.dtype, device=self.counts.device)
             self.counts.index_add_(0, token.clamp_min(0), one)
-        if self.tail is not None and len(self.tail):
-            self.tail.copy_(torch.cat([self.tail[1:], token.to(self.tail.dtype)]))
+        for last in (self.tail, self.context):
+            if last is not None and len(last):
+                last.copy_(torch.cat([last[1:], token.to(last.dtype)]))
 
 
 @dataclass(slots=True)
@@ -74,21 +78,32 @@ class LogitEdits:
     prompt_mask: Tensor | None  # bool [V], for the repetition penalty
     forbidden: Tensor | None  # bool [V], for the allowed tokens
     banned: BannedSequences | None
+    repetitions: RepetitionPenalty | None
     history: History
     seed: int
+    truncates: bool
+
+    @property
+    def forbids(self) -> bool:
+        """Whether tokens are forbidden at every position, so that none may be left."""
+        return self.forbidden is not None or self.banned is not None
 
     def apply(self, logits: Tensor, position: int, history: History, *, must_end: bool) -> None:
         """Change the logits of one position. `history` is of the tokens in front of it. `must_end`: a grammar
         allows nothing but the end, which outranks a request for a longer answer."""
         params, counts = self.params, history.counts
+        if params.repeat_last_n and history.context is not None:
+            counts = recent_counts(history.context, params.repeat_last_n, len(logits))
         if counts is not None:
-            if self.prompt_mask is not None:
-                seen = self.prompt_mask | (counts > 0)
-                penalty = params.repetition_penalty
+            penalty = params.repetition_penalty
+            if penalty != 1:
+                seen = counts > 0 if self.prompt_mask is None else self.prompt_mask | (counts > 0)
                 penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
                 logits.copy_(torch.where(seen, penalised, logits))
             logits.sub_(counts, alpha=params.frequency_penalty)
             logits.sub_((counts > 0).to(logits.dtype), alpha=params.presence_penalty)
+        if self.repetitions is not None and history.context is not None:
+            self.repetitions.apply(logits, history.context)
         if self.bias_ids is not None and self.bias_values is not None:
             logits.index_add_(0, self.bias_ids, self.bias_values)
         if self.forbidden is not None:
@@ -97,38 +112,10 @@ class LogitEdits:
             self.banned.apply(logits, history.tail)
         if self.banned_early is not None and position < self.banned_until and not must_end:
             logits[self.banned_early] = -inf
-        if params.typical_p < 1:
-            keep_typical(logits, params.typical_p)
-        if params.xtc_probability and _chance(self.seed, position) < params.xtc_probability:
-            exclude_top(logits, params.xtc_threshold)
 
-
-def keep_typical(logits: Tensor, share: float) -> None:
-    """Forbid all tokens but those whose information is nearest to the entropy, up to `share` of the probability."""
-    logprobs = torch.log_softmax(logits, dim=-1)
-    probabilities = logprobs.exp()
-    entropy = -(probabilities * logprobs.clamp_min(-1e30)).sum()
-    order = torch.argsort((-logprobs - entropy).abs(), stable=True)
-    before = probabilities[order].cumsum(0) - probabilities[order]
-    dropped = before >= share
-    dropped[0] = False
-    logits[order] = torch.where(dropped, -inf, logits[order])
-
-
-def exclude_top(logits: Tensor, threshold: float) -> None:
-    """Forbid the tokens of at least `threshold` probability, except for the least probable of them."""
-    probabilities = torch.softmax(logits, dim=-1)
-    order = torch.argsort(probabilities, descending=True, stable=True)
-    above = probabilities[order] >= threshold
-    above = above & above.roll(-1)  # the next one is above as well, so this one is not the last
-    above[-1] = False
-    logits[order] = torch.where(above, -inf, logits[order])
-
-
-def _chance(seed: int, position: int) -> float:
-    """A number from 0 to 1 that depends on a request's seed and the position alone, apart from the sampled one."""
-    digest = hashlib.blake2b(f"xtc/{seed}/{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") / 2**64
+    def truncate(self, logits: Tensor, position: int) -> None:
+        """Forbid tokens by their probability. What a grammar forbids is forbidden already."""
+        truncate(logits, self.params, self.seed, position)
 
 
 def make_edits(
@@ -143,6 +130,8 @@ def make_edits(
     params = request.sampling
     repeats = params.repetition_penalty != 1.0
     counted = repeats or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+    last_n = params.repeat_last_n if counted else None
+    is_windowed = last_n is not None
     ends = params.stop_token_ids + (() if params.ignore_eos else eos_token_ids)
     banned_until: float = params.min_tokens
     if params.grammar is not None and params.ignore_eos:
@@ -150,7 +139,8 @@ def make_edits(
         ends, banned_until = params.stop_token_ids + eos_token_ids, inf
     delayed = banned_until > 0 and bool(ends)
     changed = params.logit_bias or params.allowed_token_ids or params.bad_words
-    if not (counted or delayed or changed or params.typical_p < 1 or params.xtc_probability):
+    counted = counted and last_n != 0
+    if not (counted or delayed or changed or params.dry or truncates(params)):
         return None
 
     def ids(values: Sequence[int]) -> Tensor:
@@ -162,11 +152,14 @@ def make_edits(
         return chosen
 
     counts = tail = None
-    if counted:
+    if counted and not is_windowed:
         counts = torch.bincount(ids(output_token_ids), minlength=vocab_size).to(torch.float32)
     longest = max(map(len, params.bad_words), default=1) - 1
     if params.bad_words:
         tail = ids(([-1] * longest + list(output_token_ids))[len(output_token_ids) :])
+    window = context_window(
+        params.dry, last_n, request.prompt_token_ids, list(output_token_ids), params.max_tokens
+    )
     return LogitEdits(
         params=params,
         bias_ids=ids(list(params.logit_bias)) if params.logit_bias else None,
@@ -175,11 +168,13 @@ def make_edits(
         else None,
         banned_early=ids(ends) if delayed else None,
         banned_until=banned_until,
-        prompt_mask=mask(request.prompt_token_ids, False) if repeats else None,
+        prompt_mask=mask(request.prompt_token_ids, False) if repeats and not is_windowed else None,
         forbidden=mask(params.allowed_token_ids, True) if params.allowed_token_ids else None,
         banned=_banned(params.bad_words, longest, device) if params.bad_words else None,
-        history=History(counts, tail),
+        repetitions=make_penalty(params.dry, vocab_size, device) if params.dry else None,
+        history=History(counts, tail, None if window is None else ids(window)),
         seed=seed,
+        truncates=truncates(params),
     )
 
 

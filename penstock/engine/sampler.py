@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core.plan import NOT_A_NUMBER, SampledToken, TokenLogprobs
+from penstock.core.plan import NO_TOKEN_LEFT, NOT_A_NUMBER, SampledToken, TokenLogprobs
 from penstock.core.request import Request
 from penstock.engine.batch import Samples
 from penstock.engine.grammar_masks import StepMasks
@@ -132,6 +132,8 @@ class Sampler:
         edited = self._edit(logits, samples, masks) if self._edits else []
         if masks is not None and masks.masked:
             forbid(logits, masks.masked, masks.words)
+        if edited:
+            self._truncate(logits, samples)
         token_ids = self._draw(logits, self._batch(samples))
         for i, index, history in edited:
             if index not in late and index not in samples.drafts:
@@ -162,6 +164,14 @@ class Sampler:
                 edits.apply(logits[i], position + offset, history, must_end=i in must_end)
         return edited
 
+    def _truncate(self, logits: Tensor, samples: Samples) -> None:
+        """Let the requests that ask for it forbid tokens by their probability, once masks are applied."""
+        for i, row in enumerate(samples.rows.tolist()):
+            edits = self._edits.get(row)
+            if edits is not None and edits.truncates:
+                offset = 0 if samples.offsets is None else int(samples.offsets[i])
+                edits.truncate(logits[i], int(self._positions[row]) + offset)
+
     def report(
         self,
         samples: Samples,
@@ -181,7 +191,9 @@ class Sampler:
             drafts = samples.drafts.get(index, ())
             verified = self._verified(index, token_ids[first : first + len(drafts) + 1], drafts, masks)
             if not verified:
-                sampled.append(SampledToken(request_id, 0, error=failed.get(index, NOT_A_NUMBER)))
+                edits = self._edits.get(int(samples.request_rows[index]))
+                error = NO_TOKEN_LEFT if edits is not None and edits.forbids else NOT_A_NUMBER
+                sampled.append(SampledToken(request_id, 0, error=failed.get(index, error)))
                 continue
             alternatives: tuple[TokenLogprobs, ...] = ()
             if first in logprobs:

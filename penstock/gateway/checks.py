@@ -17,6 +17,8 @@ MAX_STOP_CHARS = 1024  # of each; what an answer might begin to say is held back
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_BAD_WORDS = 256
+MAX_BREAKERS = 64
+MAX_LAST_TOKENS = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = (
     1 << 20
@@ -169,6 +171,12 @@ _RANGES: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2, 2),
     "xtc_probability": (0, 1),
     "xtc_threshold": (0, 1),
+    "top_n_sigma": (0, 100),
+    "dry_multiplier": (0, 100),
+    "dry_base": (1, 100),
+    "dry_allowed_length": (1, MAX_LAST_TOKENS),
+    "dry_penalty_last_n": (-1, MAX_LAST_TOKENS),
+    "repeat_last_n": (-1, MAX_LAST_TOKENS),
     "seed": (-(2**63), 2**63 - 1),
 }
 
@@ -186,6 +194,8 @@ def _check_sampling(options: SamplingOptions, vocab_size: int) -> None:
         _check_texts(options.stop, "stop", "stop strings", MAX_STOP_STRINGS)
     if options.bad_words:
         _check_texts(options.bad_words, "bad_words", "bad words", MAX_BAD_WORDS)
+    if options.dry_multiplier and options.dry_sequence_breakers:
+        _check_texts(options.dry_sequence_breakers, "dry_sequence_breakers", "breakers", MAX_BREAKERS)
     if options.stop_token_ids:
         _check_listed_ids(options.stop_token_ids, "stop_token_ids", MAX_STOP_TOKEN_IDS, vocab_size)
     if options.allowed_token_ids:

@@ -193,6 +193,13 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
+    top_n_sigma: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1  # -1: all tokens
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    repeat_last_n: int | None = None  # -1: all tokens
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()

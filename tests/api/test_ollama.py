@@ -120,11 +120,14 @@ def test_options(serve: Serve) -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.7, 0.1)
     assert (sampling.seed, sampling.repetition_penalty, sampling.stop) == (3, 1.25, (".",))
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.25)
+    assert sampling.repeat_last_n == 64
+    api.chat("bytes", [USER], options={"repeat_penalty": 1.1, "repeat_last_n": 20, "mirostat": 0, "tfs_z": 1})
+    assert engine.added[-1].sampling.repeat_last_n == 20
 
     api.chat("bytes", [USER])
     usual = engine.added[-1].sampling
     assert (usual.temperature, usual.top_k, usual.top_p) == (0.8, 40, 0.9)
-    assert (usual.min_p, usual.repetition_penalty) == (0.0, 1.0)
+    assert (usual.min_p, usual.repetition_penalty, usual.repeat_last_n) == (0.0, 1.0, None)
     unlimited = {"num_predict": -1, "top_k": 0, "seed": -1, "temperature": 0}
     api.chat("bytes", [USER], options=unlimited)
     sampling = engine.added[-1].sampling
@@ -329,6 +332,9 @@ def test_a_client_that_leaves_cancels_its_request(serve: Serve) -> None:
         ("chat", {"messages": [USER], "options": {"top_k": 1e300}}, "top_k"),
         ("chat", {"messages": [USER], "options": {"seed": 10**30}}, "seed"),
         ("chat", {"messages": [USER], "options": {"repeat_penalty": -1}}, "repetition_penalty"),
+        ("chat", {"messages": [USER], "options": {"mirostat": 2}}, "mirostat"),
+        ("chat", {"messages": [USER], "options": {"tfs_z": 0.5}}, "tfs_z"),
+        ("chat", {"messages": [USER], "options": {"repeat_last_n": -2}}, "repeat_last_n"),
         ("chat", {"messages": [USER], "options": []}, "options"),
         ("chat", {"messages": [USER], "tools": [{"type": "magic", "function": {"name": "f"}}]}, "magic"),
         ("chat", {"messages": "hello"}, "messages"),

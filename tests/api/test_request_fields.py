@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken
 
 from penstock.core.plan import TokenEvent, TokenLogprobs
-from penstock.core.request import FinishReason, Request, Tier
+from penstock.core.request import Dry, FinishReason, Request, Tier
 from tests.api.conftest import direct_client
 from tests.gateway.fake_engine import (
     CHAT_TEMPLATE,
@@ -38,6 +38,8 @@ FIELDS: dict[str, Any] = {
     "frequency_penalty": 0.4,
     "xtc_probability": 0.5,
     "xtc_threshold": 0.2,
+    "top_n_sigma": 1.5,
+    "repeat_last_n": 40,
     "min_tokens": 3,
     "ignore_eos": True,
 }
@@ -75,6 +77,30 @@ async def test_every_dialect_carries_the_same_extensions(dialect: str) -> None:
     await ask(engine, dialect, guided_regex="fi.*", priority=4)
     grammar = engine.added[1].sampling.grammar
     assert (grammar and grammar.kind, engine.added[1].tier) == ("regex", Tier.BATCH)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_every_dialect_carries_the_penalty_of_repetitions(dialect: str) -> None:
+    engine = FakeEngine(script_text("fine"))
+    await ask(engine, dialect, dry_multiplier=0.8)
+    own = {"dry_base": 2, "dry_allowed_length": 3, "dry_penalty_last_n": 50}
+    await ask(engine, dialect, dry_multiplier=0.8, dry_sequence_breakers=["ab", "|user"], **own)
+    await ask(engine, dialect, dry_multiplier=0.8, dry_sequence_breakers='":", "*"')
+    await ask(engine, dialect, dry_multiplier=0.8, dry_sequence_breakers=[])
+    await ask(engine, dialect, dry_multiplier=0.8, dry_penalty_last_n=0)
+    await ask(engine, dialect, dry_multiplier=0)
+    dry = [request.sampling.dry for request in engine.added]
+    assert dry[0] == Dry(0.8, breakers=bits(*b'\n:"*'))
+    # The last token of a text of two tokens, and the token that contains the other text.
+    assert dry[1] == Dry(0.8, 2, 3, 50, bits(ord("b"), ord("r"), 258))
+    assert dry[2] == Dry(0.8, breakers=bits(*b":*"))
+    assert dry[3] == Dry(0.8, breakers=bits())
+    assert dry[4:] == [None, None]
+
+
+def bits(*token_ids: int) -> bytes:
+    number = sum(1 << token_id for token_id in token_ids)
+    return number.to_bytes(-(-engine_ready().model.vocab_size // 8), "little")
 
 
 def text_of(answer: dict[str, Any]) -> str:

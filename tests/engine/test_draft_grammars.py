@@ -32,6 +32,7 @@ GRAMMARS: dict[str, tuple[Grammar | None, dict[str, Any]]] = {
     "greedy": (Grammar("json_schema", json.dumps(SCHEMA)), {"temperature": 0.0}),
     "choice": (Grammar("choice", '["yes, certainly", "yes, perhaps", "no"]'), {}),
     "regex": (Grammar("regex", "[a-f]{3,9}(-[0-9]{2}){1,4}"), {"min_tokens": 12}),
+    "typical": (Grammar("regex", "(ab|cd|[0-9]){5,20}"), {"typical_p": 0.3, "xtc_probability": 0.4}),
     "no end": (Grammar("regex", "(ab|cd)+x?"), {"ignore_eos": True}),
     "free": (None, {"logprobs": 1}),
 }

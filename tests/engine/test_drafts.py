@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.request import Request
+from penstock.core.request import Dry, Request
 from penstock.engine.batch import Samples
 from penstock.engine.sampler import Sampler
 from penstock.engine.staging import Staging
@@ -46,6 +46,20 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "scored": {"prompt_logprobs": 2, "temperature": 1.0, "seed": 9},
     "typical": {"typical_p": 0.4, "temperature": 1.0, "seed": 10},
     "top excluded": {"xtc_probability": 0.5, "xtc_threshold": 0.004, "temperature": 1.0, "seed": 11},
+    "near the top": {"top_n_sigma": 1.0, "temperature": 1.0, "seed": 14},
+    "no repetitions": {
+        "dry": Dry(2.0, allowed_length=1, breakers=bytes([0, 0, 1])),
+        "allowed_token_ids": (17, 18, 19, 20, 21, 22),
+        "temperature": 1.0,
+        "seed": 15,
+    },
+    "recent repetitions": {
+        "repeat_last_n": 5,
+        "repetition_penalty": 1.7,
+        "frequency_penalty": 0.3,
+        "temperature": 1.0,
+        "seed": 16,
+    },
     "few allowed": {"allowed_token_ids": (17, 18, 19, 20), "temperature": 1.0, "seed": 12},
     "bad words": {
         "allowed_token_ids": (17, 18, 19),

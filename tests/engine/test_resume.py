@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from penstock.core.plan import TokenEvent, TokenLogprobs
-from penstock.core.request import FinishReason, Grammar, Request
+from penstock.core.request import Dry, FinishReason, Grammar, Request
 from penstock.engine.build import Engine
 from penstock.simulator.replay import replay
 
@@ -35,6 +35,15 @@ SETTINGS = {
         "bad_words": ((5, 6, 5), (6, 6)),
     },
     "top tokens excluded": {"temperature": 1.0, "seed": 4, "xtc_probability": 0.5, "typical_p": 0.9},
+    "no repetitions": {
+        "temperature": 1.0,
+        "seed": 5,
+        "allowed_token_ids": (5, 6, 7, 8),
+        "dry": Dry(1.5, allowed_length=1, last_n=20, breakers=bytes([1 << 6])),
+        "repeat_last_n": 7,
+        "repetition_penalty": 1.4,
+        "top_n_sigma": 2.0,
+    },
     "stop strings": {"temperature": 1.0, "seed": 8, "stop": ("nothing like this",)},
 }
 

@@ -36,13 +36,17 @@ ROLES = ("system", "user", "assistant", "tool")
 THINKING_LEVELS = ("low", "medium", "high")
 # Ollama's own, for a model whose makers recommend nothing.
 DEFAULTS = SamplingDefaults(temperature=0.8, top_k=40, top_p=0.9)
+REPEAT_LAST_N = 64  # the tokens that penalties look at where a request does not say
+# Options of samplers that are not supported, and the values with which they change nothing.
+REFUSED_OPTIONS: dict[str, tuple[float, ...]] = {"mirostat": (0,), "tfs_z": (0, 1)}
 
 Duration: TypeAlias = str | int | float  # "5m", or seconds
 Number: TypeAlias = int | float  # whole numbers may be written as 40.0
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """The options that change an answer. All others concern how Ollama loads a model, and are ignored."""
+    """The options that change an answer. `REFUSED_OPTIONS` would too. All others concern how Ollama loads a model,
+    and are ignored."""
 
     num_predict: Number | None = None
     temperature: float | None = None
@@ -52,22 +56,30 @@ class Options(msgspec.Struct, kw_only=True):
     typical_p: float | None = None
     seed: Number | None = None
     repeat_penalty: float | None = None
+    repeat_last_n: Number | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     stop: str | list[str] | None = None
 
     @classmethod
     def of(cls, given: dict[str, Any] | None) -> Options:
+        for name, neutral in REFUSED_OPTIONS.items():
+            if given and given.get(name, neutral[0]) not in (None, *neutral):
+                raise InvalidRequest(f"The option {name} is not supported.", param=f"options.{name}")
         try:
             return msgspec.convert(given or {}, cls)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"options: {error}.", param="options") from error
 
     def sampling(self, grammar: Grammar | None, logprobs: int | None) -> SamplingOptions:
-        """Zero and negative numbers stand for no limit, except for a seed, where -1 stands for a random one."""
+        """Zero and negative numbers stand for no limit, except for a seed, where -1 stands for a random one, and for
+        `repeat_last_n`, where 0 stands for no penalties."""
         seed = _whole(self.seed, "seed")
         top_k = _whole(self.top_k, "top_k")
         max_tokens = _whole(self.num_predict, "num_predict")
+        last_n = _whole(self.repeat_last_n, "repeat_last_n")
+        if last_n is None and (self.repeat_penalty or self.presence_penalty or self.frequency_penalty):
+            last_n = REPEAT_LAST_N
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return SamplingOptions(
             max_tokens=max_tokens if max_tokens and max_tokens > 0 else None,
@@ -80,6 +92,7 @@ class Options(msgspec.Struct, kw_only=True):
             repetition_penalty=self.repeat_penalty,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
+            repeat_last_n=last_n,
             stop=tuple(text for text in stop if text),
             grammar=grammar,
             logprobs=logprobs,
@@ -87,7 +100,7 @@ class Options(msgspec.Struct, kw_only=True):
         )
 
 
-_USED_OPTIONS = frozenset(field.name for field in msgspec.structs.fields(Options))
+_KNOWN_OPTIONS = {field.name for field in msgspec.structs.fields(Options)} | {*REFUSED_OPTIONS}
 _SHOWN_NAMES = 8
 _SHOWN_NAME_CHARS = 40
 
@@ -119,7 +132,7 @@ class AnswerFields(msgspec.Struct, kw_only=True):
     def warnings(self) -> tuple[RequestWarning, ...]:
         """One warning that names the options without effect, if there are any."""
         given = (name for name, value in (self.options or {}).items() if value is not None)
-        ignored = sorted(name[:_SHOWN_NAME_CHARS] for name in given if name not in _USED_OPTIONS)
+        ignored = sorted(name[:_SHOWN_NAME_CHARS] for name in given if name not in _KNOWN_OPTIONS)
         if not ignored:
             return ()
         names = ", ".join(ignored[:_SHOWN_NAMES]) + (", …" if len(ignored) > _SHOWN_NAMES else "")

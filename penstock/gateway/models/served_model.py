@@ -38,6 +38,7 @@ from penstock.gateway.text.grammars import GrammarChecker
 from penstock.gateway.text.image_places import ImagePlaces, moved_positions, with_images_in_user_turns
 from penstock.gateway.text.infill import infill_ids, laid_out
 from penstock.gateway.text.template import ChatTemplate, RenderedChat
+from penstock.gateway.text.token_options import OPTIONS, TokenOptions
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS, TextTokenizer
 from penstock.gateway.tools.answer_form import AnswerForm, answer_form, forces_calls
 from penstock.gateway.tools.formats import HARMONY_REASONING, reasoning_of, tool_format_of
@@ -136,6 +137,7 @@ class ServedModel:
         self.dialect = Dialect(engine.model, self.tokenizer, config)
         self.template = ChatTemplate(engine.model, self.dialect.tool_format)
         self._infill = infill_ids(self.tokenizer.token_id)
+        self._token_options = TokenOptions(self.tokenizer, engine.model.vocab_size)
         self._config = config
         self._grammars = GrammarChecker()
         self._special_token_ids = token_ids_by_number(engine.model.tokenizer_json)
@@ -371,12 +373,9 @@ class ServedModel:
         del fields["fallback"]
         if not filled.top_k:
             fields.pop("top_k", None)
-        words = [form for word in options.bad_words for form in dict.fromkeys((word, f" {word.lstrip()}"))]
-        encoded = [await self.tokenizer.encode(word, add_special_tokens=False) for word in words]
-        return {
-            **fields,
-            "bad_words": tuple(dict.fromkeys(self.known(ids, "bad_words") for ids in encoded if ids)),
-        }
+        for name in OPTIONS:
+            fields.pop(name, None)
+        return fields | await self._token_options.fields(options)
 
     async def with_checked_grammar(
         self, sampling: SamplingParams
