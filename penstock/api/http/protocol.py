@@ -17,6 +17,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
@@ -26,6 +27,7 @@ from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.errors import error_body
 from penstock.api.http.exchange import Exchange
 from penstock.api.http.heads import SINGLE_HEADERS, check_head, is_plain_target
+from penstock.api.http.turns import MAX_TURN_PARTS, TURN_BYTES, HeldFlow
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.metrics.table import metrics
@@ -101,12 +103,15 @@ class StallTimer:
 
 class BoundedHttpProtocol(HttpToolsProtocol):
     limits: ClassVar[ConnectionLimits]
+    flow: HeldFlow
 
     def __init__(
         self, config: Config, server_state: ServerState, app_state: dict[str, Any], **options: Any
     ) -> None:
         super().__init__(config, server_state, app_state, **options)
         self._stall = StallTimer(self.limits)
+        self._unread = memoryview(b"")  # what has arrived and is not parsed yet
+        self._num_parts = 0  # requests and pieces of bodies since the turn began
         self._timer: asyncio.TimerHandle | None = None
         self._singles: dict[bytes, bytes] = {}  # the headers of which a request may have one, by name
         self._awaits_body = False
@@ -127,6 +132,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = HeldFlow(transport)
         self.limits.metrics.num_open += 1
         if self.limits.metrics.num_open > self.limits.config.max_connections:
             self.limits.metrics.num_refused += 1
@@ -136,6 +142,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.limits.metrics.num_open -= 1
+        self._unread = memoryview(b"")
         self._disarm()
         self._stall.stop()
         super().connection_lost(exc)
@@ -152,6 +159,31 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.loop.call_soon(on_departure)
 
     def data_received(self, data: bytes) -> None:
+        if self._unread or len(data) > TURN_BYTES:
+            self._unread = memoryview(bytes(self._unread) + data)
+            if not self.flow.is_held:
+                self._read_on()
+        else:
+            self._read(data)
+
+    def _read_on(self) -> None:
+        """Parse what has arrived, piece by piece. After a piece with many requests or chunks, other connections have
+        their turn. After requests that did not wait for the answers before theirs, those answers do."""
+        self.flow.hold()
+        while self._unread and not self.pipeline:
+            piece, self._unread = bytes(self._unread[:TURN_BYTES]), self._unread[TURN_BYTES:]
+            self._num_parts = 0
+            self._read(piece)
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:
+                self._unread = memoryview(b"")
+            if self._num_parts > MAX_TURN_PARTS and self._unread:
+                self.loop.call_soon(self._read_on)
+                return
+        if not self._unread:
+            is_full = self.cycle is not None and len(self.cycle.body) > HIGH_WATER_LIMIT
+            self.flow.let_go(resume=not (is_full or self.pipeline))
+
+    def _read(self, data: bytes) -> None:
         """A request that arrives in one piece, as most do, costs no timer."""
         if self.transport.is_closing():
             return
@@ -262,9 +294,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
-        if self.pipeline:
-            cycle, app = self.pipeline.pop()
-            self._start_asgi_task(cycle, app)
+        work = self.pipeline.pop() if self.pipeline else None
+        if self._unread and not self.pipeline:
+            self.loop.call_soon(self._read_on)
+        if work is not None:
+            self._start_asgi_task(*work)
             return
         self._idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
@@ -288,6 +322,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._num_parts += 1
         self._awaits_head = True
         self._began_in_this_chunk = True
         self._num_head_bytes = 0
@@ -372,6 +407,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((self.cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
+        self._num_parts += 1
         self._num_body_bytes += len(body)
         self._num_content_bytes += len(body)
         if self.cycle is not None and self.cycle.response_complete:
@@ -421,6 +457,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _head_timed_out(self) -> None:
+        if self.flow.read_paused:  # the rest of the head may be here, behind requests that are being answered
+            self._arm(self.limits.config.header_timeout_s, self._head_timed_out)
+            return
         self._time_out("The request's headers did not arrive in time.")
 
     def _body_timed_out(self) -> None:
