@@ -18,11 +18,10 @@ from penstock.kernels.interface import (
     AttentionLayer,
     ExpertGroups,
     ExpertWeights,
-    LatentLayer,
     PackedLinear,
     Routing,
 )
-from penstock.kernels.latent import LatentKVStore, attend_latent
+from penstock.kernels.latent import LatentKVStore, attend_latent, choose_tokens
 from penstock.kernels.recurrence import (
     channel_delta,
     channel_scan,
@@ -100,10 +99,8 @@ class ComposedOps:
     ) -> LatentKVStore:
         return LatentKVStore((num_layers, num_blocks, block_size, width), self.kv_dtype, self.device)
 
-    def attend_latent(
-        self, query: Tensor, latent: Tensor, layer: LatentLayer, cache: Any, batch: AttentionBatch
-    ) -> Tensor:
-        return attend_latent(query, latent, layer, cache, batch)
+    attend_latent = staticmethod(attend_latent)
+    choose_tokens = staticmethod(choose_tokens)
 
     def add_up(self, x: Tensor) -> Tensor:
         return x
@@ -217,6 +214,8 @@ class DelegatingOps(ComposedOps):
         self.gated = ops.gated
         self.allocate_kv = ops.allocate_kv
         self.attend = ops.attend
+        self.attend_latent = ops.attend_latent
+        self.choose_tokens = ops.choose_tokens
         self.short_conv = ops.short_conv
         self.selective_scan = ops.selective_scan
         self.channel_scan = ops.channel_scan
@@ -232,11 +231,6 @@ class DelegatingOps(ComposedOps):
 
     def allocate_latents(self, num_layers: int, num_blocks: int, block_size: int, width: int) -> Any:
         return self._ops.allocate_latents(num_layers, num_blocks, block_size, width)
-
-    def attend_latent(
-        self, query: Tensor, latent: Tensor, layer: LatentLayer, cache: Any, batch: AttentionBatch
-    ) -> Tensor:
-        return self._ops.attend_latent(query, latent, layer, cache, batch)
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:
         return self._ops.linear(x, weight)

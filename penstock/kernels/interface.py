@@ -27,6 +27,7 @@ from penstock.kernels.operands import AttentionLayer as AttentionLayer
 from penstock.kernels.operands import ExpertGroups as ExpertGroups
 from penstock.kernels.operands import ExpertWeights as ExpertWeights
 from penstock.kernels.operands import HalvesBlocks as HalvesBlocks
+from penstock.kernels.operands import IndexLayer as IndexLayer
 from penstock.kernels.operands import KVRegion as KVRegion
 from penstock.kernels.operands import KVStore as KVStore
 from penstock.kernels.operands import LatentLayer as LatentLayer
@@ -119,14 +120,34 @@ class Ops(Protocol):
         ...
 
     def allocate_latents(self, num_layers: int, num_blocks: int, block_size: int, width: int) -> KVStore:
-        """KV memory of a model whose layers are `LatentLayer`s: one vector of `width` = C + R for each token."""
+        """KV memory of a model whose layers are `LatentLayer`s: one vector of `width` = C + R for each token, or
+        C + R + I with an indexer."""
         ...
 
     def attend_latent(
-        self, query: Tensor, latent: Tensor, layer: LatentLayer, cache: Any, batch: AttentionBatch
+        self,
+        query: Tensor,
+        latent: Tensor,
+        layer: LatentLayer,
+        cache: Any,
+        batch: AttentionBatch,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """[T, H × (N + R)] and [T, C + R] → [T, H × V]: norm and rope, writing latents to their slots, then causal
-        attention over the latents of each token's request."""
+        attention over the latents of each token's request, or of those that `choose_tokens` chose."""
+        ...
+
+    def choose_tokens(
+        self,
+        query: Tensor,
+        key: Tensor,
+        weights: Tensor,
+        layer: IndexLayer,
+        cache: Any,
+        batch: AttentionBatch,
+    ) -> Tensor | None:
+        """[T, heads × I], [T, I] and float32 [T, heads] → int64 [T, top_k]: the positions that each token attends to,
+        -1 for none. Writes the keys to their slots. None where no context has more than `top_k` tokens."""
         ...
 
     def attention(

@@ -129,6 +129,21 @@ class LatentLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexLayer:
+    """The settings of an indexer, which chooses the tokens that a token attends to. Its keys stand behind the latents
+    in the cache. A head has I numbers, of which the first R are rotated."""
+
+    num_heads: int
+    head_dim: int  # I
+    rope_dim: int  # R
+    top_k: int
+    column: int  # of a cache entry, where the key begins
+    rope: Tensor  # float32 [max positions, R]
+    norm: Tensor  # float32 [I], layer norm of keys
+    norm_bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Where this step's tokens sit. Tensors live on the backend's device; the plain integers are host copies."""
 

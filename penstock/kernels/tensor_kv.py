@@ -35,8 +35,8 @@ class TorchKVPart:
     entries: Tensor  # [blocks, block size, G, D]
     scales: Tensor | None  # [blocks, block size, G], of int8
 
-    def write(self, slots: Tensor, new: Tensor) -> None:
-        """[T, G, D], to slots [T]."""
+    def write(self, slots: Tensor, new: Tensor, column: int = 0) -> None:
+        """[T, G, D], to slots [T]. Fewer columns than D are written from `column` on."""
         if self.scales is None:
             kept = new.to(self.entries.dtype)
         else:
@@ -44,7 +44,9 @@ class TorchKVPart:
             self.scales.view(-1, scales.shape[-1])[slots] = scales
         # As bytes, because torch cannot assign float8 by index.
         as_bytes = kept.contiguous().view(torch.uint8)
-        self.entries.view(torch.uint8).view(-1, *as_bytes.shape[1:])[slots] = as_bytes
+        stored = self.entries.view(torch.uint8).flatten(0, 1)
+        first = column * self.entries.element_size()
+        stored[slots, :, first : first + as_bytes.shape[2]] = as_bytes
 
     def read(self, blocks: Tensor, count: int) -> Tensor:
         """float32 [count, G, D]: the first tokens of these blocks."""

@@ -107,6 +107,16 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexConfig:
+    """The settings of indexers, which choose the tokens that a token attends to."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int  # tokens that are chosen
+    shared_layers: frozenset[int] = frozenset()  # that use what an earlier layer chose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
     """The sizes of attention over latents."""
 
@@ -116,6 +126,7 @@ class LatentConfig:
     plain_dim: int  # of the rest of a query
     value_dim: int
     interleaved: bool = True  # whether rotated pairs are stored as neighbours
+    index: IndexConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

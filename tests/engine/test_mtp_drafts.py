@@ -84,7 +84,7 @@ class Checkpoint:
         return (ended if self.name == "mimo" else made), chosen
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe", "mimo"])
+@pytest.fixture(scope="module", params=["deepseek_v3", "deepseek_v32", "glm4_moe", "mimo"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 

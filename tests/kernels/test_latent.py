@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels import latent as latent_kernels
-from penstock.kernels.interface import LatentLayer
+from penstock.kernels.interface import IndexLayer, LatentLayer
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
 from tests.kernels.attention_case import BLOCK_SIZE, make_batch, make_layer
@@ -31,8 +31,11 @@ def make_latent_layer(dtype: torch.dtype) -> LatentLayer:
     )
 
 
-def attention_with_keys(query: Tensor, latent: Tensor, layer: LatentLayer) -> Tensor:
-    """One request from its beginning, with the key and the value of each head written out."""
+def attention_with_keys(
+    query: Tensor, latent: Tensor, layer: LatentLayer, hidden: Tensor | None = None
+) -> Tensor:
+    """One request from its beginning, with the key and the value of each head written out. `hidden` are the pairs of
+    tokens that do not see each other, where that is not decided by their order."""
     count = len(query)
     by_head = query.float().view(count, HEADS, PLAIN + ROTATED)
     content, shared_key = latent.float().split([LATENT, ROTATED], dim=1)
@@ -49,7 +52,10 @@ def attention_with_keys(query: Tensor, latent: Tensor, layer: LatentLayer) -> Te
     queries = torch.cat([by_head[..., :PLAIN], turned(by_head[..., PLAIN:])], dim=2)
     values = torch.einsum("tc,hcv->thv", content, layer.value_up.float())
     made = F.scaled_dot_product_attention(
-        *(part.transpose(0, 1) for part in (queries, keys, values)), is_causal=True, scale=layer.scale
+        *(part.transpose(0, 1) for part in (queries, keys, values)),
+        attn_mask=None if hidden is None else ~hidden,
+        is_causal=hidden is None,
+        scale=layer.scale,
     )
     return made.transpose(0, 1).flatten(1)
 
@@ -105,6 +111,43 @@ def test_a_long_prompt_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     parts = run(TorchOps("cpu", torch.float32), layer, 100)
     for (one, _), (other, _) in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_tokens_attend_to_those_that_an_indexer_chooses() -> None:
+    torch.manual_seed(0)
+    heads, size, top_k = 16, 20, 9  # with many heads, no two scores are 0
+    ops, latents = TorchOps("cpu", torch.float32), make_latent_layer(torch.float32)
+    index = IndexLayer(
+        heads, size, ROTATED, top_k, LATENT + ROTATED, latents.rope, torch.rand(size), torch.randn(size)
+    )
+    store, length = ops.allocate_latents(1, 6, BLOCK_SIZE, LATENT + ROTATED + size), 40
+    query, latent = torch.randn(length, HEADS * (PLAIN + ROTATED)), torch.randn(length, LATENT + ROTATED)
+    small, key, weights = (
+        torch.randn(length, heads * size),
+        torch.randn(length, size),
+        torch.randn(length, heads),
+    )
+    turned = latent_kernels._rotate_first(small.view(length, heads, size), index, torch.arange(length))
+    keys = F.layer_norm(key, (size,), index.norm, index.norm_bias, 1e-6)
+    keys = latent_kernels._rotate_first(keys.unsqueeze(1), index, torch.arange(length)).squeeze(1)
+    scores = torch.einsum("th,thc->tc", weights, torch.einsum("thi,ci->thc", turned, keys).relu())
+    made = []
+    for start, count in ((0, 5), (5, 30), (35, 1), (36, 4)):
+        batch = make_batch([([4, 1, 3], start, count)])
+        rows = slice(start, start + count)
+        inputs = small[rows], key[rows], weights[rows]
+        chosen = ops.choose_tokens(*inputs, index, store.layer(0), batch)
+        assert (chosen is None) == (start + count <= top_k)
+        if chosen is not None:
+            for row, found in zip(range(start, start + count), chosen.tolist(), strict=True):
+                best = scores[row, : row + 1].topk(min(top_k, row + 1)).indices.tolist()
+                assert sorted(found) == sorted(best + [-1] * (top_k - len(best)))
+        made.append(ops.attend_latent(query[rows], latent[rows], latents, store.layer(0), batch, chosen))
+    hidden = torch.full((length, length), True)
+    for row in range(length):
+        hidden[row, scores[row, : row + 1].topk(min(top_k, row + 1)).indices] = False
+    expected = attention_with_keys(query, latent, latents, hidden)
+    torch.testing.assert_close(torch.cat(made), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_int8_latents_stay_close_and_small() -> None:

@@ -153,6 +153,37 @@ def test_latents_with_biases_and_queries_without(tmp_path: Path, monkeypatch: py
     torch.testing.assert_close(made, reference.logits(PROMPTS[0]), **TOLERANCE)
 
 
+def test_short_contexts_need_no_indexer(tmp_path: Path) -> None:
+    reference, prompt = save_tiny("deepseek_v32", tmp_path), PROMPTS[0][:16]
+    for length, width in ((16, 40), (17, 52)):
+        model = load_model(tmp_path, TorchOps(), max_model_len=length)
+        assert (model.head_dim, model.records_graphs) == (width, length == 16)
+        made = PagedRunner(model, TorchOps()).prompt_logits(prompt)
+        torch.testing.assert_close(made, reference.logits(prompt), **TOLERANCE)
+    with pytest.raises(ConfigError, match="cannot hold the keys of this model's indexer"):
+        load_model(tmp_path, TorchOps(kv_dtype=torch.int8))
+
+
+def test_schedules_of_shared_indexers(tmp_path: Path) -> None:
+    save_tiny("glm_moe_dsa", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("indexer_types")
+
+    def shared(settings: dict[str, Any]) -> set[int]:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **settings}))
+        latent = open_checkpoint(tmp_path).config.latent
+        assert latent is not None
+        assert latent.index is not None
+        return set(latent.index.shared_layers)
+
+    assert shared({}) == set()
+    assert shared({"index_topk_pattern": "FSSF"}) == {1, 2}
+    assert shared({"index_topk_freq": 2}) == {2}
+    assert shared({"index_topk_freq": 3, "index_skip_topk_offset": 1}) == {1, 2}
+    with pytest.raises(ModelLoadError, match="unknown kind 'X'"):
+        shared({"index_topk_pattern": "FSXF"})
+
+
 def test_heads_that_are_too_large_for_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 4 has heads of 512, which torch attends with on a CPU."""
     changes = {**TINY["gemma4"].changes, "global_head_dim": 512}

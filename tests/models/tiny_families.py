@@ -68,6 +68,8 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENTS = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 32,
            "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": None,
            "num_key_value_heads": 4}  # fmt: skip
+# With many heads, no two tokens have a score of 0.
+SPARSE = {**LATENTS, "q_lora_rank": 64, "index_topk": 16, "index_n_heads": 16, "index_head_dim": 12}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 1, "chunk_size": 16,
@@ -154,6 +156,9 @@ TINY: dict[str, Tiny] = {
                                         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
     "deepseek_v3": Tiny("deepseek_v3", {**LATENTS, "q_lora_rank": 64, "n_group": 4, "topk_group": 2,
                                         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
+    "deepseek_v32": Tiny("deepseek_v32", {**SPARSE, "n_group": 4, "topk_group": 2,
+                                          "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
+    "glm_moe_dsa": Tiny("glm_moe_dsa", {**SPARSE, **FOUR, "indexer_types": ["full", "shared", "full", "shared"]}),
     "llama4": Tiny("llama4_text", {**FOUR, "num_local_experts": 4, "num_experts_per_tok": 1, "floor_scale": 8,
                                    "attention_chunk_size": 16, "intermediate_size_mlp": 80,
                                    "interleave_moe_layer_step": 2}),

@@ -18,6 +18,7 @@ from penstock.kernels.interface import (
     ExpertWeights,
     Float8Weight,
     GroupQuantWeight,
+    IndexLayer,
     LatentLayer,
     Routing,
     SamplingBatch,
@@ -152,6 +153,13 @@ class Latents:
     rotated: int
     plain: int
     value: int
+    indexed: int = 0  # numbers of an indexer's key
+
+    def index(self, layer: LatentLayer) -> IndexLayer:
+        norm = torch.ones(self.indexed, device=layer.rope.device)
+        return IndexLayer(
+            4, self.indexed, self.rotated, 20, self.latent + self.rotated, layer.rope, norm, norm
+        )
 
     def layer(self, bench: Bench, max_positions: int) -> LatentLayer:
         return LatentLayer(
@@ -175,7 +183,7 @@ def latent_error(bench: Bench, latents: Latents, lengths: Lengths) -> float:
     batch = bench.batch(lengths, num_blocks)
     tokens, width = batch.positions.shape[0], latents.latent + latents.rotated
     backends = (bench.ops, bench.definition)
-    stores = [ops.allocate_latents(1, num_blocks, BLOCK_SIZE, width) for ops in backends]
+    stores = [ops.allocate_latents(1, num_blocks, BLOCK_SIZE, width + latents.indexed) for ops in backends]
     for ours, theirs in zip(stores[0].tensors, stores[1].tensors, strict=True):
         is_coded = theirs.dtype == torch.int8
         theirs.copy_(torch.randint(-127, 128, theirs.shape) if is_coded else torch.randn(theirs.shape))
@@ -184,9 +192,18 @@ def latent_error(bench: Bench, latents: Latents, lengths: Lengths) -> float:
         ours[:, :num_blocks] = theirs
     query = bench.normal(tokens, latents.heads * (latents.plain + latents.rotated))
     latent = bench.normal(tokens, width)
+    chosen: list[Tensor | None] = [None, None]
+    if latents.indexed:
+        small, weights = bench.normal(tokens, 5 * latents.indexed), torch.rand(tokens, 4, device=bench.device)
+        inputs = small[:, latents.indexed :], small[:, : latents.indexed], weights
+        chosen = [
+            ops.choose_tokens(*inputs, latents.index(layer), store.layer(0), batch)
+            for ops, store in zip(backends, stores, strict=True)
+        ]
+        assert all(each is not None for each in chosen)
     got, wanted = (
-        ops.attend_latent(query, latent, layer, store.layer(0), batch).float()
-        for ops, store in zip(backends, stores, strict=True)
+        ops.attend_latent(query, latent, layer, store.layer(0), batch, which).float()
+        for ops, store, which in zip(backends, stores, chosen, strict=True)
     )
     pairs = [(got, wanted)]
     for ours, theirs in zip(stores[0].tensors, stores[1].tensors, strict=True):

@@ -141,7 +141,11 @@ def test_few_queries_over_a_long_context_are_split_and_merged(
     assert attention_error(WHOLE, heads, lengths) < 1e-5
 
 
-@pytest.mark.parametrize("latents", [Latents(4, 32, 16, 24, 20), Latents(20, 48, 8, 8, 16)], ids=str)
+@pytest.mark.parametrize(
+    "latents",
+    [Latents(4, 32, 16, 24, 20), Latents(20, 48, 8, 8, 16), Latents(4, 32, 8, 8, 16, indexed=12)],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "lengths", [[(40, 1), (0, 1), (90, 1)], [(33, 1), (0, 9), (16, 5)], [(100, 12)]], ids=str
 )

@@ -17,6 +17,7 @@ class Guesser(Protocol):
     next position, and the served model's hidden state."""
 
     lag: int
+    records_graphs: bool  # whether CUDA graphs may record its forward pass
 
     def forward(self, token_ids: Tensor, states: Tensor | None, batch: AttentionBatch, kv: KVStore) -> Tensor:
         """Compute int32 [T] (and hidden states [T, ...]) → [T, hidden]."""
@@ -32,6 +33,7 @@ class ModelGuesser:
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        self.records_graphs = model.records_graphs
 
     def forward(self, token_ids: Tensor, states: Tensor | None, batch: AttentionBatch, kv: KVStore) -> Tensor:
         return self._model.forward(token_ids, batch, kv)
@@ -46,6 +48,7 @@ class EagleGuesser:
 
     def __init__(self, head: EagleHead | MtpHead) -> None:
         self._head = head
+        self.records_graphs = head.records_graphs
         self.argmax = head.argmax
 
     def forward(self, token_ids: Tensor, states: Tensor | None, batch: AttentionBatch, kv: KVStore) -> Tensor:

@@ -90,9 +90,8 @@ class ModelDrafter:
         )  # a hash of the text up to the end of a block
         self._followed: dict[str, _Followed] = {}
         self._length = DraftLength(clock, MAX_TOKENS)
-        self._steps = DraftSteps(
-            guesser, kv, rows.max_rows, max_positions, records_graphs=device.type == "cuda"
-        )
+        records_graphs = device.type == "cuda" and guesser.records_graphs
+        self._steps = DraftSteps(guesser, kv, rows.max_rows, max_positions, records_graphs=records_graphs)
         self.follows_steps = follows_steps
         self._num_wanted = 0  # tokens to draft behind the next step
         self._num_unasked = 0  # steps since drafts were last asked for

@@ -41,7 +41,6 @@ class RankModel:
     `logits`."""
 
     implementation = "native"
-    records_graphs = True
 
     def __init__(self, model: StagedModel, mesh: Mesh, ops: Ops) -> None:
         self.config = model.config
@@ -50,6 +49,7 @@ class RankModel:
         self.head_dim = model.head_dim
         self.max_model_len = model.max_model_len
         self.products: Sequence[NamedProduct] = model.products
+        self.records_graphs = model.records_graphs
         # The first rank of each stage counts the parameters of the stage.
         counted = model.num_parameters if mesh.shard.tensor_rank == 0 else 0
         self.num_parameters, self.weight_bytes = mesh.totals(counted, model.weight_bytes)

@@ -30,7 +30,7 @@ LARGEST_CODE = tl.constexpr(float(tensor_kv.LARGEST_CODE))
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _write_kernel(
     latent, query, queries, cache, scales, rope, norm, positions, slots, eps,
-    latent_stride, query_stride, head_stride,
+    latent_stride, query_stride, head_stride, WIDTH: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, C_PAD: tl.constexpr, HALF_PAD: tl.constexpr,
     HAS_SCALES: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def _write_kernel(
         content = tl.floor(content / unit + 0.5)
         first = tl.floor(first / unit + 0.5)
         second = tl.floor(second / unit + 0.5)
-    entry = cache + slot * (C + R)
+    entry = cache + slot * WIDTH
     tl.store(entry + columns, content.to(cache.dtype.element_ty), mask=is_column)
     tl.store(entry + C + pairs, first.to(cache.dtype.element_ty), mask=is_pair)
     tl.store(entry + C + half + pairs, second.to(cache.dtype.element_ty), mask=is_pair)
@@ -86,7 +86,7 @@ def _write_kernel(
 )
 def _attend_kernel(
     queries, cache, scales, out, partial_out, partial_max, partial_sum, block_tables, query_starts, context_lens,
-    table_stride, scale, split_keys, splits,
+    table_stride, scale, split_keys, splits, WIDTH: tl.constexpr,
     H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, C_PAD: tl.constexpr, R_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     IS_SPLIT: tl.constexpr, HAS_SCALES: tl.constexpr,
@@ -127,7 +127,7 @@ def _attend_kernel(
         present = at < end
         block = tl.load(table + at // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + at % BLOCK_SIZE
-        entry = cache + slot[:, None] * (C + R)
+        entry = cache + slot[:, None] * WIDTH
         plain = tl.load(entry + columns[None, :], mask=present[:, None] & (columns < C)[None, :], other=0.0)
         key = tl.load(entry + C + turned[None, :], mask=present[:, None] & (turned < R)[None, :], other=0.0)
         plain = plain.to(q_plain.dtype)
@@ -180,6 +180,7 @@ def write_latents(
         latent.stride(0),
         turned.stride(0),
         turned.stride(1),
+        WIDTH=cache.entries.shape[-1],
         H=heads,
         C=size,
         R=rotated,
@@ -233,6 +234,7 @@ def latent_attention(
         layer.scale,
         split_keys,
         splits,
+        WIDTH=cache.entries.shape[-1],
         H=heads,
         C=size,
         R=rotated,

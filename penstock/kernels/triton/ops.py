@@ -25,7 +25,7 @@ from penstock.kernels.interface import (
     SamplingBatch,
     WeightData,
 )
-from penstock.kernels.latent import LatentKVStore, values_of
+from penstock.kernels.latent import LatentKVStore, attend_entries, choose_tokens, values_of
 from penstock.kernels.reference import TorchEmbedding, TorchLinear, TorchOps
 from penstock.kernels.tensor_kv import TorchKVPart
 from penstock.kernels.triton import packing, products
@@ -80,6 +80,7 @@ class TritonOps:
     channel_scan = staticmethod(channel_scan)
     gated_delta = staticmethod(gated_delta)
     channel_delta = staticmethod(channel_delta)
+    choose_tokens = staticmethod(choose_tokens)
     gated_norm = staticmethod(gated_norm)
 
     def __init__(
@@ -159,9 +160,17 @@ class TritonOps:
         return LatentKVStore(shape, self.kv_dtype, self.device, spare_blocks=1)
 
     def attend_latent(
-        self, query: Tensor, latent: Tensor, layer: LatentLayer, cache: TorchKVPart, batch: AttentionBatch
+        self,
+        query: Tensor,
+        latent: Tensor,
+        layer: LatentLayer,
+        cache: TorchKVPart,
+        batch: AttentionBatch,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         queries = write_latents(query, latent, layer, cache, batch)
+        if chosen is not None:
+            return values_of(attend_entries(queries, layer, cache, batch, chosen), layer)
         out = torch.empty(*queries.shape[:2], layer.latent_dim, dtype=query.dtype, device=query.device)
         latent_attention(queries, cache, out, layer, batch)
         return values_of(out, layer)
@@ -273,9 +282,16 @@ class _CutOps(TritonOps):
         return out.view(tokens, -1)
 
     def attend_latent(
-        self, query: Tensor, latent: Tensor, layer: LatentLayer, cache: TorchKVPart, batch: AttentionBatch
+        self,
+        query: Tensor,
+        latent: Tensor,
+        layer: LatentLayer,
+        cache: TorchKVPart,
+        batch: AttentionBatch,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """The buffers of queries and outputs, [most tokens, H, C + R], are wide enough for both."""
+        assert chosen is None, "models that choose tokens are not recorded"
         tokens, heads, size = latent.shape[0], layer.num_heads, layer.latent_dim
         queries = write_latents(query, latent, layer, cache, batch, self._queries[:tokens])
         out = self._out[:tokens].flatten()[: tokens * heads * size].view(tokens, heads, size)

@@ -74,6 +74,7 @@ class EagleHead:
     reads the final hidden state."""
 
     num_layers = 1
+    records_graphs = True
 
     def __init__(
         self, folder: HeadFolder, target: Target, num_positions: int, quantization: Quantization | None = None

@@ -50,6 +50,7 @@ class MtpHead:
                 hint="Fetch the checkpoint as its makers publish it, or leave --speculate out.",
             )
         self.num_kv_heads, self.head_dim = model.num_kv_heads, model.head_dim
+        self.records_graphs = model.records_graphs
         self._ops: Ops = target.ops
         self._target, self._model = target, model
         self._embedding_norm, self._hidden_norm = load.rms_norm("enorm"), load.rms_norm("hnorm")

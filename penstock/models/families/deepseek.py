@@ -42,11 +42,15 @@ class LatentAttention:
     def add_to(self, ops: Ops, residual: Tensor, norm: RMSNorm, cache: Any, batch: AttentionBatch) -> None:
         """Add what attention makes of the normed residual to the residual, in place."""
         both = ops.normed_linear(residual, norm.weight, norm.eps, self.down)
-        width = self.layer.latent_dim + self.layer.rope_dim
-        query, latent = both[:, :-width], both[:, -width:]
+        query, latent = self.parts(both)
         if self.query_norm is not None and self.query is not None:
             query = ops.linear(self.query_norm(ops, query), self.query)
         ops.add_linear(ops.attend_latent(query, latent, self.layer, cache, batch), self.output, residual)
+
+    def parts(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """Cut the first product into queries and latents."""
+        width = self.layer.latent_dim + self.layer.rope_dim
+        return both[:, :-width], both[:, -width:]
 
 
 @dataclass(frozen=True, slots=True)
