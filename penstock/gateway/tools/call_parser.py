@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 
 from penstock.gateway.tools.json_calls import CallReader, ValueSpan
-from penstock.gateway.tools.parser import AnswerSink, first_marker, held_length
+from penstock.gateway.tools.parser import AnswerSink, SectionParser, held_length
 
 _BETWEEN_CALLS = frozenset(" \t\r\n,;[]")
 _NAME = re.compile(r"[\w.-]+")
-
-State = Literal["start", "text", "section", "call", "name", "arguments", "python", "rest"]
 
 
 class CallMarkers(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,26 +35,10 @@ class CallMarkers(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(text for text in (*self.opening, self.closing, self.name_end) if text is not None)
 
 
-class CallParser:
-    """White space between text and calls belongs to neither."""
-
-    is_reasoning = False
-
+class CallParser(SectionParser):
     def __init__(self, sink: AnswerSink, markers: CallMarkers, known_names: frozenset[str]) -> None:
-        self._sink = sink
-        self._markers = markers
-        self._known_names = known_names
-        self._state: State = "start"
-        self._reader: CallReader | None = None
-        self._span: ValueSpan | None = None  # of arguments that follow a name
-        self._buffer = ""
-        self._raw: list[str] = []  # of a section, until its first call has begun
-        self._had_call = False  # in this section
-        self._had_any_call = False
-        self._trims_text = False  # whether white space at the beginning of the text is to go
-        self._steps: dict[str, Callable[[], bool]] = {
+        steps = {
             "start": self._step_start,
-            "text": self._step_text,
             "section": self._step_section,
             "call": self._step_call,
             "name": self._step_name,
@@ -65,11 +46,12 @@ class CallParser:
             "python": self._step_python,
             "rest": self._step_rest,
         }
-
-    def push(self, text: str) -> None:
-        self._buffer += text
-        while self._buffer and self._steps[self._state]():
-            pass
+        super().__init__(sink, markers.opening, steps, hides_markers=markers.hides_markers)
+        self._state = "start"
+        self._markers = markers
+        self._known_names = known_names
+        self._reader = CallReader(sink, known_names)
+        self._span = ValueSpan()  # of arguments that follow a name
 
     def finish(self) -> None:
         if self._state == "python":
@@ -77,42 +59,20 @@ class CallParser:
         elif self._state == "rest":
             self._sink.add_arguments(self._buffer)
         elif self._state in ("start", "text"):
-            if not self._is_cut_off_marker():
-                self._add_text(self._buffer)
+            self._end_text()
         elif not self._had_any_call:
             self._fall_back(self._buffer)
         self._buffer = ""
 
-    def _is_cut_off_marker(self) -> bool:
-        """Whether the answer ends where one more call was about to begin."""
-        rest = self._buffer.lstrip()
-        return self._had_any_call and bool(rest) and held_length(rest, self._markers.opening) == len(rest)
-
     def _step_start(self) -> bool:
-        """Each step takes what it can from the buffer; False asks for more text."""
         begun = self._buffer.lstrip()
         if not begun:
             return False
         if self._markers.bare and begun[0] in self._markers.bare:
             self._raw = [self._take(len(self._buffer) - len(begun))]
-            self._enter("section")
+            self._state = "section"
         else:
-            self._enter("text")
-        return True
-
-    def _step_text(self) -> bool:
-        found = first_marker(self._buffer, self._markers.opening)
-        if found is None:
-            safe = self._buffer[: len(self._buffer) - held_length(self._buffer, self._markers.opening)]
-            self._add_text(self._take(len(safe.rstrip())))
-            return False
-        position, marker = found
-        before = self._take(position)
-        self._add_text(before.rstrip())
-        white_space = before[len(before.rstrip()) :]
-        self._take(len(marker))
-        self._raw = [white_space if self._markers.hides_markers else white_space + marker]
-        self._enter("section")
+            self._state = "text"
         return True
 
     def _step_section(self) -> bool:
@@ -122,9 +82,9 @@ class CallParser:
         body, closing = self._buffer, self._markers.closing
         if body[0] == "{":
             self._reader = CallReader(self._sink, self._known_names)
-            self._enter("call")
+            self._state = "call"
         elif self._markers.name_end is not None and _NAME.match(body):
-            self._enter("name")
+            self._state = "name"
         elif closing is not None and body.startswith(closing):
             self._pass_over(len(closing), is_call=self._had_call)
             self._leave_section()
@@ -135,7 +95,7 @@ class CallParser:
                 return False
             is_call = body[name.end()] == "(" and (name[0] in self._known_names or name[0] == "print")
             if is_call:
-                self._enter("python")
+                self._state = "python"
             else:
                 self._leave_section()
         else:
@@ -157,14 +117,13 @@ class CallParser:
 
     def _step_call(self) -> bool:
         reader = self._reader
-        assert reader is not None
         self._pass_over(reader.consume(self._buffer, 0), is_call=reader.has_begun)
         if reader.is_complete:
             self._note_call()
-            self._enter("section")
+            self._state = "section"
         elif reader.is_broken and reader.has_begun:
             self._note_call()
-            self._enter("rest")
+            self._state = "rest"
         elif reader.is_broken:
             self._leave_section()
         return bool(self._buffer)
@@ -186,18 +145,17 @@ class CallParser:
         self._note_call()
         self._sink.begin_call(found[0])
         self._span = ValueSpan()
-        self._enter("arguments")
+        self._state = "arguments"
         return True
 
     def _step_arguments(self) -> bool:
         span = self._span
-        assert span is not None
         end = span.consume(self._buffer, 0)
         self._sink.add_arguments(self._take(end))
         if span.is_broken:
-            self._enter("rest")
+            self._state = "rest"
         elif span.is_complete:
-            self._enter("section")
+            self._state = "section"
         return bool(self._buffer)
 
     def _step_python(self) -> bool:
@@ -241,15 +199,6 @@ class CallParser:
         """What stood between the opening marker and here, such as the bracket of a list."""
         return self._raw[1:]
 
-    def _leave_section(self) -> None:
-        if self._had_call:
-            self._trims_text = True
-        self._add_text("".join(self._raw))
-        self._raw = []
-        self._reader = None
-        self._had_call = False
-        self._enter("text")
-
     def _fall_back(self, rest: str) -> None:
         self._raw.append(rest)
         self._leave_section()
@@ -262,23 +211,6 @@ class CallParser:
             self._raw = []
         else:
             self._raw.append(taken)
-
-    def _add_text(self, text: str) -> None:
-        if self._trims_text:
-            text = text.lstrip()
-        if text:
-            self._trims_text = False
-            self._sink.add_text(text)
-
-    def _note_call(self) -> None:
-        self._had_call = self._had_any_call = True
-
-    def _take(self, length: int) -> str:
-        taken, self._buffer = self._buffer[:length], self._buffer[length:]
-        return taken
-
-    def _enter(self, state: State) -> None:
-        self._state = state
 
 
 _MAX_CHARS = 65_536  # ast takes time and stack with the length of what it reads

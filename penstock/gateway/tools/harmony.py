@@ -10,7 +10,7 @@ import re
 from typing import Literal
 
 from penstock.gateway.tools.json_calls import ValueSpan
-from penstock.gateway.tools.parser import AnswerSink, first_marker, held_length
+from penstock.gateway.tools.parser import AnswerSink, SteppedParser, first_marker, held_length
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
@@ -23,14 +23,19 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-class HarmonyParser:
+class HarmonyParser(SteppedParser):
     """`known_names` are the functions that may be called. What is addressed to others is text."""
 
     def __init__(self, sink: AnswerSink, known_names: frozenset[str]) -> None:
+        steps = {
+            "start": self._step_start,
+            "header": self._step_header,
+            "content": self._step_content,
+            "between": self._step_between,
+        }
+        super().__init__("start", steps)
         self._sink = sink
         self._known_names = known_names
-        self._buffer = ""
-        self._state: Literal["start", "header", "content", "between"] = "start"
         self._kind: Literal["reasoning", "text", "call"] = "text"
         self._span = ValueSpan()  # of a call's arguments
         self._has_text_behind = False  # the arguments
@@ -38,17 +43,6 @@ class HarmonyParser:
     @property
     def is_reasoning(self) -> bool:
         return self._state == "content" and self._kind == "reasoning"
-
-    def push(self, text: str) -> None:
-        self._buffer += text
-        steps = {
-            "start": self._step_start,
-            "header": self._step_header,
-            "content": self._step_content,
-            "between": self._step_between,
-        }
-        while self._buffer and steps[self._state]():
-            pass
 
     def finish(self) -> None:
         if self._state == "content" or (self._state == "start" and self._buffer):
@@ -128,7 +122,3 @@ class HarmonyParser:
         elif text := text if self._has_text_behind else text.lstrip():
             self._has_text_behind = True
             self._sink.add_text(text)
-
-    def _take(self, length: int) -> str:
-        taken, self._buffer = self._buffer[:length], self._buffer[length:]
-        return taken

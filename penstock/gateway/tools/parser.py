@@ -6,7 +6,7 @@ become a marker or the head of a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, Protocol
 
 import msgspec
@@ -67,6 +67,87 @@ def first_marker(text: str, markers: Iterable[str]) -> tuple[int, str] | None:
     """Where the first of `markers` stands, and which it is."""
     found = [(position, marker) for marker in markers if (position := text.find(marker)) >= 0]
     return min(found, default=None)
+
+
+class SteppedParser:
+    """A parser with one step for each state. A step takes what it can from the buffer; False asks for more text."""
+
+    def __init__(self, state: str, steps: Mapping[str, Callable[[], bool]]) -> None:
+        self._state = state
+        self._steps = steps
+        self._buffer = ""
+
+    def push(self, text: str) -> None:
+        self._buffer += text
+        while self._buffer and self._steps[self._state]():
+            pass
+
+    def _take(self, length: int) -> str:
+        taken, self._buffer = self._buffer[:length], self._buffer[length:]
+        return taken
+
+
+class SectionParser(SteppedParser):
+    """Finds the sections that may hold calls, by the markers in front of them. What turns out to be no call goes back
+    to the text. White space between text and calls belongs to neither."""
+
+    is_reasoning = False
+
+    def __init__(
+        self,
+        sink: AnswerSink,
+        opening: tuple[str, ...],
+        steps: Mapping[str, Callable[[], bool]],
+        *,
+        hides_markers: bool,
+    ) -> None:
+        super().__init__("text", {"text": self._step_text, **steps})
+        self._sink = sink
+        self._opening = opening
+        self._hides_markers = hides_markers
+        self._raw: list[str] = []  # of a section, until its first call has begun
+        self._had_call = False  # in this section
+        self._had_any_call = False
+        self._trims_text = False  # whether white space at the beginning of the text is to go
+
+    def _step_text(self) -> bool:
+        found = first_marker(self._buffer, self._opening)
+        if found is None:
+            safe = self._buffer[: len(self._buffer) - held_length(self._buffer, self._opening)]
+            self._add_text(self._take(len(safe.rstrip())))
+            return False
+        position, marker = found
+        before = self._take(position)
+        self._add_text(before.rstrip())
+        self._take(len(marker))
+        self._raw = [before[len(before.rstrip()) :] + ("" if self._hides_markers else marker)]
+        self._state = "section"
+        return True
+
+    def _end_text(self) -> None:
+        """Let go of the text held back, unless the answer ends where one more call was about to begin."""
+        rest = self._buffer.lstrip()
+        is_cut_off = self._had_any_call and rest and held_length(rest, self._opening) == len(rest)
+        if not is_cut_off:
+            self._add_text(self._buffer)
+
+    def _add_text(self, text: str) -> None:
+        if self._trims_text:
+            text = text.lstrip()
+        if text:
+            self._trims_text = False
+            self._sink.add_text(text)
+
+    def _note_call(self) -> None:
+        self._had_call = self._had_any_call = True
+
+    def _leave_section(self) -> None:
+        if self._had_call:
+            self._trims_text = True
+        self._add_text("".join(self._raw))
+        self._raw = []
+        self._had_call = False
+        self._state = "text"
 
 
 class ReasoningMarks(msgspec.Struct, frozen=True):

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from penstock.gateway.tools.json_calls import ValueSpan
-from penstock.gateway.tools.parser import AnswerSink, first_marker, held_length
+from penstock.gateway.tools.parser import AnswerSink, SectionParser, first_marker, held_length
 
 MAX_HEAD_CHARS = 512  # no name of a tool, with its tags, is longer
 _WHITE_SPACE = " \t\r\n"
-
-State = Literal["text", "section", "head", "json", "parameters", "value"]
 
 
 class ParameterTags(msgspec.Struct, frozen=True):
@@ -61,67 +59,33 @@ class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
         return (*self.opening, self.closing, self.call_start, *self.ignored, *self.head_ends, *tags)
 
 
-class TaggedCallParser:
-    """White space between text and calls belongs to neither."""
-
-    is_reasoning = False
-
+class TaggedCallParser(SectionParser):
     def __init__(self, sink: AnswerSink, tags: TaggedCalls, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        self._sink = sink
-        self._tags = tags
-        self._schemas = schemas
-        self._head = _compiled(tags.head)
-        self._state: State = "text"
-        self._buffer = ""
-        self._raw = ""  # of a section, until its first call has begun
-        self._span: ValueSpan | None = None
-        self._schema: Mapping[str, Any] = {}
-        self._num_parameters = 0
-        self._value: _ParameterValue | None = None
-        self._had_call = False  # in this section
-        self._had_any_call = False
-        self._trims_text = False
-        self._steps: dict[str, Callable[[], bool]] = {
-            "text": self._step_text,
+        steps = {
             "section": self._step_section,
             "head": self._step_head,
             "json": self._step_json,
             "parameters": self._step_parameters,
             "value": self._step_value,
         }
-
-    def push(self, text: str) -> None:
-        self._buffer += text
-        while self._buffer and self._steps[self._state]():
-            pass
+        super().__init__(sink, tags.opening, steps, hides_markers=tags.hides_markers)
+        self._tags = tags
+        self._schemas = schemas
+        self._head = _compiled(tags.head)
+        self._span = ValueSpan()
+        self._schema: Mapping[str, Any] = {}
+        self._num_parameters = 0
+        self._value: _ParameterValue | None = None
 
     def finish(self) -> None:
         if self._state == "text":
-            rest = self._buffer.lstrip()
-            is_cut_off = self._had_any_call and rest and held_length(rest, self._tags.opening) == len(rest)
-            if not is_cut_off:
-                self._add_text(self._buffer)
+            self._end_text()
         elif self._state in ("section", "head") and not self._had_call:
-            self._add_text(self._raw + self._buffer)
+            self._add_text("".join(self._raw) + self._buffer)
         elif self._state == "parameters":
             self._sink.add_arguments("}")
-        self._buffer = self._raw = ""
-
-    def _step_text(self) -> bool:
-        """Each step takes what it can from the buffer; False asks for more text."""
-        found = first_marker(self._buffer, self._tags.opening)
-        if found is None:
-            safe = self._buffer[: len(self._buffer) - held_length(self._buffer, self._tags.opening)]
-            self._add_text(self._take(len(safe.rstrip())))
-            return False
-        position, marker = found
-        before = self._take(position)
-        self._add_text(before.rstrip())
-        self._raw = before[len(before.rstrip()) :] + ("" if self._tags.hides_markers else marker)
-        self._take(len(marker))
-        self._had_call = False
-        self._state = "section"
-        return True
+        self._buffer = ""
+        self._raw = []
 
     def _step_section(self) -> bool:
         """Between the calls of a section."""
@@ -133,7 +97,7 @@ class TaggedCallParser:
             self._skip(len(mark), is_mark=True)
         elif body.startswith(tags.closing):
             self._skip(len(tags.closing), is_mark=True)
-            self._leave()
+            self._leave_section()
         elif tags.call_start and body.startswith(tags.call_start):
             self._skip(len(tags.call_start), is_mark=True)
             self._state = "head"
@@ -142,7 +106,7 @@ class TaggedCallParser:
         ):
             return False
         elif self._had_call and not (tags.head_start and body.startswith(tags.head_start)):
-            self._leave()
+            self._leave_section()
         else:
             self._state = "head"
         return True
@@ -156,11 +120,11 @@ class TaggedCallParser:
             position += len(found[1])
         head = self._head.fullmatch(self._buffer[:position])
         if position > MAX_HEAD_CHARS or head is None or head["name"] not in self._schemas:
-            self._leave()
+            self._leave_section()
             return True
         self._take(position)
-        self._raw = ""
-        self._had_call = self._had_any_call = True
+        self._raw = []
+        self._note_call()
         self._sink.begin_call(head["name"])
         if self._tags.parameters is None:
             self._span = ValueSpan()
@@ -175,13 +139,12 @@ class TaggedCallParser:
 
     def _step_json(self) -> bool:
         span = self._span
-        assert span is not None
         end = span.consume(self._buffer, 0)
         self._sink.add_arguments(self._take(end))
         if span.is_complete:
             self._state = "section"
         elif span.is_broken:
-            self._leave()
+            self._leave_section()
         return bool(self._buffer)
 
     def _step_parameters(self) -> bool:
@@ -229,30 +192,12 @@ class TaggedCallParser:
         self._sink.add_arguments("}")
         self._state = "section"
         if closes:
-            self._leave()
+            self._leave_section()
 
     def _skip(self, length: int, *, is_mark: bool = False) -> None:
         taken = self._take(length)
         if not self._had_call and not (is_mark and self._tags.hides_markers):
-            self._raw += taken
-
-    def _leave(self) -> None:
-        if self._had_call:
-            self._trims_text = True
-        self._add_text(self._raw)
-        self._raw = ""
-        self._state = "text"
-
-    def _add_text(self, text: str) -> None:
-        if self._trims_text:
-            text = text.lstrip()
-        if text:
-            self._trims_text = False
-            self._sink.add_text(text)
-
-    def _take(self, length: int) -> str:
-        taken, self._buffer = self._buffer[:length], self._buffer[length:]
-        return taken
+            self._raw.append(taken)
 
 
 @lru_cache(maxsize=64)
