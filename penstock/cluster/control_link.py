@@ -48,6 +48,7 @@ from penstock.core.cluster_view import (
 from penstock.core.errors import EngineUnavailable, error_from_code
 from penstock.core.experiment_view import ExperimentOrder, ExperimentView
 from penstock.core.request import Request
+from penstock.core.tasks import running
 
 logger = logging.getLogger(__name__)
 
@@ -116,13 +117,8 @@ class ControlLink:
         if must_connect:
             channel = await self._connect()
             await self._exchange(channel)
-        reporting = asyncio.create_task(self._keep_reporting(channel))
-        try:
+        async with running(self._keep_reporting(channel)):
             yield
-        finally:
-            reporting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reporting
 
     def follow(self, directive: Directive) -> bool:
         """Follow a directive, unless a later one is known: an earlier leader of a shared fleet may still send some.

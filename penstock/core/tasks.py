@@ -1,9 +1,10 @@
-"""Ends tasks of an event loop for certain."""
+"""Runs tasks of an event loop beside other work, and ends them for certain."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 CANCEL_AGAIN_S = 0.2
@@ -18,3 +19,15 @@ async def end_task(task: asyncio.Future[Any]) -> None:
         await asyncio.wait((task,), timeout=CANCEL_AGAIN_S)
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+@contextlib.asynccontextmanager
+async def running(work: Awaitable[None]) -> AsyncIterator[None]:
+    """Run `work` beside the body, and cancel it behind the body."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

@@ -13,9 +13,9 @@ from penstock.cluster.external.kubernetes import Kubernetes
 from penstock.cluster.external.pool import ExternalPool
 from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.core.errors import ConfigError
+from penstock.core.tasks import running
 from penstock.serve.config import external_servers_of
 from penstock.serve.environment import SERVICE_ACCOUNT, kubernetes_api
-from penstock.serve.gateway_state import running
 
 logger = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.fleet_link import FleetLink
 from penstock.core.config import ServeConfig
 from penstock.core.gateway_config import ServerConfig
+from penstock.core.tasks import running
 from penstock.gateway.accounts import Observers
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.external.models import ExternalModels
@@ -50,7 +51,7 @@ from penstock.planner.hardware import HARDWARE, WEIGHT_FORMATS
 from penstock.planner.shapes import KNOWN_MODELS
 from penstock.serve.environment import data_dir, open_blobs, open_database
 from penstock.serve.external import open_external_pool
-from penstock.serve.gateway_state import open_gateway_state, running
+from penstock.serve.gateway_state import open_gateway_state
 from penstock.serve.telemetry import build_observer, build_request_log
 
 logger = logging.getLogger(__name__)

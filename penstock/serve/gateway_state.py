@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,7 @@ from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError, StoreUnavailable
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.installation import install_command
+from penstock.core.tasks import running
 from penstock.gateway.accounts import Accounts, Limiter, Observer
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.ledger.journal import Journal
@@ -216,14 +217,3 @@ async def _reloading(file: SettingsFile, follower: Follower) -> AsyncIterator[No
             yield
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
-
-
-@contextlib.asynccontextmanager
-async def running(work: Awaitable[None]) -> AsyncIterator[None]:
-    task = asyncio.ensure_future(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task

@@ -13,13 +13,14 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 import msgspec
 from sqlalchemy import Connection, Row, delete, func, insert, select
 
 from penstock.core.errors import InvalidRequest, PreconditionFailed, StoreUnavailable
+from penstock.core.tasks import running
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import document_versions as table
 
@@ -157,7 +158,7 @@ class Follower:
         """Follow until cancelled."""
         async with contextlib.AsyncExitStack() as stack:
             if self._database.dialect == "postgresql":
-                await stack.enter_async_context(_running(self._hear()))
+                await stack.enter_async_context(running(self._hear()))
             while True:
                 wait_s = SLOW_POLL_S if self._hears else POLL_S
                 with contextlib.suppress(TimeoutError):
@@ -204,14 +205,3 @@ class Follower:
                 raise TimeoutError("its own announcement did not come back")
             async for _ in connection.notifies():
                 self._wake.set()
-
-
-@contextlib.asynccontextmanager
-async def _running(work: Awaitable[None]) -> AsyncIterator[None]:
-    task = asyncio.ensure_future(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
