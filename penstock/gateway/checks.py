@@ -28,6 +28,7 @@ REPETITION_PENALTIES = (0.01, 100)  # beyond them logits overflow
 MAX_LOGIT_BIASES = 1024
 MAX_MAX_TOKENS = 2**63 - 1  # which some clients send for "as many as fit"
 MAX_TOOLS = 1024
+MAX_NAME_CHARS = 4096  # of names for users and prompts; the last requests are remembered with them
 MAX_TOOL_SCHEMA_DEPTH = 64
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
@@ -50,6 +51,14 @@ def check_request(request: GenerationRequest, vocab_size: int) -> None:
     for prompt in request.prompts:
         if isinstance(prompt, ChatPrompt) and prompt.tools:
             _check_tools(prompt.tools)
+
+
+def check_names(request: GenerationRequest) -> None:
+    """Refuse names of a client's own that are no names, but megabytes."""
+    names = {"user": request.user, "prompt_cache_key": request.prompt_cache_key}
+    for param, name in names.items():
+        if name is not None and len(name) > MAX_NAME_CHARS:
+            raise InvalidRequest(f"{param} may have at most {MAX_NAME_CHARS} characters.", param=param)
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, *, param: str) -> None:

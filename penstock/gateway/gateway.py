@@ -23,6 +23,7 @@ from penstock.core.request import Tier
 from penstock.gateway.accounts import Account, Accounts
 from penstock.gateway.answers.generation import Generation
 from penstock.gateway.answers.stream import AnswerStream
+from penstock.gateway.checks import check_names
 from penstock.gateway.documents import DocumentReader
 from penstock.gateway.external.answer import ExternalAnswer
 from penstock.gateway.external.models import ExternalModel
@@ -175,6 +176,7 @@ class Gateway:
         self.check_accepting(is_admitted=is_internal)
         model = self.catalogue.answering(request.model, None if request.model_is_given else request.principal)
         model.check(request)
+        check_names(request)
         request = self.tiers.capped(request)
         if (record := current_record.get()) is not None:
             record.note(request)

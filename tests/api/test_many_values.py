@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from penstock.api.http import parsing
 from penstock.api.http.parsing import check_num_values
 from penstock.core.errors import InvalidRequest
+from penstock.gateway.checks import MAX_NAME_CHARS
 from penstock.gateway.text.template import ChatTemplate
 from penstock.gateway.text.tokenizer import TextTokenizer
 from tests.api.conftest import direct_client
+from tests.api.test_embeddings import embedding_engine
 from tests.gateway.fake_engine import FakeEngine, script_text
 
 TEXTS = [""] * (parsing.MAX_TEXTS + 1)
@@ -44,11 +46,37 @@ async def test_bodies_of_too_many_values_are_refused(path: str, body: dict[str, 
     assert "The request body has too many values" in answer.text
 
 
+NAME = "x" * (MAX_NAME_CHARS + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "user": NAME}),
+        ("/v1/chat/completions", {"messages": TURNS, "user": NAME}),
+        ("/v1/chat/completions", {"messages": TURNS, "prompt_cache_key": NAME}),
+        ("/v1/messages", {"messages": TURNS, "max_tokens": 1, "metadata": {"user_id": NAME}}),
+        ("/v1/responses", {"input": "a", "safety_identifier": NAME}),
+        ("/v1/embeddings", {"input": "a", "user": NAME}),
+    ],
+)
+async def test_names_of_a_client_s_own_are_bounded(path: str, body: dict[str, Any]) -> None:
+    """The last requests are remembered with them."""
+    engine = embedding_engine() if "embed" in path else FakeEngine(script_text("fine"))
+    model = engine.ready.model.name if engine.ready else ""
+    async with direct_client(engine) as client:
+        answer = await client.post(path, json={"model": model, **body})
+    assert answer.status_code == 400
+    assert f"may have at most {MAX_NAME_CHARS} characters" in answer.text
+
+
 async def test_texts_may_hold_any_number_of_commas_and_quotes() -> None:
     content = '{["a\\",' * parsing.MAX_TEXTS
     engine = FakeEngine(script_text("fine"))
     async with direct_client(engine) as client:
-        answer = await client.post("/v1/chat/completions", json={"messages": TURNS, "user": content})
+        answer = await client.post(
+            "/v1/chat/completions", json={"messages": TURNS, "metadata": {"a": content}}
+        )
     assert answer.status_code == 200
 
 

@@ -20,6 +20,7 @@ from penstock.core.identity import OPEN_PRINCIPAL, Principal, RateLimits
 from penstock.core.messages import ModelCard
 from penstock.core.request import Pooling, Request, SamplingParams, Tier
 from penstock.gateway.accounts import Account, Claim, Outcome
+from penstock.gateway.checks import check_names
 from penstock.gateway.embeddings.cache import (
     SHARED_KIND,
     CachedVector,
@@ -137,6 +138,7 @@ class Embeddings:
         inputs = checked_inputs(request.inputs, model, request.pooling, request.normalizes, request.reading)
         _check_num_inputs(request)
         signed = gateway.tiers.capped(_as_generation(request))
+        check_names(signed)
         if (record := current_record.get()) is not None:
             record.note(signed)
         claim = Claim(
@@ -163,6 +165,7 @@ class Embeddings:
             model = self.model_of(request.principal, request.model)
         pooling = _checked_pooling(request, model.card)
         signed = gateway.tiers.capped(_as_generation(request))
+        check_names(signed)
         if (record := current_record.get()) is not None and not request.is_internal:
             record.note(signed)
         claim = Claim(
