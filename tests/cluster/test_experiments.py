@@ -16,8 +16,8 @@ from penstock.core.objective import ObjectiveSettings, Targets, TierTarget, Weig
 from penstock.core.policy import PolicySet, RoutingWeights
 from tests.cluster.control_stage import SPEC, Stage, open_stage
 
-# Times between tokens of an engine that echoes are microseconds: only first tokens count. Ten times the target is more
-# than any of them takes on a busy machine: a request counts with at most that, and both sets would look alike.
+# Times between tokens of an engine that echoes are microseconds: only first tokens count. Ten times the target is
+# more than any of them takes on a busy machine: a request counts with at most that, and both sets would look alike.
 OBJECTIVE = ObjectiveSettings(
     weights=Weights(ttft=1.0, itl=0.0, idle=0.0, drops=10.0), targets=Targets(default=TierTarget(ttft_s=0.5))
 )

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from penstock.core.engine_config import Quantization
-from penstock.kernels.interface import Activation, DenseWeight, ExpertGroups, GroupQuantWeight, Routing
+from penstock.kernels.interface import (
+    Activation,
+    DenseWeight,
+    ExpertGroups,
+    GroupQuantWeight,
+    Routing,
+    WeightData,
+)
 from penstock.models.rounding import quantize
 
 if not torch.cuda.is_available():
@@ -285,11 +292,45 @@ def test_four_bits_of_any_shape(hidden: int, inner: int, group: int, rows: int) 
     assert max(errors.values()) < 0.02, errors
 
 
+@pytest.mark.parametrize(("hidden", "inner"), [(128, 72), (384, 1000), (4096, 14336), (2944, 96)])
+@pytest.mark.parametrize("rows", [2, 15, 32, 64])
+@pytest.mark.parametrize("method", [None, "fp8"])
+def test_few_rows_of_any_shape(hidden: int, inner: int, rows: int, method: Quantization | None) -> None:
+    """The outputs need not fill a tile. `down` has a width that does not fit every kernel."""
+    gate_up, down = (
+        DenseWeight(torch.randn(outputs, width, device=DEVICE) / width**0.5)
+        for outputs, width in ((2 * inner, hidden), (hidden, inner))
+    )
+    weights = [[quantize(each, method)] if method else [each] for each in (gate_up, down)]
+    for dtype in (torch.bfloat16, torch.float16):
+        errors = product_errors(Bench(DEVICE, dtype), weights[0], weights[1], rows, bias=inner == 1000)
+        assert max(errors.values()) < (0.06 if method else 0.02), errors
+
+
+def test_few_rows_of_a_head_and_of_inputs_that_are_not_aligned() -> None:
+    head = torch.randn(70_001, 256, device=DEVICE, dtype=torch.bfloat16) / 16
+    packed = NARROW.ops.pack_linear([DenseWeight(head)])
+    many = NARROW.normal(9 * 256 + 1)
+    for x in (NARROW.normal(9, 256), many[1:].view(9, 256), NARROW.normal(9, 512)[:, :256].contiguous()):
+        got = NARROW.ops.logits(x, packed)
+        expected = x.float() @ head.float().t()
+        assert got.dtype == torch.float32
+        assert float((got - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("form", ["int4", "fp8", "bfloat16"])
 @pytest.mark.parametrize("rows", [5, 30, 60, 128, 256])
-def test_four_bits_in_a_graph(rows: int) -> None:
+def test_products_in_a_graph(form: str, rows: int) -> None:
     """Kernels overlap: none may read what the kernel in front has yet to write."""
     ops = NARROW.ops
-    weights = [ops.pack_linear([random_quantized(1024, 1024, 128, 4, offsets=True)]) for _ in range(8)]
+
+    def matrix() -> WeightData:
+        if form == "int4":
+            return random_quantized(1024, 1024, 128, 4, offsets=True)
+        dense = DenseWeight(torch.randn(1024, 1024, device=DEVICE) / 32)
+        return quantize(dense, "fp8") if form == "fp8" else dense
+
+    weights = [ops.pack_linear([matrix()]) for _ in range(8)]
 
     def run(x: torch.Tensor) -> torch.Tensor:
         for weight in weights:

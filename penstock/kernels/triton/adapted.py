@@ -22,6 +22,7 @@ from penstock.kernels.adapted import RANK_UNIT, AdaptedProduct, CopyInto, Delta
 from penstock.kernels.blocks import DelegatingOps
 from penstock.kernels.interface import Activation, AttentionBatch, AttentionLayer, Ops
 from penstock.kernels.triton import lora, products
+from penstock.kernels.triton.elementwise import rms_norm
 from penstock.kernels.triton.lora import DeltaTable, Tiles
 
 STATIC_ROWS = 4096  # no graph has more rows
@@ -206,9 +207,7 @@ class BatchedOps(DelegatingOps):
         cache: Any,
         batch: AttentionBatch,
     ) -> None:
-        begun = self._begin(residual, qkv, norm, eps)
-        own = products.normed_linear(residual, norm, eps, qkv, beside=begun is not None)
-        projected = self._add(begun, own)
+        projected = self._add(*self._begin_normed(residual, norm, eps, qkv))
         attended = self.attend(projected, layer, cache, batch)
         begun = self._begin(attended, output)
         products.add_linear(attended, output, residual, beside=begun is not None)
@@ -217,22 +216,27 @@ class BatchedOps(DelegatingOps):
     def mlp_block(
         self, residual: Tensor, norm: Tensor, eps: float, gate_up: Any, down: Any, activation: Activation
     ) -> None:
-        begun = self._begin(residual, gate_up, norm, eps)
-        own = products.normed_linear(residual, norm, eps, gate_up, beside=begun is not None)
-        hidden = self._gated(begun, own, activation)
+        hidden = self._gated(*self._begin_normed(residual, norm, eps, gate_up), activation)
         begun = self._begin(hidden, down)
         products.add_linear(hidden, down, residual, beside=begun is not None)
         self._add(begun, residual)
 
-    def _begin(self, x: Tensor, weight: Any, norm: Tensor | None = None, eps: float = 0.0) -> _Begun | None:
-        """Multiply `x`, or its RMS norm, with the left matrices of adapters of `weight`, if there are any."""
+    def _begin_normed(self, x: Tensor, norm: Tensor, eps: float, weight: Any) -> tuple[_Begun | None, Tensor]:
+        """Begin the product of the RMS norm of `x`, and return the product with the model's own matrix too."""
+        if self._adapters.table(weight) is None:
+            return None, products.normed_linear(x, norm, eps, weight)
+        normed = rms_norm(x, norm, eps)
+        return self._begin(normed, weight), products.linear(normed, weight, beside=True)
+
+    def _begin(self, x: Tensor, weight: Any) -> _Begun | None:
+        """Multiply `x` with the left matrices of adapters of `weight`, if there are any."""
         table = self._adapters.table(weight)
         if table is None:
             return None
         tiles = self._adapters.tiles
         assert tiles is not None, "`use` comes before a forward pass"
         assert tiles.order.shape[0] == x.shape[0], "and names the slot of every row"
-        return _Begun(lora.shrink(x, table, tiles, norm, eps), table, tiles)
+        return _Begun(lora.shrink(x, table, tiles), table, tiles)
 
     def _add(self, begun: _Begun | None, y: Tensor) -> Tensor:
         """Add to `y` what adapters make of the input."""

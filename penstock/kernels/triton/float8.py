@@ -7,21 +7,23 @@ compute in float32, `packing` keeps these weights in the form of `int8`, which r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.interface import Float8Weight
+from penstock.kernels.interface import Activation, Float8Weight
+from penstock.kernels.triton.elementwise import activate
 from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.skinny import RowProduct, finish_row, load_added
-from penstock.kernels.triton.targets import RowTile, Tile, row_tile, tile
+from penstock.kernels.triton.targets import RowTile, Tile, has_hopper_kernels, row_tile, tile
 from penstock.kernels.triton.words import four_float8, in_fours
 
 MAX_ROWS = 64
 MANY_OUTPUTS = 16384
+SUM_BLOCK = 2048
 LARGEST = tl.constexpr(448.0)
 
 
@@ -143,20 +145,44 @@ def _row_tile(outputs: int, width: int, gated: bool) -> RowTile:
 
 
 @triton.jit
-def _round_kernel(x, norm, out, scales, width, eps, NORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Round a row to float8, or with NORM its RMS norm, which is rounded to the type of x first."""
+def _round_kernel(
+    x, norm, out, scales, width, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Round a row to float8, or with NORM its RMS norm, or with GATED its first half gated by its second half. Both
+    are rounded to the type of x first."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     wait_for_previous()
-    values = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    at = x + row * (2 * width if GATED else width) + columns
+    values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         factor = tl.rsqrt(tl.sum(values * values, axis=0) / width + eps)
         values = values * factor * tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        values = activate(values, IS_SILU) * tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    if NORM or GATED:
         values = values.to(x.dtype.element_ty).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), axis=0), 1e-12) / LARGEST
     tl.store(scales + row, scale)
     tl.store(out + row * width + columns, (values / scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_kernel(
+    made, bias, residual, out, size, width, ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out = made + bias + residual, which may be `out`, in the type of `out`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    wait_for_previous()
+    values = tl.load(made + at, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        values += tl.load(bias + at % width, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        values += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
 
 
 if triton.knobs.runtime.interpret:
@@ -198,9 +224,22 @@ def _few_rows_kernel(
     tl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
 
 
-def rows(x: Tensor, weight: Float8Linear, product: RowProduct) -> Tensor:
-    """Multiply several rows, or their RMS norms. The product has no gate; with few rows it may have a residual."""
-    rounded, scales = _rounded(x, product)
+def gates(num_rows: int, weight: Float8Linear) -> bool:
+    """Whether `rows` gates the product of so many rows."""
+    return 1 < num_rows <= MAX_ROWS and has_hopper_kernels() and weight.in_features % 128 == 0
+
+
+def rows(
+    x: Tensor, weight: Float8Linear, product: RowProduct, input_gate: Activation | None = None
+) -> Tensor:
+    """Multiply several rows, their RMS norms, or with `input_gate` their first halves gated by their second halves.
+    The product may have a residual, and a gate where `gates` says so."""
+    rounded, scales = _rounded(x, product, input_gate)
+    if gates(x.shape[0], weight):
+        from penstock.kernels.triton import few_hopper  # in Gluon, which not every version of Triton has
+
+        product = replace(product, out_dtype=product.out_dtype or x.dtype)
+        return few_hopper.rows(rounded, weight.weight, weight.bias, product, (scales, weight.scales))
     if x.shape[0] <= MAX_ROWS:
         return _few_rows(x, rounded, scales, weight, product)
     made = torch._scaled_mm(
@@ -210,9 +249,31 @@ def rows(x: Tensor, weight: Float8Linear, product: RowProduct) -> Tensor:
         scale_b=weight.scales.view(1, -1),
         out_dtype=torch.bfloat16,
     )
-    out_dtype = product.out_dtype or x.dtype
-    made = made.to(out_dtype)
-    return made if weight.bias is None else made + weight.bias.to(out_dtype)
+    return _finished(made, weight.bias, product, product.out_dtype or x.dtype)
+
+
+def _finished(made: Tensor, bias: Tensor | None, product: RowProduct, dtype: torch.dtype) -> Tensor:
+    """Add the bias and the residual to a product, in this type."""
+    out = product.residual
+    if out is None:
+        if bias is None and made.dtype == dtype:
+            return made
+        out = torch.empty(made.shape, dtype=dtype, device=made.device)
+    absent = made  # any pointer will do
+    _add_kernel[(triton.cdiv(made.numel(), SUM_BLOCK),)](
+        made,
+        bias if bias is not None else absent,
+        product.residual if product.residual is not None else absent,
+        out,
+        made.numel(),
+        made.shape[1],
+        ADD=product.residual is not None,
+        BIAS=bias is not None,
+        BLOCK=SUM_BLOCK,
+        num_warps=4,
+        **launch_options(),
+    )
+    return out
 
 
 def _few_rows(
@@ -256,12 +317,12 @@ def _tile(outputs: int, width: int, rows: int) -> Tile:
     return shape.fitted(width, shape.outputs + rows)
 
 
-def _rounded(x: Tensor, product: RowProduct) -> tuple[Tensor, Tensor]:
-    """Return the rows, or their norms, in float8, and the scale of each row: float32 [rows, 1]."""
-    rows, width = x.shape
+def _rounded(x: Tensor, product: RowProduct, gate: Activation | None = None) -> tuple[Tensor, Tensor]:
+    """Return the rows, their norms or their gated halves in float8, and the scale of each row: float32 [rows, 1]."""
+    rows = x.shape[0]
+    width = x.shape[1] // (2 if gate else 1)
     rounded = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(width)
     _round_kernel[(rows,)](
         x,
         product.norm if product.norm is not None else x,
@@ -270,7 +331,9 @@ def _rounded(x: Tensor, product: RowProduct) -> tuple[Tensor, Tensor]:
         width,
         product.eps,
         NORM=product.norm is not None,
-        BLOCK=block,
+        GATED=gate is not None,
+        IS_SILU=gate == "silu",
+        BLOCK=triton.next_power_of_2(width),
         num_warps=8,
         **launch_options(),
     )

@@ -20,21 +20,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.few_hopper import BARRIER_BYTES, activated, copy_to_shared, described
 from penstock.kernels.triton.int4 import Int4Linear
 from penstock.kernels.triton.int4_few import add_shares
 from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.skinny import RowProduct
-
-copy_to_shared = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+from penstock.kernels.triton.targets import current
 
 
 def _ptx(type: str, base: str, one: str, minus: str) -> str:
@@ -137,17 +135,17 @@ def _arrange_kernel(x, norm, out, K, eps, NORM: tl.constexpr, GROUP: tl.constexp
 @gluon.jit
 def _copy(
     x, codes, x_tiles, code_tiles, ready, free, row, output, second, begin, end,
-    OUTPUTS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+    OUTPUTS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Copy tiles, each as soon as its place is free. The first codes are on their way before the kernel in front has
     ended, which writes the input."""
-    bytes: gl.constexpr = OUTPUTS * WIDTH + ROWS * WIDTH * 2
+    bytes: gl.constexpr = PARTS * OUTPUTS * WIDTH // 2 + ROWS * WIDTH * 2
     early = gl.minimum(end - begin, STAGES)
     for turn in range(early):
         mbarrier.expect(ready.index(turn), bytes)
-        for part in gl.static_range(2):
+        for part in gl.static_range(PARTS):
             at = [output + part * second, (begin + turn) * (WIDTH // 4)]
-            copy_to_shared(codes, at, ready.index(turn), code_tiles.index(turn * 2 + part))
+            copy_to_shared(codes, at, ready.index(turn), code_tiles.index(turn * PARTS + part))
     gdc_wait()
     for turn in range(early):
         copy_to_shared(x, [row, (begin + turn) * WIDTH], ready.index(turn), x_tiles.index(turn))
@@ -155,9 +153,9 @@ def _copy(
         stage = turn % STAGES
         mbarrier.wait(free.index(stage), ((turn // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(stage), bytes)
-        for part in gl.static_range(2):
+        for part in gl.static_range(PARTS):
             at = [output + part * second, (begin + turn) * (WIDTH // 4)]
-            copy_to_shared(codes, at, ready.index(stage), code_tiles.index(stage * 2 + part))
+            copy_to_shared(codes, at, ready.index(stage), code_tiles.index(stage * PARTS + part))
         copy_to_shared(x, [row, (begin + turn) * WIDTH], ready.index(stage), x_tiles.index(stage))
 
 
@@ -165,13 +163,18 @@ def _copy(
 def _multiply(
     shared, PART: gl.constexpr, GROUP: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr,
     WIDTH: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr, IS_SILU: gl.constexpr,
-    ADD: gl.constexpr, BIAS: gl.constexpr,
+    ADD: gl.constexpr, BIAS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: the products of half a program's outputs."""
+    """One group of warps: the products of half a program's outputs or, if the groups take TURNS, of every other tile
+    of the width."""
     (
-        pairs, bias, residual, out, x_tiles, code_tiles, ready, free, up_tile, up_ready,
+        pairs, bias, residual, out, x_tiles, code_tiles, ready, free, other_tile, other_ready,
         row, output, second, share, begin, end, M, N, K,
     ) = shared  # fmt: skip
+    EACH: gl.constexpr = 2 if TURNS else 1  # from one turn to the next
+    FIRST: gl.constexpr = PART if TURNS else 0
+    PARTS: gl.constexpr = 1 if TURNS else 2
+    TILE: gl.constexpr = 0 if TURNS else PART
     type: gl.constexpr = x_tiles.dtype
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -180,41 +183,45 @@ def _multiply(
     FLAT: gl.constexpr = _flat_layout(OUTPUTS, WIDTH // 32)
     own = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
     last_output = N * (2 if GATED else 1) - 1
-    pairs_at = pairs + gl.minimum(output + PART * second + own, last_output).to(gl.int64) * (K // GROUP)
+    pairs_at = pairs + gl.minimum(output + TILE * second + own, last_output).to(gl.int64) * (K // GROUP)
     total = gl.zeros((OUTPUTS, ROWS), gl.float32, layout=SUMS)
-    factors = _load_factors(pairs_at, begin, K, GROUP, WIDTH, WORDS)
-    next_factors = _load_factors(pairs_at, begin + 1, K, GROUP, WIDTH, WORDS)
-    mbarrier.wait(ready.index(0), 0)
-    numbers = _numbers(code_tiles.index(PART).load(FLAT), factors, type, WORDS, OPERAND)
-    for turn in range(1, end - begin):
+    factors = _load_factors(pairs_at, begin + FIRST, K, GROUP, WIDTH, WORDS)
+    next_factors = _load_factors(pairs_at, begin + FIRST + EACH, K, GROUP, WIDTH, WORDS)
+    mbarrier.wait(ready.index(FIRST), 0)
+    numbers = _numbers(code_tiles.index(FIRST * PARTS + TILE).load(FLAT), factors, type, WORDS, OPERAND)
+    for turn in range(FIRST + EACH, end - begin, EACH):
         stage = turn % STAGES
-        before = (turn - 1) % STAGES
+        before = (turn - EACH) % STAGES
         running = warpgroup_mma(numbers, x_tiles.index(before).permute((1, 0)), total, is_async=True)
         factors = next_factors
-        next_factors = _load_factors(pairs_at, begin + turn + 1, K, GROUP, WIDTH, WORDS)
+        next_factors = _load_factors(pairs_at, begin + turn + EACH, K, GROUP, WIDTH, WORDS)
         mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
-        words = code_tiles.index(stage * 2 + PART).load(FLAT)
+        words = code_tiles.index(stage * PARTS + TILE).load(FLAT)
         next_numbers = _numbers(words, factors, type, WORDS, OPERAND)
         total, numbers = warpgroup_mma_wait(0, deps=(running, numbers))
         mbarrier.arrive(free.index(before))
         numbers = next_numbers
-    stage = (end - begin - 1) % STAGES
+    last = end - begin - 1
+    stage = (last - (last - FIRST) % EACH) % STAGES
     running = warpgroup_mma(numbers, x_tiles.index(stage).permute((1, 0)), total, is_async=True)
     total, numbers = warpgroup_mma_wait(0, deps=(running, numbers))
 
     outputs = output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, SUMS))
     rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
-    if GATED:
+    if GATED or TURNS:
         if PART == 1:
-            up_tile.store(total.to(type))
-            mbarrier.arrive(up_ready)
+            other_tile.store(total.to(other_tile.dtype))
+            mbarrier.arrive(other_ready)
         else:
-            mbarrier.wait(up_ready, 0)
-            up = up_tile.load(SUMS).to(gl.float32)
-            total = _activated(total.to(type).to(gl.float32), IS_SILU) * up
+            mbarrier.wait(other_ready, 0)
+            other = other_tile.load(SUMS).to(gl.float32)
+            if GATED:
+                total = activated(total.to(type).to(gl.float32), IS_SILU) * other
+            else:
+                total += other
     else:
         outputs += PART * second
-    if PART == 0 or not GATED:
+    if PART == 0 or not (GATED or TURNS):
         gdc_wait()
         inside = gl.expand_dims(outputs < N, 1) & gl.expand_dims(rows < M, 0)
         target = gl.expand_dims(rows.to(gl.int64) * N, 0) + gl.expand_dims(outputs, 1)
@@ -227,62 +234,58 @@ def _multiply(
         gl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
 
 
-@gluon.jit
-def _activated(gate, IS_SILU: gl.constexpr):
-    if IS_SILU:
-        inner = gate
-    else:
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    return gate / (1.0 + gl.exp(-inner))
-
-
 @gluon.jit(do_not_specialize=["M", "shares"])
 def _rows_kernel(
     x, codes, pairs, bias, residual, out, M, N, K, shares,
     GROUP: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr, IS_SILU: gl.constexpr,
-    ADD: gl.constexpr, BIAS: gl.constexpr,
+    ADD: gl.constexpr, BIAS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """A program multiplies a tile of rows with a tile of outputs, over a share of the width. With SPLIT, `out` has a
     plane for each share. With GATED, N is half the number of outputs, and a tile has as many of the second half as of
-    the first."""
+    the first. With TURNS, the two groups of warps share a tile's outputs and take turns along the width."""
+    PARTS: gl.constexpr = 1 if TURNS else 2
     row_tiles = (M + ROWS - 1) // ROWS
     tile = gl.program_id(0) // shares
     share = gl.program_id(0) - tile * shares
     row = tile % row_tiles * ROWS
-    output = tile // row_tiles * (OUTPUTS if GATED else 2 * OUTPUTS)
+    output = tile // row_tiles * (OUTPUTS if GATED or TURNS else 2 * OUTPUTS)
     second = N if GATED else OUTPUTS  # from a tile's first outputs to its second ones
     steps = (K + WIDTH - 1) // WIDTH
     begin = share * steps // shares
     end = (share + 1) * steps // shares
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, WIDTH], x.layout)
-    code_tiles = gl.allocate_shared_memory(gl.int16, [STAGES * 2, OUTPUTS, WIDTH // 4], codes.layout)
+    code_tiles = gl.allocate_shared_memory(gl.int16, [STAGES * PARTS, OUTPUTS, WIDTH // 4], codes.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    up_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    UP: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
-    up_tile = gl.allocate_shared_memory(x.dtype, [OUTPUTS, ROWS] if GATED else [1, 8], UP)
+    other_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    OTHER: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
+    other_tile = gl.allocate_shared_memory(
+        gl.float32 if TURNS else x.dtype, [OUTPUTS, ROWS] if GATED or TURNS else [1, 8], OTHER
+    )
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
-    mbarrier.init(up_ready, count=1)
+        mbarrier.init(free.index(stage), count=PARTS)
+    mbarrier.init(other_ready, count=1)
     fence_async_shared()
     gdc_launch_dependents()
     shared = (
-        pairs, bias, residual, out, x_tiles, code_tiles, ready, free, up_tile, up_ready,
+        pairs, bias, residual, out, x_tiles, code_tiles, ready, free, other_tile, other_ready,
         row, output, second, share, begin, end, M, N, K,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_multiply, (
                 shared, gl.constexpr(0), GROUP, OUTPUTS, ROWS, WIDTH, STAGES, SPLIT, GATED, IS_SILU, ADD, BIAS,
+                TURNS,
             )),
             (_multiply, (
                 shared, gl.constexpr(1), GROUP, OUTPUTS, ROWS, WIDTH, STAGES, SPLIT, GATED, IS_SILU, ADD, BIAS,
+                TURNS,
             )),
             (_copy, (
                 x, codes, x_tiles, code_tiles, ready, free, row, output, second, begin, end,
-                OUTPUTS, ROWS, WIDTH, STAGES,
+                OUTPUTS, ROWS, WIDTH, STAGES, PARTS,
             )),
         ],
         [4, 1],
@@ -293,12 +296,14 @@ def _rows_kernel(
 @dataclass(frozen=True, slots=True)
 class HopperTile:
     """The outputs of each of the two groups of warps, how much of the width a program reads at a time, how many reads
-    are in flight, and how many programs share a processor."""
+    are in flight, how many programs share a processor, and whether both groups have the same outputs and take turns
+    along the width."""
 
     outputs: int
     width: int
     num_stages: int
     per_processor: int = 1
+    takes_turns: bool = False
 
     def options(self) -> dict[str, int]:
         """Registers of the second group of warps and, where programs share a processor, of a thread on average."""
@@ -313,7 +318,40 @@ TILES = {
     128: HopperTile(outputs=64, width=128, num_stages=4),
     256: HopperTile(outputs=64, width=64, num_stages=5),
 }
+OUTPUTS = 64
+MOST_FEW_ROWS = 64
+SHORT_WIDTH = 4096  # a program walks over so many columns in less time than it takes to add up shares
+MOST_STAGES = 20
 ARRANGED_BLOCK = 4096  # columns of a program where there is no norm
+
+
+def _choice(
+    num_rows: int, num_made: int, width: int, is_gated: bool, device: int
+) -> tuple[int, HopperTile, int]:
+    """The rows of a tile, the tile, and into how many shares of the width the product is cut."""
+    tile_rows = min(max(TILES), max(min(TILES), triton.next_power_of_2(num_rows)))
+    processors = num_processors(device)
+    at_once = OUTPUTS * processors  # outputs of programs that have all of a processor's shared memory
+    if tile_rows <= MOST_FEW_ROWS:
+        if is_gated and num_made <= 2 * at_once:
+            return tile_rows, _filled(tile_rows, 128, takes_turns=False), 1
+        if not is_gated and num_made <= at_once and 512 <= width <= SHORT_WIDTH:
+            return tile_rows, _filled(tile_rows, 256, takes_turns=True), 1
+        if not is_gated and num_made <= at_once // 4 and width > SHORT_WIDTH:
+            return tile_rows, _filled(tile_rows, 128, takes_turns=True), 2
+    tile = TILES[tile_rows]
+    # Tiles that leave the chip half empty are cut into shares of the width.
+    programs = triton.cdiv(num_rows, tile_rows) * triton.cdiv(num_made, 2 * tile.outputs)
+    most = triton.cdiv(width, tile.width) // 2
+    return tile_rows, tile, max(1, min(most, tile.per_processor * processors // programs))
+
+
+def _filled(tile_rows: int, width: int, *, takes_turns: bool) -> HopperTile:
+    """A tile with as many stages as shared memory holds beside the results of one group of warps."""
+    parts, size = (1, 4) if takes_turns else (2, 2)
+    free = current().shared_bytes - BARRIER_BYTES - size * OUTPUTS * tile_rows
+    num_stages = free // (width * (parts * OUTPUTS // 2 + 2 * tile_rows))
+    return HopperTile(OUTPUTS, width, min(MOST_STAGES, num_stages), takes_turns=takes_turns)
 
 
 def rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
@@ -326,12 +364,12 @@ def rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
         out = torch.empty(num_rows, outputs, dtype=product.out_dtype or x.dtype, device=x.device)
     arranged = _arranged(x, weight.group, product)
     absent = x  # any pointer will do
-    tile_rows = min(max(TILES), max(min(TILES), triton.next_power_of_2(num_rows)))
-    tile = TILES[tile_rows]
-    row_tiles, output_tiles = triton.cdiv(num_rows, tile_rows), triton.cdiv(num_made, 2 * tile.outputs)
-    # Tiles that leave the chip half empty are cut into shares of the width.
-    processors = tile.per_processor * num_processors(x.device.index or 0)
-    shares = max(1, min(triton.cdiv(width, tile.width) // 2, processors // (row_tiles * output_tiles)))
+    tile_rows, tile, shares = _choice(
+        num_rows, num_made, width, product.gate is not None, x.device.index or 0
+    )
+    row_tiles = triton.cdiv(num_rows, tile_rows)
+    takes_turns = tile.takes_turns
+    output_tiles = triton.cdiv(num_made, tile.outputs if takes_turns else 2 * tile.outputs)
     is_whole = shares == 1
     is_gated = is_whole and product.gate is not None
     made = out
@@ -341,8 +379,8 @@ def rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
         output_tiles = triton.cdiv(outputs, tile.outputs)
     parts = (part if part is not None else absent for part in (weight.bias, product.residual))
     _rows_kernel[(shares * row_tiles * output_tiles,)](
-        _described(arranged, tile_rows, tile.width),
-        _described(weight.codes.view(torch.int16), tile.outputs, tile.width // 4),
+        described(arranged, tile_rows, tile.width),
+        described(weight.codes.view(torch.int16), tile.outputs, tile.width // 4),
         weight.pairs,
         *parts,
         made,
@@ -360,6 +398,7 @@ def rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
         IS_SILU=is_gated and product.gate == "silu",
         ADD=is_whole and product.residual is not None,
         BIAS=is_whole and weight.bias is not None,
+        TURNS=takes_turns,
         num_warps=4,
         **tile.options(),
         **launch_options(),
@@ -389,9 +428,3 @@ def _arranged(x: Tensor, group: int, product: RowProduct) -> Tensor:
         **launch_options(),
     )
     return out
-
-
-def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Describe a matrix of numbers of 16 bits to the copy engine, in tiles."""
-    layout = gl.NVMMASharedLayout(min(128, 2 * columns), 16, 2)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], layout)

@@ -49,12 +49,11 @@ def _dot(left, right, total):
 
 @triton.jit(do_not_specialize=["steps", "slices"])
 def _shrink_kernel(
-    x, norm, base, lefts, ranks, order, tiles, parts, squares, arrivals, hidden, K, x_stride, eps, steps, slices,
-    hidden_width, places,
-    NORM: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    x, base, lefts, ranks, order, tiles, parts, arrivals, hidden, K, x_stride, steps, slices, hidden_width, places,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """hidden[place of a row in the order of tiles] = x[row] @ left.T, of the rows' RMS norms with NORM. Each program
-    multiplies a part of the width; the last one to arrive adds up the parts, in a fixed order."""
+    """hidden[place of a row in the order of tiles] = x[row] @ left.T. Each program multiplies a part of the
+    width; the last one to arrive adds up the parts, in a fixed order."""
     tile, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(tiles + tile * 3)
     start = tl.load(tiles + tile * 3 + 1)
@@ -75,7 +74,6 @@ def _shrink_kernel(
     if block * OUTPUTS < rank:
         x_at = x + rows[:, None] * x_stride + (first + columns)[None, :]
         total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-        square = tl.zeros((ROWS,), tl.float32)
         for step in range(steps):
             begin = first + step * WIDTH
             row = tl.load(
@@ -84,11 +82,6 @@ def _shrink_kernel(
             matrix = ahead
             is_next = (begin + WIDTH + columns < end)[None, :]
             ahead = tl.load(left_at + (step + 1) * WIDTH, mask=has_output & is_next, other=0.0)
-            if NORM:
-                wide = row.to(tl.float32)
-                square += tl.sum(wide * wide, axis=1)
-                scale = tl.load(norm + begin + columns, mask=begin + columns < K, other=0.0).to(tl.float32)
-                row = (wide * scale[None, :]).to(row.dtype)
             total = _dot(row, tl.trans(matrix), total)
         place = tile * ROWS + index
         inside = present[:, None] & (outputs < rank)[None, :]
@@ -96,14 +89,11 @@ def _shrink_kernel(
         if SPLITS > 1:
             at = (split * places + place).to(tl.int64)
             tl.store(parts + at[:, None] * hidden_width + outputs[None, :], total, mask=inside)
-            if NORM:
-                tl.store(squares + block * SPLITS * places + at, square, mask=present)
             tl.debug_barrier()
             counter = arrivals + tile * tl.num_programs(2) + block
             is_last = tl.atomic_add(counter, 1) == SPLITS - 1
             if is_last:
                 total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-                square = tl.zeros((ROWS,), tl.float32)
                 for part in tl.static_range(SPLITS):
                     at = (part * places + place).to(tl.int64)
                     total += tl.load(
@@ -112,17 +102,8 @@ def _shrink_kernel(
                         other=0.0,
                         cache_modifier=".cg",
                     )
-                    if NORM:
-                        square += tl.load(
-                            squares + block * SPLITS * places + at,
-                            mask=present,
-                            other=0.0,
-                            cache_modifier=".cg",
-                        )
                 tl.store(counter, 0)
         if is_last:
-            if NORM:
-                total = total * tl.rsqrt(square / K + eps)[:, None]
             tl.store(
                 hidden + place.to(tl.int64)[:, None] * hidden_width + outputs[None, :],
                 total.to(hidden.dtype.element_ty),
@@ -288,16 +269,15 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
 
 def compile_for(table: DeltaTable, num_rows: int, width: int, num_slots: int) -> None:
     """Compile the kernels of a step of so many rows, of so many inputs, without a launch: as layers in Llama's style
-    need them, in which a norm comes before stacked matrices, and a gate after two of them."""
+    need them, in which a gate comes after two stacked matrices."""
     base = table.base
     count = most_tiles(num_rows, num_slots)
     tiles = Tiles(table.ranks, table.ranks, table.ranks, count, tile_rows(num_rows))
     x = torch.empty(num_rows, width, dtype=base.dtype, device=base.device)
     y = torch.empty(num_rows, table.ends[-1], dtype=base.dtype, device=base.device)
-    norm = torch.empty(width, device=base.device)
     token = _only_compiles.set(True)
     try:
-        shrunk = shrink(x, table, tiles, norm if table.slices > 1 else None)
+        shrunk = shrink(x, table, tiles)
         expand(shrunk, table, tiles, y, "silu" if table.slices == 2 else None)
     finally:
         _only_compiles.reset(token)
@@ -313,11 +293,9 @@ def _splits(width: int, columns: int, tiles: int) -> tuple[int, int]:
     return triton.cdiv(chunks, steps), steps
 
 
-def shrink(
-    x: Tensor, table: DeltaTable, tiles: Tiles, norm: Tensor | None = None, eps: float = 0.0
-) -> Tensor:
-    """Multiply rows, or their RMS norms, with the left matrices of their adapters. Returns [places, slices × rank]:
-    the places of rows follow the tiles."""
+def shrink(x: Tensor, table: DeltaTable, tiles: Tiles) -> Tensor:
+    """Multiply rows with the left matrices of their adapters. Returns [places, slices × rank]: the places of rows
+    follow the tiles."""
     width = x.shape[1]
     columns = SHRINK_COLUMNS // (2 if x.dtype == torch.float32 else 1)
     splits, steps = _splits(width, columns, tiles.count)
@@ -325,32 +303,27 @@ def shrink(
     hidden_width = table.slices * table.most_rank
     blocks = triton.cdiv(hidden_width, SHRINK_OUTPUTS)
     hidden = torch.empty(places, hidden_width, dtype=x.dtype, device=x.device)
-    parts = squares = hidden
+    parts = hidden
     if splits > 1:
         parts = torch.empty(splits, places, hidden_width, dtype=torch.float32, device=x.device)
-        squares = torch.empty(blocks, splits, places, dtype=torch.float32, device=x.device)
     _launch(
         _shrink_kernel,
         (tiles.count, splits, blocks),
         x,
-        norm if norm is not None else x,
         table.base,
         table.lefts,
         table.ranks,
         tiles.order,
         tiles.fields,
         parts,
-        squares,
         tiles.arrivals,
         hidden,
         width,
         x.stride(0),
-        eps,
         steps,
         table.slices,
         hidden_width,
         places,
-        NORM=norm is not None,
         ROWS=tiles.rows,
         OUTPUTS=SHRINK_OUTPUTS,
         WIDTH=columns,

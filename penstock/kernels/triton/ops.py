@@ -110,7 +110,7 @@ class TritonOps:
     def normed_gated(
         self, x: Tensor, norm: Tensor, eps: float, gate_up: Any, activation: Activation
     ) -> Tensor:
-        if activation in ("clamped_swiglu", "relu"):
+        if activation in products.UNFUSED_GATES:
             return self.gated(products.normed_linear(x, norm, eps, gate_up), activation)
         return products.normed_gated(x, norm, eps, gate_up, activation)
 
@@ -212,8 +212,11 @@ class TritonOps:
         down: Any,
         activation: Activation,
     ) -> None:
-        hidden = self.normed_gated(residual, norm, eps, gate_up, activation)
-        products.add_linear(hidden, down, residual)
+        if activation in products.UNFUSED_GATES:
+            hidden = self.normed_gated(residual, norm, eps, gate_up, activation)
+            products.add_linear(hidden, down, residual)
+        else:
+            products.add_mlp(residual, norm, eps, gate_up, down, activation)
 
     def router_logits(self, x: Tensor, router: Any) -> Tensor:
         return self.logits(x, router)

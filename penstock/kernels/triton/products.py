@@ -27,9 +27,14 @@ from penstock.kernels.triton.targets import has_hopper_kernels
 
 # Up to here, `int4_hopper` multiplies four-bit weights as they are: with 1,024 rows in the time of dense weights.
 MAX_HOPPER_ROWS = 2048
+# No product includes these; `gated` computes them.
+UNFUSED_GATES: tuple[Activation, ...] = ("clamped_swiglu", "relu")
 
 
-def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None, *, beside: bool = False
+) -> Tensor:
+    """x @ weight.T. `beside` is explained at `skinny.linear`."""
     out_dtype = out_dtype or x.dtype
     rows = x.shape[0]
     if whole := _with_surroundings(weight, rows):
@@ -51,8 +56,8 @@ def linear(x: Tensor, weight: Packed, out_dtype: torch.dtype | None = None) -> T
             weight = TorchLinear(int8.unpack(weight, x.dtype), weight.bias)
         case Int4Linear():
             weight = TorchLinear(int4.unpack(weight, x.dtype), weight.bias)
-    if skinny.fits(x, weight.weight):
-        return skinny.linear(x, weight.weight, weight.bias, out_dtype=out_dtype)
+    if _fits_few(x, weight):
+        return _few_rows(x, weight, RowProduct(out_dtype=out_dtype), beside=beside)
     if out_dtype != x.dtype and weight.bias is None and x.is_cuda:
         return torch.mm(x, weight.weight.t(), out_dtype=out_dtype)
     return F.linear(x, weight.weight, weight.bias).to(out_dtype)
@@ -67,27 +72,27 @@ def add_linear(x: Tensor, weight: Packed, residual: Tensor, *, beside: bool = Fa
     match weight:
         case ReorderedLinear():
             add_linear(x.index_select(1, weight.order), weight.inner, residual)
-        case Float8Linear() if rows <= float8.MAX_ROWS:
+        case Float8Linear():
             float8.rows(x, weight, RowProduct(residual=residual))
         case Int8Linear() if float8_blocks.multiplies(weight, x):
             float8_blocks.rows(x, weight, RowProduct(residual=residual))
         case Int8Linear() if rows <= int8.MAX_ROWS:
             int8.few_rows(x, weight, residual=residual)
-        case TorchLinear() if skinny.fits(x, weight.weight):
-            skinny.linear(x, weight.weight, weight.bias, residual=residual, beside=beside)
+        case TorchLinear() if _fits_few(x, weight):
+            _few_rows(x, weight, RowProduct(residual=residual), beside=beside)
         case TorchLinear(bias=None):
             residual.addmm_(x, weight.weight.t())
         case _:
             residual.add_(linear(x, weight))
 
 
-def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Packed, *, beside: bool = False) -> Tensor:
-    """linear(rms_norm(x, norm, eps), weight). `beside` is explained at `skinny.linear`."""
+def normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Packed) -> Tensor:
+    """linear(rms_norm(x, norm, eps), weight)"""
     if whole := _with_surroundings(weight, x.shape[0]):
         return whole(x, weight, RowProduct(norm, eps))
     match weight:
-        case TorchLinear() if skinny.fits(x, weight.weight):
-            return skinny.linear(x, weight.weight, weight.bias, norm=norm, eps=eps, beside=beside)
+        case TorchLinear() if _fits_few(x, weight):
+            return _few_rows(x, weight, RowProduct(norm, eps))
         case Float8Linear():
             return float8.rows(x, weight, RowProduct(norm, eps))
         case _:
@@ -100,10 +105,46 @@ def normed_gated(x: Tensor, norm: Tensor, eps: float, weight: Packed, activation
     match weight:
         case Int4Linear(bias=None) | Int8Linear(bias=None) | Float8Linear(bias=None) if whole:
             return whole(x, weight, RowProduct(norm, eps, activation))
-        case TorchLinear(bias=None) if skinny.fits(x, weight.weight):
-            return skinny.linear(x, weight.weight, norm=norm, eps=eps, gate=activation)
+        case TorchLinear(bias=None) if _fits_few(x, weight):
+            return _few_rows(x, weight, RowProduct(norm, eps, activation))
         case _:
             return gated(normed_linear(x, norm, eps, weight), activation)
+
+
+def add_mlp(
+    residual: Tensor, norm: Tensor, eps: float, gate_up: Packed, down: Packed, activation: Activation
+) -> None:
+    """residual += linear(normed_gated(residual, norm, eps, gate_up, activation), down)"""
+    match gate_up, down:
+        case Float8Linear(), Float8Linear() if residual.shape[0] > float8.MAX_ROWS:
+            hidden = normed_linear(residual, norm, eps, gate_up)
+            float8.rows(hidden, down, RowProduct(residual=residual), input_gate=activation)
+        case _:
+            add_linear(normed_gated(residual, norm, eps, gate_up, activation), down, residual)
+
+
+def _fits_few(x: Tensor, weight: TorchLinear) -> bool:
+    return skinny.fits(x, weight.weight) or _fits_hopper(x, weight)
+
+
+def _fits_hopper(x: Tensor, weight: TorchLinear) -> bool:
+    if not has_hopper_kernels() or x.dtype == torch.float32:
+        return False
+    from penstock.kernels.triton import few_hopper  # in Gluon, which not every version of Triton has
+
+    return few_hopper.fits(x, weight.weight)
+
+
+def _few_rows(x: Tensor, weight: TorchLinear, product: RowProduct, *, beside: bool = False) -> Tensor:
+    """A product of plain weights with one row or a few."""
+    if not _fits_hopper(x, weight):
+        return skinny.linear(x, weight.weight, weight.bias, product, beside=beside)
+    from penstock.kernels.triton import few_hopper
+
+    if product.norm is not None:
+        assert not beside, "the kernel in front writes the norm"
+        x = rms_norm(x, product.norm, product.eps)
+    return few_hopper.rows(x, weight.weight, weight.bias, product, beside=beside)
 
 
 def _with_surroundings(weight: Packed, rows: int) -> Callable[[Tensor, Any, RowProduct], Tensor] | None:
@@ -111,6 +152,8 @@ def _with_surroundings(weight: Packed, rows: int) -> Callable[[Tensor, Any, RowP
     match weight:
         case Float8Linear() if rows == 1:
             return float8.one_row
+        case Float8Linear() if float8.gates(rows, weight):
+            return float8.rows
         case Int8Linear() if rows == 1:
             return int8.one_row
         case Int4Linear() if 1 <= rows <= int4_row.MAX_ROWS and weight.factors.dtype != torch.float32:

@@ -157,7 +157,9 @@ def _few_rows_kernel(
 
 @dataclass(frozen=True, slots=True)
 class RowProduct:
-    """The operations around the product of a row, whatever the format of the weights: see `linear`."""
+    """The operations around a product of rows, whatever the format of the weights. `norm` is the weight of an RMS
+    norm of x in front; `gate` makes of the two halves of the outputs activation(first) × second; with `residual` the
+    result is added to it, in place."""
 
     norm: Tensor | None = None
     eps: float = 0.0
@@ -208,25 +210,16 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gate: Activation | None = None,
-    residual: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    beside: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None, product: RowProduct, *, beside: bool = False
 ) -> Tensor:
-    """x @ weight.T for up to MAX_ROWS rows. `norm` is the weight of an RMS norm of x in front; `gate` makes of the
-    two halves of the outputs activation(first) × second; with `residual` the result is added to it, in place. With
-    `beside`, the kernel launched before has read x and lets several rows be multiplied beside it."""
+    """x @ weight.T for up to MAX_ROWS rows. With `beside`, the kernel launched before has read x and lets several
+    rows be multiplied beside it."""
     rows, width = x.shape
-    outputs = weight.shape[0] // (2 if gate else 1)
+    is_gated = product.gate is not None
+    outputs = product.num_outputs(weight.shape[0])
     if rows == 1:
-        row_shape = _row_tile(outputs, width, gate is not None)
-        return RowProduct(norm, eps, gate, residual, out_dtype).launch(
+        row_shape = _row_tile(outputs, width, is_gated)
+        return product.launch(
             _one_row_kernel,
             triton.cdiv(outputs, row_shape.outputs),
             x,
@@ -238,13 +231,13 @@ def linear(
             AHEAD=row_shape.ahead,
             num_warps=row_shape.num_warps,
         )
-    out = residual
+    out = product.residual
     if out is None:
-        out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
+        out = torch.empty(rows, outputs, dtype=product.out_dtype or x.dtype, device=x.device)
     padded = max(16, triton.next_power_of_2(rows))
-    shape = _tile(padded, outputs, width, gate is not None)
+    shape = _tile(padded, outputs, width, is_gated)
     absent = x  # any pointer will do
-    parts = (part if part is not None else absent for part in (bias, norm, residual))
+    parts = (part if part is not None else absent for part in (bias, product.norm, product.residual))
     _few_rows_kernel[(triton.cdiv(outputs, shape.outputs),)](
         x,
         weight,
@@ -253,11 +246,11 @@ def linear(
         rows,
         outputs,
         width,
-        eps,
-        NORM=norm is not None,
-        GATED=gate is not None,
-        IS_SILU=gate == "silu",
-        ADD=residual is not None,
+        product.eps,
+        NORM=product.norm is not None,
+        GATED=is_gated,
+        IS_SILU=product.gate == "silu",
+        ADD=product.residual is not None,
         BIAS=bias is not None,
         BESIDE=beside,
         OUTPUTS=shape.outputs,
