@@ -153,8 +153,8 @@ def gated_delta(
     mixed: Tensor, rate: Tensor, step: Tensor, layer: DeltaLayer, state: Tensor, batch: AttentionBatch
 ) -> Tensor:
     """The queries and keys of key heads and the values of value heads, side by side, → float32 [T, H, V]: the gated
-    delta rule. For each token, with queries and keys of length 1, `rate` after a sigmoid and `step` after bias and
-    softplus, both [T, H]:
+    delta rule. For each token, with queries and keys of length 1, `rate` after a sigmoid and its scale, and `step`
+    after bias and softplus, both [T, H]:
 
     state = state × exp(decay × step);  state += key ⊗ (rate × (value - state · key));  output = state · query / √K
 
@@ -165,7 +165,8 @@ def gated_delta(
     query = query * layer.key_dim**-0.5
     value = value.unflatten(1, (len(layer.keys), -1))
     decay = layer.decay * F.softplus(step.float() + layer.step_bias)
-    return _delta_rule(query, key, value, decay.unsqueeze(-1), rate.float().sigmoid(), state, batch)
+    rate = rate.float().sigmoid() * layer.largest_rate
+    return _delta_rule(query, key, value, decay.unsqueeze(-1), rate, state, batch)
 
 
 def channel_delta(

@@ -129,6 +129,7 @@ class DeltaLayer:
     keys: Tensor  # int64 [H]
     num_keys: int  # key heads
     key_dim: int
+    largest_rate: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,6 +145,7 @@ class RecurrentConfig:
     step_limits: tuple[float, float] = (0.0, math.inf)
     has_norm: bool = True
     gates_first: bool = True  # the gate comes before the norm
+    largest_rate: float = 1.0  # of a gated delta net
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_groups:

@@ -262,6 +262,21 @@ def load_conv(load: LayerLoader, name: str, channels: int, own: Sequence[range])
     return ConvWeights(taken(weight, own), None if bias is None else taken(bias, own))
 
 
+def load_convs(load: LayerLoader, name: str, sizes: Sequence[int], own: Sequence[range]) -> ConvWeights:
+    """Load some channels of the convolutions of queries, keys and values, which may be stored as one."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    if load.weights.has(f"{name}.conv1d.weight"):
+        spans = [
+            range(start + span.start, start + span.stop) for start, span in zip(starts, own, strict=True)
+        ]
+        return load_conv(load, f"{name}.conv1d", sum(sizes), spans)
+    convs = [
+        load_conv(load, f"{name}.{part}_conv1d", size, [span])
+        for part, size, span in zip("qkv", sizes, own, strict=True)
+    ]
+    return ConvWeights(torch.cat([each.weight for each in convs]), None)
+
+
 def taken(whole: Tensor, spans: Sequence[range]) -> Tensor:
     """Return some rows of a tensor, end to end."""
     return torch.cat([whole[span.start : span.stop] for span in spans])
@@ -375,7 +390,13 @@ def delta_net_parts(config: ArchitectureConfig) -> dict[str, int]:
     }
 
 
-def load_delta_net(load: LayerLoader, name: str = "linear_attn") -> GatedDeltaNet:
+def load_delta_net(
+    load: LayerLoader,
+    name: str = "linear_attn",
+    *,
+    norm_eps: float | None = None,
+    largest_rate: float = 1.0,
+) -> GatedDeltaNet:
     """Load a rank's key heads of a gated delta net, and the value heads that belong to them."""
     config, settings, shard = load.config, recurrent_settings(load.config), load.weights.shard
     prefix, parts = f"{load.prefix}.{name}", delta_net_parts(config)
@@ -389,11 +410,7 @@ def load_delta_net(load: LayerLoader, name: str = "linear_attn") -> GatedDeltaNe
     per_key = settings.num_heads // settings.num_groups
     heads = scaled(keys, per_key)
     key_rows, value_rows = scaled(keys, settings.state_size), scaled(heads, settings.head_dim)
-    starts = (0, parts["query"], 2 * parts["query"])
-    in_conv = [
-        range(start + span.start, start + span.stop)
-        for start, span in zip(starts, (key_rows, key_rows, value_rows), strict=True)
-    ]
+    in_conv = key_rows, key_rows, value_rows
 
     def by_head(part: str) -> Tensor:
         return taken(load.weights.vector(f"{prefix}.{part}", settings.num_heads), [heads])
@@ -406,16 +423,17 @@ def load_delta_net(load: LayerLoader, name: str = "linear_attn") -> GatedDeltaNe
             config.hidden_size,
             part=LinearPart(rows=[key_rows, key_rows, value_rows, value_rows, heads, heads]),
         ),
-        conv=load_conv(load, f"{prefix}.conv1d", starts[2] + parts["value"], in_conv),
+        conv=load_convs(load, prefix, [parts[part] for part in ("query", "key", "value")], in_conv),
         rule=DeltaLayer(
             decay=-by_head("A_log").exp(),
             step_bias=by_head("dt_bias"),
             keys=torch.arange(len(heads), device=load.weights.ops.device) // per_key,
             num_keys=len(keys),
             key_dim=settings.state_size,
+            largest_rate=largest_rate,
         ),
         value_dim=settings.head_dim,
-        norm=GatedNorm(norm, config.norm_eps, settings.head_dim, gates_first=False),
+        norm=GatedNorm(norm, norm_eps or config.norm_eps, settings.head_dim, gates_first=False),
         output=load.weights.linear(
             [f"{prefix}.out_proj"], [config.hidden_size], parts["value"], part=LinearPart(columns=value_rows)
         ),

@@ -170,7 +170,7 @@ def test_delta_rules_follow_their_definition(by_channel: bool) -> None:
         -torch.rand(heads) * 4,
         torch.randn(heads, decays),
     )
-    layer = DeltaLayer(speed, bias.flatten(), head_of, keys, width)
+    layer = DeltaLayer(speed, bias.flatten(), head_of, keys, width, largest_rate=1.5)
     of_channels = ChannelDeltaLayer(speed, bias)
     (state,) = made.store.layer(0)
     before = state.clone()
@@ -186,6 +186,7 @@ def test_delta_rules_follow_their_definition(by_channel: bool) -> None:
         query, key = (each.unflatten(1, (keys, width))[:, head_of] for each in parts[:2])
         query, key = (each / each.norm(dim=-1, keepdim=True) for each in (query * width, key))
         value, rate = parts[2].unflatten(1, (heads, size)), rates.double().sigmoid()
+        rate = rate if by_channel else rate * 1.5
         decay = torch.nn.functional.softplus(steps.double().unflatten(1, (heads, decays)) + bias)
         hidden = torch.zeros(heads, width, size, dtype=torch.float64)
         for token in range(len(value)):

@@ -65,7 +65,7 @@ def state_errors(bench: Bench, shape: States, lengths: list[int]) -> dict[str, f
     by_channel = ChannelScanLayer(
         -torch.rand(channels, width, device=device) * 3, normal(channels), normal(channels)
     )
-    delta = DeltaLayer(*by_head, of_group, groups, width)
+    delta = DeltaLayer(*by_head, of_group, groups, width, 2.0)
     read, write = (strided(groups * width).unflatten(1, (groups, width)) for _ in range(2))
     mixed, wide_mixed = (strided(2 * count * width + channels) for count in (groups, heads))
     by_key, steps = ChannelDeltaLayer(by_head[0], normal(heads, width)), strided(heads * width)

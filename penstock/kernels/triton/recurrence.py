@@ -295,6 +295,7 @@ def unit_rows(x):
 def _delta_decode_kernel(
     mixed, rate, step, decay, step_bias, keys, state, slots, out, key_heads, mixed_stride, rate_stride, step_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, V_BLOCK: tl.constexpr,
+    LARGEST_RATE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -307,7 +308,7 @@ def _delta_decode_kernel(
     query = unit(tl.load(at_key, mask=is_row, other=0.0).to(tl.float32)) * (K**-0.5)
     key = unit(tl.load(at_key + key_heads * K, mask=is_row, other=0.0).to(tl.float32))
     value = tl.load(here + 2 * key_heads * K + head * V + columns, mask=is_column, other=0.0).to(tl.float32)
-    learned = 1.0 / (1.0 + tl.exp(-tl.load(rate + row * rate_stride + head).to(tl.float32)))
+    learned = LARGEST_RATE / (1.0 + tl.exp(-tl.load(rate + row * rate_stride + head).to(tl.float32)))
     size = softplus(tl.load(step + row * step_stride + head).to(tl.float32) + tl.load(step_bias + head))
     kept = tl.exp(size * tl.load(decay + head))
     at = state + ((tl.load(slots + row) * H + head) * K + rows[:, None]) * V + columns[None, :]
@@ -329,5 +330,5 @@ def delta_decodes(
     _delta_decode_kernel[(len(slots), heads, triton.cdiv(size, block))](
         mixed, rate, step, layer.decay, layer.step_bias, layer.keys, state, slots, out, layer.num_keys,
         mixed.stride(0), rate.stride(0), step.stride(0),
-        H=heads, K=width, V=size, K_PAD=padded, V_BLOCK=block, **launch_options(),
+        H=heads, K=width, V=size, K_PAD=padded, V_BLOCK=block, LARGEST_RATE=layer.largest_rate, **launch_options(),
     )  # fmt: skip

@@ -155,7 +155,7 @@ def _solve_kernel(
     mixed, rate, step, decay, step_bias, keys, starts, changes, known, first_request, num_requests, halvings,
     key_heads, mixed_stride, rate_stride, step_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, K_PAD: tl.constexpr, V_PAD: tl.constexpr,
-    SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
+    SEGMENT: tl.constexpr, PRECISION: tl.constexpr, LARGEST_RATE: tl.constexpr,
 ):  # fmt: skip
     """The changes that a segment's tokens make to an empty state, and what they know of the state before."""
     wait_for_previous()
@@ -181,7 +181,7 @@ def _solve_kernel(
     in_key = inside[:, None] & (rows < K)[None, :]
     key = unit_rows(tl.load(at_key, mask=in_key, other=0.0).to(tl.float32))
     learned = tl.load(rate + row * rate_stride + head, mask=inside, other=0.0).to(tl.float32)
-    learned = tl.where(inside, 1.0 / (1.0 + tl.exp(-learned)), 0.0)
+    learned = tl.where(inside, LARGEST_RATE / (1.0 + tl.exp(-learned)), 0.0)
     sums = tl.cumsum(_log_decays(step, step_bias, decay, row, inside, step_stride, head), axis=0)
     at = tl.arange(0, SEGMENT)
     narrow = key.to(type)
@@ -267,7 +267,7 @@ def gated_delta(
             batch.num_requests, batch.num_requests.bit_length(), layer.num_keys,
             mixed.stride(0), rate.stride(0), step.stride(0),
             H=heads, K=width, V=size, K_PAD=padded, V_PAD=max(SMALLEST, triton.next_power_of_2(size)),
-            SEGMENT=segment, PRECISION=precision, num_warps=4, **launch_options(),
+            SEGMENT=segment, PRECISION=precision, LARGEST_RATE=layer.largest_rate, num_warps=4, **launch_options(),
         )  # fmt: skip
         _delta_kernel[(prompts, heads, triton.cdiv(size, block))](
             mixed, step, layer.decay, layer.step_bias, layer.keys, changes, known, state, slots, batch.query_starts,

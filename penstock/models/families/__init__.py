@@ -28,6 +28,7 @@ from penstock.models.families import (
     mixtures,
     nemotron_h,
     olmo,
+    olmo_hybrid,
     phi,
     qwen,
     qwen_next,
@@ -104,4 +105,5 @@ FAMILIES: tuple[type[Decoder], ...] = (
     qwen_next.Qwen35MoE,
     qwen_next.Qwen3Next,
     kimi_linear.KimiLinear,
+    olmo_hybrid.OlmoHybrid,
 )

@@ -29,7 +29,7 @@ from penstock.models.recurrent import (
     HybridDecoder,
     LayerCache,
     StateMixer,
-    load_conv,
+    load_convs,
     recurrent_settings,
     taken,
 )
@@ -173,7 +173,6 @@ def _load_delta(load: LayerLoader) -> KimiDelta:
     size, narrow = settings.num_heads * width, range(width)
     heads = balanced(settings.num_heads, shard.tensor_size)[shard.tensor_rank]
     own = scaled(heads, width)
-    convs = [load_conv(load, f"{prefix}.{part}_conv1d", size, [own]) for part in "qkv"]
     decay = load.weights.vector(f"{prefix}.A_log", settings.num_heads)
     bias = load.weights.vector(f"{prefix}.dt_bias", size)
     decays, gates = (
@@ -187,7 +186,7 @@ def _load_delta(load: LayerLoader) -> KimiDelta:
             hidden,
             part=LinearPart(rows=[own, own, own, heads, narrow, narrow]),
         ),
-        conv=ConvWeights(torch.cat([each.weight for each in convs]), None),
+        conv=load_convs(load, prefix, [size] * 3, [own] * 3),
         decays=decays,
         gates=gates,
         rule=ChannelDeltaLayer(-taken(decay, [heads]).exp(), taken(bias, [own]).view(-1, width)),
