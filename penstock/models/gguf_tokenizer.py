@@ -1,7 +1,7 @@
 """Builds a Hugging Face `tokenizers` file from the vocabulary inside a GGUF file. Imports no torch.
 
-Two kinds exist: byte-level BPE with merges ("gpt2"), which splits text by a rule that GGUF only names; and
-SentencePiece ("llama"), which stores scores in place of merges.
+Three kinds exist: byte-level BPE with merges ("gpt2"), which splits text by a rule that GGUF only names;
+SentencePiece ("llama"), which stores scores in place of merges; and SentencePiece's pieces with merges ("gemma4").
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from penstock.models.tokenizer_build import (
     SPLIT_RULES,
     added_tokens,
     byte_level,
+    merge_pairs,
+    merges_from_scores,
     sentencepiece,
 )
 
@@ -34,6 +36,7 @@ _END_TOKENS = (
     "<|end_of_text|>",
     "<|end|>",
     "<end_of_turn>",
+    "<turn|>",
 )
 
 
@@ -58,10 +61,15 @@ def tokenizer_from_gguf(file: GGUFFile) -> TokenizerFiles:
     elif kind == "llama":
         scores = _per_token(fields, "scores", float, tokens)
         prefixes_space = fields.flag("add_space_prefix", True)
-        tokenizer = sentencepiece(tokens, types, scores, prefixes_space=prefixes_space)
-        adds_bos = True
+        merges = merges_from_scores(tokens, types, scores)
+        tokenizer, adds_bos = sentencepiece(tokens, types, merges, prefixes_space=prefixes_space), True
+    elif kind == "gemma4":
+        merges = merge_pairs(set(tokens), _strings(fields, "merges"), fields.where)
+        tokenizer, adds_bos = sentencepiece(tokens, types, merges, prefixes_space=False), True
     else:
-        raise ModelLoadError(f"{fields.where} has a tokenizer of kind {kind!r}; known are gpt2 and llama.")
+        raise ModelLoadError(
+            f"{fields.where} has a tokenizer of kind {kind!r}; known are gpt2, llama and gemma4."
+        )
     tokenizer["added_tokens"] = added_tokens(tokens, types)
     bos_token_id = _token_id(fields, "bos_token_id", tokens)
     templates = gguf_templates(file.metadata)

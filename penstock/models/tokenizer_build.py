@@ -4,7 +4,7 @@ pieces with scores. Imports no torch, and opens no file."""
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,12 +98,7 @@ SPLIT_RULES: Mapping[str, SplitRule] = {
 def byte_level(tokens: Sequence[str], merges: Sequence[str], rule: SplitRule, where: str) -> Json:
     """Build a byte-level BPE. A merge is two tokens with a space between them."""
     vocabulary = _vocabulary(tokens)
-    pairs = []
-    for merge in merges:
-        left, _, right = merge.partition(" ")
-        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise ModelLoadError(f"{where} merges {merge!r}, which is not in its vocabulary.")
-        pairs.append((left, right))
+    pairs = merge_pairs(vocabulary, merges, where)
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     steps: list[Json] = [by_bytes]
     if rule.isolate_digits:
@@ -120,10 +115,23 @@ def byte_level(tokens: Sequence[str], merges: Sequence[str], rule: SplitRule, wh
     }
 
 
+def merge_pairs(
+    vocabulary: Mapping[str, int] | Set[str], merges: Sequence[str], where: str
+) -> list[tuple[str, str]]:
+    """Cut merges, each of which is two tokens with a space between them."""
+    pairs = []
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise ModelLoadError(f"{where} merges {merge!r}, which is not in its vocabulary.")
+        pairs.append((left, right))
+    return pairs
+
+
 def sentencepiece(
-    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], *, prefixes_space: bool
+    tokens: Sequence[str], types: Sequence[int], merges: list[tuple[str, str]], *, prefixes_space: bool
 ) -> Json:
-    """Build the BPE of SentencePiece pieces, whose scores rank the merges."""
+    """Build the BPE of SentencePiece pieces."""
     vocabulary = _vocabulary(tokens)
     normalizers: list[Json] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     decoders: list[Json] = [
@@ -135,7 +143,6 @@ def sentencepiece(
         normalizers.insert(0, {"type": "Prepend", "prepend": _SPACE})
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = next((token for token, type_ in zip(tokens, types, strict=True) if type_ == UNKNOWN), None)
-    merges = _merges_from_scores(tokens, types, scores, vocabulary)
     return {
         "version": "1.0",
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
@@ -145,11 +152,12 @@ def sentencepiece(
     }
 
 
-def _merges_from_scores(
-    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], vocabulary: Mapping[str, int]
+def merges_from_scores(
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """Return SentencePiece's scores as merges. SentencePiece joins the neighbours whose union scores best: the merges
     are all ways to cut a piece into two pieces, the best pieces first."""
+    vocabulary = _vocabulary(tokens)
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, type_, score in zip(tokens, types, scores, strict=True):
         if type_ not in (NORMAL, USER_DEFINED):

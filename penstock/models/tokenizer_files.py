@@ -25,6 +25,7 @@ from penstock.models.tokenizer_build import (
     SplitRule,
     added_tokens,
     byte_level,
+    merges_from_scores,
     ranked_bytes,
     sentencepiece,
     unigram,
@@ -105,7 +106,8 @@ def _sentencepiece(path: Path, settings: Mapping[str, Any]) -> Json:
     prefixes_space = bool(normalizer.get(3, 1)) and settings.get("add_prefix_space") is not False
     match kind:
         case "bpe":
-            built = sentencepiece(tokens, types, scores, prefixes_space=prefixes_space)
+            merges = merges_from_scores(tokens, types, scores)
+            built = sentencepiece(tokens, types, merges, prefixes_space=prefixes_space)
         case "unigram":
             prepares = SentencePieceSettings(
                 normalizer.get(2, b""), prefixes_space, bool(normalizer.get(4, 1))

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     "gemma": gguf.MODEL_ARCH.GEMMA,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
@@ -106,7 +107,12 @@ def write_model(
     config = reference.model.config
     architecture = ARCHITECTURES[config.model_type]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=max_tensors)
-    _write_settings(writer, config)
+    if config.model_type == "gemma4_text":
+        config.allow_global_per_layer_attribute_access = True
+        _write_settings(writer, config)
+        _write_gemma4(writer, config)
+    else:
+        _write_settings(writer, config)
     if getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None):
         _write_expert_settings(writer, config, spoil)
     Vocabulary().write(writer)
@@ -115,6 +121,7 @@ def write_model(
     for name, tensor in reference.model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        name = f"{name}.weight" if name.endswith("layer_scalar") else name
         values = tensor.float().numpy()
         if ".experts." in name or "_linear." in name:
             stored_values[name] = _write_experts(
@@ -190,6 +197,28 @@ def _write_settings(writer: GGUFWriter, config: Any) -> None:
         writer.add_max_alibi_bias(attention.alibi_bias_max)
     if getattr(config, "rope_parameters", None):
         _write_rope(writer, config.rope_parameters, head_dim, config.max_position_embeddings)
+
+
+def _write_gemma4(writer: GGUFWriter, config: Any) -> None:
+    """Write what differs between its layers, and the frequencies of layers that see the whole context."""
+    layers = [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
+    if len({layer.num_key_value_heads for layer in layers}) > 1:
+        writer.add_head_count_kv([layer.num_key_value_heads for layer in layers])
+    inner, num_own = config.intermediate_size, config.num_hidden_layers - config.num_kv_shared_layers
+    if config.use_double_wide_mlp:
+        writer.add_feed_forward_length([inner] * num_own + [2 * inner] * config.num_kv_shared_layers)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    narrow, wide = (layers[index].head_dim for index in range(2))  # of the first two layers, which differ
+    for part in ("key", "value"):
+        getattr(writer, f"add_{part}_length")(wide)
+        getattr(writer, f"add_{part}_length_swa")(narrow)
+    writer.add_rope_dimension_count(wide)
+    writer.add_rope_dimension_count_swa(narrow)
+    share = config.rope_parameters["full_attention"]["partial_rotary_factor"]
+    divisors = np.full(wide // 2, 1e30, dtype=np.float32)
+    divisors[: int(wide * share / 2)] = 1.0
+    writer.add_tensor("rope_freqs.weight", divisors)
 
 
 def _kv_heads(config: Any) -> int:

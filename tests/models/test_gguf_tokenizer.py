@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +176,13 @@ def sentencepiece(add_space_prefix: bool) -> tuple[Vocabulary, Vocab, Merges]:
     return vocabulary, {token: index for index, token in enumerate(tokens)}, merges
 
 
-@pytest.mark.parametrize("add_space_prefix", [True, False], ids=["llama", "gemma"])
-def test_sentencepiece_kinds(add_space_prefix: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma", "gemma4"])
+def test_sentencepiece_kinds(name: str, tmp_path: Path) -> None:
+    add_space_prefix = name == "llama"
     vocabulary, table, merges = sentencepiece(add_space_prefix)
+    if name == "gemma4":  # merges in place of scores, which say nothing
+        scores, pairs = [0.0] * len(table), [f"{left} {right}" for left, right in merges]
+        vocabulary = replace(vocabulary, kind="gemma4", pre=None, scores=scores, merges=pairs)
     path = write_vocabulary(tmp_path / "a.gguf", vocabulary)
     ours = reloaded(path)
     kind: Any = LlamaTokenizer if add_space_prefix else GemmaTokenizer

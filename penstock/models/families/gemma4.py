@@ -7,7 +7,6 @@ All layers share one KV cache. Smaller heads are padded with zeros, and fewer ke
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,65 +15,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.core.errors import ConfigError, ModelLoadError
+from penstock.core.errors import ConfigError
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, KVStore, Ops, PackedLinear
-from penstock.models.config import ArchitectureConfig, Fields, RopeConfig
+from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.decoder import Decoder
 from penstock.models.families.gemma import rounded_scale
-from penstock.models.gguf_config import common_gguf_config
+from penstock.models.families.gemma4_config import Gemma4Config, HeadKind, gguf_config, huggingface_config
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.huggingface_config import (
-    common_huggingface_config,
-    layer_windows,
-    rope_config,
-    rope_parameters,
-    windows_by_pattern,
-)
+from penstock.models.gguf_source import gguf_layout
 from penstock.models.layers import ACTIVATIONS, GatedMLP, LayerLoader, RMSNorm
+from penstock.models.layout import Layout
 from penstock.models.rope import rope_table
 from penstock.models.sharding import HeadPart, scaled
 from penstock.models.weights import LinearPart, WeightLoader
 
-_ROPES: dict[str, dict[str, Any]] = {
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-    "sliding_attention": {"rope_theta": 10_000.0},
+GGUF_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "layer_output_scale": "layer_scalar",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class HeadKind:
-    """The heads of one kind of layers."""
-
-    head_dim: int
-    num_kv_heads: int
-    keys_are_values: bool
-    rope: RopeConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma4Config(ArchitectureConfig):
-    """`head_dim` and `num_kv_heads` are the largest of all layers."""
-
-    whole: HeadKind  # of layers that see the whole context
-    windowed: HeadKind
-    num_sharing_layers: int  # the last layers, which have no keys and values of their own
-    is_double_wide: bool  # the MLPs of these layers
-    input_size: int  # of the embedding of each layer; 0 where there is none
-    input_vocab_size: int
-
-    def kind(self, index: int) -> HeadKind:
-        return self.whole if self.windows[index] is None else self.windowed
-
-    @property
-    def num_kv_layers(self) -> int:
-        return self.num_layers - self.num_sharing_layers
-
-    def kv_layer(self, index: int) -> int:
-        """Return the layer whose keys and values a layer reads."""
-        if index < self.num_kv_layers:
-            return index
-        has_window = self.windows[index] is not None
-        return max(i for i in range(self.num_kv_layers) if (self.windows[i] is not None) == has_window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +119,7 @@ class Gemma4(Decoder):
         "gemma4_text",
         "gemma4",
     )
+    gguf_names = ("gemma4",)
     config: Gemma4Config
 
     @classmethod
@@ -161,20 +128,27 @@ class Gemma4(Decoder):
         outer = {key: fields.raw(key) for key in ("eos_token_id", "dtype", "torch_dtype") if fields.has(key)}
         defaults = {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 512}
         fields = Fields({**defaults, **(text or fields.values), **outer}, fields.where)
-        return _config(fields, cls.name)
+        return huggingface_config(fields, cls.name)
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return common_gguf_config(file, cls.name)
+        return gguf_config(file, cls.name)
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_layout(GGUF_NAMES)
 
     def __init__(self, config: Gemma4Config, loader: WeightLoader, max_model_len: int) -> None:
         if loader.shard.num_stages > 1:
             raise ConfigError(
                 "Gemma 4 cannot be cut into stages.", hint="Use --tensor-parallel-size instead."
             )
+        divisors = None  # of the layers that see the whole context, in GGUF files
+        if loader.has("model.rope_divisors.weight"):
+            divisors = loader.vector("model.rope_divisors.weight", config.whole.head_dim // 2)
         self._tables = {
-            kind: _wide_table(kind, config.head_dim, max_model_len).to(loader.ops.device)
-            for kind in (config.whole, config.windowed)
+            kind: _wide_table(kind, config.head_dim, max_model_len, of_kind).to(loader.ops.device)
+            for kind, of_kind in ((config.windowed, None), (config.whole, divisors))
         }
         super().__init__(rounded_scale(config, loader), loader, max_model_len)
         self.num_layers = config.num_kv_layers  # in the cache
@@ -245,6 +219,8 @@ class Gemma4(Decoder):
                 ACTIVATIONS[config.activation],
             )
         scale = f"{prefix}.layer_scalar"
+        if weights.has(f"{scale}.weight"):  # GGUF
+            scale = f"{scale}.weight"
         return Gemma4Layer(
             attention_norm=load.rms_norm("input_layernorm"),
             attention=self._load_attention(load),
@@ -317,76 +293,8 @@ class Gemma4(Decoder):
         )
 
 
-def _config(fields: Fields, name: str) -> Gemma4Config:
-    if fields.flag("enable_moe_block", False):
-        raise ModelLoadError(f"{fields.where} asks for experts, which are not supported for Gemma 4.")
-    if fields.raw("use_bidirectional_attention") == "all":
-        raise ModelLoadError(
-            f"{fields.where} asks for attention in both directions, which a model that writes text does not have."
-        )
-    ropes = rope_parameters(fields)
-    plain = {key: value for key, value in fields.values.items() if not key.startswith("rope_")}
-    base = common_huggingface_config(Fields({**plain, "hidden_act": None}, fields.where), name)
-    window = fields.integer("sliding_window")
-    windows = layer_windows(fields, base.num_layers, window)
-    if windows is None:
-        windows = windows_by_pattern(window, 6, base.num_layers)
-    keys_are_values = fields.flag("attention_k_eq_v", False)
-    larger = _larger_heads(fields, windows, base.num_kv_heads if not keys_are_values else None)
-
-    def kind(which: str, head_dim: int, num_kv_heads: int, *, shared: bool) -> HeadKind:
-        parameters = {**_ROPES[which], **(ropes.get(which) or {})}
-        rope = rope_config(parameters, Fields({}, fields.where), base.max_positions, head_dim=head_dim)
-        return HeadKind(head_dim, num_kv_heads, shared, rope)
-
-    whole = kind("full_attention", *larger, shared=keys_are_values)
-    windowed = kind("sliding_attention", base.head_dim, base.num_kv_heads, shared=False)
-    settings = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    settings |= {
-        "head_dim": max(whole.head_dim, windowed.head_dim),
-        "num_kv_heads": max(whole.num_kv_heads, windowed.num_kv_heads),
-        "rope": windowed.rope,
-        "windows": windows,
-        "attention_scale": 1.0,
-        "logit_softcap": fields.optional_number("final_logit_softcapping"),
-        "qkv_bias": fields.flag("attention_bias", False),
-        "output_bias": fields.flag("attention_bias", False),
-        "activation": fields.activation("hidden_activation", "gelu_pytorch_tanh"),
-    }
-    input_size = fields.raw("hidden_size_per_layer_input")
-    return Gemma4Config(
-        **settings,
-        whole=whole,
-        windowed=windowed,
-        num_sharing_layers=fields.integer("num_kv_shared_layers")
-        if fields.raw("num_kv_shared_layers")
-        else 0,
-        is_double_wide=fields.flag("use_double_wide_mlp", False),
-        input_size=fields.integer("hidden_size_per_layer_input", 256) if input_size != 0 else 0,
-        input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144),
-    )
-
-
-def _larger_heads(
-    fields: Fields, windows: tuple[int | None, ...], num_kv_heads: int | None
-) -> tuple[int, int]:
-    """Return the head size and the key-value heads of layers that see the whole context. Files have them as settings,
-    or as exceptions for single layers."""
-    exceptions = fields.raw("per_layer_config")
-    index = next((index for index, window in enumerate(windows) if window is None), None)
-    values = exceptions.get(str(index), {}) if isinstance(exceptions, dict) else {}
-    own = Fields({**fields.values, **values}, fields.where)
-    usual = fields.integer("num_key_value_heads", fields.integer("num_attention_heads"))
-    if isinstance(exceptions, dict):
-        return own.integer("head_dim"), own.integer("num_key_value_heads", usual)
-    return (
-        fields.integer("global_head_dim", 512),
-        num_kv_heads or fields.integer("num_global_key_value_heads", usual),
-    )
-
-
-def _wide_table(kind: HeadKind, head_dim: int, num_positions: int) -> Tensor:
+def _wide_table(kind: HeadKind, head_dim: int, num_positions: int, divisors: Tensor | None) -> Tensor:
     """Return a rotary table for padded heads, whose padding is not rotated."""
-    cosines, sines = rope_table(kind.rope, kind.head_dim, num_positions).chunk(2, dim=1)
+    cosines, sines = rope_table(kind.rope, kind.head_dim, num_positions, divisors).chunk(2, dim=1)
     padding = (0, (head_dim - kind.head_dim) // 2)
     return torch.cat([F.pad(cosines, padding, value=1.0), F.pad(sines, padding)], dim=1)
