@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 WATCH_INTERVAL_S = 1.0
 # Flags of `start` that are fields of the release policy, and the part of the policy that has the field.
-_GATE_FLAGS = ("min_requests", "min_compared", "max_divergence", "max_ttft_ratio", "max_itl_ratio")
+_GATE_FLAGS = (
+    "min_requests",
+    "min_compared",
+    "max_divergence",
+    "max_ttft_ratio",
+    "max_itl_ratio",
+    "max_false_alarms",
+)
 
 _model_option = click.option("--model", metavar="NAME", help="The model, if several are served.")
 
@@ -90,6 +97,12 @@ def release() -> None:
     click.FloatRange(0),
     "RATIO",
     "Allowed ratio of the p95 time between tokens, new to old.  [default: 1.25]",
+)
+@_number(
+    "--max-false-alarms",
+    click.FloatRange(0, 1, min_open=True, max_open=True),
+    "SHARE",
+    "Chance that a revision within all limits is rolled back.  [default: 0.05]",
 )
 @_watch_option
 @json_option

@@ -57,7 +57,7 @@ class ExperimentRun(StagedRun):
         self._manager = manager
         self._store = store
         self._collected = {arm: _Collected() for arm in Arm}
-        self._evidence = EvidenceCollector(Arm.A, Arm.B)
+        self._evidence = EvidenceCollector(Arm.A, Arm.B, record.config.guards)
         self._lost_since_s: float | None = None
 
     @property

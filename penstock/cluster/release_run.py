@@ -43,7 +43,7 @@ class ReleaseRun(StagedRun):
         super().__init__(record.id, announce, interval_s)
         self.record = record
         self.rules = Releases(record.config)
-        self.collector = EvidenceCollector(record.state.stable, record.state.candidate)
+        self.collector = EvidenceCollector(record.state.stable, record.state.candidate, record.config.gates)
         self.collector.begin(record.state.stage_number)
         self._pools = pools
         self._manager = manager
@@ -86,8 +86,8 @@ class ReleaseRun(StagedRun):
             reason=state.reason,
             started_at=self.record.created_at,
             since=state.since_s,
-            num_stable_requests=evidence.stable.num_requests,
-            num_candidate_requests=evidence.candidate.num_requests,
+            num_stable_requests=evidence.num_stable_requests,
+            num_candidate_requests=evidence.num_candidate_requests,
             num_compared=evidence.num_compared,
             num_diverged=evidence.num_diverged,
             gates=tuple(GateView(report.gate, report.result, report.sentence) for report in reports),
@@ -107,7 +107,7 @@ class ReleaseRun(StagedRun):
     async def _warm_up(self) -> None:
         # Gateways must know of the candidate before its replicas exist, so that no replica gets a wrong request.
         await self._announce()
-        if not await self._candidate_serves(0.0):
+        if not await self._candidate_serves(self.state):
             return
         if self._tokenizers(self.record.stable) <= self._tokenizers(self.record.candidate):
             await self._happen(Happening.WARMED_UP)
@@ -119,9 +119,8 @@ class ReleaseRun(StagedRun):
     async def _watch(self) -> None:
         """Carry out one stage, or one step of it."""
         state = self.state
-        share = self.rules.split(state).candidate_share
         await self._announce()
-        if not await self._candidate_serves(share):
+        if not await self._candidate_serves(state):
             return
         while self.state is state:
             await asyncio.sleep(self._interval_s)
@@ -132,13 +131,12 @@ class ReleaseRun(StagedRun):
             if after is state:
                 continue
             # The candidate's share grows only after its replicas are ready.
-            share = self.rules.split(after).candidate_share
-            if after.stage is not Stage.CANARY or await self._candidate_serves(share):
+            if after.stage is not Stage.CANARY or await self._candidate_serves(after):
                 await self._enter(after)
             return
 
     async def _retire_stable(self) -> None:
-        counts = self._counts(1.0)
+        counts = self._num_stable()
         try:
             await self._start_missing(self.record.candidate, counts)
         except PenstockError as error:
@@ -160,16 +158,30 @@ class ReleaseRun(StagedRun):
         await self._remove(self.record.candidate)
         await self._happen(Happening.DRAINED, self.state.reason)
 
-    async def _candidate_serves(self, share: float) -> bool:
-        """Start the replicas that the candidate needs for this share. If that fails, the candidate has lost."""
-        try:
-            await self._start_missing(self.record.candidate, self._counts(share))
-        except (StoreUnavailable, Superseded):
-            raise  # says nothing about the candidate: nobody could be told to start it
-        except PenstockError as error:
-            await self._happen(Happening.CANDIDATE_LOST, f"it cannot be started: {error.message}")
-            return False
-        return True
+    async def _candidate_serves(self, state: ReleaseState) -> bool:
+        """Start the replicas that the candidate needs in a stage. If that fails, the candidate has lost."""
+        present = self._num_stable()
+        share = self.rules.split(state).candidate_share
+        wanted = [self.rules.num_replicas(state, number) for number in present]
+        fewest = [max(1, ceil(share * number)) for number in present]
+        for counts in (wanted, fewest):
+            try:
+                await self._start_missing(self.record.candidate, counts)
+                return True
+            except (StoreUnavailable, Superseded):
+                raise  # says nothing about the candidate: nobody could be told to start it
+            except PenstockError as error:
+                if counts == fewest:
+                    reason = f"it cannot be started: {error.message}"
+                    await self._happen(Happening.CANDIDATE_LOST, reason)
+                    return False
+                logger.warning(
+                    "%s replicas of the candidate instead of %s, so each has more load than a stable one: %s",
+                    sum(fewest),
+                    sum(wanted),
+                    error.message,
+                )
+        return False
 
     async def _start_missing(self, specs: Sequence[ReplicaSpec], counts: Sequence[int]) -> None:
         await start_missing(self._manager, self._pools, specs, counts)
@@ -190,10 +202,10 @@ class ReleaseRun(StagedRun):
         descriptions = [self._manager.ready(member.id) for member in members]
         return {ready.model.tokenizer_json for ready in descriptions if ready is not None}
 
-    def _counts(self, candidate_share: float) -> list[int]:
-        """Return how many replicas of the candidate each pool needs for this share."""
+    def _num_stable(self) -> list[int]:
+        """Return how many stable replicas each pool has, or had when the release began if that is more."""
         return [
-            max(1, ceil(candidate_share * max(at_first, len(pool.serving(spec.revision)))))
+            max(at_first, len(pool.serving(spec.revision)))
             for pool, spec, at_first in zip(
                 self._pools, self.record.stable, self.record.num_replicas, strict=True
             )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from itertools import pairwise
 from math import log, sqrt
 from typing import Annotated
 
@@ -22,7 +21,9 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from penstock.control.release import Evidence, GateConfig, GateReport, GateResult, judge, unit_of
+from penstock.control.chance import dependence, long_run_variance
+from penstock.control.gates import Evidence, GateConfig, GateReport, GateResult, judge
+from penstock.control.release import unit_of
 from penstock.core.objective import (
     Objective,
     ObjectiveSettings,
@@ -36,8 +37,6 @@ from penstock.core.request import Tier
 
 MAX_WINDOWS = 2_000  # more are joined in pairs
 _JOINED_ABOVE = 0.3
-_LEAST_VARIANCE = 1e-12  # of differences of objectives, whose size is about one
-_MAX_DEPENDENCE = 0.95  # of a window on the one before
 _TUNED_FOR_WINDOWS = 40  # the interval is narrowest, among confidence sequences, at about this many
 
 
@@ -156,37 +155,6 @@ def independent_enough(values: Sequence[float]) -> list[float]:
     while len(joined) >= 20 and dependence(joined) > _JOINED_ABOVE:
         joined = [(a + b) / 2.0 for a, b in zip(joined[::2], joined[1::2], strict=False)]
     return joined
-
-
-def dependence(values: Sequence[float]) -> float:
-    """Return how much each value depends on the last, with the usual correction for short series."""
-    count = len(values)
-    mean = sum(values) / count
-    deviations = [value - mean for value in values]
-    variance = sum(each * each for each in deviations)
-    if variance == 0.0:
-        return 0.0
-    first = sum(a * b for a, b in pairwise(deviations)) / variance
-    return min(_MAX_DEPENDENCE, first + (1.0 + 3.0 * first) / count)
-
-
-def long_run_variance(values: Sequence[float]) -> float:
-    """Return the variance that the mean of a series has, times its length: the largest of three estimates, because
-    each is too small on short series of some kind. The plain variance is right without autocorrelation. Newey and
-    West add autocovariances with Bartlett's weights. The third takes the series for one in which each value depends
-    on the last."""
-    count = len(values)
-    mean = sum(values) / count
-    deviations = [value - mean for value in values]
-    num_lags = min(count // 4, int(4.0 * (count / 100.0) ** (2.0 / 9.0)))
-    plain = total = sum(each * each for each in deviations) / count
-    for lag in range(1, num_lags + 1):
-        covariance = sum(a * b for a, b in zip(deviations, deviations[lag:], strict=False)) / count
-        total += 2.0 * (1.0 - lag / (num_lags + 1.0)) * covariance
-    phi = dependence(values)
-    dependent = plain * (1.0 + phi) / (1.0 - phi)
-    # Two arms that are both far beyond their targets differ by rounding errors alone, which must not decide.
-    return max(plain, total, dependent, _LEAST_VARIANCE) * count / (count - 1.0 - num_lags)
 
 
 class Experiments:

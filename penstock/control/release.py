@@ -1,7 +1,6 @@
 """A release as a state machine in a table: warm up, shadow, canary by steps, then promotion or rollback. Pure.
 
-Gates stand between the stages. A gate compares the candidate with the stable revision in the same time and traffic,
-because no absolute limit fits every model and load. Without enough samples a gate neither passes nor fails.
+Gates stand between the stages, see `gates`. A release goes on when all gates pass, and is rolled back when one fails.
 
 The state is plain data that survives a restart as JSON; its times are of the clock that the caller passes as `now`,
 which must survive a restart too. The cluster room carries the state out: it starts replicas, mirrors and splits
@@ -11,116 +10,15 @@ traffic.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Annotated
+from math import ceil
 
 import msgspec
-from msgspec import Meta
 from msgspec.structs import replace
 
+from penstock.control.gates import Evidence, GateConfig, GateReport, GateResult, judge, overall
 from penstock.core.errors import Conflict
-
-
-class GateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    min_requests: Annotated[int, Meta(ge=1)] = 200  # of each revision, for errors and latencies
-    min_compared: Annotated[int, Meta(ge=0)] = 50  # mirrored answers, for divergence; 0 needs none
-    max_extra_errors: float = 0.005  # share of requests, beyond the stable revision's share
-    max_ttft_ratio: float = 1.25  # of the 95th percentiles
-    max_itl_ratio: float = 1.25
-    latency_slack_s: float = 0.005  # a difference below this is no difference
-    max_divergence: float = 0.2  # share of compared answers that differ
-
-
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one revision since the stage began."""
-
-    num_requests: int = 0
-    num_errors: int = 0
-    ttft_p95_s: float | None = None
-    itl_p95_s: float | None = None
-
-
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Evidence of both revisions. `stage_number` is the stage of the evidence: evidence of another stage proves
-    nothing."""
-
-    stage_number: int
-    stable: Figures = Figures()
-    candidate: Figures = Figures()
-    num_compared: int = 0
-    num_diverged: int = 0
-
-
-class GateResult(enum.StrEnum):
-    PASSED = "passed"
-    FAILED = "failed"
-    UNDECIDED = "undecided"
-
-
-class GateReport(msgspec.Struct, frozen=True):
-    gate: str
-    result: GateResult
-    sentence: str
-
-
-def judge(config: GateConfig, evidence: Evidence, *, compares_answers: bool) -> tuple[GateReport, ...]:
-    """Return one report per gate."""
-    return tuple(_reports(config, evidence, compares_answers))
-
-
-def overall(reports: tuple[GateReport, ...]) -> GateResult:
-    """Return failed if any gate failed, passed if all gates passed, and else undecided."""
-    results = {report.result for report in reports}
-    for result in (GateResult.FAILED, GateResult.UNDECIDED):
-        if result in results:
-            return result
-    return GateResult.PASSED
-
-
-def _reports(config: GateConfig, evidence: Evidence, compares_answers: bool) -> Iterator[GateReport]:
-    stable, candidate = evidence.stable, evidence.candidate
-    num_requests = min(stable.num_requests, candidate.num_requests)
-    if num_requests < config.min_requests:
-        missing = f"{num_requests} of {config.min_requests} requests"
-        for gate in ("errors", "ttft", "itl"):
-            yield GateReport(gate, GateResult.UNDECIDED, missing)
-    else:
-        yield _errors(config, stable, candidate)
-        yield _latency("ttft", stable.ttft_p95_s, candidate.ttft_p95_s, config.max_ttft_ratio, config)
-        yield _latency("itl", stable.itl_p95_s, candidate.itl_p95_s, config.max_itl_ratio, config)
-    if compares_answers:
-        yield _divergence(config, evidence)
-
-
-def _errors(config: GateConfig, stable: Figures, candidate: Figures) -> GateReport:
-    ours = candidate.num_errors / candidate.num_requests
-    allowed = stable.num_errors / stable.num_requests + config.max_extra_errors
-    return GateReport("errors", _result(ours <= allowed), f"{ours:.2%} failed, and {allowed:.2%} may")
-
-
-def _latency(
-    gate: str, stable_s: float | None, candidate_s: float | None, max_ratio: float, config: GateConfig
-) -> GateReport:
-    if stable_s is None or candidate_s is None:
-        return GateReport(gate, GateResult.UNDECIDED, "no request got that far")
-    allowed_s = max(stable_s * max_ratio, stable_s + config.latency_slack_s)
-    sentence = f"p95 is {candidate_s * 1e3:.1f} ms, and may be {allowed_s * 1e3:.1f} ms"
-    return GateReport(gate, _result(candidate_s <= allowed_s), sentence)
-
-
-def _divergence(config: GateConfig, evidence: Evidence) -> GateReport:
-    if evidence.num_compared < config.min_compared:
-        missing = f"{evidence.num_compared} of {config.min_compared} answers compared"
-        return GateReport("divergence", GateResult.UNDECIDED, missing)
-    share = evidence.num_diverged / max(1, evidence.num_compared)
-    sentence = f"{share:.1%} of answers differ, and {config.max_divergence:.1%} may"
-    return GateReport("divergence", _result(share <= config.max_divergence), sentence)
-
-
-def _result(is_good: bool) -> GateResult:
-    return GateResult.PASSED if is_good else GateResult.FAILED
 
 
 class Stage(enum.StrEnum):
@@ -177,6 +75,10 @@ class ReleaseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if len(shares) < 3 or any(low >= high for low, high in pairwise(shares)):
             raise ValueError(f"canary shares rise between 0 and 1, unlike {self.canary_shares}")
 
+    @property
+    def num_gated_stages(self) -> int:
+        return 1 + len(self.canary_shares)
+
 
 class ReleaseState(msgspec.Struct, frozen=True, kw_only=True):
     stable: str  # revisions
@@ -229,7 +131,12 @@ class Releases:
         )
 
     def reports(self, state: ReleaseState, evidence: Evidence) -> tuple[GateReport, ...]:
-        return judge(self.config.gates, evidence, compares_answers=state.stage is Stage.SHADOW)
+        return judge(
+            self.config.gates,
+            evidence,
+            num_stages=self.config.num_gated_stages,
+            compares_answers=state.stage is Stage.SHADOW,
+        )
 
     def judged(self, state: ReleaseState, evidence: Evidence, now: float) -> ReleaseState:
         """Go on, or roll back, by the gates. Returns the same state while the gates are undecided."""
@@ -253,6 +160,16 @@ class Releases:
         if state.stage in (Stage.LAME_DUCK, Stage.PROMOTED):
             return TrafficSplit(1.0, 0.0)
         return TrafficSplit(0.0, 0.0)
+
+    def num_replicas(self, state: ReleaseState, num_stable: int) -> int:
+        """Return how many replicas the candidate needs beside so many of the stable revision, for the same load per
+        replica: gates that compare unequal loads find what the candidate is not to blame for."""
+        share = self.split(state).candidate_share
+        if state.stage in (Stage.WARMING, Stage.SHADOW):
+            ratio = self.config.mirrored_share  # the stable revision answers everything
+        else:
+            ratio = share / (1.0 - share) if share < 0.5 else 1.0
+        return max(1, ceil(ratio * num_stable - 1e-9))
 
     def revision_for(self, state: ReleaseState, key: str) -> str:
         """Return the revision that answers requests with this key, of a user or a session. As the share grows, keys

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import ceil
 from random import Random
 
 from penstock.control.evidence import EvidenceCollector
@@ -53,7 +52,7 @@ class ReleaseRun:
         self._rng = rng
         self._state: ReleaseState | None = None
         self._next: ReleaseState | None = None  # entered once the candidate has replicas for it
-        self._collector = EvidenceCollector(STABLE, CANDIDATE)
+        self._collector = EvidenceCollector(STABLE, CANDIDATE, release.config.gates)
         self._stages: dict[str, int] = {}  # by request: the stage that it began in
         self._num_at_first = 0
         self._ready_s = 0.0  # when a replica of the candidate was last ready
@@ -110,10 +109,11 @@ class ReleaseRun:
 
     def _start(self, now: float) -> None:
         self._num_at_first = len(self._ready(STABLE))
-        self._enter(self._rules.start(STABLE, CANDIDATE, now), now)
+        state = self._rules.start(STABLE, CANDIDATE, now)
+        self._enter(state, now)
         for dispatcher in self._driver.dispatchers:
             dispatcher.choose_revision = self.choose_revision
-        self._start_missing(0.0, now)
+        self._start_missing(state, now)
         self._look(now)
 
     def _look(self, now: float) -> None:
@@ -130,7 +130,7 @@ class ReleaseRun:
             self._driver.events.at(now + self._interval_s, Rank.CONTROL, self._look)
 
     def _warm_up(self, state: ReleaseState, now: float) -> None:
-        if self._has_replicas(0.0):
+        if self._has_replicas(state):
             self._happen(Happening.WARMED_UP, now)
 
     def _watch(self, state: ReleaseState, now: float) -> None:
@@ -144,16 +144,15 @@ class ReleaseRun:
             if after is state:
                 return
             self._next = after
-        share = self._rules.split(self._next).candidate_share
         if self._next.stage is Stage.CANARY:  # the share grows only after the replicas for it are ready
-            self._start_missing(share, now)
-            if not self._has_replicas(share):
+            self._start_missing(self._next, now)
+            if not self._has_replicas(self._next):
                 return
         self._enter(self._next, now)
 
     def _retire_stable(self, state: ReleaseState, now: float) -> None:
-        self._start_missing(1.0, now)
-        if self._has_replicas(1.0) and self._drain(STABLE, now):
+        self._start_missing(state, now)
+        if self._has_replicas(state) and self._drain(STABLE, now):
             self._happen(Happening.DRAINED, now, state.reason)
 
     def _retire_candidate(self, state: ReleaseState, now: float) -> None:
@@ -182,14 +181,12 @@ class ReleaseRun:
     def _ready(self, revision: str) -> list[Member]:
         return [member for member in self._members(revision) if member.state is ReplicaState.READY]
 
-    def _num_needed(self, share: float) -> int:
-        return max(1, ceil(share * self._num_at_first))
+    def _has_replicas(self, state: ReleaseState) -> bool:
+        return len(self._ready(CANDIDATE)) >= self._rules.num_replicas(state, self._num_at_first)
 
-    def _has_replicas(self, share: float) -> bool:
-        return len(self._ready(CANDIDATE)) >= self._num_needed(share)
-
-    def _start_missing(self, share: float, now: float) -> None:
-        missing = self._num_needed(share) - len(self._members(CANDIDATE))
+    def _start_missing(self, state: ReleaseState, now: float) -> None:
+        """Start the replicas that the candidate needs in this stage."""
+        missing = self._rules.num_replicas(state, self._num_at_first) - len(self._members(CANDIDATE))
         for _ in range(missing):
             self._driver.start_replica(now, CANDIDATE)
 

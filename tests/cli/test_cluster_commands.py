@@ -86,6 +86,7 @@ def test_top_as_json(server: Played) -> None:
 
 def test_start_sends_only_what_was_said(server: Played) -> None:
     flags = ["--set", "max-num-seqs=64", "--steps", "0.1,0.5", "--stage-s", "5", "--max-ttft-ratio", "2"]
+    flags += ["--max-false-alarms", "0.01"]
     result = run("release", "start", *flags)
     assert result.exit_code == 0, result.output
     ((method, path, order),) = server.requests
@@ -94,7 +95,7 @@ def test_start_sends_only_what_was_said(server: Played) -> None:
     assert order["policy"] == {
         "canary_shares": [0.1, 0.5],
         "min_stage_s": 5.0,
-        "gates": {"max_ttft_ratio": 2.0},
+        "gates": {"max_ttft_ratio": 2.0, "max_false_alarms": 0.01},
     }
     assert "canary, 25% of requests" in result.stdout
     assert "gate ttft  undecided: 3 of 200 requests" in result.stdout

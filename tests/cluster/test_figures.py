@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.cluster.control_messages import RecentRate, RecentTimes, Sample
 from penstock.control.evidence import EvidenceCollector
+from penstock.control.gates import GateConfig
 from penstock.core.figures import percentile
 
 
@@ -37,7 +38,7 @@ def sample(revision: str, stage_number: int | None, ttft_s: float | None = 0.1) 
 
 
 def test_evidence_is_of_one_stage_and_two_revisions() -> None:
-    collector = EvidenceCollector("v1", "v2")
+    collector = EvidenceCollector("v1", "v2", GateConfig(min_requests=1))
     collector.begin(3)
     for known in (sample("v1", 3), sample("v2", 3), sample("v2", 3, None), sample("v2", 2), sample("v3", 3)):
         collector.add(known)
@@ -46,7 +47,8 @@ def test_evidence_is_of_one_stage_and_two_revisions() -> None:
     collector.add_comparisons(2, 9, 9)
     evidence = collector.evidence()
     assert (evidence.stage_number, evidence.num_compared, evidence.num_diverged) == (3, 4, 1)
-    assert (evidence.stable.num_requests, evidence.stable.ttft_p95_s) == (1, 0.1)
-    assert (evidence.candidate.num_requests, evidence.candidate.num_errors) == (2, 1)
+    assert (evidence.num_stable_requests, evidence.num_candidate_requests) == (1, 2)
+    assert evidence.ttft is not None
+    assert evidence.ttft.figure == 0.1
     collector.begin(4)
-    assert collector.evidence().candidate.num_requests == 0
+    assert collector.evidence().num_candidate_requests == 0

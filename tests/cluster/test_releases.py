@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cluster.release_record import serving_spec
+from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
-from penstock.core.errors import Conflict, InvalidRequest, ModelNotFound, NotFound
+from penstock.core.errors import Conflict, EngineUnavailable, InvalidRequest, ModelNotFound, NotFound
 from tests.cluster.control_stage import SPEC, MemoryReleases, Stage, open_stage
 
 POLICY = {
@@ -123,3 +124,27 @@ async def test_a_candidate_that_cannot_start_is_rolled_back_and_says_why(tmp_pat
         await stage.until(lambda: release(stage).is_over)
         assert release(stage).stage == "rolled_back"
         assert "it cannot be started" in release(stage).reason
+
+
+async def test_a_candidate_gets_fewer_replicas_where_there_is_no_room_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_stage(tmp_path, num_replicas=2) as stage:
+        launch = stage.supervisor.launch
+        asked = 0
+
+        async def launch_one(spec: ReplicaSpec) -> Member:
+            nonlocal asked
+            asked += 1
+            if asked <= 2:  # all requests are mirrored, so the candidate wants two replicas at first
+                raise EngineUnavailable("There is no room.", retry_after_s=1.0)
+            return await launch(spec)
+
+        monkeypatch.setattr(stage.supervisor, "launch", launch_one)
+        policy = PATIENT | {"mirrored_share": 1.0}
+        order = ReleaseOrder(settings={"max_num_seqs": 64}, revision="second", policy=policy)
+        await stage.links[0].start_release(order)
+        await stage.until(lambda: release(stage).stage == "shadow")
+        serving = [member.replica.revision for member in stage.supervisor.members()]
+        assert serving.count(SPEC.revision) == 2
+        assert serving.count("second") >= 1

@@ -7,6 +7,9 @@ from random import Random
 import msgspec
 import pytest
 
+from penstock.cluster.control_messages import Sample
+from penstock.control.chance import long_run_variance
+from penstock.control.evidence import EvidenceCollector
 from penstock.control.experiment import (
     MAX_WINDOWS,
     Arm,
@@ -20,10 +23,9 @@ from penstock.control.experiment import (
     arm_of,
     independent_enough,
     interval,
-    long_run_variance,
     replica_counts,
 )
-from penstock.control.release import Evidence, Figures
+from penstock.control.gates import Evidence, Finding
 from penstock.core.objective import ObjectiveSettings, TierSums, Weights
 from penstock.core.request import Tier
 
@@ -120,8 +122,11 @@ def test_a_verdict_that_the_other_sets_weights_turn_around_says_so() -> None:
 def test_a_guard_rail_ends_it_before_any_interval() -> None:
     bad = Evidence(
         stage_number=0,
-        stable=Figures(num_requests=50, ttft_p95_s=0.1, itl_p95_s=0.01),
-        candidate=Figures(num_requests=50, num_errors=5, ttft_p95_s=0.5, itl_p95_s=0.01),
+        num_stable_requests=50,
+        num_candidate_requests=50,
+        errors=Finding(1, 0.1, 0.02, 1e-6),
+        ttft=Finding(1, 0.5, 0.2, 1e-6),
+        itl=Finding(1, 0.01, 0.02, 0.5),
     )
     after = RULES.judged(running([(1.0, 1.0)]), bad, 10.0)
     assert after.verdict is Verdict.GUARD_RAIL
@@ -145,21 +150,19 @@ def test_traffic_of_one_arm_alone_decides_nothing() -> None:
         state = RULES.with_window(state, Window(10.0, arm(5.0), ArmWindow({}, 0)))
     assert RULES.complete(state) == ()
     assert RULES.judged(state, NOTHING, 500.0) is state
-    one_sided = Evidence(stage_number=0, stable=Figures(num_requests=500, num_errors=500))
+    one_sided = Evidence(stage_number=0, num_stable_requests=500)
     assert RULES.judged(state, one_sided, 500.0) is state, "the first set cannot break a guard rail"
     assert RULES.judged(state, NOTHING, 1000.0).reason == "too few requests"
 
 
 def test_a_set_that_drops_everything_is_ended_by_the_guard_rail_and_not_before_enough_requests() -> None:
     state = running([(1.0, 1.0)])
-    for count, verdict in ((39, None), (40, Verdict.GUARD_RAIL)):
-        failing = Evidence(
-            stage_number=0,
-            stable=Figures(num_requests=count, ttft_p95_s=0.1, itl_p95_s=0.01),
-            candidate=Figures(num_requests=count, num_errors=count),
-        )
-        after = RULES.judged(state, failing, 10.0)
-        assert after.verdict is verdict
+    collector = EvidenceCollector(Arm.A, Arm.B, RULES.config.guards)
+    for count in range(1, 41):
+        collector.add(Sample("", "", Arm.A, 0, 0.1, 0.01, False))
+        collector.add(Sample("", "", Arm.B, 0, None, None, True))
+        after = RULES.judged(state, collector.evidence(), 10.0)
+        assert after.verdict is (Verdict.GUARD_RAIL if count == 40 else None)
     assert "errors: 100.00% failed" in after.reason
 
 

@@ -5,33 +5,39 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.control.gates import Evidence, Finding
 from penstock.control.release import (
     TRANSITIONS,
-    Evidence,
-    Figures,
-    GateConfig,
-    GateResult,
     Happening,
     ReleaseConfig,
     Releases,
     ReleaseState,
     Stage,
-    judge,
-    overall,
 )
 from penstock.core.errors import Conflict
 
 CONFIG = ReleaseConfig(canary_shares=(0.1, 0.5), min_stage_s=10.0)
-GOOD = Figures(num_requests=1000, num_errors=1, ttft_p95_s=0.2, itl_p95_s=0.02)
+PASSES = Finding(1, 0.2, 0.25, 0.5)
+FAILS = Finding(1, 0.3, 0.25, 1e-9)
+MAY_BE_CHANCE = Finding(1, 0.3, 0.25, 0.1)
 
 
-def evidence(state: ReleaseState, candidate: Figures = GOOD, diverged: int = 0) -> Evidence:
+def evidence(
+    state: ReleaseState,
+    errors: Finding | None = PASSES,
+    ttft: Finding | None = PASSES,
+    itl: Finding | None = PASSES,
+    divergence: Finding | None = PASSES,
+) -> Evidence:
     return Evidence(
         stage_number=state.stage_number,
-        stable=GOOD,
-        candidate=candidate,
+        num_stable_requests=1000,
+        num_candidate_requests=1000,
+        errors=errors,
+        ttft=ttft,
+        itl=itl,
         num_compared=100,
-        num_diverged=diverged,
+        divergence=divergence,
     )
 
 
@@ -57,78 +63,62 @@ def test_a_good_candidate_goes_all_the_way() -> None:
     assert state.is_over
 
 
-@pytest.mark.parametrize(
-    ("candidate", "diverged", "gate"),
-    [
-        (msgspec.structs.replace(GOOD, num_errors=20), 0, "errors"),
-        (msgspec.structs.replace(GOOD, ttft_p95_s=0.3), 0, "ttft"),
-        (msgspec.structs.replace(GOOD, itl_p95_s=0.05), 0, "itl"),
-        (GOOD, 40, "divergence"),
-    ],
-)
-def test_each_gate_rolls_back_and_says_why(candidate: Figures, diverged: int, gate: str) -> None:
+@pytest.mark.parametrize("gate", ["errors", "ttft", "itl", "divergence"])
+def test_each_gate_rolls_back_and_says_why(gate: str) -> None:
     releases = Releases(CONFIG)
     state = in_shadow(releases)
-    state = releases.judged(state, evidence(state, candidate, diverged), now=6.0)
+    state = releases.judged(state, evidence(state, **{gate: FAILS}), now=6.0)
     assert state.stage is Stage.ROLLING_BACK
     assert state.reason.startswith(f"{gate}: ")
     assert releases.split(state).candidate_share == 0.0
 
 
+@pytest.mark.parametrize("gate", ["errors", "ttft", "itl", "divergence"])
+def test_a_figure_beyond_its_limit_that_may_be_chance_neither_passes_nor_fails(gate: str) -> None:
+    releases = Releases(CONFIG)
+    state = in_shadow(releases)
+    found = evidence(state, **{gate: MAY_BE_CHANCE})
+    assert releases.judged(state, found, now=1000.0) is state
+    (report,) = [each for each in releases.reports(state, found) if each.gate == gate]
+    assert "which may be chance" in report.sentence
+
+
 def test_evidence_of_another_stage_proves_nothing() -> None:
     releases = Releases(CONFIG)
     state = in_shadow(releases)
-    old = evidence(state, msgspec.structs.replace(GOOD, num_errors=900))
+    old = evidence(state, errors=FAILS)
     state = releases.happened(state, Happening.GATES_PASSED, now=20.0)
     assert releases.judged(state, old, now=100.0) == state
 
 
-figures = st.builds(
-    Figures,
-    num_requests=st.integers(0, 500),
-    num_errors=st.integers(0, 20),
-    ttft_p95_s=st.none() | st.floats(0.0, 2.0),
-    itl_p95_s=st.none() | st.floats(0.0, 0.2),
+findings = st.builds(
+    Finding, st.integers(1, 20), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 0.01)
 )
 
 
 @given(
-    figures, figures, st.integers(0, 200), st.floats(0.0, 1.0), st.sampled_from([Stage.SHADOW, Stage.CANARY])
+    findings,
+    st.none() | findings,
+    st.none() | findings,
+    findings,
+    st.sampled_from([Stage.SHADOW, Stage.CANARY]),
 )
-def test_rollback_exactly_when_a_gate_fails_with_enough_samples(
-    stable: Figures, candidate: Figures, compared: int, differing: float, stage: Stage
+def test_rollback_exactly_when_a_gate_finds_more_than_chance_beyond_its_limit(
+    errors: Finding, ttft: Finding | None, itl: Finding | None, divergence: Finding, stage: Stage
 ) -> None:
-    gates = GateConfig()
-    releases = Releases(ReleaseConfig(gates=gates))
+    releases = Releases(ReleaseConfig())  # five stages, so sixteen tests
     state = ReleaseState(stable="v1", candidate="v2", stage=stage, since_s=0.0)
-    found = Evidence(
-        stage_number=0,
-        stable=stable,
-        candidate=candidate,
-        num_compared=compared,
-        num_diverged=int(compared * differing),
+    judged = [errors, ttft, itl, *([divergence] if stage is Stage.SHADOW else [])]
+    fails = any(
+        each is not None
+        and each.figure > each.allowed
+        and each.chance <= 0.05 / 16 / (each.look * (each.look + 1))
+        for each in judged
     )
-    enough = min(stable.num_requests, candidate.num_requests) >= gates.min_requests
-
-    def slower(ours: float | None, theirs: float | None, ratio: float) -> bool:
-        if ours is None or theirs is None:
-            return False
-        return ours > max(theirs * ratio, theirs + gates.latency_slack_s)
-
-    fails = enough and (
-        candidate.num_errors / candidate.num_requests
-        > stable.num_errors / stable.num_requests + gates.max_extra_errors
-        or slower(candidate.ttft_p95_s, stable.ttft_p95_s, gates.max_ttft_ratio)
-        or slower(candidate.itl_p95_s, stable.itl_p95_s, gates.max_itl_ratio)
-    )
-    if stage is Stage.SHADOW and compared >= gates.min_compared:
-        fails = fails or found.num_diverged / compared > gates.max_divergence
-    after = releases.judged(state, found, now=1e6)
+    passes = all(each is not None and each.figure <= each.allowed for each in judged)
+    after = releases.judged(state, evidence(state, errors, ttft, itl, divergence), now=1e6)
     assert (after.stage is Stage.ROLLING_BACK) == fails
-    if not enough:
-        assert after.stage is stage or fails
-    reports = judge(gates, found, compares_answers=stage is Stage.SHADOW)
-    assert (overall(reports) is GateResult.FAILED) == fails
+    assert (after is state) == (not fails and not passes)
 
 
 @given(st.lists(st.sampled_from(list(Happening)), max_size=12))
@@ -179,3 +169,22 @@ def test_a_release_of_the_stable_revision_is_refused() -> None:
         Releases(CONFIG).start("v1", "v1", now=0.0)
     with pytest.raises(ValueError, match="rise"):
         ReleaseConfig(canary_shares=(0.5, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "num_stable", "num_wanted"),
+    [
+        (Stage.WARMING, 0, 20, 2),  # a tenth is mirrored
+        (Stage.SHADOW, 0, 4, 1),
+        (Stage.CANARY, 0, 4, 1),  # one in a hundred
+        (Stage.CANARY, 1, 19, 1),  # one in twenty: 19 stable replicas answer the other nineteen
+        (Stage.CANARY, 2, 6, 2),  # a quarter
+        (Stage.CANARY, 3, 4, 4),  # half
+        (Stage.LAME_DUCK, 0, 4, 4),
+    ],
+)
+def test_the_candidate_gets_as_many_replicas_as_give_each_the_load_of_a_stable_one(
+    stage: Stage, step: int, num_stable: int, num_wanted: int
+) -> None:
+    state = ReleaseState(stable="v1", candidate="v2", stage=stage, step=step, since_s=0.0)
+    assert Releases(ReleaseConfig()).num_replicas(state, num_stable) == num_wanted
