@@ -27,6 +27,7 @@ from penstock.api.http.application import (
     posted_endpoints,
 )
 from penstock.api.http.authenticate import Authenticate
+from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.browsers import AllowedOrigins, Cors
 from penstock.api.http.errors import on_http_exception, on_penstock_error, on_reader_gone
 from penstock.api.http.request_counts import RequestCounts
@@ -73,10 +74,11 @@ def create_app(
     objects: ObjectStore | None = None,
     request_log: RequestLog | None = None,
     more_routes: Sequence[Route] = (),
+    pending_bodies: PendingBodies | None = None,
 ) -> ASGIApp:
     """Without `tenants` there is one key at most, the server's own, and nothing to administer; without `work` there
     are neither files nor batches; without a store, `responses` and `objects` are kept in memory. `more_routes` are
-    those of parts that not every server has."""
+    those of parts that not every server has. `pending_bodies` is the one of the protocols below, where there are any."""
     authenticator = (
         Authenticator(static_key=config.api_key, is_open=config.api_key is None)
         if tenants is None
@@ -141,6 +143,7 @@ def create_app(
     )
     counts.set_routes(app.routes)
     app.max_body_bytes = config.max_body_bytes
+    app.pending_bodies = pending_bodies or PendingBodies(config.max_pending_body_bytes, config.max_body_bytes)
     app.router.redirect_slashes = False
     app.router.default = answer_unknown_path
     return app

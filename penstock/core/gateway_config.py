@@ -287,6 +287,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="Seconds that running answers get to finish once new requests are refused.", ge=0),
     ] = 60.0
     max_body_bytes: Annotated[int, Meta(description="Largest request body.", ge=1024)] = 32 << 20
+    max_pending_body_bytes: Annotated[
+        int,
+        Meta(
+            description="Bytes of all request bodies that have not arrived in full; a workspace may hold a quarter. "
+            "More are refused with 503 or 429.",
+            ge=1024,
+        ),
+    ] = 1 << 30
     max_connections: Annotated[
         int, Meta(description="Open connections; more are refused with 503.", ge=1)
     ] = 16_384

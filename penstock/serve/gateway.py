@@ -182,6 +182,7 @@ async def open_gateway(
             else MemoryResponses(),
             objects=ObjectStore(database, max_workspace_bytes=config.gateway.stored_response_bytes),
             request_log=request_log,
+            pending_bodies=connections.pending_bodies,
             more_routes=[
                 *state.routes(database),
                 *cluster.routes(),

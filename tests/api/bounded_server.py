@@ -67,7 +67,13 @@ def bounded_server(
     routes = more_routes(gateway) if more_routes else ()
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app(gateway, config, request_log=request_log, more_routes=routes),
+            create_app(
+                gateway,
+                config,
+                request_log=request_log,
+                more_routes=routes,
+                pending_bodies=connections.pending_bodies,
+            ),
             **{
                 "host": "127.0.0.1",
                 "port": 0,

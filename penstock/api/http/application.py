@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.context import (
     ON_DEPARTURE,
     are_limits_told,
@@ -42,7 +43,8 @@ class Application(Starlette):
     """The outermost middleware must answer every exception: Starlette's own handler is left out, because it answers
     in the shape of no API."""
 
-    max_body_bytes = 0  # of requests; set by whoever builds the application
+    max_body_bytes = 0  # of requests; set by whoever builds the application, as the next one
+    pending_bodies = PendingBodies(0, 0)
 
     def build_middleware_stack(self) -> ASGIApp:
         app: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)

@@ -13,8 +13,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from penstock.api.http.context import deployment_of, headers_of
-from penstock.core.errors import InvalidRequest, RequestTooLarge, UnsupportedMediaType
+from penstock.api.http.bodies import PendingBodies
+from penstock.api.http.context import deployment_of, headers_of, principal_of
+from penstock.core.errors import InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedMediaType
 from penstock.gateway.answers.stream import ReaderGone
 
 Shape = TypeVar("Shape", bound=msgspec.Struct)
@@ -24,6 +25,7 @@ _SIMILAR_ENOUGH = 0.85
 MAX_INNER_BYTES = (
     1 << 30
 )  # of requests from inside the server, such as lines of batches, which are bounded already
+MAX_BODY_S = 300  # for a body that is kept in memory until it is whole
 MAX_UNKNOWN_FIELDS = 256  # each is compared with the known ones on the event loop
 MAX_MESSAGE_PARTS = 20_000  # each is read on the event loop
 # A body is decoded on the event loop, and each value costs time there. Numbers cost least: prompts may be token ids.
@@ -38,20 +40,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
-    parts: list[bytes] = []
-    num_bytes = 0
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ReaderGone
-        part = message.get("body", b"")
-        num_bytes += len(part)
-        if num_bytes > max_bytes:
-            raise _too_large(max_bytes)
-        parts.append(part)
-        if not message.get("more_body", False):
-            break
-    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    first, has_more = await _next_part(request)
+    if len(first) > max_bytes:
+        raise _too_large(max_bytes)
+    body = first if not has_more else await _rest_of_body(request, first, max_bytes)
     encoded = headers.get(b"content-encoding")
     encoding = "identity" if encoded is None else encoded.decode("latin-1").strip().lower()
     if encoding == "identity":
@@ -61,6 +53,39 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if len(whole) > max_bytes:
         raise _too_large(max_bytes)
     return whole
+
+
+async def _next_part(request: Request) -> tuple[bytes, bool]:
+    """The next part of a body, and whether there are more."""
+    message = await request.receive()
+    if message["type"] == "http.disconnect":
+        raise ReaderGone
+    return message.get("body", b""), message.get("more_body", False)
+
+
+async def _rest_of_body(request: Request, first: bytes, max_bytes: int) -> bytes:
+    """Read the body that begins with `first`. Its parts count as pending until they are joined."""
+    app: Any = request.scope.get("app")
+    pending: PendingBodies = app.pending_bodies if app is not None else PendingBodies(max_bytes, max_bytes)
+    workspace_id = principal_of(request).workspace_id
+    parts: list[bytes] = []
+    num_bytes = 0
+    part, has_more = first, True
+    try:
+        async with asyncio.timeout(MAX_BODY_S):
+            while True:
+                if num_bytes + len(part) > max_bytes:
+                    raise _too_large(max_bytes)
+                pending.add(workspace_id, len(part))
+                num_bytes += len(part)
+                parts.append(part)
+                if not has_more:
+                    return b"".join(parts)
+                part, has_more = await _next_part(request)
+    except TimeoutError as error:
+        raise RequestTimeout(f"The request's body did not arrive within {MAX_BODY_S} seconds.") from error
+    finally:
+        pending.remove(workspace_id, num_bytes)
 
 
 async def read_within_bound(request: Request) -> bytes:

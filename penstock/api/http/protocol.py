@@ -21,8 +21,10 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
+from websockets.frames import Frame
 
 from penstock.api.http.answer_transports import HeldHead, UnframedBody
+from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.errors import error_body
 from penstock.api.http.exchange import Exchange
@@ -30,6 +32,7 @@ from penstock.api.http.heads import SINGLE_HEADERS, check_head, is_plain_target
 from penstock.api.http.turns import MAX_TURN_PARTS, TURN_BYTES, HeldFlow
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
+from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.gateway.metrics.table import metrics
 
 MIN_BODY_BYTES = 16 << 10  # that must arrive in each `body_timeout_s`
@@ -37,6 +40,7 @@ MAX_DISCARDED_BYTES = 64 << 20
 MAX_FRAMING_BYTES = 1 << 20  # of chunks and trailers; small chunks may have more, in proportion to the body
 MAX_FRAMING_FACTOR = 16
 MAX_HEADERS = 100
+FRAME_BYTES = 100  # that a fragment of a WebSocket's message costs beside its content
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
 # An empty SETTINGS frame, and GOAWAY with the code HTTP_1_1_REQUIRED (RFC 9113).
@@ -76,6 +80,7 @@ class ConnectionLimits:
     """The limits that the protocols below enforce. All connections of a server share them."""
 
     config: ServerConfig
+    pending_bodies: PendingBodies
     metrics: ConnectionMetrics = field(default_factory=ConnectionMetrics)
     is_leaving: bool = False  # each connection then ends after its next answer
 
@@ -520,6 +525,9 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, **options)
         self._stall = StallTimer(self.limits)
+        self._num_pending = 0  # bytes of a message that is not whole
+        self._num_in_frames = 0  # of them, in the frames that are whole
+        self._workspace_id = ""  # whose bytes they are
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.limits.metrics.num_open += 1
@@ -528,7 +536,40 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.limits.metrics.num_open -= 1
         self._stall.stop()
+        self._note_pending(0)
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        try:
+            self._note_pending(self._num_in_frames + len(self.conn.reader.buffer))
+        except PenstockError:
+            self._note_pending(0)
+            self.transport.abort()  # a client that sends a message without an end reads no closing message
+
+    def handle_cont(self, event: Frame) -> None:
+        super().handle_cont(event)
+        self._num_in_frames = 0 if event.fin else self._num_in_frames + len(event.data) + FRAME_BYTES
+
+    def handle_text(self, event: Frame) -> None:
+        super().handle_text(event)
+        self._num_in_frames = 0 if event.fin else len(event.data) + FRAME_BYTES
+
+    def handle_bytes(self, event: Frame) -> None:
+        super().handle_bytes(event)
+        self._num_in_frames = 0 if event.fin else len(event.data) + FRAME_BYTES
+
+    def _note_pending(self, num_bytes: int) -> None:
+        """Count the part of a message that has arrived, as bodies of requests are counted."""
+        more = num_bytes - self._num_pending
+        if more > 0:
+            if not self._num_pending:
+                principal: Principal = self.scope["state"].get("principal", OPEN_PRINCIPAL)
+                self._workspace_id = principal.workspace_id
+            self.limits.pending_bodies.add(self._workspace_id, more)
+        elif more < 0:
+            self.limits.pending_bodies.remove(self._workspace_id, -more)
+        self._num_pending = num_bytes
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -554,7 +595,7 @@ def bounded_protocols(
     config: ServerConfig,
 ) -> tuple[type[BoundedHttpProtocol], type[BoundedWebSocketProtocol], ConnectionLimits]:
     """Protocol classes for uvicorn, which makes the instances itself and so must find the limits on the class."""
-    limits = ConnectionLimits(config)
+    limits = ConnectionLimits(config, PendingBodies(config.max_pending_body_bytes, config.max_body_bytes))
     http = type("BoundedHttpProtocol", (BoundedHttpProtocol,), {"limits": limits})
     websocket = type("BoundedWebSocketProtocol", (BoundedWebSocketProtocol,), {"limits": limits})
     return http, websocket, limits

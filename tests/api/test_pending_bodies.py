@@ -1,0 +1,109 @@
+"""Bodies and messages that begin to arrive and never end: they hold no more memory than the bounds allow."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from websockets.sync.client import connect
+
+from penstock.api.http import parsing
+from penstock.api.http.bodies import PendingBodies
+from penstock.core.errors import Overloaded, RateLimited
+from penstock.core.gateway_config import ServerConfig
+from tests.api.bounded_server import BoundedServed, bounded_server
+from tests.gateway.fake_engine import FakeEngine, script_text
+
+BODY_BYTES = 1 << 20
+CONFIG = ServerConfig(max_body_bytes=BODY_BYTES, max_pending_body_bytes=8 * BODY_BYTES)
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % BODY_BYTES
+TEXT_FRAME_WITHOUT_END = b"\x01\xff" + (BODY_BYTES - 1).to_bytes(8, "big") + bytes(4)
+
+
+def dial(served: BoundedServed) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", served.port), timeout=60)
+
+
+def status_of(connection: socket.socket) -> tuple[int, str]:
+    head, _, body = connection.recv(1 << 16).partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["message"]
+
+
+def test_a_workspace_holds_a_quarter_and_all_workspaces_the_whole() -> None:
+    pending = PendingBodies(1000, 10)
+    pending.add("a", 250)
+    with pytest.raises(RateLimited):
+        pending.add("a", 1)
+    for name in "bcd":
+        pending.add(name, 250)
+    with pytest.raises(Overloaded):
+        pending.add("e", 1)
+    pending.remove("a", 250)
+    pending.add("e", 250)
+    assert pending.num_bytes == 1000
+
+
+def test_a_single_body_always_fits() -> None:
+    pending = PendingBodies(1000, 5000)
+    pending.add("a", 5000)
+    with pytest.raises(RateLimited):
+        pending.add("a", 1)
+
+
+def test_bodies_that_do_not_end_are_refused_beyond_a_share_and_let_go_with_their_connections() -> None:
+    with bounded_server(FakeEngine(script_text("ok")), CONFIG) as served:
+        pending = served.limits.pending_bodies
+        held = [dial(served) for _ in range(2)]
+        for connection in held:
+            connection.sendall(HEAD + bytes(BODY_BYTES - 1))
+        served.wait_until(lambda: pending.num_bytes == 2 * (BODY_BYTES - 1))
+        with dial(served) as one_more:
+            one_more.sendall(HEAD + bytes(BODY_BYTES // 2))
+            status, sentence = status_of(one_more)
+        assert (status, "workspace" in sentence) == (429, True)
+        for connection in held:
+            connection.close()
+        served.wait_until(lambda: pending.num_bytes == 0)
+        body = b'{"prompt": "%b"}' % (b" " * (BODY_BYTES - 14))
+        with dial(served) as later:
+            later.sendall(HEAD + body)
+            assert later.recv(1 << 16).startswith(b"HTTP/1.1 ")
+        served.wait_until(lambda: pending.num_bytes == 0)
+
+
+def test_a_body_must_be_whole_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parsing, "MAX_BODY_S", 0.2)
+    with bounded_server(FakeEngine(script_text("ok")), CONFIG) as served, dial(served) as connection:
+        connection.sendall(HEAD + b" ")
+        status, sentence = status_of(connection)
+        served.wait_until(lambda: served.limits.pending_bodies.num_bytes == 0)
+    assert (status, "in time" in sentence or "within" in sentence) == (408, True)
+
+
+def test_messages_that_do_not_end_count_as_bodies_do() -> None:
+    with bounded_server(FakeEngine(script_text("ok")), CONFIG) as served:
+        pending = served.limits.pending_bodies
+        url = f"ws://127.0.0.1:{served.port}/v1/stream"
+        with connect(url, compression=None) as first, connect(url, compression=None) as second:
+            for client in (first, second):
+                client.socket.sendall(TEXT_FRAME_WITHOUT_END + bytes(BODY_BYTES - 2))
+            served.wait_until(lambda: pending.num_bytes > 2 * (BODY_BYTES - 100))
+            with connect(url, compression=None) as third:
+                third.socket.sendall(TEXT_FRAME_WITHOUT_END + bytes(BODY_BYTES - 2))
+                served.wait_until(lambda: served.connections.num_open == 2)
+            for client in (first, second):
+                client.socket.shutdown(socket.SHUT_RDWR)
+            served.wait_until(lambda: pending.num_bytes == 0)
+
+
+def test_the_fragments_of_a_message_count_until_it_is_whole() -> None:
+    with bounded_server(FakeEngine(script_text("ok")), CONFIG) as served:
+        pending = served.limits.pending_bodies
+        with connect(f"ws://127.0.0.1:{served.port}/v1/stream", compression=None) as client:
+            client.socket.sendall(b"\x01\x81" + bytes(4) + b"x")
+            client.socket.sendall((b"\x00\x81" + bytes(4) + b"x") * 1000)
+            served.wait_until(lambda: pending.num_bytes > 50_000)
+            client.socket.sendall(b"\x80\x81" + bytes(4) + b"x")
+            served.wait_until(lambda: pending.num_bytes == 0)
+            assert "error" in client.recv(timeout=60)
