@@ -153,13 +153,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
             config = dataclasses.replace(config, tie_embeddings=True)
         config = dataclasses.replace(
             config,
-            rope_axes=tuple(fields.raw("rope_axes") or ()),
+            rope_axes=_rope_axes(fields, config),
             num_mtp_layers=_num_mtp_layers(fields),
         )
         return Checkpoint(path, architecture, config, None, stored_quantization(fields))
     file = GGUFFile(path)
     architecture = architecture_for_gguf(file)
     return Checkpoint(path, architecture, architecture.config_from_gguf(file), file)
+
+
+def _rope_axes(fields: Fields, config: ArchitectureConfig) -> tuple[int, ...]:
+    """Return the axis of each pair of a head, of which some may not be rotated."""
+    axes = tuple(fields.raw("rope_axes") or ())
+    return axes + (0,) * (config.head_dim // 2 - len(axes)) if axes else ()
 
 
 def _num_mtp_layers(fields: Fields) -> int:

@@ -60,6 +60,10 @@ class HybridDecoder(Decoder):
         has_state = [each is not None for each in mixers]
         self._state_at = [sum(has_state[:index]) if here else None for index, here in enumerate(has_state)]
 
+    def rope_tables(self) -> list[Tensor]:
+        attentions = [layer.attention.layer for layer in self._layers if layer.attention is not None]
+        return list({id(each.rope): each.rope for each in attentions}.values())
+
     def with_distinct_layers(self) -> Self:
         twin = super().with_distinct_layers()
         twin._number_layers()

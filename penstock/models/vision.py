@@ -279,8 +279,8 @@ class PixtralVision(TransformersVision):
 
 
 class QwenVision(TransformersVision):
-    """Qwen 2, 2.5 and 3 VL: a tower for images of any shape, and positions in three dimensions. The rows of Qwen 3
-    have further columns, which are added to the hidden states behind the first layers."""
+    """Qwen 2, 2.5 and 3 VL, and Qwen 3.5: a tower for images of any shape, and positions in three dimensions. Rows of
+    Qwen 3 VL have further columns, which are added to the hidden states behind the first layers."""
 
     rule = "qwen_vl"
 
@@ -316,6 +316,8 @@ FAMILIES: dict[str, type[TransformersVision]] = {
     "Qwen2_5_VLForConditionalGeneration": QwenVision,
     "Qwen3VLForConditionalGeneration": QwenVision,
     "Qwen3VLMoeForConditionalGeneration": QwenVision,
+    "Qwen3_5ForConditionalGeneration": QwenVision,
+    "Qwen3_5MoeForConditionalGeneration": QwenVision,
 }
 # Text models within checkpoints whose own class is the same decoder under another name.
 _TEXT_TYPES = {
@@ -351,6 +353,8 @@ def text_fields(path: Path, fields: Fields) -> Fields:
     text.pop("architectures", None)
     for key in ("rope_parameters", "rope_scaling"):
         rope = text.get(key)
+        if isinstance(rope, dict) and text["model_type"].startswith("qwen3_5"):
+            rope = {"mrope_section": [11, 11, 10], **rope}
         if isinstance(rope, dict) and "mrope_section" in rope:
             text["rope_axes"] = _rope_axes(rope["mrope_section"], interleaved="qwen3" in text["model_type"])
             plain = {name: value for name, value in rope.items() if not name.startswith("mrope")}

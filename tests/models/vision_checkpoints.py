@@ -248,6 +248,26 @@ def _gemma3(folder: Path) -> TinyVision:
     return TinyVision(folder, model, Gemma3Processor(images, tokenizer, image_seq_length=16))
 
 
+QWEN35_TEXT: dict[str, Any] = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+    },
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
+
 def _qwen(folder: Path, version: str) -> TinyVision:
     import transformers
     from transformers import Qwen2VLImageProcessorPil
@@ -260,19 +280,22 @@ def _qwen(folder: Path, version: str) -> TinyVision:
         vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
     elif version == "2_5_":
         vision |= {"fullatt_block_indexes": [1], "window_size": 16}
-    else:
+    elif version == "3":
         vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+    else:
+        vision |= {"num_position_embeddings": 64}
+    text = {**TEXT, "num_hidden_layers": 3}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    if version.startswith("3_5"):
+        text |= QWEN35_TEXT
     settings = {
-        "text_config": {
-            **TEXT,
-            "num_hidden_layers": 3,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-        },
+        "text_config": text,
         "vision_config": {**vision, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2},
         "image_token_id": ids[0],
         "video_token_id": ids[1],
     }
-    config = getattr(transformers, f"Qwen{version}VLConfig")(**settings)
+    kind = version if version.startswith("3_5") else f"{version}VL"
+    config = getattr(transformers, f"Qwen{kind}Config")(**settings)
     images = Qwen2VLImageProcessorPil(
         patch_size=patch, merge_size=2, size={"shortest_edge": 256, "longest_edge": 2400}
     )
@@ -352,6 +375,8 @@ CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
     "qwen2-vl": lambda folder: _qwen(folder, "2"),
     "qwen2.5-vl": lambda folder: _qwen(folder, "2_5_"),
     "qwen3-vl": lambda folder: _qwen(folder, "3"),
+    "qwen3.5": lambda folder: _qwen(folder, "3_5"),
+    "qwen3.5-moe": lambda folder: _qwen(folder, "3_5Moe"),
     "pixtral": _pixtral,
     "mistral3": lambda folder: _pixtral(folder, mistral3=True),
     "internvl": _internvl,

@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen 3.5, text only: most layers are gated delta nets, and some are attention with a gate on its
-output. The layers of Qwen3-Next that predict a second token are not read."""
+"""Qwen3-Next and Qwen 3.5 (`vision` adds images): most layers are gated delta nets, and some are attention with a
+gate on its output. The layers of Qwen3-Next that predict a second token are not read."""
 
 from __future__ import annotations
 
