@@ -57,7 +57,8 @@ def serve(config: ServeConfig) -> None:
 
 
 def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
-    is_open = check_exposure(config.server, config.tenants, has_keys=keys_were_made(config))
+    has_keys = keys_were_made(config)
+    is_open = check_exposure(config.server, config.tenants, has_keys=has_keys)
     if config.cluster.registry is not None:
         logger.warning("penstock serve joins no shared fleet; penstock engine and penstock gateway do")
     if config.runs_engines:
@@ -67,8 +68,10 @@ def _serve(config: ServeConfig, early: EarlyProcess | None) -> None:
     paths = [fetch_model(engine.model.model) for engine in models]
 
     from penstock.serve import server
+    from penstock.serve.api_workers import with_api_workers
     from penstock.serve.control import planned_replicas
 
+    config = with_api_workers(config, has_keys=has_keys)
     specs = planned_replicas(config, paths[0], paths[1:]) if paths else []
 
     with load_progress(config.engine.model.model) as (on_progress, stop_progress), announced() as announce:

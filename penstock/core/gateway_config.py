@@ -268,12 +268,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[str, Meta(description="Private key of the certificate, unless --ssl-certfile holds it.")]
         | None
     ) = None
-    api_workers: Annotated[
-        int,
-        Meta(
-            description="Gateway processes that share the port, for machines with many cores.", ge=1, le=256
-        ),
-    ] = 1
+    api_workers: (
+        Annotated[
+            int,
+            Meta(
+                description="Gateway processes that share the port, for machines with many cores. Default: 1; up to "
+                "4 where keys have been made and only external servers answer.",
+                ge=1,
+                le=256,
+            ),
+        ]
+        | None
+    ) = None
     lame_duck_s: Annotated[
         float,
         Meta(
@@ -319,6 +325,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     write_timeout_s: Annotated[
         float, Meta(description="Drop a connection whose client reads nothing for so long.", gt=0)
     ] = 60.0
+
+    @property
+    def num_api_workers(self) -> int:
+        return self.api_workers or 1
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

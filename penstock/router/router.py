@@ -179,6 +179,14 @@ class Router:
         if ticket is not None:
             ticket.load.leave(ticket, now)
 
+    def sent_elsewhere(self, replica_id: str, hashes: Sequence[bytes], now: float) -> None:
+        """Note that another router sent a prompt with these blocks to a replica that sends no KV events. Unknown
+        replicas are ignored."""
+        known = self._known.get(replica_id)
+        if known is not None and not known.replica.sends_kv_events:
+            self._shares.count(known.load, self._by_bit.values(), now)
+            self.expectations.expect(known.load.bit, hashes, now, self.config.approximate_ttl_s)
+
     def load(self, replica_id: str) -> ReplicaLoad | None:
         """Return the load of a replica as this router knows it; None for an unknown replica."""
         known = self._known.get(replica_id)

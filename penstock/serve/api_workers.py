@@ -2,8 +2,8 @@
 which replicas there are, restarts a worker that dies, and drains all of them. Messages are JSON lines over a worker's
 standard input and output.
 
-The kernel gives each new connection to the first worker that accepts it. Without Redis, each worker enforces a share
-of the limits. Shared state is in the database. A worker knows only the sockets where the others report metrics.
+Workers take about as many connections each. They share limits through memory, and everything else in the database. A
+worker knows only the folder where the others report metrics and keep what they share.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import socket
 import sys
@@ -30,6 +31,8 @@ FIRST_RESTART_DELAY_S = 0.5
 LAST_RESTART_DELAY_S = 30.0
 START_TIMEOUT_S = 60.0
 LEAVE_TIMEOUT_S = 5.0  # for a worker to end after its drain
+MAX_API_WORKERS = 4  # unless the operator says more
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -73,6 +76,30 @@ def encode_line(message: ToWorker | WorkerReady) -> bytes:
 decode_to_worker = msgspec.json.Decoder(ToWorker).decode
 
 
+def with_api_workers(config: ServeConfig, *, has_keys: bool) -> ServeConfig:
+    """Decide how many processes a server has whose operator does not say.
+
+    Passing requests on to external servers takes the gateway's own processor time, and a process uses one core. But
+    several processes keep stored answers in the database, so there is one process where no keys have been made, and
+    so perhaps no database. There is one, too, where an external server takes only so many requests at a time, because
+    requests that wait for it are best in one queue."""
+    if config.server.api_workers is not None or config.runs_engines or not has_keys:
+        return config
+    if any(server.max_concurrent is not None for server in config.external):
+        return config
+    server = msgspec.structs.replace(config.server, api_workers=min(num_cores(), MAX_API_WORKERS))
+    return msgspec.structs.replace(config, server=server)
+
+
+def num_cores(quota: Path = CPU_QUOTA) -> int:
+    """The cores that this process may use: a container may have less time than the cores of its machine give."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
+        allowed_us, period_us = map(int, quota.read_text().split())
+        found = min(found, allowed_us // period_us)
+    return max(1, found)
+
+
 class ApiWorkers:
     def __init__(
         self, config: ServeConfig, listener: socket.socket, control_socket: Path, *, is_open: bool
@@ -90,7 +117,7 @@ class ApiWorkers:
 
     async def start(self) -> bool:
         """Start all workers, and return when every worker accepts connections."""
-        numbers = range(self._config.server.api_workers)
+        numbers = range(self._config.server.num_api_workers)
         await asyncio.gather(*map(self._launch, numbers))
         self._restarting = [asyncio.create_task(self._restart_when_dead(number)) for number in numbers]
         return True
@@ -136,7 +163,7 @@ class ApiWorkers:
         )
         self._processes[number] = process
         siblings = tuple(
-            str(self._folder / f"{index}.sock") for index in range(self._config.server.api_workers)
+            str(self._folder / f"{index}.sock") for index in range(self._config.server.num_api_workers)
         )
         begin = Begin(
             self._config,

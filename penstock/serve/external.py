@@ -10,10 +10,12 @@ from pathlib import Path
 
 from penstock.cluster.external.discovery import Discovery
 from penstock.cluster.external.kubernetes import Kubernetes
+from penstock.cluster.external.placements import Placements
 from penstock.cluster.external.pool import ExternalPool
 from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.core.tasks import running
+from penstock.gateway.history.siblings import Siblings
 from penstock.serve.config import external_servers_of
 from penstock.serve.environment import SERVICE_ACCOUNT, kubernetes_api
 
@@ -64,18 +66,23 @@ class ExternalServers:
 
 
 @contextlib.asynccontextmanager
-async def open_external_pool(config: ServeConfig) -> AsyncIterator[ExternalPool]:
-    """Probe every external server once, then keep the pool up to date until the context ends."""
-    pool = ExternalPool([])
+async def open_external_pool(config: ServeConfig, siblings: Siblings) -> AsyncIterator[ExternalPool]:
+    """Probe every external server once, then keep the pool up to date until the context ends. Processes of one server
+    tell each other where they send prompts, and each of them uses its part of `max_concurrent`."""
+    pool = ExternalPool([], num_processes=siblings.num_processes)
     discovery = _discovery()
     servers = ExternalServers(config, pool, discovery)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(discovery.close)
+        stack.push_async_callback(pool.close)
         await servers.refresh()
-        async with running(pool.run()), running(servers.run()):
-            yield pool
-    finally:
-        await pool.close()
-        await discovery.close()
+        if siblings.folder is not None:
+            placements = Placements(pool, siblings.folder, siblings.num_processes, siblings.number)
+            placements.start()
+            stack.callback(placements.close)
+        await stack.enter_async_context(running(pool.run()))
+        await stack.enter_async_context(running(servers.run()))
+        yield pool
 
 
 def _discovery() -> Discovery:

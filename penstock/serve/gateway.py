@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from penstock.gateway.metrics.gateway import PoolMetrics, ReplicaMetrics
 from penstock.gateway.metrics.objective import ObjectiveMetrics
 from penstock.gateway.models.adapters import open_adapters
 from penstock.gateway.models.catalogue import try_given
+from penstock.gateway.ratelimits.table import MeterTable
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses
 from penstock.gateway.simulations import SimulationChoices, Simulations
@@ -50,6 +51,7 @@ from penstock.gateway.tenants.authenticator import Tenants
 from penstock.planner.hardware import HARDWARE, WEIGHT_FORMATS
 from penstock.planner.shapes import KNOWN_MODELS
 from penstock.serve.environment import data_dir, open_blobs, open_database
+from penstock.serve.even_listener import ConnectionCounts, EvenListener
 from penstock.serve.external import open_external_pool
 from penstock.serve.gateway_state import open_gateway_state
 from penstock.serve.telemetry import build_observer, build_request_log
@@ -64,11 +66,34 @@ GC_THRESHOLDS = (20_000, 20, 50)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: SIGTERM must drain before the server stops."""
+    """uvicorn without its signal handlers: SIGTERM must drain before the server stops. With `counts`, the listening
+    socket is shared with other processes, and connections are accepted evenly."""
+
+    def __init__(self, config: uvicorn.Config, counts: ConnectionCounts | None) -> None:
+        super().__init__(config)
+        self._counts = counts
+        self._listeners: list[EvenListener] = []
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._counts is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        for listener in sockets or ():
+            self._listeners.append(EvenListener(listener, self._counts, self._make_protocol, self.config.ssl))
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
+        return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self._listeners:
+            listener.close()
+        await super().shutdown(sockets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +139,7 @@ async def open_gateway(
 ) -> AsyncIterator[RunningGateway]:
     """Serve `fleet`, which must be ready, until the context ends. `control` answers the admin API. `siblings` are the
     other gateway processes of this server."""
-    num_processes = config.server.api_workers
+    num_processes = config.server.num_api_workers
     siblings = siblings or Siblings()
     async with contextlib.AsyncExitStack() as stack:
         observer = build_observer(config.telemetry)
@@ -126,7 +151,11 @@ async def open_gateway(
         )
         stack.push_async_callback(tenants.close)
         state = await stack.enter_async_context(open_gateway_state(config, database, is_open=is_open))
-        limiter = state.build_limiter(config.gateway, num_processes)
+        table = None
+        if siblings.folder is not None:
+            table = MeterTable(siblings.folder / "limits", siblings.num_processes, siblings.number)
+            stack.callback(table.close)
+        limiter = state.build_limiter(config.gateway, table)
         stack.push_async_callback(limiter.close)
         await limiter.start()
         request_log = build_request_log(config.telemetry, observer)
@@ -146,7 +175,7 @@ async def open_gateway(
         await state.follow_adapters(adapters)
         await try_given(gateway.engine, gateway.catalogue)
         if config.external:
-            pool = await stack.enter_async_context(open_external_pool(config))
+            pool = await stack.enter_async_context(open_external_pool(config, siblings))
             gateway.catalogue.external = ExternalModels(pool)
             gateway.metrics.register(gateway.catalogue.external)
         # Stored responses alone are no reason to create a database file: without one they stay in memory.
@@ -191,7 +220,13 @@ async def open_gateway(
                 *SimulationEndpoints(Simulations(_simulation_choices())).routes(),
             ],
         )
-        server = _build_server(app, config.server, http, websocket)
+        counts = None
+        if siblings.folder is not None:
+            counts = ConnectionCounts(
+                siblings.folder / "connections", siblings.num_processes, siblings.number
+            )
+            connections.on_count = counts.publish
+        server = _build_server(app, config.server, http, websocket, counts)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         work.runner.start()
         # The objects built so far live as long as the process; frozen, they cost the garbage collector nothing.
@@ -208,7 +243,11 @@ def _simulation_choices() -> SimulationChoices:
 
 
 def _build_server(
-    app: ASGIApp, config: ServerConfig, http: type[asyncio.Protocol], websocket: type[asyncio.Protocol]
+    app: ASGIApp,
+    config: ServerConfig,
+    http: type[asyncio.Protocol],
+    websocket: type[asyncio.Protocol],
+    counts: ConnectionCounts | None,
 ) -> _Server:
     return _Server(
         uvicorn.Config(
@@ -230,5 +269,6 @@ def _build_server(
             ssl_keyfile=config.ssl_keyfile,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
-        )
+        ),
+        counts,
     )

@@ -35,6 +35,7 @@ from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.refusals import LimiterMetrics
 from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.ratelimits.spend import SpendTracker
+from penstock.gateway.ratelimits.table import MeterTable
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.reuse.shared_cache import SharedCaches
@@ -66,12 +67,12 @@ def build_limiter(
     settings: LimitSettings | None = None,
     *,
     spending: SpendTracker | None = None,
-    num_processes: int = 1,
+    table: MeterTable | None = None,
 ) -> RunningLimiter:
-    """Build the limiter. With Redis, all processes share every limit. Without Redis, or while Redis is away, each of
-    `num_processes` grants an equal part of every limit."""
+    """Build the limiter. With Redis, all gateways share every limit. Without Redis, or while Redis is away, the
+    processes of this server share limits through `table`; without one, this process is alone."""
     settings = settings or LimitSettings()
-    local = LocalLimiter(settings, spending=spending, share=1 / num_processes)
+    local = LocalLimiter(settings, spending=spending, table=table)
     if config.redis_url is None:
         return local
     try:
@@ -97,11 +98,11 @@ class GatewayState:
     def settings(self) -> LiveSettings:
         return self.shared.live
 
-    def build_limiter(self, config: GatewayConfig, num_processes: int = 1) -> RunningLimiter:
+    def build_limiter(self, config: GatewayConfig, table: MeterTable | None = None) -> RunningLimiter:
         """Build the limiter, which follows the settings and enforces budgets if there is a ledger."""
         spending = self.ledger.spending if self.ledger else None
         limits = self.settings.current.limits
-        limiter = build_limiter(config, limits, spending=spending, num_processes=num_processes)
+        limiter = build_limiter(config, limits, spending=spending, table=table)
         self.settings.attach(lambda settings: limiter.apply(settings.limits))
         return limiter
 
@@ -161,7 +162,7 @@ async def open_gateway_state(
             await ledger.start()
             stack.push_async_callback(ledger.close)
         # Idempotency keys are stored in the database if usage is, or if several processes must share them.
-        stores_keys = wants_ledger or config.server.api_workers > 1
+        stores_keys = wants_ledger or config.server.num_api_workers > 1
         keys = IdempotentAnswers(settings.idempotency, database if stores_keys else None)
         caches = SharedCaches.at(config.gateway.redis_url) if config.gateway.redis_url else None
         if caches is not None:

@@ -89,7 +89,7 @@ def run(
             scheme = "http" if config.server.ssl_certfile is None else "https"
             on_ready(ready, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
 
-    serve = _serve_here if config.server.api_workers == 1 else _serve_by_workers
+    serve = _serve_here if config.server.num_api_workers == 1 else _serve_by_workers
     with contextlib.closing(listener):
         uvloop.run(serve(config, Replicas(supervisor, specs), listener, is_open, announce))
 

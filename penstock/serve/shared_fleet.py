@@ -115,7 +115,7 @@ def check_role(config: ServeConfig, role: Literal["engine", "gateway", "control"
         raise ConfigError(
             "A gateway starts no engines.", hint="Give the number of replicas to penstock engine."
         )
-    if not runs_engines and config.server.api_workers > 1:
+    if not runs_engines and config.server.num_api_workers > 1:
         raise ConfigError(
             "penstock gateway is one process.", hint="Start several, on several ports or machines."
         )

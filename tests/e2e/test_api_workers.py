@@ -40,8 +40,10 @@ def server(tmp_path: Path) -> Iterator[RunningServer]:
 
 
 @contextlib.contextmanager
-def running_in(folder: Path) -> Iterator[RunningServer]:
-    running = start_server(folder, "echo", "--api-workers", str(NUM_WORKERS), "--data-dir", str(folder))
+def running_in(folder: Path, *options: str) -> Iterator[RunningServer]:
+    running = start_server(
+        folder, "echo", "--api-workers", str(NUM_WORKERS), "--data-dir", str(folder), *options
+    )
     yield running
     if running.process.poll() is None:
         assert running.stop() == 0
@@ -74,6 +76,37 @@ def test_all_workers_answer_and_their_metrics_add_up(lasting_server: RunningServ
     pages = {httpx.get(f"{server.url}/metrics").text for _ in range(6)}
     assert {metric(page, "penstock_generation_tokens_total") for page in pages} == {60 * 8}
     assert {metric(page, "penstock_time_to_first_token_seconds_count") for page in pages} == {60}
+
+
+def test_connections_that_come_at_once_are_spread_over_the_workers(lasting_server: RunningServer) -> None:
+    port = int(lasting_server.url.rsplit(":", 1)[1])
+    with contextlib.ExitStack() as stack:
+        for _ in range(32):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
+        httpx.get(f"{lasting_server.url}/ready")  # comes after them
+        held = [
+            sum(
+                1
+                for connection in worker.net_connections()
+                if connection.laddr.port == port and connection.status == psutil.CONN_ESTABLISHED
+            )
+            for worker in children(lasting_server, "penstock.serve.api_worker")
+        ]
+        assert sum(held) >= 32
+        assert min(held) >= 8  # one worker would take all of them
+
+
+def test_a_limit_holds_for_all_workers_together(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text("[limits.model]\nrequests_per_minute = 12\n")
+    with running_in(tmp_path, "--settings", str(settings)) as server:
+        started = time.monotonic()
+        with httpx.Client(base_url=server.url, timeout=30) as client:  # one connection, so one worker
+            first = [client.post("/v1/completions", json=BODY).status_code for _ in range(10)]
+        statuses = first + asyncio.run(ask_often(server.url, 20))
+        refilled = 12 * (time.monotonic() - started) / 60
+    assert first == [200] * 10
+    assert 12 <= statuses.count(200) <= 12 + refilled
 
 
 def test_a_killed_worker_comes_back_and_the_others_serve_on(lasting_server: RunningServer) -> None:

@@ -83,6 +83,16 @@ class ConnectionLimits:
     pending_bodies: PendingBodies
     metrics: ConnectionMetrics = field(default_factory=ConnectionMetrics)
     is_leaving: bool = False  # each connection then ends after its next answer
+    on_count: Callable[[int], None] | None = (
+        None  # called with the number of open connections when it changes
+    )
+
+    def count(self, change: int) -> int:
+        """Change the number of open connections, and return it."""
+        num_open = self.metrics.num_open = self.metrics.num_open + change
+        if self.on_count is not None:
+            self.on_count(num_open)
+        return num_open
 
 
 class StallTimer:
@@ -138,15 +148,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = HeldFlow(transport)
-        self.limits.metrics.num_open += 1
-        if self.limits.metrics.num_open > self.limits.config.max_connections:
+        if self.limits.count(+1) > self.limits.config.max_connections:
             self.limits.metrics.num_refused += 1
             self._refuse(Overloaded("This server has as many connections as it can hold.", retry_after_s=5.0))
             return
         self._arm(self.limits.config.header_timeout_s, self._head_timed_out)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.limits.metrics.num_open -= 1
+        self.limits.count(-1)
         self._unread = memoryview(b"")
         self._disarm()
         self._stall.stop()
@@ -434,7 +443,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         self._disarm()
         self._dismiss()
-        self.limits.metrics.num_open -= 1  # its new protocol counts it from here on
+        self.limits.count(-1)  # its new protocol counts it from here on
         super().handle_websocket_upgrade()
 
     def pause_writing(self) -> None:
@@ -530,11 +539,11 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
         self._workspace_id = ""  # whose bytes they are
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.limits.metrics.num_open += 1
+        self.limits.count(+1)
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.limits.metrics.num_open -= 1
+        self.limits.count(-1)
         self._stall.stop()
         self._note_pending(0)
         super().connection_lost(exc)

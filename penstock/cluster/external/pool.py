@@ -12,7 +12,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -76,6 +76,7 @@ class ExternalPool:
         clock: Clock | None = None,
         retries: RetryConfig | None = None,
         breaker: BreakerConfig | None = None,
+        num_processes: int = 1,
     ) -> None:
         self._members = {server.name: _Member(server) for server in servers}
         self._router = router or Router(PrefixAware(RECOMPUTE_WEIGHT))
@@ -88,8 +89,11 @@ class ExternalPool:
         self._models: Mapping[str, int | None] = {}
         self._describe()
         self._waiting = WaitingCalls()
+        self._num_processes = num_processes  # that share what servers take at a time
         self.num_retries = 0
         self.num_continued = 0  # answers that another server went on with
+        # Called with a server and the hashes of a prompt that was sent there, if some of them are new there.
+        self.on_placed: Callable[[str, Sequence[bytes]], None] | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -244,7 +248,14 @@ class ExternalPool:
             affinity_key=call.affinity_key or None,
             excluded=excluded,
         )
-        return self._members[self._router.choose(request, self._replicas, now, self._chance).replica_id]
+        decision = self._router.choose(request, self._replicas, now, self._chance)
+        if self.on_placed is not None and decision.matched_tokens < len(hashes) * BLOCK_TOKENS:
+            self.on_placed(decision.replica_id, hashes)
+        return self._members[decision.replica_id]
+
+    def learn(self, server: str, hashes: Sequence[bytes]) -> None:
+        """Note that another process of this gateway sent a prompt with these hashes to a server."""
+        self._router.sent_elsewhere(server, hashes, self._clock.now())
 
     def _usable(self, call: ExternalCall, failed: Collection[str], *, continues: bool) -> list[str]:
         """The servers that could answer. With `continues`, those that can go on with a chat of another server."""
@@ -265,7 +276,10 @@ class ExternalPool:
     def _has_room(self, member: _Member, *, was_granted: bool = False) -> bool:
         """Whether a server takes another request. Places that were granted to others count as taken."""
         most = member.server.max_concurrent
-        return most is None or member.num_running + self._waiting.num_granted - was_granted < most
+        if most is None:
+            return True
+        num_taken = member.num_running + self._waiting.num_granted - was_granted
+        return num_taken < max(1, most // self._num_processes)
 
     def _cheapest(self, names: Sequence[str]) -> list[str]:
         """The cheapest servers of each region: whether to leave a region is the router's business."""

@@ -26,7 +26,10 @@ class Siblings:
 
     def __init__(self, sockets: Sequence[str] = (), number: int = 0) -> None:
         self._sockets = [f"{path}.ask" for path in sockets]
-        self._number = number
+        self.number = number
+        self.num_processes = max(1, len(sockets))
+        # A private folder of these processes, for what they share; None for a server of one process.
+        self.folder = Path(sockets[0]).parent if len(sockets) > 1 else None
         # Names of this server and of this process, for what is kept in a database.
         self.server = Path(sockets[0]).parent.name[:64] if sockets else secrets.token_hex(8)
         self.process = secrets.token_hex(8)
@@ -38,14 +41,14 @@ class Siblings:
             yield
             return
         server = await asyncio.start_unix_server(
-            self._tell, self._sockets[self._number], limit=MAX_QUESTION_BYTES
+            self._tell, self._sockets[self.number], limit=MAX_QUESTION_BYTES
         )
         async with server:
             yield
 
     async def ask(self, topic: str, detail: str = "") -> list[bytes]:
         """The answers of this process, and of all others that answer in time."""
-        others = [path for index, path in enumerate(self._sockets) if index != self._number]
+        others = [path for index, path in enumerate(self._sockets) if index != self.number]
         question = f"{topic} {detail}\n".encode()
         answers = await asyncio.gather(*(_ask(path, question) for path in others))
         return [self.answers[topic](detail), *(answer for answer in answers if answer is not None)]

@@ -1,4 +1,5 @@
-"""Limits kept in this process. A decision is made without awaiting anything, so it needs no lock.
+"""Limits kept in this process, or in a table that all processes of a server share. A decision is made without
+awaiting anything, so within one process it needs no lock.
 
 Each half of a reservation (first the request and its place, later its tokens and money) is granted by every limit
 that applies, or by none.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import RateLimited
@@ -26,6 +28,7 @@ from penstock.gateway.ratelimits.spend import (
     demand_of,
     used_by,
 )
+from penstock.gateway.ratelimits.table import MeterTable, SharedCallerMeters
 
 _NO_LIMITS = NoLimits()
 
@@ -53,23 +56,25 @@ class LocalLease:
 
     def give_back_cached(self, num_tokens: int) -> None:
         given, self._reserved = self._reserved.without_input(num_tokens)
-        self._meters.give_back_input(given, self._limiter.now())
+        with self._meters:
+            self._meters.give_back_input(given, self._limiter.now())
 
     def settle(self, outcome: Outcome) -> None:
         limiter = self._limiter
         used = used_by(self._claim, outcome, self._meters.limits, limiter.spending)
-        self._meters.settle(self._reserved, used, limiter.now())
+        with self._meters:
+            self._meters.settle(self._reserved, used, limiter.now())
         limiter.slot_times.observe(outcome.duration_s)
 
     def undo(self) -> None:
-        self._meters.settle(NOTHING, NOTHING, self._limiter.now())
-        self._meters.give_back_request(self._limiter.now())
+        with self._meters:
+            self._meters.settle(NOTHING, NOTHING, self._limiter.now())
+            self._meters.give_back_request(self._limiter.now())
 
 
 class LocalLimiter:
-    """A limiter of one process. `share` is the part of every limit that this process grants: 1/N in each of N
-    processes that serve one port.
-    Budgets are not divided, because the spend tracker knows what all processes spent."""
+    """A limiter of one process, or of one of several that share a `table`. The spend tracker knows what all processes
+    spent."""
 
     def __init__(
         self,
@@ -77,16 +82,21 @@ class LocalLimiter:
         clock: Clock | None = None,
         *,
         spending: SpendTracker | None = None,
-        share: float = 1.0,
+        table: MeterTable | None = None,
         wall_clock: Callable[[], float] = time.time,
         metrics: LimiterMetrics | None = None,
     ) -> None:
-        self.now = (clock or SystemClock()).now
+        clock = clock or SystemClock()
+        self.now = clock.now
         self.spending: SpendTracker = spending or FreeOfCharge()
         self.metrics = metrics or LimiterMetrics()
         self.slot_times = SlotTimes()
         self._wall_clock = wall_clock
-        self._meters = Meters(settings, share)
+        self._meters = (
+            Meters(settings)
+            if table is None
+            else Meters(settings, partial(SharedCallerMeters, table=table, clock=clock))
+        )
         self.metrics.subjects = self._meters
 
     async def start(self) -> None:
@@ -106,15 +116,20 @@ class LocalLimiter:
             self.metrics.admitted += 1
             return _NO_LIMITS
         over_budget: list[Refusal] = []
+        spends: dict[Subject, Spend] = {}
         if meters.limits.has_budget:
             spends = await self._spends(meters.limits)
             # Time has passed: the meters may have been swept, and the limits changed.
             now = self.now()
             meters = self._meters.of_caller(claim.principal, claim.model, now)
-            over_budget = self._over_budget(meters, spends, NOTHING)
-        if over_budget or not meters.admits(now):
-            raise self._refuse(over_budget + meters.refusals(1, NOTHING, now) + self._full(meters), meters)
-        meters.admit()
+        with meters:
+            if spends:
+                over_budget = self._over_budget(meters, spends, NOTHING)
+            if over_budget or not meters.admits(now):
+                raise self._refuse(
+                    over_budget + meters.refusals(1, NOTHING, now) + self._full(meters), meters
+                )
+            meters.admit()
         self.metrics.admitted += 1
         return LocalLease(self, claim, meters)
 
@@ -122,20 +137,22 @@ class LocalLimiter:
         """Take the second half of a lease. `meters` hold the first half, so that they are not swept meanwhile."""
         demand = demand_of(claim, meters.limits, self.spending)
         over_budget: list[Refusal] = []
-        if meters.limits.has_budget:
-            spends = await self._spends(meters.limits)
-            over_budget = self._over_budget(meters, spends, demand)
+        spends = await self._spends(meters.limits) if meters.limits.has_budget else {}
         now = self.now()
-        if over_budget or not meters.fits(demand, now):
-            raise self._refuse(over_budget + meters.refusals(0, demand, now), meters)
-        meters.take(demand)
+        with meters:
+            if spends:
+                over_budget = self._over_budget(meters, spends, demand)
+            if over_budget or not meters.fits(demand, now):
+                raise self._refuse(over_budget + meters.refusals(0, demand, now), meters)
+            meters.take(demand)
         return demand
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
         now = self.now()
         meters = self._meters.of_caller(principal, model, now)
-        meters.refill(now)
-        return meters.rate_limits()
+        with meters:
+            meters.refill(now)
+            return meters.rate_limits()
 
     async def _spends(self, limits: CallerLimits) -> dict[Subject, Spend]:
         budgeted = [subject for subject, resolved in limits.applying if resolved.has_budget]
@@ -150,7 +167,7 @@ class LocalLimiter:
             spend = spends.get(meter.subject)
             if spend is None:
                 continue
-            running = meter.reserved_microdollars + demand.microdollars
+            running = meter.reserved_microdollars + meter.reserved_elsewhere + demand.microdollars
             for budget in budgets_of(meter.limits, spend, wall_s):
                 if budget.spent_microdollars + running > budget.limit_microdollars:
                     found.append(
@@ -161,14 +178,14 @@ class LocalLimiter:
     def _full(self, meters: CallerMeters) -> list[Refusal]:
         return [
             Refusal(
-                self.slot_times.wait_s(meter.num_running),
+                self.slot_times.wait_s(meter.num_running + meter.running_elsewhere),
                 Figure.CONCURRENCY,
                 meter.subject,
                 meter.max_running,
                 1,
             )
             for meter in meters.meters
-            if meter.max_running is not None and meter.num_running >= meter.max_running
+            if meter.is_full and meter.max_running is not None
         ]
 
     def _refuse(self, found: list[Refusal], meters: CallerMeters) -> RateLimited:

@@ -14,7 +14,7 @@ full and that runs nothing is forgotten, which changes no decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from penstock.core.identity import LimitState, Principal, RateLimits
 from penstock.gateway.ratelimits.refusals import Figure, Refusal
@@ -33,37 +33,30 @@ TOLERANCE = 1e-6
 
 
 class TokenBucket:
-    """One limit per minute. `share` is the part of the limit that this process grants, when several processes grant
-    parts.
+    """One limit per minute."""
 
-    A request larger than the share but not than the limit passes when the bucket is full, and leaves a debt."""
+    __slots__ = ("_refill_per_s", "level", "limit", "updated_s")
 
-    __slots__ = ("_refill_per_s", "_share", "_updated_s", "capacity", "level", "limit")
-
-    def __init__(self, limit: int, now: float, share: float = 1.0) -> None:
-        self._share = share
-        self._updated_s = now
+    def __init__(self, limit: int, now: float) -> None:
+        self.updated_s = now
         self._set_limit(limit)
-        self.level = self.capacity  # as of the last `refill`; below zero it is owed
+        self.level = float(limit)  # as of the last `refill`; below zero it is owed
 
     def _set_limit(self, limit: int) -> None:
         self.limit = limit
-        self.capacity = max(1.0, limit * self._share)
-        self._refill_per_s = limit * self._share / SECONDS_PER_LIMIT
+        self._refill_per_s = limit / SECONDS_PER_LIMIT
 
     def refill(self, now: float) -> None:
         """Bring the level up to date. A clock that steps back refills nothing."""
-        elapsed_s = now - self._updated_s
+        elapsed_s = now - self.updated_s
         if elapsed_s > 0.0:
-            self._updated_s = now
+            self.updated_s = now
             level = self.level + elapsed_s * self._refill_per_s
-            self.level = level if level < self.capacity else self.capacity
+            self.level = level if level < self.limit else self.limit
 
     def fits(self, amount: int, now: float) -> bool:
         self.refill(now)
-        if amount <= self.level + TOLERANCE:
-            return True
-        return amount <= self.limit and self.level + TOLERANCE >= self.capacity
+        return amount <= self.level + TOLERANCE
 
     def wait_s(self, amount: int, now: float) -> float:
         """The seconds until `amount` fits: 0 for now, infinity for never."""
@@ -71,35 +64,35 @@ class TokenBucket:
             return 0.0
         if amount > self.limit:
             return math.inf
-        return (min(amount, self.capacity) - self.level) / self._refill_per_s
+        return (amount - self.level) / self._refill_per_s
 
     def take(self, amount: float, now: float) -> None:
         """Take `amount`, even if the bucket holds less. A negative amount gives back, at most until the bucket is
         full."""
         self.refill(now)
         level = self.level - amount
-        self.level = level if level < self.capacity else self.capacity
+        self.level = level if level < self.limit else self.limit
 
     @property
     def remaining(self) -> int:
-        """How much of the whole limit was left at the last `refill`, as far as this process knows."""
-        return max(0, int((self.level + TOLERANCE) * self.limit / self.capacity))
+        """How much of the limit was left at the last `refill`."""
+        return max(0, int(self.level + TOLERANCE))
 
     @property
     def reset_s(self) -> float:
         """The seconds from the last `refill` until the bucket is full again."""
-        return (self.capacity - self.level) / self._refill_per_s
+        return (self.limit - self.level) / self._refill_per_s
 
     @property
     def is_full(self) -> bool:
-        return self.level >= self.capacity
+        return self.level >= self.limit
 
     def resize(self, limit: int, now: float) -> None:
         """Use another limit from now on. A bucket that is half full stays half full."""
         self.refill(now)
-        fullness = self.level / self.capacity
+        fullness = self.level / self.limit
         self._set_limit(limit)
-        self.level = self.capacity * fullness
+        self.level = limit * fullness
 
 
 _MIN_SWEEP_SIZE = 1024
@@ -111,31 +104,44 @@ class Meter:
 
     __slots__ = (
         "input_tokens",
+        "key",
         "limits",
         "max_running",
         "num_running",
         "output_tokens",
         "requests",
+        "reserved_elsewhere",
         "reserved_microdollars",
+        "running_elsewhere",
+        "slot",
         "subject",
     )
 
-    def __init__(self, subject: Subject, limits: ResolvedLimits, now: float, share: float) -> None:
+    def __init__(self, subject: Subject, limits: ResolvedLimits, now: float) -> None:
         self.subject = subject
-        self.num_running = 0
+        self.num_running = 0  # in this process
         self.reserved_microdollars = 0.0
+        self.running_elsewhere = 0  # in other processes, as far as a table tells
+        self.reserved_elsewhere = 0.0
+        self.key = (0, 0)  # of the subject in the table
+        self.slot: int | None = None
         self.requests: TokenBucket | None = None
         self.input_tokens: TokenBucket | None = None
         self.output_tokens: TokenBucket | None = None
-        self.limit_to(limits, now, share)
+        self.limit_to(limits, now)
 
-    def limit_to(self, limits: ResolvedLimits, now: float, share: float) -> None:
+    def limit_to(self, limits: ResolvedLimits, now: float) -> None:
         self.limits = limits
-        self.requests = _resized(self.requests, limits.requests_per_minute, now, share)
-        self.input_tokens = _resized(self.input_tokens, limits.input_tokens_per_minute, now, share)
-        self.output_tokens = _resized(self.output_tokens, limits.output_tokens_per_minute, now, share)
-        most = limits.concurrent_requests
-        self.max_running = None if most is None else max(1, int(most * share))
+        self.requests = _resized(self.requests, limits.requests_per_minute, now)
+        self.input_tokens = _resized(self.input_tokens, limits.input_tokens_per_minute, now)
+        self.output_tokens = _resized(self.output_tokens, limits.output_tokens_per_minute, now)
+        self.max_running = limits.concurrent_requests
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many requests run as may."""
+        most = self.max_running
+        return most is not None and self.num_running + self.running_elsewhere >= most
 
     def is_whole(self, now: float) -> bool:
         """Whether a new meter would decide in the same way, so that this meter can be forgotten."""
@@ -148,7 +154,8 @@ class Meter:
 
 
 class CallerMeters:
-    """The meters of one caller of one model, with their buckets sorted by kind so that a decision is a few loops."""
+    """The meters of one caller of one model, with their buckets sorted by kind so that a decision is a few loops.
+    Used within a `with` statement, which other processes may not interrupt where meters are shared."""
 
     __slots__ = ("_inputs", "_outputs", "_requests", "limits", "meters")
 
@@ -159,13 +166,19 @@ class CallerMeters:
         self._inputs = _present(meter.input_tokens for meter in meters)
         self._outputs = _present(meter.output_tokens for meter in meters)
 
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
     def admits(self, now: float) -> bool:
         """Whether one more request may begin. A caller in debt for tokens must wait."""
         for bucket in self._requests:
             if not bucket.fits(1, now):
                 return False
         for meter in self.meters:
-            if meter.max_running is not None and meter.num_running >= meter.max_running:
+            if meter.is_full:
                 return False
         return self.fits(NOTHING, now)
 
@@ -242,8 +255,12 @@ class CallerMeters:
 class Meters:
     """All meters of this process."""
 
-    def __init__(self, settings: LimitSettings, share: float) -> None:
-        self._share = share
+    def __init__(
+        self,
+        settings: LimitSettings,
+        make_caller: Callable[[CallerLimits, tuple[Meter, ...]], CallerMeters] = CallerMeters,
+    ) -> None:
+        self._make_caller = make_caller
         self._resolver = LimitResolver(settings)
         self._meters: dict[Subject, Meter] = {}
         self._callers: dict[tuple[str, str, str | None], CallerMeters] = {}
@@ -257,7 +274,7 @@ class Meters:
         self._resolver = LimitResolver(settings)
         self._callers.clear()
         for meter in self._meters.values():
-            meter.limit_to(self._resolver.limits_of(meter.subject), now, self._share)
+            meter.limit_to(self._resolver.limits_of(meter.subject), now)
 
     def of_caller(self, principal: Principal, model: str | None, now: float) -> CallerMeters:
         caller = (principal.key_id, principal.workspace_id, model)
@@ -267,13 +284,13 @@ class Meters:
                 self._sweep(now)
             limits = self._resolver.limits_of_caller(principal, model)
             meters = tuple(self._meter(subject, resolved, now) for subject, resolved in limits.applying)
-            found = self._callers[caller] = CallerMeters(limits, meters)
+            found = self._callers[caller] = self._make_caller(limits, meters)
         return found
 
     def _meter(self, subject: Subject, limits: ResolvedLimits, now: float) -> Meter:
         meter = self._meters.get(subject)
         if meter is None:
-            meter = self._meters[subject] = Meter(subject, limits, now, self._share)
+            meter = self._meters[subject] = Meter(subject, limits, now)
         return meter
 
     def _sweep(self, now: float) -> None:
@@ -288,12 +305,12 @@ def _present(buckets: Iterable[TokenBucket | None]) -> tuple[TokenBucket, ...]:
     return tuple(bucket for bucket in buckets if bucket is not None)
 
 
-def _resized(bucket: TokenBucket | None, limit: int | None, now: float, share: float) -> TokenBucket | None:
+def _resized(bucket: TokenBucket | None, limit: int | None, now: float) -> TokenBucket | None:
     """The same bucket under another limit; a new one is full."""
     if limit is None:
         return None
     if bucket is None:
-        return TokenBucket(limit, now, share)
+        return TokenBucket(limit, now)
     if bucket.limit != limit:
         bucket.resize(limit, now)
     return bucket

@@ -22,7 +22,7 @@ def test_it_refills_steadily_and_stops_when_full() -> None:
     assert not bucket.fits(2, 1.5)
     assert bucket.fits(2, 2.0)
     bucket.refill(1000.0)
-    assert bucket.level == bucket.capacity
+    assert bucket.level == bucket.limit
 
 
 def test_what_was_not_used_comes_back_but_never_above_full() -> None:
@@ -46,22 +46,6 @@ def test_more_than_the_limit_never_fits() -> None:
     assert TokenBucket(60, now=0.0).wait_s(61, 0.0) == math.inf
 
 
-def test_a_share_of_a_limit_still_serves_a_request_of_the_whole() -> None:
-    bucket = TokenBucket(60, now=0.0, share=0.25)
-    assert bucket.remaining == 60  # of the whole limit, as this process sees it
-    assert bucket.fits(60, 0.0)
-    bucket.take(60, 0.0)
-    assert bucket.wait_s(1, 0.0) == pytest.approx((60 - 15 + 1) / 0.25)
-    assert bucket.wait_s(61, 0.0) == math.inf
-
-
-def test_a_tiny_share_keeps_room_for_one() -> None:
-    bucket = TokenBucket(2, now=0.0, share=0.125)
-    assert bucket.fits(1, 0.0)
-    bucket.take(1, 0.0)
-    assert bucket.wait_s(1, 0.0) == pytest.approx(60 / 2 / 0.125)
-
-
 def test_a_clock_that_steps_back_refills_nothing() -> None:
     bucket = TokenBucket(60, now=100.0)
     bucket.take(60, 100.0)
@@ -82,17 +66,14 @@ def test_half_full_stays_half_full_under_another_limit() -> None:
     limit=st.integers(1, 10**6),
     taken=st.floats(0, 10**6),
     amount=st.integers(1, 10**6),
-    share=st.sampled_from([1.0, 0.5, 0.25]),
 )
-def test_the_wait_it_names_is_long_enough_and_not_too_long(
-    limit: int, taken: float, amount: int, share: float
-) -> None:
-    bucket = TokenBucket(limit, 0.0, share)
+def test_the_wait_it_names_is_long_enough_and_not_too_long(limit: int, taken: float, amount: int) -> None:
+    bucket = TokenBucket(limit, 0.0)
     bucket.take(taken, 0.0)
     wait_s = bucket.wait_s(amount, 0.0)
     if wait_s == math.inf:
         assert amount > limit
         return
-    if wait_s > 0.01 and wait_s * limit * share / 60 > 10 * TOLERANCE:
+    if wait_s > 0.01 and wait_s * limit / 60 > 10 * TOLERANCE:
         assert not bucket.fits(amount, wait_s * 0.99 - 0.001)
     assert bucket.fits(amount, wait_s)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -9,6 +11,7 @@ from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.refusals import LimiterMetrics
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
+from penstock.gateway.ratelimits.table import MeterTable
 from penstock.serve.gateway_state import build_limiter
 from tests.gateway.ratelimits.claims import claim, reserve
 
@@ -39,9 +42,12 @@ async def test_redis_appears_when_it_is_used() -> None:
     await limiter.close()
 
 
-async def test_each_of_several_processes_grants_its_part() -> None:
-    settings = LimitSettings(key=ScopeLimits(concurrent_requests=4))
-    limiter = build_limiter(GatewayConfig(), settings, num_processes=4)
-    await reserve(limiter, claim())
+async def test_processes_with_a_table_share_their_limits(tmp_path: Path) -> None:
+    settings = LimitSettings(key=ScopeLimits(concurrent_requests=1))
+    first, second = (
+        build_limiter(GatewayConfig(), settings, table=MeterTable(tmp_path / "limits", 2, number))
+        for number in range(2)
+    )
+    await reserve(first, claim())
     with pytest.raises(RateLimited):
-        await reserve(limiter, claim())
+        await reserve(second, claim())

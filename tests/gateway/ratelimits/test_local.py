@@ -157,17 +157,6 @@ async def test_a_budget_counts_what_was_spent_and_what_is_running() -> None:
         await reserve(limits, claim(input_tokens=10, max_output_tokens=0))
 
 
-async def test_processes_that_share_a_limit_grant_their_part_of_it() -> None:
-    settings = LimitSettings(key=ScopeLimits(requests_per_minute=8, concurrent_requests=4))
-    limits = LocalLimiter(settings, VirtualClock(), share=0.5)
-    for _ in range(2):
-        lease = await reserve(limits, claim())
-    assert lease.rate_limits.requests is not None
-    assert lease.rate_limits.requests.limit == 8
-    with pytest.raises(RateLimited, match="at once"):
-        await reserve(limits, claim())
-
-
 async def test_new_limits_keep_what_was_used_and_what_runs() -> None:
     limits = limiter(key=ScopeLimits(requests_per_minute=10, concurrent_requests=5))
     leases = [await reserve(limits, claim()) for _ in range(5)]

@@ -1,0 +1,137 @@
+"""Accepts connections on a socket that several processes share, so that all processes hold about as many.
+
+The kernel wakes all processes for a new connection, and the process that is awake takes whatever has arrived: 32
+connections that come at once would all be served by one core. A process that holds more connections than another
+therefore leaves a new connection alone for a moment, and takes it if nobody else has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import mmap
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SLACK = 2  # connections that a process may hold beyond another before it leaves new ones to the other
+PATIENCE_S = 0.002  # for another process to take a connection
+# When nobody else came so many times, the others are busy or stopped: connections are then taken at once for a while.
+MAX_VAIN_WAITS = 5
+IMPATIENCE_S = 0.1
+RETRY_S = 1.0  # when the system has no file or memory left for a connection
+_COUNT_BYTES = 8
+
+
+class ConnectionCounts:
+    """The numbers of connections that the processes hold, in a file that all of them map. Each process writes its own
+    number only."""
+
+    def __init__(self, path: Path, num_processes: int, number: int) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, num_processes * _COUNT_BYTES)  # zeros, where there was nothing
+            self._counts = memoryview(mmap.mmap(descriptor, num_processes * _COUNT_BYTES)).cast("q")
+        finally:
+            os.close(descriptor)
+        self._number = number
+        self.publish(0)
+
+    def publish(self, num_open: int) -> None:
+        self._counts[self._number] = num_open
+
+    @property
+    def own(self) -> int:
+        return self._counts[self._number]
+
+    @property
+    def fewest(self) -> int:
+        """The number of connections of the process that holds the fewest."""
+        return min(self._counts)
+
+
+class EvenListener:
+    """Accepts connections from `listener` in the running event loop, until `close`, which leaves the socket open for
+    its owner."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        counts: ConnectionCounts,
+        make_protocol: Callable[[], asyncio.Protocol],
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._listener = listener
+        self._counts = counts
+        self._make_protocol = make_protocol
+        self._ssl = ssl_context
+        self._loop = asyncio.get_running_loop()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        self._impatient_until_s = 0.0
+        self._waited_until_s = -math.inf
+        self._fewest_then = 0  # when the last wait began
+        self._num_vain_waits = 0
+        self._listen()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._listener)
+        if self._pause is not None:
+            self._pause.cancel()
+
+    def _listen(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listener, self._arrived)
+
+    def _stop_for(self, seconds: float) -> None:
+        self._loop.remove_reader(self._listener)
+        self._pause = self._loop.call_later(seconds, self._listen)
+
+    def _arrived(self) -> None:
+        """Take one connection, or leave it to another process. Called again while connections wait."""
+        now = self._loop.time()
+        has_waited = now < self._waited_until_s + PATIENCE_S  # and the connection is still there
+        if not has_waited and now >= self._impatient_until_s and self._holds_more():
+            self._waited_until_s = now + PATIENCE_S
+            self._fewest_then = self._counts.fewest
+            self._stop_for(PATIENCE_S)
+            return
+        if has_waited:
+            self._note_vain_wait(now)
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            logger.warning("cannot accept connections: %s", error.strerror)
+            self._stop_for(RETRY_S)
+            return
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = self._loop.create_task(self._connect(connection))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    def _holds_more(self) -> bool:
+        return self._counts.own + len(self._starting) > self._counts.fewest + SLACK
+
+    def _note_vain_wait(self, now: float) -> None:
+        """Nobody else took the connection. If the emptiest process took no other one either, count that."""
+        self._waited_until_s = -math.inf
+        self._num_vain_waits = self._num_vain_waits + 1 if self._counts.fewest == self._fewest_then else 0
+        if self._num_vain_waits == MAX_VAIN_WAITS:
+            self._num_vain_waits = 0
+            self._impatient_until_s = now + IMPATIENCE_S
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._ssl)
+        except OSError:  # the client is gone, or its TLS handshake failed
+            connection.close()

@@ -1,0 +1,98 @@
+"""Processes that share a listening socket, here as listeners in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from penstock.serve.even_listener import IMPATIENCE_S, ConnectionCounts, EvenListener
+
+NUM_CONNECTIONS = 40
+
+
+class Held(asyncio.Protocol):
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._process.count(+1)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._process.count(-1)
+
+
+class Process:
+    def __init__(self, listener: socket.socket, folder: Path, number: int, num_processes: int) -> None:
+        self.counts = ConnectionCounts(folder / "connections", num_processes, number)
+        self.num_held = 0
+        self._listener = EvenListener(listener.dup(), self.counts, lambda: Held(self))
+
+    def count(self, change: int) -> None:
+        self.num_held += change
+        self.counts.publish(self.num_held)
+
+    def stop(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def listener() -> socket.socket:
+    made = socket.create_server(("127.0.0.1", 0), backlog=128)
+    made.setblocking(False)
+    return made
+
+
+async def connect(listener: socket.socket, processes: Sequence[Process]) -> list[asyncio.StreamWriter]:
+    """Open connections at once, and return when all are accepted."""
+    before = sum(process.num_held for process in processes)
+    port = listener.getsockname()[1]
+    opened = await asyncio.gather(
+        *(asyncio.open_connection("127.0.0.1", port) for _ in range(NUM_CONNECTIONS))
+    )
+    async with asyncio.timeout(30):
+        while sum(process.num_held for process in processes) < before + NUM_CONNECTIONS:
+            await asyncio.sleep(0.001)
+    return [writer for _, writer in opened]
+
+
+async def test_new_connections_go_to_the_process_that_holds_fewer(
+    listener: socket.socket, tmp_path: Path
+) -> None:
+    first = Process(listener, tmp_path, 0, 2)
+    second = Process(listener, tmp_path, 1, 2)
+    second.stop()
+    writers = await connect(listener, [first])
+    second = Process(listener, tmp_path, 1, 2)
+    await asyncio.sleep(1.1 * IMPATIENCE_S)  # the first one expects nobody to come until then
+    writers += await connect(listener, [first, second])
+    # Without a preference both would get half. On a busy machine, some wait in vain and are taken by the first one.
+    assert second.num_held >= 0.75 * NUM_CONNECTIONS
+    first.stop()
+    second.stop()
+    for writer in writers:
+        writer.close()
+
+
+async def test_a_process_that_stands_still_keeps_no_connection_waiting(
+    listener: socket.socket, tmp_path: Path
+) -> None:
+    stopped, running = (Process(listener, tmp_path, number, 2) for number in range(2))
+    stopped.stop()
+    writers = await connect(listener, [running])
+    assert (stopped.num_held, running.num_held) == (0, NUM_CONNECTIONS)
+    running.stop()
+    for writer in writers:
+        writer.close()
+
+
+async def test_a_new_process_starts_with_no_connections(tmp_path: Path) -> None:
+    path = tmp_path / "connections"
+    first, other = ConnectionCounts(path, 2, 0), ConnectionCounts(path, 2, 1)
+    first.publish(7)
+    other.publish(9)
+    assert other.fewest == 7
+    assert (ConnectionCounts(path, 2, 0).own, other.fewest, other.own) == (0, 0, 9)
