@@ -11,7 +11,9 @@ from typing import Any
 
 class RankPool:
     def __init__(self, num_ranks: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        # One process imports torch, and the ranks are its copies.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.engine.parallel.scenario"])
         self._ranks = []
         for _ in range(num_ranks):
             ours, theirs = context.Pipe()
