@@ -46,6 +46,16 @@ def test_forms(served: ServedWork, body: bytes, kind: str) -> None:
     assert answer.status_code in (200, 400)
 
 
+def test_a_form_has_few_parts_whatever_their_names(served: ServedWork) -> None:
+    part = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    file = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n--b--\r\n'
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+    taken = httpx.post(f"{served.url}/v1/files", content=part * 32 + file, headers=kind)
+    refused = httpx.post(f"{served.url}/v1/files", content=part * 33 + file, headers=kind)
+    assert (taken.status_code, refused.status_code) == (200, 400)
+    assert "more than 32 fields" in refused.text
+
+
 @pytest.mark.parametrize("path", ["/v1/files/{}", "/v1/files/{}/content", "/v1/batches/{}"])
 @pytest.mark.parametrize("name", ["%00", "..%2f..%2fetc%2fpasswd", "%ff", "a" * 500, "%F0%9F%98%80"])
 def test_ids(served: ServedWork, path: str, name: str) -> None:

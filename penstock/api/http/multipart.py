@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _MAX_BYTES_AROUND_FILE = 1 << 20
 _MAX_FIELDS = 32
+_MAX_PARTS = _MAX_FIELDS + 1  # with the file
 _MAX_FIELD_BYTES = 16 << 10
 _MAX_HEADER_BYTES = 8 << 10
 
@@ -74,6 +75,7 @@ class UploadReader:
         self._begin = begin
         self._file_field = file_field
         self._part = _Part()
+        self._num_parts = 0
         self._file_data: list[bytes] = []  # parsed, and not yet handed to the upload
         self._wants_upload = False
         self._is_complete = False
@@ -125,6 +127,9 @@ class UploadReader:
         }
 
     def _on_part_begin(self) -> None:
+        self._num_parts += 1  # not of different names alone: each part costs as much, whatever its name
+        if self._num_parts > _MAX_PARTS:
+            raise InvalidRequest(f"The form has more than {_MAX_FIELDS} fields.")
         self._part = _Part()
 
     def _on_headers_finished(self) -> None:
@@ -146,8 +151,6 @@ class UploadReader:
         if self._part.name == self._file_field:
             return
         self.form.fields[self._part.name] = self._part.data.decode("utf-8", "replace")
-        if len(self.form.fields) > _MAX_FIELDS:
-            raise InvalidRequest(f"The form has more than {_MAX_FIELDS} fields.")
 
     def _on_end(self) -> None:
         self._is_complete = True
