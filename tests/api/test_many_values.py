@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -80,12 +83,40 @@ async def test_texts_may_hold_any_number_of_commas_and_quotes() -> None:
     assert answer.status_code == 200
 
 
-@given(st.recursive(st.text('"\\,[{a') | st.integers(0, 9), st.lists, max_leaves=40))
-def test_values_are_counted_outside_of_texts(value: Any) -> None:
+async def test_other_requests_have_turns_while_a_large_body_is_counted() -> None:
+    num_turns = 0
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(take_turns())
+    body = b'{"a": "%b"}' % (b"," * (parsing.MAX_VALUES + 1))
+    await parsing.check_num_values_in_turns(body)
+    other.cancel()
+    assert num_turns >= len(body) // parsing.SLICE_BYTES
+
+
+def test_counting_ends_where_there_are_too_many_values() -> None:
+    few = sum(1 for _ in _steps(b"[" + b"1," * parsing.MAX_VALUES + b"1]" * 2))
+    many = sum(1 for _ in _steps(b"[" + b"1," * (8 * parsing.MAX_VALUES)))
+    assert many <= 2 * few  # a look at all characters, and one outside of texts
+
+
+def _steps(body: bytes) -> Iterator[None]:
+    with contextlib.suppress(InvalidRequest):
+        yield from parsing._counting(body, 1)
+
+
+@given(st.recursive(st.text('"\\,[{a') | st.integers(0, 9), st.lists, max_leaves=40), st.integers(1, 50))
+def test_values_are_counted_outside_of_texts(value: Any, slice_bytes: int) -> None:
     body = json.dumps(value).encode()
     num_texts, num_containers, num_values = _counts(value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parsing, "UNCOUNTED_BYTES", -1)
+        patch.setattr(parsing, "SLICE_BYTES", slice_bytes)
         patch.setattr(parsing, "MAX_TEXTS", num_texts)
         patch.setattr(parsing, "MAX_CONTAINERS", num_containers)
         patch.setattr(parsing, "MAX_VALUES", num_values)

@@ -7,7 +7,7 @@ import difflib
 import functools
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -33,6 +33,8 @@ MAX_TEXTS = 200_000  # names of fields included
 MAX_CONTAINERS = 100_000  # objects and arrays
 MAX_VALUES = 2_000_000
 UNCOUNTED_BYTES = 256 << 10  # no body of this size has too many values
+SLICE_BYTES = 256 << 10  # that are counted in one turn
+_NO_MARKS = bytes(set(range(256)) - set(b'{[,"'))
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -121,22 +123,68 @@ def _inflated(body: bytes, max_bytes: int) -> bytes:
 def check_num_values(body: bytes, factor: int = 1) -> None:
     """Refuse a body of JSON with more values than can be decoded without keeping other requests waiting. `factor`
     raises the bounds for shapes that leave most of a body undecoded."""
+    for _ in _counting(body, factor):
+        pass
+
+
+async def check_num_values_in_turns(body: bytes, factor: int = 1) -> None:
+    """`check_num_values`, for a body whose counting alone would keep other requests waiting."""
+    for _ in _counting(body, factor):
+        await asyncio.sleep(0)
+
+
+def _counting(body: bytes, factor: int) -> Iterator[None]:
+    """Count the values of a body, with a pause after each slice."""
     if len(body) <= UNCOUNTED_BYTES:
         return
-    if body.count(b'"') <= 2 * MAX_TEXTS * factor and _has_few_values(body, factor):
+    if (yield from _has_few_marks(body, factor)):
         return  # however many of these characters stand inside texts
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote now begins or ends a text
-    has_few_texts = plain.count(b'"') <= 2 * MAX_TEXTS * factor
-    if not (has_few_texts and _has_few_values(b"".join(plain.split(b'"')[::2]), factor)):
+    if not (yield from _has_few_values(body, factor)):
         raise InvalidRequest(
             f"The request body has too many values: at most {MAX_TEXTS * factor} texts, {MAX_CONTAINERS * factor} "
             f"objects and arrays, and {MAX_VALUES * factor} values in all are taken."
         )
 
 
-def _has_few_values(body: bytes, factor: int) -> bool:
-    num_containers = body.count(b"{") + body.count(b"[")
-    return num_containers <= MAX_CONTAINERS * factor and body.count(b",") <= MAX_VALUES * factor
+def _has_few_marks(body: bytes, factor: int) -> Generator[None, None, bool]:
+    num_quotes = num_containers = num_commas = 0
+    for start in range(0, len(body), SLICE_BYTES):
+        marks = body[start : start + SLICE_BYTES].translate(None, _NO_MARKS)
+        num_quotes += marks.count(b'"')
+        num_containers += marks.count(b"{") + marks.count(b"[")
+        num_commas += marks.count(b",")
+        if not _are_few(num_quotes, num_containers, num_commas, factor):
+            return False
+        yield
+    return True
+
+
+def _has_few_values(body: bytes, factor: int) -> Generator[None, None, bool]:
+    """Count outside of texts. Stops as soon as there are too many."""
+    num_quotes = num_containers = num_commas = start = 0
+    while start < len(body):
+        part = body[start : start + SLICE_BYTES]
+        if (len(part) - len(part.rstrip(b"\\"))) % 2:  # what the last one escapes belongs to it
+            part = body[start : start + SLICE_BYTES + 1]
+        start += len(part)
+        plain = part.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote now begins or ends a text
+        pieces = plain.split(b'"')
+        outside = b"".join(pieces[num_quotes % 2 :: 2])
+        num_quotes += len(pieces) - 1
+        num_containers += outside.count(b"{") + outside.count(b"[")
+        num_commas += outside.count(b",")
+        if not _are_few(num_quotes, num_containers, num_commas, factor):
+            return False
+        yield
+    return True
+
+
+def _are_few(num_quotes: int, num_containers: int, num_commas: int, factor: int) -> bool:
+    return (
+        num_quotes <= 2 * MAX_TEXTS * factor
+        and num_containers <= MAX_CONTAINERS * factor
+        and num_commas <= MAX_VALUES * factor
+    )
 
 
 _FIELD_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -184,11 +232,13 @@ class BodyDecoder(Generic[Shape]):
 
     async def read(self, request: Request, *, default: bytes = b"") -> Shape:
         """Read and decode the body of a request. `default` stands for an empty body."""
-        return self.decode_for(request, await read_within_bound(request) or default)
+        return await self.decode_for(request, await read_within_bound(request) or default)
 
-    def decode_for(self, request: Request, body: bytes) -> Shape:
+    async def decode_for(self, request: Request, body: bytes) -> Shape:
         """Decode a body. A model that only the path names is filled in."""
-        decoded = self.decode(body)
+        if len(body) > UNCOUNTED_BYTES:
+            await check_num_values_in_turns(body, self._values_factor)
+        decoded = self._decode(body)
         deployment = deployment_of(request)
         if deployment is None or getattr(decoded, "model", None):
             return decoded
@@ -196,6 +246,9 @@ class BodyDecoder(Generic[Shape]):
 
     def decode(self, body: bytes) -> Shape:
         check_num_values(body, self._values_factor)
+        return self._decode(body)
+
+    def _decode(self, body: bytes) -> Shape:
         try:
             decoded = self._decoder.decode(body)
             unknown: dict[str, Any] = {}

@@ -238,7 +238,7 @@ class OpenAIEndpoints:
         body = await read_within_bound(request)
         if (plain := plain_chat(body)) is not None:
             return await self._answer_plain(request, plain)
-        wire = self._chat_decoder.decode_for(request, body)
+        wire = await self._chat_decoder.decode_for(request, body)
         metadata = kept_metadata(wire.metadata) if wire.store else {}
         generation = wire.to_generation()
         prompts: EchoedAnswer | None = None
