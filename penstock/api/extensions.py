@@ -1,7 +1,5 @@
-"""Request fields beyond the providers' own APIs: those that are taken, with vLLM's names, and those that are refused.
-
-Every dialect with a JSON body takes the same fields. A field of another server that changes answers, and that is not
-taken, is refused by name, because an ignored field is a broken promise.
+"""Request fields beyond the providers' own APIs, with vLLM's names. All dialects take the same ones.
+`foreign_fields` has those that are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from penstock.gateway.text.grammars import StructuredOutputs
 
 TOP_K_OFF = -1  # as other servers write it; 0 means the same
 SIGMAS_OFF = -1  # as in llama.cpp; 0 means the same
-_GRAMMARS_ELSEWHERE = {"regex": "regex", "ebnf": "grammar", "json_schema": "json", "grammar": "grammar"}
 
 
 class ExtensionFields(msgspec.Struct, kw_only=True):
@@ -155,121 +152,3 @@ _PLAIN = (
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
 )
 EXTENSION_FIELDS = (*ExtensionFields.__struct_fields__[4:], "prompt_logprobs", "return_token_ids")
-
-# Fields of other servers that change an answer, and the values with which they do not. A shape that has a field takes
-# it; the table is only asked about fields that a shape does not know.
-FOREIGN_FIELDS: dict[str, tuple[Any, ...]] = {
-    # vLLM
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
-    "include_reasoning": (True,),
-    "return_tokens_as_token_ids": (False,),
-    "guided_whitespace_pattern": (),
-    "logprob_token_ids": ([],),
-    "repetition_detection": (),
-    "add_special_tokens": (False,),
-    "echo": (False,),
-    "best_of": (1,),
-    "suffix": ("",),
-    # SGLang
-    "min_new_tokens": (0,),
-    "no_stop_trim": (False,),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "return_hidden_states": (False,),
-    "custom_logit_processor": (),
-    "lora_path": (),
-    "session_params": ({},),
-    "stop_regex": ([],),
-    # llama.cpp
-    "n_predict": (-1,),
-    "mirostat": (0,),
-    "tfs_z": (1,),
-    "dynatemp_range": (0,),
-    "repeat_penalty": (1,),
-    "n_keep": (0, -1),
-    "n_probs": (0,),
-    "min_keep": (0,),
-    "n_indent": (0,),
-    "t_max_predict_ms": (0, -1),
-    "samplers": ([],),
-    "lora": ([],),
-    "image_data": ([],),
-    "adaptive_target": (-1,),
-    # text-generation-webui, TabbyAPI, Aphrodite
-    "mirostat_mode": (0,),
-    "tfs": (1,),
-    "typical": (1,),
-    "top_a": (0,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "smoothing_factor": (0,),
-    "guidance_scale": (1,),
-    "negative_prompt": ("",),
-    "penalty_alpha": (0,),
-    "encoder_repetition_penalty": (1,),
-    "no_repeat_ngram_size": (0,),
-    "custom_token_bans": ("", []),
-    "banned_tokens": ("", []),
-    "banned_strings": ("", []),
-    "ban_eos_token": (False,),
-    "dynamic_temperature": (False,),
-    "temperature_last": (False,),
-    "nsigma": (0,),
-    "repetition_penalty_range": (0,),
-    "dry_range": (0,),
-    "skew": (0,),
-    "grammar_string": ("",),
-    # Text Generation Inference
-    "max_new_tokens": (),
-    "do_sample": (True,),
-    "watermark": (False,),
-    "decoder_input_details": (False,),
-    "return_full_text": (False,),
-    "adapter_id": (),
-    # OpenRouter
-    "models": ([],),
-    "plugins": ([],),
-    "transforms": ([],),
-}
-_NO_MIROSTAT = (
-    "Its state is made of the probabilities of all earlier tokens, which a resumed answer does not have. Use "
-    "top_n_sigma, min_p or typical_p."
-)
-_HINTS = {
-    "max_new_tokens": "Use max_tokens.",
-    "n_predict": "Use max_tokens.",
-    "min_new_tokens": "Use min_tokens.",
-    "repeat_penalty": "Use repetition_penalty.",
-    "typical": "Use typical_p.",
-    "no_stop_trim": "Use include_stop_str_in_output.",
-    "ban_eos_token": "Use ignore_eos.",
-    "banned_strings": "Use bad_words.",
-    "n_probs": "Use logprobs.",
-    "lora_path": "Name the adapter as the model.",
-    "adapter_id": "Name the adapter as the model.",
-    "grammar_string": "Use structured_outputs.grammar.",
-    "nsigma": "Use top_n_sigma.",
-    "repetition_penalty_range": "Use repeat_last_n.",
-    "dry_range": "Use dry_penalty_last_n.",
-    "mirostat": _NO_MIROSTAT,
-    "mirostat_mode": _NO_MIROSTAT,
-    "use_beam_search": "Sample several answers with n, or the best of several with best_of.",
-} | {name: f"Use structured_outputs.{ours}." for name, ours in _GRAMMARS_ELSEWHERE.items()}
-FOREIGN_FIELDS |= dict.fromkeys(_GRAMMARS_ELSEWHERE, ())
-
-
-def refuse_foreign(field: str, value: Any) -> None:
-    """Raise InvalidRequest for a field of another server, unless its value changes nothing."""
-    if value is None or field not in FOREIGN_FIELDS:
-        return
-    if any(
-        value == each and isinstance(value, bool) == isinstance(each, bool) for each in FOREIGN_FIELDS[field]
-    ):
-        return
-    raise InvalidRequest(f"The field {field} is not supported.", param=field, hint=_HINTS.get(field))

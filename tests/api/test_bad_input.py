@@ -279,6 +279,41 @@ async def test_fields_of_other_servers_are_refused_by_name(path: str, field: str
     assert field in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "value", "hint"),
+    [
+        ("/v1/responses", "max_tokens", 5, "max_output_tokens"),
+        ("/v1/responses", "response_format", {"type": "json_object"}, "text.format"),
+        ("/v1/responses", "messages", [{"role": "user", "content": "x"}], "/v1/chat/completions"),
+        ("/v1/responses", "n", 2, "/v1/chat/completions"),
+        ("/v1/responses", "prompt_logprobs", 2, "/v1/completions"),
+        ("/v1/messages", "prompt_logprobs", 2, "/v1/completions"),
+        ("/v1/messages", "stop", ["x"], "stop_sequences"),
+        ("/v1/messages", "max_completion_tokens", 5, "max_tokens"),
+        ("/v1/messages", "response_format", {"type": "json_object"}, "output_config.format"),
+        (CHAT, "system", "Be brief.", "message"),
+        (CHAT, "stop_sequences", ["x"], "stop"),
+        (CHAT, "options", {"num_predict": 4}, "field of its own"),
+        (CHAT, "random_seed", 4, "seed"),
+        (COMPLETION, "max_completion_tokens", 5, "max_tokens"),
+        (COMPLETION, "messages", [{"role": "user", "content": "x"}], "/v1/chat/completions"),
+    ],
+)
+async def test_fields_of_other_apis_are_refused_with_the_right_name(
+    path: str, field: str, value: Any, hint: str
+) -> None:
+    body = {CHAT: chat(), COMPLETION: text(), "/v1/responses": {"input": "hi"}}.get(path, chat(max_tokens=5))
+    async with direct_client(engine := FakeEngine(script_text("fine"))) as client:
+        answer = await client.post(path, json=body | {field: value})
+        message = answer.json()["error"]["message"]
+        assert (answer.status_code, engine.added) == (400, [])
+        assert f"The field {field} " in message
+        assert hint in message
+        harmless = {"n": 1, "stop": [], "system": "", "stop_sequences": [], "options": {}}
+        answer = await client.post(path, json=body | {field: harmless.get(field)})
+        assert answer.status_code == 200
+
+
 @pytest.mark.parametrize("number", [b"1e999", b"1" * 20_000])
 async def test_numbers_out_of_range_in_unknown_fields_are_refused(number: bytes) -> None:
     status, error = await post(CHAT, json.dumps(chat()).encode()[:-1] + b', "unknown": ' + number + b"}")

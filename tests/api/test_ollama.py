@@ -15,7 +15,7 @@ from penstock.api.ollama.requests import _chat_messages as ollama_chat_messages
 from penstock.core.errors import PenstockError
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.plan import TokenEvent
-from penstock.core.request import Grammar, Request
+from penstock.core.request import Grammar, Request, Tier
 from tests.api.conftest import Serve, Served, direct_client
 from tests.api.scripted import THINKING_TEMPLATE, TOOL_TEMPLATE, prompt_of, scripted
 from tests.api.test_embeddings import close, embedding_engine, vector_of
@@ -133,6 +133,20 @@ def test_options(serve: Serve) -> None:
     sampling = engine.added[-1].sampling
     assert sampling.max_tokens == usual.max_tokens
     assert (sampling.top_k, sampling.temperature) == (None, 0)
+
+
+def test_options_of_the_other_dialects(serve: Serve) -> None:
+    engine = scripted("abc")
+    options = {"xtc_probability": 0.5, "logit_bias": {"5": 1.5}, "bad_words": ["no"], "dry_multiplier": 0.8}
+    more = {"min_tokens": 2, "priority": -1, "top_n_sigma": 1.5, "guided_regex": "abc?", "num_batch": 4}
+    client(serve(engine)).chat("bytes", [USER], options=options | more)
+    (asked,) = engine.added
+    sampling = asked.sampling
+    assert (sampling.xtc_probability, sampling.logit_bias, sampling.min_tokens) == (0.5, {5: 1.5}, 2)
+    assert (sampling.bad_words, sampling.top_n_sigma) == ((tuple(b"no"), tuple(b" no")), 1.5)
+    assert sampling.dry is not None
+    assert sampling.grammar is not None
+    assert asked.tier is Tier.PRIORITY
 
 
 def test_num_predict_ends_an_answer(serve: Serve) -> None:

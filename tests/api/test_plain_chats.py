@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
+from penstock.api.extensions import EXTENSION_FIELDS
+from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.openai.plain_chats import plain_chat
 from penstock.api.openai.requests import ChatCompletionRequest

@@ -134,6 +134,13 @@ async def test_stop_strings_wait_for_the_least_number_of_tokens() -> None:
     assert text_of(await ask(engine, "completions", stop="b.", min_tokens=3)) == "a.b.c.d"
 
 
+async def test_responses_stop_at_texts() -> None:
+    engine = FakeEngine(script_text("a.b"))
+    answer = await ask(engine, "responses", stop=".")
+    assert answer["output"][0]["content"][0]["text"] == "a"
+    assert engine.added[0].sampling.stop == (".",)
+
+
 @pytest.mark.parametrize("dialect", ["chat", "completions"])
 async def test_token_ids_come_with_the_answer(dialect: str) -> None:
     engine = FakeEngine(script_text("hey"))

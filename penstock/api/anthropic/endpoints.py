@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from penstock.api.anthropic.answers import PING, MessageEvents, message
 from penstock.api.anthropic.requests import GUARDED_FIELDS, CountTokensRequest, MessagesRequest
-from penstock.api.extensions import refuse_foreign
+from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.http.answers import EventStream, answer_whole, json_response
 from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
 from penstock.api.http.parsing import BodyDecoder

@@ -279,8 +279,8 @@ class BodyDecoder(Generic[Shape]):
 
     def _refuse_misspelt(self, unknown: Iterable[str]) -> None:
         for field in unknown:
-            if len(field) > 2 * max(map(len, self._guarded)):
-                continue
+            if field in self._guarded or len(field) > 2 * max(map(len, self._guarded)):
+                continue  # a right name that another shape has was checked before
             plain = field.lower().replace("-", "_")
             close = difflib.get_close_matches(plain, self._guarded, n=1, cutoff=_SIMILAR_ENOUGH)
             if close:

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
+from penstock.api.extensions import ExtensionFields
+from penstock.api.foreign_fields import FOREIGN_FIELDS, refuse_foreign
 from penstock.api.http.parsing import check_num_parts
 from penstock.api.openai.messages import FunctionDefinition
 from penstock.api.openai.requests import thinking_of
@@ -37,70 +39,65 @@ THINKING_LEVELS = ("low", "medium", "high")
 # Ollama's own, for a model whose makers recommend nothing.
 DEFAULTS = SamplingDefaults(temperature=0.8, top_k=40, top_p=0.9)
 REPEAT_LAST_N = 64  # the tokens that penalties look at where a request does not say
-# Options of samplers that are not supported, and the values with which they change nothing.
-REFUSED_OPTIONS: dict[str, tuple[float, ...]] = {"mirostat": (0,), "tfs_z": (0, 1)}
 
 Duration: TypeAlias = str | int | float  # "5m", or seconds
 Number: TypeAlias = int | float  # whole numbers may be written as 40.0
 
 
-class Options(msgspec.Struct, kw_only=True):
-    """The options that change an answer. `REFUSED_OPTIONS` would too. All others concern how Ollama loads a model,
-    and are ignored."""
+class Options(ExtensionFields, kw_only=True):
+    """The options that change an answer, under Ollama's names, and the extensions of the other dialects. Those of
+    other servers are refused. All others concern how Ollama loads a model, and are ignored."""
 
     num_predict: Number | None = None
     temperature: float | None = None
-    top_k: Number | None = None
+    top_k: Number | None = None  # type: ignore[assignment]
     top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    seed: Number | None = None
+    seed: Number | None = None  # type: ignore[assignment]
     repeat_penalty: float | None = None
-    repeat_last_n: Number | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    repeat_last_n: Number | None = None  # type: ignore[assignment]
     stop: str | list[str] | None = None
 
     @classmethod
     def of(cls, given: dict[str, Any] | None) -> Options:
-        for name, neutral in REFUSED_OPTIONS.items():
-            if given and given.get(name, neutral[0]) not in (None, *neutral):
-                raise InvalidRequest(f"The option {name} is not supported.", param=f"options.{name}")
+        for name, value in (given or {}).items():
+            if name not in _USED_OPTIONS:
+                refuse_foreign(name, value)
         try:
-            return msgspec.convert(given or {}, cls)
+            return msgspec.convert(given or {}, cls, str_keys=True)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"options: {error}.", param="options") from error
 
     def sampling(self, grammar: Grammar | None, logprobs: int | None) -> SamplingOptions:
         """Zero and negative numbers stand for no limit, except for a seed, where -1 stands for a random one, and for
         `repeat_last_n`, where 0 stands for no penalties."""
-        seed = _whole(self.seed, "seed")
-        top_k = _whole(self.top_k, "top_k")
+        options = self.extended_options()
+        options["seed"] = _whole(self.seed, "seed")
+        options["top_k"] = _whole(self.top_k, "top_k")
+        options["repeat_last_n"] = _whole(self.repeat_last_n, "repeat_last_n")
+        if options["seed"] == -1:
+            options["seed"] = None
+        if options["top_k"] is not None:
+            options["top_k"] = max(options["top_k"], 0)
+        if self.repeat_penalty is not None:
+            options["repetition_penalty"] = self.repeat_penalty
+        penalties = (self.repeat_penalty, self.presence_penalty, self.frequency_penalty)
+        if options["repeat_last_n"] is None and any(penalties):
+            options["repeat_last_n"] = REPEAT_LAST_N
         max_tokens = _whole(self.num_predict, "num_predict")
-        last_n = _whole(self.repeat_last_n, "repeat_last_n")
-        if last_n is None and (self.repeat_penalty or self.presence_penalty or self.frequency_penalty):
-            last_n = REPEAT_LAST_N
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return SamplingOptions(
+            **options,
             max_tokens=max_tokens if max_tokens and max_tokens > 0 else None,
             temperature=self.temperature,
-            top_k=top_k if top_k is None else max(top_k, 0),
             top_p=self.top_p,
-            min_p=self.min_p,
-            typical_p=self.typical_p,
-            seed=None if seed == -1 else seed,
-            repetition_penalty=self.repeat_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repeat_last_n=last_n,
             stop=tuple(text for text in stop if text),
-            grammar=grammar,
+            grammar=self.extended_grammar(grammar),
             logprobs=logprobs,
             fallback=DEFAULTS,
         )
 
 
-_KNOWN_OPTIONS = {field.name for field in msgspec.structs.fields(Options)} | {*REFUSED_OPTIONS}
+_USED_OPTIONS = frozenset(field.name for field in msgspec.structs.fields(Options))
 _SHOWN_NAMES = 8
 _SHOWN_NAME_CHARS = 40
 
@@ -131,8 +128,12 @@ class AnswerFields(msgspec.Struct, kw_only=True):
     @property
     def warnings(self) -> tuple[RequestWarning, ...]:
         """One warning that names the options without effect, if there are any."""
-        given = (name for name, value in (self.options or {}).items() if value is not None)
-        ignored = sorted(name[:_SHOWN_NAME_CHARS] for name in given if name not in _KNOWN_OPTIONS)
+        given = (
+            name
+            for name, value in (self.options or {}).items()
+            if value is not None and name not in FOREIGN_FIELDS
+        )
+        ignored = sorted(name[:_SHOWN_NAME_CHARS] for name in given if name not in _USED_OPTIONS)
         if not ignored:
             return ()
         names = ", ".join(ignored[:_SHOWN_NAMES]) + (", …" if len(ignored) > _SHOWN_NAMES else "")
@@ -140,13 +141,15 @@ class AnswerFields(msgspec.Struct, kw_only=True):
 
     def generation_request(self, prompt: Prompt) -> GenerationRequest:
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return GenerationRequest(
+        options = Options.of(self.options)
+        request = GenerationRequest(
             prompts=(prompt,),
-            sampling=Options.of(self.options).sampling(self._grammar(), logprobs),
+            sampling=options.sampling(self._grammar(), logprobs),
             model=self.model or None,
             endpoint=self.ENDPOINT,
             max_tokens_param="num_predict",
         )
+        return options.extended_request(request, has_tier=False)
 
     def chat_prompt(
         self, messages: tuple[ChatMessage, ...], tools: Iterable[OllamaTool] | None = None

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
+from penstock.api.extensions import EXTENSION_FIELDS
+from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.http.answers import EventStream, answer_whole
 from penstock.api.http.context import principal_of, with_context
 from penstock.api.http.errors import error_event

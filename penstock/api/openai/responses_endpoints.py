@@ -14,7 +14,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
+from penstock.api.extensions import EXTENSION_FIELDS
+from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole, json_response
 from penstock.api.http.context import (
     note_model,

@@ -76,6 +76,7 @@ class ResponseRequest(ExtensionFields, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
+    stop: str | list[str] | None = None  # an extension, as in vLLM
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
@@ -118,8 +119,10 @@ class ResponseRequest(ExtensionFields, kw_only=True):
     def to_generation(self, items: Sequence[InputItem], toolbox: Toolbox) -> GenerationRequest:
         """`items` are those of the whole conversation, this request's own at the end. `toolbox` holds its tools."""
         own = None if self.text is None or self.text.format is None else self.text.format.to_grammar()
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
         options: dict[str, Any] = {
             "max_tokens": self.max_output_tokens,
+            "stop": tuple(stop or ()),
             "temperature": self.temperature,
             "top_p": self.top_p,
             "logprobs": (self.top_logprobs or 0) if self.wants_logprobs else None,

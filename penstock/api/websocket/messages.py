@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
+from penstock.api.extensions import EXTENSION_FIELDS
+from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.http.errors import sentence
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.openai.answers import wire_finish_reason, wire_usage
