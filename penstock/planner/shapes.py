@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.errors import UsageError
-from penstock.planner.state_layers import StateLayers, layer_counts, state_layers
+from penstock.planner.mlp_layers import mlp_sizes
+from penstock.planner.state_layers import StateLayers, layer_counts, layer_kinds, state_layers
+from penstock.planner.varied_layers import layer_averages
 
 _LARGEST_SIZE = 1 << 24
 _GATED_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -39,6 +41,7 @@ class ModelShape:
     window: int | None = None
     num_window_layers: int = 0
     max_positions: int = 1 << 17
+    lookup_parameters: int = 0  # of tables beside the embedding that are looked up, not multiplied
 
     @property
     def embedding_parameters(self) -> int:
@@ -48,6 +51,7 @@ class ModelShape:
     def num_parameters(self) -> int:
         return (
             self.embedding_parameters * (1 if self.tied else 2)
+            + self.lookup_parameters
             + self._dense_parameters
             + self.num_expert_layers * self.num_experts * self.expert_parameters
         )
@@ -95,31 +99,29 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Read the sizes from a Hugging Face `config.json`, of a text model or of the text part of another."""
     inner = config.get("text_config")
     reader = _Reader(name, inner if isinstance(inner, Mapping) else config)
-    hidden, layers = reader.size("hidden_size", "n_embd"), reader.size("num_hidden_layers", "n_layer")
+    hidden = reader.size("hidden_size", "n_embd", "d_model")
+    kinds = layer_kinds(reader.values)
+    layers = reader.size(
+        *("num_hidden_layers", "n_layer", "num_layers", "n_layers"), default=len(kinds) if kinds else None
+    )
     counts = layer_counts(reader, layers)
     if not (hidden and layers and reader.size("vocab_size")):
         raise UsageError(f"The settings of {name} describe a model without layers.")
     default_heads = None if counts.attention else 1
-    heads = max(1, reader.size("num_attention_heads", "n_head", "num_heads", default=default_heads))
-    kv_heads = reader.size("num_key_value_heads", default=heads)
+    heads = max(
+        1, reader.size("num_attention_heads", "n_head", "num_heads", "n_heads", default=default_heads)
+    )
+    kv_heads = _num_kv_heads(reader, heads)
     head_dim = reader.size("head_dim", default=max(1, hidden // heads))
     attention, kv_numbers, head_size = _attention(reader, hidden, heads, kv_heads, head_dim)
-    count = reader.size("num_experts", "num_local_experts", "n_routed_experts", default=0)
-    dense = (
-        counts.mlp
-        if not count
-        else min(counts.mlp, reader.size("first_k_dense_replace", "num_dense_layers", default=0))
-    )
-    period = reader.size("expert_layer_period", default=0)  # the layers with experts come back
-    if count and period:
-        offset = reader.size("expert_layer_offset", default=1)
-        dense = counts.mlp - sum(index % period == offset for index in range(counts.mlp))
-    shared = reader.size("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
-    intermediate = reader.size("intermediate_size", "n_inner", default=4 * hidden)
-    if shared and not count:  # a model of a family with experts that has none
-        intermediate, shared = shared, 0
-    expert = reader.size("moe_intermediate_size", default=intermediate)
-    shared = shared or reader.size("n_shared_experts", default=0) * expert
+    mlp = mlp_sizes(reader, counts, layers, hidden)
+    varied = layer_averages(reader, layers, hidden, heads)
+    if varied is not None:
+        attention, kv_numbers, head_size = (
+            varied.attention_parameters,
+            varied.kv_numbers,
+            varied.head_size,
+        )
     window, window_layers = _windows(reader, layers)
     return ModelShape(
         name=name,
@@ -133,19 +135,31 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         vocab_size=reader.size("vocab_size"),
         tied=bool(reader.values.get("tie_word_embeddings", False)),
         attention_parameters=attention,
-        mlp_parameters=(2 if reader.values.get("mlp_hidden_act") == "relu2" else 3) * hidden * intermediate,
-        num_dense_layers=dense,
+        mlp_parameters=round(mlp.mlp_parameters * (varied.mlp_factor if varied else 1)),
+        lookup_parameters=varied.lookup_parameters if varied else 0,
+        num_dense_layers=mlp.num_dense_layers,
         num_attention_layers=counts.attention,
-        num_expert_layers=counts.mlp - dense,
+        num_expert_layers=counts.mlp - mlp.num_dense_layers,
         states=state_layers(reader, counts, hidden),
-        expert_parameters=3 * hidden * expert if count else 0,
-        shared_parameters=3 * hidden * shared,
-        num_experts=count,
-        experts_per_token=reader.size("num_experts_per_tok", "top_k_experts", default=1) if count else 0,
+        expert_parameters=mlp.expert_parameters,
+        shared_parameters=mlp.shared_parameters,
+        num_experts=mlp.num_experts,
+        experts_per_token=mlp.experts_per_token,
         window=window,
         num_window_layers=window_layers,
-        max_positions=reader.size("max_position_embeddings", "n_positions", default=1 << 17),
+        max_positions=reader.size(
+            *("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"), default=1 << 17
+        ),
     )
+
+
+def _num_kv_heads(reader: _Reader, heads: int) -> int:
+    values, inner = reader.values, reader.values.get("attn_config")
+    if values.get("multi_query") and not values.get("new_decoder_architecture"):
+        return 1
+    if isinstance(inner, Mapping) and isinstance(inner.get("kv_n_heads"), int):
+        return max(1, int(inner["kv_n_heads"]))
+    return reader.size("num_key_value_heads", "num_kv_heads", default=heads)
 
 
 def _attention(
@@ -162,7 +176,10 @@ def _attention(
     queries = heads * (rope + plain)
     parameters = (hidden + queries) * query if query else hidden * queries
     parameters += hidden * (latent + rope) + latent * heads * (plain + value) + heads * value * hidden
-    return parameters, latent + rope, latent + rope // 2
+    index = reader.size("index_head_dim", default=0)  # a search for the keys that are worth attention
+    index_heads = reader.size("index_n_heads", default=0) if index else 0
+    parameters += index_heads * ((query or hidden) * index + hidden) + hidden * index
+    return parameters, latent + rope + index, latent + rope // 2
 
 
 def _windows(reader: _Reader, num_layers: int) -> tuple[int | None, int]:

@@ -5,15 +5,19 @@ Hybrids mix them with attention. Which layer is of which kind stands in a `confi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.core.errors import UsageError
 
-_ATTENTION = frozenset({"full_attention", "attention", "sliding_attention", "chunked_attention", "*"})
+_ATTENTION = frozenset(
+    {"full_attention", "attention", "sliding_attention", "chunked_attention", "indexed_attention", "*"}
+)
 _STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "M"})
 _PLAIN = frozenset({"mlp", "-"})  # layers that are an MLP and nothing else
+_EXPERTS = frozenset({"moe", "E"})  # layers that are experts and nothing else
+_KNOWN = _ATTENTION | _STATE | _PLAIN | _EXPERTS
 _STATE_BYTES = 4  # of one number: states are added to for thousands of steps
 _CONVOLUTION_BYTES = 2
 
@@ -31,7 +35,8 @@ class Sizes(Protocol):
 class LayerCounts:
     attention: int
     state: int
-    mlp: int
+    mlp: int  # with and without experts
+    experts: int | None = None  # of those, where the kinds of layers tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,15 @@ class StateLayers:
     num_layers: int
     parameters: int  # of one layer
     state_bytes: int  # of one sequence in one layer
+
+
+def layer_kinds(values: Mapping[str, Any]) -> Sequence[Any]:
+    """The kind of each layer, where the settings tell: words, or letters of one text."""
+    for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
+        kinds = values.get(key)
+        if kinds and isinstance(kinds, list | str):
+            return kinds
+    return ()
 
 
 def layer_counts(reader: Sizes, num_layers: int) -> LayerCounts:
@@ -58,28 +72,25 @@ def layer_counts(reader: Sizes, num_layers: int) -> LayerCounts:
     if isinstance(values.get("attn_layer_indices"), list):
         attention = len(values["attn_layer_indices"])
         return LayerCounts(attention, num_layers - attention, num_layers)
-    kinds = (
-        values.get("layer_types")
-        or values.get("layers_block_type")
-        or values.get("hybrid_override_pattern")
-        or ()
-    )
+    kinds = layer_kinds(values)
     if not kinds and values.get("full_attention_interval"):
         attention = num_layers // reader.size("full_attention_interval")
         return LayerCounts(attention, num_layers - attention, num_layers)
     if not kinds:
         return LayerCounts(num_layers, 0, num_layers)
     for each in kinds:
-        if each not in _ATTENTION | _STATE | _PLAIN:
+        if not isinstance(each, str) or each not in _KNOWN:
             raise UsageError(
                 f"{reader.name} has layers of the kind {each!r:.40}, which the planner does not know.",
-                hint=f"Known are {', '.join(sorted(_ATTENTION | _STATE | _PLAIN))}.",
+                hint=f"Known are {', '.join(sorted(_KNOWN))}.",
             )
-    plain = sum(each in _PLAIN for each in kinds)
+    plain, experts = sum(each in _PLAIN for each in kinds), sum(each in _EXPERTS for each in kinds)
+    has_own = kind == "nemotron_h" or plain or experts
     return LayerCounts(
         attention=sum(each in _ATTENTION for each in kinds),
         state=sum(each in _STATE for each in kinds),
-        mlp=plain if kind == "nemotron_h" or plain else num_layers,
+        mlp=plain + experts if has_own else num_layers,
+        experts=experts if has_own else None,
     )
 
 
@@ -97,6 +108,12 @@ def state_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers
         state = values * reader.size("linear_key_head_dim")
         parameters = hidden * (2 * keys + 2 * values + 2 * num_values) + values * hidden
         return StateLayers(counts.state, parameters, state * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
+    if "linear_num_heads" in reader.values:  # a delta net with a gate for each channel
+        heads, width = reader.size("linear_num_heads"), reader.size("linear_head_dim")
+        inner = heads * width
+        kept = (reader.size("linear_conv_kernel_dim", default=4) - 1) * 3 * inner
+        parameters = 4 * hidden * inner + 2 * width * (hidden + inner) + hidden * heads
+        return StateLayers(counts.state, parameters, inner * width * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
     if reader.values.get("model_type") in ("mamba", "falcon_mamba", "jamba"):
         return _mamba1_layers(reader, counts, hidden)
     heads = reader.size("mamba_n_heads", "mamba_num_heads", "num_heads")
