@@ -1,7 +1,8 @@
 """Builds a Hugging Face `tokenizers` file from the vocabulary inside a GGUF file. Imports no torch.
 
-Three kinds exist: byte-level BPE with merges ("gpt2"), which splits text by a rule that GGUF only names;
-SentencePiece ("llama"), which stores scores in place of merges; and SentencePiece's pieces with merges ("gemma4").
+Four kinds are read: byte-level BPE with merges ("gpt2"), which splits text by a rule that GGUF only names;
+SentencePiece ("llama"), which stores scores in place of merges; SentencePiece's pieces with merges ("gemma4"); and
+WordPiece ("bert").
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from penstock.models.tokenizer_build import (
     merge_pairs,
     merges_from_scores,
     sentencepiece,
+    wordpiece,
 )
 
 # Control tokens that end an answer in any vocabulary; metadata often names only one.
@@ -66,9 +68,12 @@ def tokenizer_from_gguf(file: GGUFFile) -> TokenizerFiles:
     elif kind == "gemma4":
         merges = merge_pairs(set(tokens), _strings(fields, "merges"), fields.where)
         tokenizer, adds_bos = sentencepiece(tokens, types, merges, prefixes_space=False), True
+    elif kind == "bert":
+        tokens, tokenizer = wordpiece(tokens, fields.where)
+        adds_bos = False  # the file adds its first and last token itself
     else:
         raise ModelLoadError(
-            f"{fields.where} has a tokenizer of kind {kind!r}; known are gpt2, llama and gemma4."
+            f"{fields.where} has a tokenizer of kind {kind!r}; known are gpt2, llama, gemma4 and bert."
         )
     tokenizer["added_tokens"] = added_tokens(tokens, types)
     bos_token_id = _token_id(fields, "bos_token_id", tokens)

@@ -152,6 +152,53 @@ def sentencepiece(
     }
 
 
+def wordpiece(tokens: Sequence[str], where: str) -> tuple[list[str], Json]:
+    """Build BERT's WordPiece from GGUF's form of a vocabulary, in which "▁" begins the tokens that begin a word.
+    Returns BERT's form of the tokens too. Only a vocabulary without capitals is for text in lower case."""
+    own = [
+        token
+        if token.startswith("[") and token.endswith("]")
+        else token.removeprefix(_SPACE)
+        if token.startswith(_SPACE)
+        else f"##{token}"
+        for token in tokens
+    ]
+    vocabulary = _vocabulary(own)
+    missing = {"[UNK]", "[CLS]", "[SEP]"} - vocabulary.keys()
+    if missing:
+        raise ModelLoadError(f"{where} has no token {min(missing)}, which WordPiece needs.")
+    first, last = ({"SpecialToken": {"id": name, "type_id": 0}} for name in ("[CLS]", "[SEP]"))
+    text, second = ({"Sequence": {"id": name, "type_id": index}} for index, name in enumerate("AB"))
+    tokenizer = {
+        "version": "1.0",
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": not any(token != token.lower() for token in own if not token.startswith("[")),
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [first, text, last],
+            "pair": [first, text, last, second, {"SpecialToken": {"id": "[SEP]", "type_id": 1}}],
+            "special_tokens": {
+                name: {"id": name, "ids": [vocabulary[name]], "tokens": [name]} for name in ("[CLS]", "[SEP]")
+            },
+        },
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": vocabulary,
+        },
+    }
+    return own, tokenizer
+
+
 def merges_from_scores(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:

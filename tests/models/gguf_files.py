@@ -91,7 +91,7 @@ def write_vocabulary(path: Path, vocabulary: Vocabulary) -> Path:
     writer = GGUFWriter(path, "llama")
     vocabulary.write(writer)
     writer.add_tensor("output_norm.weight", np.ones(4, dtype=np.float32))
-    return _finish(writer, path)
+    return finish(writer, path)
 
 
 def write_model(
@@ -152,7 +152,7 @@ def write_model(
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_divisors(reference, rope))
-    _finish(writer, path)
+    finish(writer, path)
     return stored_values
 
 
@@ -378,7 +378,7 @@ def _llama3_divisors(reference: Reference, rope: dict[str, Any]) -> np.ndarray:
     return (plain / scaled).float().numpy()
 
 
-def _finish(writer: GGUFWriter, path: Path) -> Path:
+def finish(writer: GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
+from transformers import BertTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.load import load_tokenizer
@@ -200,10 +200,45 @@ def test_sentencepiece_kinds(name: str, tmp_path: Path) -> None:
     assert files.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
+@pytest.mark.parametrize("is_cased", [False, True])
+def test_wordpiece(is_cased: bool, tmp_path: Path) -> None:
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = sorted(
+        {letter for text in TEXTS for letter in (text if is_cased else text.lower()) if letter.strip()}
+    )
+    own = [
+        *specials,
+        *letters,
+        *(f"##{letter}" for letter in letters),
+        "hello",
+        "##ello",
+        "world",
+        "di",
+        "##gits",
+    ]
+    stored = [
+        token if token in specials else token[2:] if token.startswith("##") else f"▁{token}" for token in own
+    ]
+    types = [3] * len(specials) + [1] * (len(own) - len(specials))
+    settings = {"add_bos_token_id": 2, "add_eos_token_id": 3, "add_add_bos_token": True}
+    vocabulary = Vocabulary(kind="bert", pre=None, tokens=stored, types=types, merges=None, settings=settings)
+    path = write_vocabulary(tmp_path / "a.gguf", vocabulary)
+    table = {token: index for index, token in enumerate(own)}
+    theirs = BertTokenizer(vocab=table, do_lower_case=not is_cased)._tokenizer
+    ours = reloaded(path)
+    for text in TEXTS:
+        assert ours.encode(text).ids == theirs.encode(text).ids, text
+    assert ours.encode("a", "b").ids == theirs.encode("a", "b").ids
+    files = load_tokenizer(path)
+    assert files is not None
+    assert files.special_tokens == {"bos_token": "[CLS]", "eos_token": "[SEP]"}
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "message"),
     [
-        (Vocabulary(kind="bert"), "kind 'bert'"),
+        (Vocabulary(kind="t5"), "kind 't5'"),
+        (Vocabulary(kind="bert"), r"no token \[CLS\]"),
         (Vocabulary(pre="unheard-of"), "rule 'unheard-of'"),
         (Vocabulary(merges=["a c"]), "merges 'a c'"),
         (Vocabulary(merges=None), "no list of merges"),

@@ -107,7 +107,8 @@ class Encoder(ABC):
     def __init__(self, config: Any, loader: WeightLoader) -> None:
         self.config = config
         self._ops = loader.ops
-        self._prefix = next((each for each in self.prefixes if loader.has(f"{each}{self.first_tensor}")), "")
+        prefixes = *self.prefixes, "model."  # the last one of GGUF files
+        self._prefix = next((each for each in prefixes if loader.has(f"{each}{self.first_tensor}")), "")
         self._activation = _ACTIVATIONS[config.activation]
         self._load(loader)
         self.num_parameters = loader.num_parameters

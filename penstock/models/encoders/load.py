@@ -14,12 +14,14 @@ from penstock.models.encoders.bert import Bert, DistilBert, Electra, MPNet, Robe
 from penstock.models.encoders.deberta import DebertaV2
 from penstock.models.encoders.embedding_gemma import EmbeddingGemma
 from penstock.models.encoders.eurobert import EuroBert
+from penstock.models.encoders.gguf import is_gguf_encoder, open_gguf_encoder
 from penstock.models.encoders.modernbert import ModernBert
 from penstock.models.encoders.nomic_bert import NomicBert
-from penstock.models.pooling import PoolingSettings, architectures, read_pooling
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.pooling import PoolingSettings, architectures, gguf_pooling, read_pooling
 from penstock.models.pooling_head import Head, embedding_head
 from penstock.models.quantized_floats import open_folder
-from penstock.models.weights import OnProgress, RandomSource, WeightLoader, WeightSource
+from penstock.models.weights import OnProgress, RandomSource, WeightLoader
 
 ENCODERS: tuple[type[Encoder], ...] = (
     Bert,
@@ -59,6 +61,8 @@ def encoder_for(fields: Fields) -> type[Encoder] | None:
 
 def is_encoder(path: Path) -> bool:
     """Say whether the model is an encoder, which writes no text."""
+    if path.is_file():
+        return is_gguf_encoder(GGUFFile(path))
     settings = read_settings(path / "config.json") if path.is_dir() else None
     return settings is not None and encoder_for(Fields(settings, str(path / "config.json"))) is not None
 
@@ -71,13 +75,22 @@ def load_encoder(
     seed: int = 0,
     on_progress: OnProgress | None = None,
 ) -> LoadedEncoder:
+    if path.is_file():
+        file = GGUFFile(path)
+        kind, fields, source = open_gguf_encoder(file)
+        settings, loader = (
+            gguf_pooling(file, is_decoder=False),
+            WeightLoader(source, ops, on_progress=on_progress),
+        )
+        model = kind(kind.read_config(fields), loader)
+        return LoadedEncoder(model, embedding_head(settings, model.config.hidden_size, ops.device), settings)
     fields = Fields(read_settings(path / "config.json") or {}, str(path / "config.json"))
     encoder = encoder_for(fields)
     if encoder is None:
         known = ", ".join(sorted(each.name for each in ENCODERS))
         raise ModelLoadError(f"{fields.where} names no encoder that is known; known are {known}.")
     settings = read_pooling(path, fields, is_decoder=False)
-    source: WeightSource = (
+    source = (
         RandomSource(seed, norm_offset=0.0, device=ops.device)
         if load_format == "random"
         else open_folder(path, None, is_pickled=load_format == "pt")

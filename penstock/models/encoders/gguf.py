@@ -1,0 +1,116 @@
+"""Reads encoders from GGUF files: BERT and NomicBERT with WordPiece vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core.errors import ModelLoadError
+from penstock.models.config import Fields
+from penstock.models.encoders.base import Encoder
+from penstock.models.encoders.bert import Bert
+from penstock.models.encoders.nomic_bert import NomicBert
+from penstock.models.gguf_config import metadata_fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import GGUFSource
+from penstock.models.layout import Layout, LayoutSource
+from penstock.models.weights import WeightSource
+
+_TABLES = {
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFEncoder:
+    """An encoder, the names that folders have for its tensors, and its settings by the keys of `config.json`."""
+
+    encoder: type[Encoder]
+    names: Mapping[str, str]
+    settings: Callable[[GGUFFile, Fields], dict[str, Any]]
+
+
+def _bert_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
+    return {"max_position_embeddings": _rows(file, "position_embd.weight"), "hidden_act": "gelu"}
+
+
+def _nomic_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
+    theta = fields.number("rope.freq_base", 1000.0)
+    return {
+        "max_position_embeddings": fields.integer("context_length"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+    }
+
+
+_KNOWN = {
+    "bert": GGUFEncoder(
+        Bert,
+        {
+            **_TABLES,
+            "position_embd": "embeddings.position_embeddings",
+            "token_embd_norm": "embeddings.LayerNorm",
+            "blk": "encoder.layer",
+            "attn_q": "attention.self.query",
+            "attn_k": "attention.self.key",
+            "attn_v": "attention.self.value",
+            "attn_output": "attention.output.dense",
+            "attn_output_norm": "attention.output.LayerNorm",
+            "ffn_up": "intermediate.dense",
+            "ffn_down": "output.dense",
+            "layer_output_norm": "output.LayerNorm",
+        },
+        _bert_settings,
+    ),
+    "nomic-bert": GGUFEncoder(
+        NomicBert,
+        {
+            **_TABLES,
+            "token_embd_norm": "emb_ln",
+            "blk": "encoder.layers",
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.out_proj",
+            "attn_output_norm": "norm1",
+            "ffn_up": "mlp.fc11",
+            "ffn_gate": "mlp.fc12",
+            "ffn_down": "mlp.fc2",
+            "layer_output_norm": "norm2",
+        },
+        _nomic_settings,
+    ),
+}
+
+
+def is_gguf_encoder(file: GGUFFile) -> bool:
+    return file.architecture in _KNOWN
+
+
+def open_gguf_encoder(file: GGUFFile) -> tuple[type[Encoder], Fields, WeightSource]:
+    """Return the encoder of a file, its settings, and its tensors under the names of folders."""
+    known, fields = _KNOWN[file.architecture], metadata_fields(file)
+    tokenizer = file.metadata.get("tokenizer.ggml.model")
+    if tokenizer != "bert":
+        raise ModelLoadError(
+            f"{file.path.name} is an encoder with a tokenizer of kind {tokenizer!r}; known is bert.",
+            hint="Give the folder of the original checkpoint.",
+        )
+    settings = {
+        "hidden_size": fields.integer("embedding_length"),
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "num_hidden_layers": fields.integer("block_count"),
+        "num_attention_heads": fields.integer("attention.head_count"),
+        "layer_norm_eps": fields.number("attention.layer_norm_epsilon", 1e-12),
+        "vocab_size": _rows(file, "token_embd.weight"),
+        "type_vocab_size": _rows(file, "token_types.weight"),
+        **known.settings(file, fields),
+    }
+    source = LayoutSource(GGUFSource(file), Layout(names=known.names))
+    return known.encoder, Fields(settings, file.path.name), source
+
+
+def _rows(file: GGUFFile, name: str) -> int:
+    if name not in file.tensors:
+        raise ModelLoadError(f"{file.path.name} has no tensor {name}.")
+    shape = file.tensors[name].shape
+    return shape[0] if len(shape) > 1 else 1
