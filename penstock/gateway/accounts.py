@@ -23,7 +23,8 @@ from penstock.gateway.prompts import Usage
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks for what, and the most that the request can use, which is known once its prompts are tokenized."""
+    """The caller of a request, its model, and the most tokens that the request can use. The number of tokens is known
+    once the prompts are tokenized."""
 
     request_id: str
     principal: Principal
@@ -87,7 +88,8 @@ class Limiter(Protocol):
         ...
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
-        """What is left now; nothing is taken. Without a model, only limits that hold for all models count."""
+        """Return what is left of the limits now, and take nothing. Without a model, only the limits that hold for all
+        models count."""
         ...
 
 

@@ -255,7 +255,7 @@ def _check_tools(tools: Sequence[Tool]) -> None:
 
 
 def _is_deeper_than(limit: int, value: Any) -> bool:
-    """Whether a value is nested more deeply. Without recursion, because the value is a client's."""
+    """Return whether a value is nested more deeply. Without recursion, because the value is a client's."""
     level = [value]
     for _ in range(limit):
         inner: list[Any] = []

@@ -170,7 +170,8 @@ class Gateway:
         return self._dispatch(work, account)
 
     def _authorize(self, request: GenerationRequest, *, is_internal: bool) -> PreparedRequest:
-        """Who may ask which model for what. The only step that looks up the model, save for a guard's detour."""
+        """Check that the caller may use the model as the request asks. No other step looks up the model, except
+        when a guard sends the request to another model."""
         now = self.clock.now()
         self._queue_times.observe(self.engine.stats, now)
         self.check_accepting(is_admitted=is_internal)
@@ -289,7 +290,7 @@ class Gateway:
         return True
 
     def queue_drain_s(self) -> float:
-        """How many seconds the engine will need for the requests that wait now."""
+        """Return how many seconds the engine will need for the requests that wait now."""
         stats = self.engine.stats
         self._queue_times.observe(stats, self.clock.now())
         return self._queue_times.drain_s(stats, self.metrics.mean_answer_tokens)

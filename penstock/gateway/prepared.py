@@ -64,7 +64,7 @@ class PreparedRequest:
     warnings: tuple[RequestWarning, ...] = ()  # for the answer
 
     def claim(self) -> Claim:
-        """What the request may use at most, as far as it is known by now."""
+        """Return what the request may use at most, as far as it is known by now."""
         input_tokens = output_tokens = 0
         if self.prompts:
             input_tokens = sum([len(prompt.token_ids) for prompt in self.prompts])

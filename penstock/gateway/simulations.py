@@ -182,7 +182,7 @@ def _lengths(text: str) -> str:
 
 
 def _sentence(complaints: str) -> str:
-    """What the command said: `Error: …`, perhaps with a hint."""
+    """Return what the command said: `Error: …`, perhaps with a hint."""
     lines = complaints.splitlines()
     said = [line.partition(": ")[2] for line in lines if line.startswith(("Error: ", "Hint: "))]
     return " ".join(said)[:500] or "The simulation failed."

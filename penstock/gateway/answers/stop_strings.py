@@ -55,7 +55,7 @@ class StopMatcher:
         return buffer[: len(buffer) - num_held]
 
     def finish(self) -> str:
-        """What was held back, now that no stop string can come any more."""
+        """Return what was held back, now that no stop string can come any more."""
         held, self._held = self._held, ""
         return held
 

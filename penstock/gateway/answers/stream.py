@@ -41,7 +41,7 @@ class StreamContext(Protocol):
     max_buffer_bytes: int
 
     def queue_drain_s(self) -> float:
-        """How many seconds the engine will need for the requests that wait now."""
+        """Return how many seconds the engine will need for the requests that wait now."""
         ...
 
 

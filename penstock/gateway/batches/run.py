@@ -322,7 +322,7 @@ class _TryAgain(Exception):
 
 
 def _may_pass(error: PenstockError) -> bool:
-    """Whether an error may pass with time, rather than come from the line itself."""
+    """Return whether an error may pass with time, rather than come from the line itself."""
     if isinstance(error, RateLimited):
         return error.waiting_helps
     return isinstance(error, Overloaded | EngineUnavailable | StoreUnavailable | LimitsUnavailable)

@@ -15,7 +15,8 @@ _ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 def is_blob_id(text: str) -> bool:
-    """Whether it could be one: nothing that a path, a URL or a database would read otherwise."""
+    """Return whether a text can be the id of a blob: it has nothing that a path, a URL or a database would read
+    in another way."""
     return _ID.fullmatch(text) is not None
 
 
@@ -72,5 +73,5 @@ class Blobs(Protocol):
         ...
 
     def local_path(self, blob_id: str) -> Path | None:
-        """Where the operating system finds the blob; None if it is not on a disk."""
+        """Return where the operating system finds the blob; None if it is not on a disk."""
         ...

@@ -37,7 +37,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 @dataclass(frozen=True, slots=True)
 class S3Access:
-    """Who asks, and where. Without an endpoint it is Amazon's of the region."""
+    """The credentials for an object store, and its address. Without an endpoint, the store is Amazon's."""
 
     key_id: str
     secret: str = field(repr=False)

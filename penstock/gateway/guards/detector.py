@@ -102,7 +102,7 @@ def _one_of(alternatives: Sequence[str], *, folds_case: bool) -> str:
 
 
 def _opening_of(items: Sequence[Any]) -> list[list[str]]:
-    """What stands at the first few places of every match, place by place."""
+    """Return what stands at the first few places of every match, place by place."""
     places: list[list[str]] = []
     for operation, argument in items:
         if operation is tokens.AT:
@@ -131,7 +131,7 @@ def _characters_of(items: Sequence[Any]) -> Iterator[str]:
 
 
 def _first_of(items: Sequence[Any]) -> tuple[list[str], bool]:
-    """What a sequence of nodes may begin with, and whether it may be empty."""
+    """Return what a sequence of nodes may begin with, and whether it may be empty."""
     found: list[str] = []
     for operation, argument in items:
         if _is_character(operation):
@@ -195,7 +195,7 @@ def _in_set(character: str) -> str:
 
 
 def _folds_case_inside(items: Sequence[Any]) -> bool:
-    """Whether any group ignores case on its own account, as (?i:…) does."""
+    """Return whether any group ignores case on its own account, as (?i:…) does."""
     for operation, argument in items:
         if operation is tokens.SUBPATTERN and argument[1] & re.IGNORECASE:
             return True

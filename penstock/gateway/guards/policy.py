@@ -61,7 +61,7 @@ _IBAN_LENGTHS = {
 
 
 def _end_after(text: str, start: int, end: int, num_characters: int) -> int | None:
-    """Where the `num_characters`-th letter or digit of a candidate ends; None when it has fewer."""
+    """Return where the `num_characters`-th letter or digit of a candidate ends; None when it has fewer."""
     for position in range(start, end):
         if text[position].isalnum():
             num_characters -= 1

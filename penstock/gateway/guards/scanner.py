@@ -86,7 +86,7 @@ class Scanner:
         return self._advance(text, is_final=False, is_json=is_json)
 
     def finish(self, *, is_json: bool = False) -> str:
-        """What was held back, now that no more text comes."""
+        """Return what was held back, now that no more text comes."""
         return self._advance("", is_final=True, is_json=is_json)
 
     def _advance(self, text: str, *, is_final: bool, is_json: bool) -> str:

@@ -194,7 +194,7 @@ def usage_totals(connection: Connection, query: UsageQuery) -> list[UsageTotal]:
 
 
 def spent_between(connection: Connection, first_day: int, end_day: int) -> list[SpendRecord]:
-    """What was spent from `first_day` on and before `end_day`."""
+    """Return what was spent from `first_day` on and before `end_day`."""
     columns = usage_spend.c
     select = sa.select(
         columns.day, columns.workspace_id, columns.key_id, columns.model, columns.cost_picodollars

@@ -67,7 +67,7 @@ def merge(pages: Sequence[bytes]) -> bytes:
 
 
 def _join_of(family_name: str) -> Join:
-    """How values of this metric are joined. `family_name` has the prefix, as on a page."""
+    """Return how values of this metric are joined. `family_name` has the prefix, as on a page."""
     name = family_name.removeprefix(PREFIX).removeprefix(VLLM_PREFIX)
     return METRICS[name].join if name in METRICS else "sum"
 

@@ -294,12 +294,12 @@ class ModelMetrics:
 
     @property
     def first_token_s(self) -> Histogram:
-        """Of all tiers, as they stand now."""
+        """The times to the first token of all tiers, as they stand now."""
         return added_up([each.first_token_s for each in self.latencies_by_tier.values()])
 
     @property
     def inter_token_s(self) -> Histogram:
-        """Of all tiers, as they stand now."""
+        """The times between tokens of all tiers, as they stand now."""
         return added_up([each.inter_token_s for each in self.latencies_by_tier.values()])
 
     def latencies(self, tier: Tier) -> Latencies:

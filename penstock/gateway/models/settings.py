@@ -267,7 +267,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keys: dict[str, ModelAccess] = {}
 
     def allows(self, principal: Principal, names: tuple[str, ...]) -> bool:
-        """Whether a caller may use a model that goes by these names. The key itself, its table here and its
+        """Return whether a caller may use a model that goes by these names. The key itself, its table here and its
         workspace's must all allow it."""
         if not any(map(principal.may_use, names)):
             return False

@@ -144,7 +144,7 @@ class Meter:
         return most is not None and self.num_running + self.running_elsewhere >= most
 
     def is_whole(self, now: float) -> bool:
-        """Whether a new meter would decide in the same way, so that this meter can be forgotten."""
+        """Return whether a new meter would decide in the same way, so that this meter can be forgotten."""
         if self.num_running:
             return False
         buckets = _present((self.requests, self.input_tokens, self.output_tokens))
@@ -173,7 +173,7 @@ class CallerMeters:
         pass
 
     def admits(self, now: float) -> bool:
-        """Whether one more request may begin. A caller in debt for tokens must wait."""
+        """Return whether one more request may begin. A caller in debt for tokens must wait."""
         for bucket in self._requests:
             if not bucket.fits(1, now):
                 return False
@@ -183,7 +183,7 @@ class CallerMeters:
         return self.fits(NOTHING, now)
 
     def fits(self, demand: Demand, now: float) -> bool:
-        """Whether every token bucket allows the demand."""
+        """Return whether every token bucket allows the demand."""
         for bucket in self._inputs:
             if not bucket.fits(demand.input_tokens, now):
                 return False

@@ -296,7 +296,7 @@ class RedisLimiter:
         return caller
 
     async def _spends(self, limits: CallerLimits) -> list[Spend]:
-        """What each subject that applies has spent, in order."""
+        """Return what each subject that applies has spent, in order."""
         return [
             await self.local.spending.spent(subject) if resolved.has_budget else NOTHING_SPENT
             for subject, resolved in limits.applying

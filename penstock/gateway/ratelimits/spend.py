@@ -32,12 +32,12 @@ NOTHING_SPENT = Spend()
 
 class SpendTracker(Protocol):
     async def spent(self, subject: Subject) -> Spend:
-        """What a subject's settled requests cost today and this month. Usually answers from memory, without
+        """Return what a subject's settled requests cost today and this month. Usually answers from memory, without
         suspending; the ledger settles a request in the same turn of the event loop in which the limiter does."""
         ...
 
     def cost_microdollars(self, claim: Claim, usage: Usage) -> float:
-        """What `usage` of the claim's model and tier costs."""
+        """Return what `usage` of the claim's model and tier costs."""
         ...
 
 
@@ -101,7 +101,7 @@ class Demand(NamedTuple):
     microdollars: float
 
     def without_input(self, num_tokens: int) -> tuple[int, Demand]:
-        """How many of `num_tokens` are reserved here, and what is left without them."""
+        """Return how many of `num_tokens` are reserved here, and what is left without them."""
         taken = min(num_tokens, self.input_tokens)
         return taken, self._replace(input_tokens=self.input_tokens - taken)
 

@@ -46,7 +46,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_event_bytes is not None
 
     def is_lost(self, now: float) -> bool:
-        """Whether the gateway that should finish it has gone."""
+        """Return whether the gateway that should finish the response has gone."""
         return not self.is_final and (self.lease_until is None or self.lease_until <= now)
 
 
@@ -83,7 +83,7 @@ class ResponseStore(Protocol):
         ...
 
     async def events(self, workspace_id: str, response_id: str, first: int) -> list[tuple[int, bytes]]:
-        """What was added from the event number `first` on, in order, and maybe a few events before."""
+        """Return what was added from the event number `first` on, in order, and maybe a few events before."""
         ...
 
 

@@ -131,7 +131,7 @@ def decode_answer(data: bytes) -> RecordedAnswer:
 
 
 def is_repeatable(batches: Iterable[Sequence[Delta]]) -> bool:
-    """Whether every answer came to an end of its own."""
+    """Return whether every answer came to an end of its own."""
     return all(
         delta.finish_reason in _REPEATABLE
         for deltas in batches

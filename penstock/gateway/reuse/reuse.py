@@ -130,7 +130,7 @@ class AnswerReuse(Collector):
         return RecordingAnswer(await generate(work), self._settings.max_entry_bytes, keep)
 
     async def _probe(self, work: PreparedRequest) -> Probe | None:
-        """Where to look for similar requests; None if nobody wants that, or there is no vector now."""
+        """Return where to look for similar requests; None if nobody wants that, or there is no vector now."""
         settings = self._similar
         if not settings.enabled or settings.model is None or self.embed is None:
             return None

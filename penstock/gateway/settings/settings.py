@@ -264,7 +264,7 @@ def _with_only(value: Any, path: Path, key: str) -> Any:
 
 
 def _mentioned_line(error: ConfigError, text: str) -> int | None:
-    """Where the error of a part's own check points: to a key it names, or else to the first place of a word it
+    """Return where the error of a part's own check points: to a key it names, or else to the first place of a word it
     quotes."""
     lines = key_lines(text)
     for dotted in [error.param or "", *_DOTTED.findall(error.message)]:

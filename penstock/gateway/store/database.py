@@ -319,7 +319,7 @@ def _create_postgresql(url: sqlalchemy.URL) -> Engine:
 
 
 def _is_outage(error: Exception) -> bool:
-    """Whether an error means that the database is away, rather than that the statement is wrong."""
+    """Return whether an error means that the database is away, rather than that the statement is wrong."""
     outages = (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError, sqlalchemy.exc.TimeoutError)
     if getattr(getattr(error, "orig", None), "sqlstate", None) == _ENDED_IDLE_TRANSACTION:
         return True

@@ -161,7 +161,7 @@ class IssuedKey(msgspec.Struct, frozen=True):
 
 
 def could_be_id(text: str) -> bool:
-    """Whether a text has the form of an id. Other texts are not looked up, because databases do not take every
+    """Return whether a text has the form of an id. Other texts are not looked up, because databases do not take every
     text."""
     return 0 < len(text) <= MAX_ID_LENGTH and text.isascii() and text.isprintable()
 

@@ -100,7 +100,7 @@ def marked_pieces(prompt: ChatPrompt) -> list[Piece]:
 
 
 def locate(prompt: ChatPrompt, pieces: Sequence[Piece], text: str, render: Render) -> list[KeptText]:
-    """Where the marked prefixes of a chat, rendered as `text`, end; in ascending order."""
+    """Return where the marked prefixes of a chat, rendered as `text`, end; in ascending order."""
     finder = _Finder(prompt, pieces, text, render)
     ends = {number: finder.end_of(number) for number, piece in enumerate(pieces) if piece.mark is not None}
     kept: dict[int, KeptText] = {}

@@ -253,8 +253,9 @@ def _compiled(text: str) -> tuple[str | None, list[str]]:
 
 
 def _least_common_multiple(text: str) -> int:
-    """Of all numbers that schemas name by `multipleOf`, as whole numbers. A matcher may need that many states, if a
-    schema combines its demands, but few for zeros at the end. A grammar may spell the keyword by escapes."""
+    """Return the least common multiple of all numbers that schemas name by `multipleOf`, as whole numbers. A matcher
+    may need that many states, if a schema combines its demands, but few for zeros at the end. A grammar may spell the
+    keyword by escapes."""
     plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)), text)
     result = 1
     for found in _MULTIPLE.finditer(plain):

@@ -66,7 +66,7 @@ class TextTokenizer:
         )
 
     def _goes_direct(self, num_characters: int) -> bool:
-        """Whether a text is encoded on the event loop, at once."""
+        """Return whether a text is encoded on the event loop, at once."""
         if num_characters > min(DIRECT_ENCODE_CHARS, self._direct_room):
             return False
         if self._direct_room == DIRECT_CHARS_PER_TURN:
@@ -153,7 +153,7 @@ class TextTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.decode, token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for on its own; not always whole characters."""
+        """Return what a token stands for on its own; not always whole characters."""
         return self._token_bytes[token_id]
 
     def token_id(self, text: str) -> int | None:
@@ -274,7 +274,7 @@ _decode_file = msgspec.json.Decoder(_TokenizerFile).decode
 
 
 def _shrink_factor(normalizer: dict[str, Any] | None) -> int:
-    """How many characters of a text may become one before the text is tokenized."""
+    """Return how many characters of a text may become one before the text is tokenized."""
     if normalizer is None:
         return 1
     steps = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]

@@ -109,8 +109,8 @@ def _structures(tools: tuple[Tool, ...], tool_format: ToolFormat) -> tuple[Tagge
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """Of a tool that is not strict, keywords that cannot be enforced are passed over. A tool without parameters takes
-    none."""
+    """Return the schema of a tool's arguments. For a tool that is not strict, it lacks the keywords that cannot be
+    enforced. A tool without parameters takes no arguments."""
     schema = tool.parameters or NO_PARAMETERS
     return schema if tool.strict else lenient(schema)
 

@@ -196,7 +196,7 @@ class CallParser(SectionParser):
         self._leave_section()
 
     def _raw_body(self) -> list[str]:
-        """What stood between the opening marker and here, such as the bracket of a list."""
+        """Return what stood between the opening marker and here, such as the bracket of a list."""
         return self._raw[1:]
 
     def _fall_back(self, rest: str) -> None:

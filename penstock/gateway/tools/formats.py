@@ -92,7 +92,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         return "".join(self.parameters.written(name, value) for name, value in given.items())
 
     def instructions(self, tools: tuple[Tool, ...]) -> str:
-        """What a model reads about tools whose template knows nothing of them."""
+        """Return what a model reads about tools whose template knows nothing of them."""
         signatures = "\n".join(json.dumps(tool_schema(tool), ensure_ascii=False) for tool in tools)
         arguments = "<arguments as a JSON object>"
         if self.parameters is not None:

@@ -53,7 +53,7 @@ class PlainText:
 
 
 def held_length(text: str, markers: Iterable[str]) -> int:
-    """How much of the end of `text` may be the beginning of one of `markers`."""
+    """Return how much of the end of `text` may be the beginning of one of `markers`."""
     longest = 0
     for marker in markers:
         for length in range(min(len(marker) - 1, len(text)), longest, -1):
@@ -64,7 +64,7 @@ def held_length(text: str, markers: Iterable[str]) -> int:
 
 
 def first_marker(text: str, markers: Iterable[str]) -> tuple[int, str] | None:
-    """Where the first of `markers` stands, and which it is."""
+    """Return where the first of `markers` stands, and which it is."""
     found = [(position, marker) for marker in markers if (position := text.find(marker)) >= 0]
     return min(found, default=None)
 

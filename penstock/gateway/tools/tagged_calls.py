@@ -218,7 +218,7 @@ class _ParameterValue:
         self.is_complete = False
 
     def push(self, text: str) -> tuple[int, str]:
-        """How much of `text` was taken, and the JSON that it adds."""
+        """Return how much of `text` was taken, and the JSON that it adds."""
         end = self._tags.end
         position = text.find(end)
         if self._types == {"string"}:
