@@ -14,9 +14,10 @@ import pytest
 import yaml
 
 from penstock.api.http.authenticate import OPEN_PATHS
+from penstock.core.config import ServeConfig
 from penstock.gateway.settings.settings import parse_settings
 from penstock.serve import environment
-from penstock.serve.config import settings
+from penstock.serve.config import external_servers_of, settings
 from tests.deploy.chart import (
     CHART,
     EXAMPLES,
@@ -34,6 +35,8 @@ from tests.deploy.monitoring_files import reader, rules
 
 EVERYTHING: dict[str, Any] = FLEET | {
     "settings": "[limits.key]\nrequests_per_minute = 600\n",
+    "external": '[[external]]\nurl = "http://vllm.models"\ndiscover = "kubernetes"\n',
+    "discovery": {"enabled": True, "namespaces": ["models"]},
     "imagePullSecrets": [{"name": "registry"}],
     "tls": {"secretName": "penstock-tls"},
     "gateway": {"autoscaling": {"enabled": True}, "nodeSelector": {"disk": "ssd"}},
@@ -77,9 +80,11 @@ class TestManifests:
                 kubernetes_validate.validate(manifest, version, strict=True)
 
     def test_no_two_objects_have_one_name(self, manifests: list[Manifest]) -> None:
-        names = [(each["kind"], each["metadata"]["name"]) for each in manifests]
+        names = [
+            (each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in manifests
+        ]
         assert len(names) == len(set(names))
-        assert all(len(name) <= 63 for _, name in names)
+        assert all(len(name) <= 63 for *_, name in names)
 
     def test_selectors_find_their_pods_and_no_others(self, manifests: list[Manifest]) -> None:
         pods = {
@@ -114,7 +119,7 @@ class TestManifests:
                 assert ("Secret", name) in known or name in theirs
 
     def test_flags_and_variables_exist(self, manifests: list[Manifest]) -> None:
-        flags = {setting.flag for setting in settings().values()}
+        flags = {setting.flag for setting in settings().values()} | {"--config"}
         for workload in workloads(manifests).values():
             role, *arguments = container(workload)["args"]
             assert role in ("serve", "gateway", "engine", "control")
@@ -162,7 +167,9 @@ class TestManifests:
     def test_pods_have_no_rights_that_they_do_not_need(self, manifests: list[Manifest]) -> None:
         for workload in workloads(manifests).values():
             assert pod_spec(workload)["securityContext"]["runAsNonRoot"]
-            assert not pod_spec(workload)["automountServiceAccountToken"]
+            may_discover = "serviceAccountName" in pod_spec(workload)
+            assert pod_spec(workload)["automountServiceAccountToken"] == may_discover
+            assert not may_discover or container(workload)["args"][0] in ("serve", "gateway")
             assert container(workload)["securityContext"]["readOnlyRootFilesystem"]
             assert container(workload)["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
@@ -205,6 +212,37 @@ def test_rules_and_dashboards_are_those_of_the_monitoring_kit() -> None:
     }
     assert len(boards) == 3
     assert all(board["uid"] == name.removesuffix(".json") for name, board in boards.items())
+
+
+def test_external_servers_reach_the_server(tmp_path: Path) -> None:
+    manifests = render(EVERYTHING)
+    gateway = container(workloads(manifests)["penstock-gateway"])
+    assert "--config=/etc/penstock/penstock.toml" in gateway["args"]
+    file = tmp_path / "penstock.toml"
+    file.write_text(of_kind(manifests, "ConfigMap")["penstock-settings"]["data"]["penstock.toml"])
+    (server,) = external_servers_of(ServeConfig(external_file=str(file)))
+    assert (server.url, server.discover) == ("http://vllm.models", "kubernetes")
+
+
+def test_pods_that_answer_may_list_endpoint_slices_and_nothing_else_if_asked_for() -> None:
+    manifests = render(EVERYTHING)
+    roles = [each for each in manifests if each["kind"] == "Role"]
+    assert {role["metadata"]["namespace"] for role in roles} == {"llm", "models"}
+    for role in roles:
+        assert role["rules"] == [
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list"]}
+        ]
+    bindings = [each for each in manifests if each["kind"] == "RoleBinding"]
+    assert {binding["metadata"]["namespace"] for binding in bindings} == {"llm", "models"}
+    for binding in bindings:
+        assert binding["roleRef"]["name"] == roles[0]["metadata"]["name"]
+        (subject,) = binding["subjects"]
+        assert (subject["kind"], subject["namespace"]) == ("ServiceAccount", "llm")
+        assert subject["name"] in of_kind(manifests, "ServiceAccount")
+    accounts = {name: pod_spec(each).get("serviceAccountName") for name, each in workloads(manifests).items()}
+    assert accounts.pop("penstock-gateway") == bindings[0]["subjects"][0]["name"]
+    assert set(accounts.values()) == {None}
+    assert not {"Role", "RoleBinding", "ServiceAccount"} & {each["kind"] for each in render(FLEET)}
 
 
 def test_settings_reach_the_server() -> None:
@@ -256,6 +294,8 @@ def test_servers_with_a_certificate_are_asked_by_https() -> None:
         (FLEET | {"gateway": {"data": {"accessMode": "ReadWriteOnce"}}}, "must be ReadWriteMany"),
         ({"monitoring": {"serviceMonitor": {"enabled": True}}}, "a key with the scope metrics"),
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
+        ({"external": EVERYTHING["external"]}, "need discovery.enabled"),
+        ({"discovery": {"namespaces": ["Models"]}}, "discovery.namespaces.0: Does not match pattern"),
     ],
 )
 def test_values_out_of_range_are_refused_with_a_sentence(changes: dict[str, Any], said: str) -> None:

@@ -44,13 +44,27 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets: {{ toYaml . | nindent 2 }}
 {{- end }}
-automountServiceAccountToken: false
 securityContext:
   runAsNonRoot: true
   runAsUser: 10001
   runAsGroup: 10001
   fsGroup: 10001
   seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{/* Pods that answer requests may ask the Kubernetes API for external servers; no other pod has a token. */}}
+{{- define "penstock.frontAccount" -}}
+{{- if .Values.discovery.enabled }}
+serviceAccountName: {{ include "penstock.name" . }}-discovery
+automountServiceAccountToken: true
+{{- else }}
+automountServiceAccountToken: false
+{{- end }}
+{{- end }}
+
+{{/* Whether the pods that answer requests have files from the chart. */}}
+{{- define "penstock.hasFiles" -}}
+{{- if or .Values.settings .Values.external }}true{{ end -}}
 {{- end }}
 
 {{- define "penstock.containerBasics" -}}
@@ -76,6 +90,9 @@ envFrom:
 - --log-format=json
 {{- if .Values.settings }}
 - --settings=/etc/penstock/settings.toml
+{{- end }}
+{{- if .Values.external }}
+- --config=/etc/penstock/penstock.toml
 {{- end }}
 {{- with .Values.filesUrl }}
 - --files-url={{ . }}
@@ -110,7 +127,7 @@ lifecycle:
 {{- define "penstock.frontMounts" -}}
 - {name: data, mountPath: /data}
 - {name: temporary, mountPath: /tmp}
-{{- if .Values.settings }}
+{{- if include "penstock.hasFiles" . }}
 - {name: settings, mountPath: /etc/penstock}
 {{- end }}
 {{- if .Values.tls.secretName }}
@@ -120,7 +137,7 @@ lifecycle:
 
 {{- define "penstock.frontVolumes" -}}
 - {name: temporary, emptyDir: {}}
-{{- if .Values.settings }}
+{{- if include "penstock.hasFiles" . }}
 - name: settings
   configMap: {name: {{ include "penstock.name" . }}-settings}
 {{- end }}
