@@ -133,6 +133,17 @@ class GGUFFile:
         return name
 
 
+def gguf_architecture(path: Path) -> str | None:
+    """Read the architecture of a file alone. Writers put it first, and vocabularies take long to read."""
+    first = split_parts(path)[0]
+    reader = _Reader(_map(first), first.name)
+    for _ in range(_read_header(reader)[1]):
+        key, value = reader.string(), reader.value(reader.u32())
+        if key == "general.architecture":
+            return str(value)
+    return None
+
+
 class _OneFile:
     def __init__(self, path: Path, part: int) -> None:
         self.path = path

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.reference import TorchOps
-from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_file import GGUFFile, gguf_architecture
 from penstock.models.load import load_model, load_tokenizer, open_checkpoint
 from tests.models.checkpoints import Reference
 from tests.models.gguf_files import write_model
@@ -43,6 +43,7 @@ def string(text: str) -> bytes:
 
 def test_agrees_with_the_gguf_package(sound_file: Path) -> None:
     ours, theirs = GGUFFile(sound_file), GGUFReader(sound_file)
+    assert gguf_architecture(sound_file) == ours.architecture
     own_fields = {"GGUF.version", "GGUF.tensor_count", "GGUF.kv_count"}
     assert ours.metadata == {
         key: entry.contents() for key, entry in theirs.fields.items() if key not in own_fields

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ModelLoadError
@@ -12,7 +13,7 @@ from penstock.models.encoders.base import Encoder
 from penstock.models.encoders.bert import Bert
 from penstock.models.encoders.nomic_bert import NomicBert
 from penstock.models.gguf_config import metadata_fields
-from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_file import GGUFFile, gguf_architecture
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.layout import Layout, LayoutSource
 from penstock.models.weights import WeightSource
@@ -82,8 +83,8 @@ _KNOWN = {
 }
 
 
-def is_gguf_encoder(file: GGUFFile) -> bool:
-    return file.architecture in _KNOWN
+def is_gguf_encoder(path: Path) -> bool:
+    return gguf_architecture(path) in _KNOWN
 
 
 def open_gguf_encoder(file: GGUFFile) -> tuple[type[Encoder], Fields, WeightSource]:
