@@ -18,9 +18,10 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight, WeightData
+from penstock.models.hqq_source import HQQSource
 from penstock.models.pickled_source import PickledSource
 from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
-from penstock.models.stored_quantization import MXFP4, BitsAndBytes, Float4, Scaled, StoredQuantization
+from penstock.models.stored_quantization import HQQ, MXFP4, BitsAndBytes, Float4, Scaled, StoredQuantization
 from penstock.models.weights import Part, Stacked, take_columns
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ def open_folder(
             return StackedFloat4Source(files, kind)
         case BitsAndBytes():
             return BitsAndBytesSource(files, kind)
+        case HQQ():
+            return HQQSource(files, kind)
         case _:
             return QuantizedSource(files, kind)
 

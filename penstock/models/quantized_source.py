@@ -197,7 +197,15 @@ class QuantizedSource:
 
     def is_quantized(self, name: str) -> bool:
         stem = name.removesuffix(".weight")
-        beside = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax")
+        beside = (
+            "qweight",
+            "weight_packed",
+            "weight_scale",
+            "weight_scale_inv",
+            "SCB",
+            "weight.absmax",
+            "W_q",
+        )
         return any(f"{stem}.{each}" in self._names for each in beside)
 
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:

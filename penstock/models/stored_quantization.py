@@ -18,7 +18,6 @@ _REFUSED = {
     "bitnet": "BitNet",
     "aqlm": "AQLM",
     "quip": "QuIP",
-    "hqq": "HQQ",
     "eetq": "EETQ",
     "torchao": "torchao",
 }
@@ -74,7 +73,12 @@ class BitsAndBytes:
     """bitsandbytes: nf4, fp4 or int8, as the tensors of each matrix say."""
 
 
-StoredQuantization = AWQ | GPTQ | Scaled | Compressed | MXFP4 | Float4 | BitsAndBytes
+@dataclass(frozen=True, slots=True)
+class HQQ:
+    """HQQ: 1 to 8 bits in groups, as the tensors of each matrix say."""
+
+
+StoredQuantization = AWQ | GPTQ | Scaled | Compressed | MXFP4 | Float4 | BitsAndBytes | HQQ
 
 
 def stored_quantization(fields: Fields) -> StoredQuantization | None:
@@ -109,10 +113,12 @@ def stored_quantization(fields: Fields) -> StoredQuantization | None:
             return Float4() if algorithm == "NVFP4" else Scaled()
         case "bitsandbytes":
             return BitsAndBytes()
+        case "hqq":
+            return HQQ()
     shown = _REFUSED.get(method, repr(method))
     raise ModelLoadError(
         f"{fields.where} describes weights quantized by {shown}, which cannot be read; "
-        "known are AWQ, GPTQ, fp8, MXFP4, compressed-tensors, ModelOpt and bitsandbytes.",
+        "known are AWQ, GPTQ, fp8, MXFP4, compressed-tensors, ModelOpt, bitsandbytes and HQQ.",
         hint=_HINT,
     )
 

@@ -275,6 +275,47 @@ def bitsandbytes(kind: str) -> Layout:
     return Layout(settings, as_int8 if kind == "int8" else quantize)
 
 
+HQQ_PACKINGS = {
+    8: ("8bit_u8", 1),
+    4: ("4bit_u8", 2),
+    3: ("3bit_32", 10),
+    2: ("2bit_u8", 4),
+    1: ("1bit_u8", 8),
+}
+
+
+def hqq(bits: int, group: int, axis: int) -> Layout:
+    """The matrix is cut into groups; then the first part of the groups' rows is in the highest bits of all words."""
+    packing, per_word = HQQ_PACKINGS[bits]
+
+    def quantize(weight: Tensor) -> Quantized:
+        cut = weight.reshape(-1, group) if axis == 1 else weight.reshape(group, -1)
+        low, high = cut.amin(axis, keepdim=True), cut.amax(axis, keepdim=True)
+        scales = ((high - low) / (2**bits - 1)).half()
+        zeros = (-low / scales.float()).half()  # seldom a whole number
+        codes = (cut / scales.float() + zeros.float()).round().clamp(0, 2**bits - 1)
+        dense = ((codes - zeros.float()) * scales.float()).reshape(weight.shape)
+        missing = -len(codes) % per_word
+        padded = torch.cat([codes, torch.zeros(missing, codes.shape[1])]).int()
+        words = torch.zeros(len(padded) // per_word, codes.shape[1], dtype=torch.int32)
+        for index, rows in enumerate(padded.chunk(per_word)):
+            words |= rows << (bits * (per_word - 1 - index))
+        tensors = {
+            "W_q": words if bits == 3 else words.to(torch.uint8),
+            "scale": scales,
+            "zero": zeros,
+            "nbits": torch.tensor(bits, dtype=torch.int32),
+            "group_size": torch.tensor(group, dtype=torch.int32),
+            "axis": torch.tensor(axis, dtype=torch.int32),
+            "shape": torch.tensor(weight.shape),
+            "packing": torch.tensor(list(packing.encode()), dtype=torch.uint8),
+        }
+        return Quantized(tensors, dense)
+
+    params = {"nbits": bits, "group_size": group, "axis": axis}
+    return Layout({"quant_method": "hqq", "quant_config": {"weight_quant_params": params}}, quantize)
+
+
 def modelopt_float8() -> Layout:
     return Layout({"quant_method": "modelopt", "quant_algo": "FP8"}, float8("tensor").quantize)
 
@@ -304,6 +345,13 @@ LAYOUTS: dict[str, Layout] = {
     "bitsandbytes int8": bitsandbytes("int8"),
     "bitsandbytes nf4": bitsandbytes("nf4"),
     "bitsandbytes nf4, nested": bitsandbytes("nf4 nested"),
+    "HQQ": hqq(4, 32, 1),
+    "HQQ 8 bits": hqq(8, 32, 1),
+    "HQQ 3 bits": hqq(3, 16, 1),
+    "HQQ 2 bits": hqq(2, 16, 1),
+    "HQQ 1 bit": hqq(1, 32, 1),
+    "HQQ, unpacked": hqq(4, 64, 0),
+    "HQQ 3 bits, unpacked": hqq(3, 64, 0),
 }
 
 

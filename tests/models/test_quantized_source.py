@@ -55,7 +55,9 @@ def test_weights_decode_without_loss_and_stay_packed(name: str, folder: Path) ->
     source = open_checkpoint(folder).source()
     for stem, rows, columns in ((UP, 96, 64), ("model.layers.1.mlp.down_proj", 64, 96)):
         weight = source.matrix(f"{stem}.weight", rows, columns)
-        assert isinstance(weight, DenseWeight if "nf4" in name else GroupQuantWeight | Float8Weight)
+        assert isinstance(
+            weight, DenseWeight if "nf4" in name or "unpacked" in name else GroupQuantWeight | Float8Weight
+        )
         assert weight.shape == (rows, columns)
         values = weight.values if isinstance(weight, DenseWeight) else weight.dequantize()
         torch.testing.assert_close(values, dense[f"{stem}.weight"], rtol=1e-5, atol=1e-6)
@@ -113,7 +115,7 @@ def settings_of(folder: Path, **quantization: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "hqq"}, "quantized by HQQ, which cannot"),
+        ({"quant_method": "aqlm"}, "quantized by AQLM, which cannot"),
         (
             {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
             "quant_algo 'W4A8_AWQ', which cannot be read",
@@ -173,6 +175,15 @@ def damage(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
             torch.zeros(3),
             "does not describe",
         ),
+        (
+            "HQQ",
+            f"{UP}.W_q",
+            torch.zeros(5, 32, dtype=torch.uint8),
+            r"W_q of shape \[5, 32\] does not hold 6144",
+        ),
+        ("HQQ", f"{UP}.scale", torch.ones(5, 1), "zero points of shape"),
+        ("HQQ", f"{UP}.packing", torch.tensor([65, 66], dtype=torch.uint8), "packed as 'AB'"),
+        ("HQQ", f"{UP}.zero", None, "no tensor"),
         ("SmoothQuant int8", f"{UP}.weight", torch.zeros(96, 64, dtype=torch.int16), r"torch\.int16"),
     ],
 )
