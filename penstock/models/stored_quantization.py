@@ -101,10 +101,9 @@ def stored_quantization(fields: Fields) -> StoredQuantization | None:
             return Scaled(_block(inner.raw("weight_block_size"), inner))
         case "fbgemm_fp8":
             return Scaled()
-        case "compressed-tensors" if inner.raw("format") in _FLOAT4_FORMATS:
-            return Float4()
         case "compressed-tensors":
-            return _compressed(inner)
+            _refuse_transforms(inner)
+            return Float4() if inner.raw("format") in _FLOAT4_FORMATS else _compressed(inner)
         case "mxfp4":
             return MXFP4()
         case "modelopt":
@@ -135,6 +134,16 @@ def _gptq(fields: Fields) -> GPTQ:
     layout = fields.text("checkpoint_format", "gptq")
     _require(fields, "checkpoint_format", layout, ("gptq", "gptq_v2"))
     return GPTQ(8 if bits == 8 else 4, _group(fields, "group_size"), 0 if layout == "gptq_v2" else 1)
+
+
+def _refuse_transforms(fields: Fields) -> None:
+    """Raise ModelLoadError for weights that are right only beside rotations of their inputs, which are not computed
+    here."""
+    transforms = fields.raw("transform_config")
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        raise ModelLoadError(
+            f"{fields.where} describes rotated weights (transform_config), which cannot be read.", hint=_HINT
+        )
 
 
 def _compressed(fields: Fields) -> Compressed:

@@ -127,6 +127,18 @@ def settings_of(folder: Path, **quantization: Any) -> None:
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "not two sizes"),
+        *(
+            (
+                {
+                    "quant_method": "compressed-tensors",
+                    "format": form,
+                    "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}},
+                    "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}},
+                },
+                "rotated weights",
+            )
+            for form in ("pack-quantized", "nvfp4-pack-quantized")
+        ),
         (
             {
                 "quant_method": "compressed-tensors",
