@@ -1,10 +1,10 @@
 """What faults cost a shared fleet of real processes: `python -m bench.shared_faults [--streams 24]`.
 
-Starts Redis, PostgreSQL, two hosts of engines, two gateways and two control processes. Clients stream answers, one
-after the other, while one part is killed, frozen for 20 s, or cut off from the others for 20 s: in both directions,
-or in one. Every answer is compared with the one that is right (the model echoes its prompt), and every answered
-request is looked up in the ledger. Prints a table in Markdown; exits with 1 if a token was lost or repeated, an
-answer was billed twice or never, or two leaders acted. Cuts need root, `ip`, `nft` and `nsenter`
+Starts Redis, PostgreSQL, an object store, two hosts of engines, two gateways and two control processes. Clients
+stream answers, one after the other, while one part is killed, frozen for 20 s, or cut off from the others for 20 s:
+in both directions, or in one. Every answer is compared with the one that is right (the model echoes its prompt),
+and every answered request is looked up in the ledger. Prints a table in Markdown; exits with 1 if a token was lost
+or repeated, an answer was billed twice or never, or two leaders acted. Cuts need root, `ip`, `nft` and `nsenter`
 (`network_namespaces`); without them, all parts are on loopback, and no part is cut off.
 """
 
@@ -36,6 +36,7 @@ FAULT_S = 20.0  # of a freeze or a cut
 AWAY_S = 5.0  # before a killed part is started again
 SETTLE_S = 4.0  # of undisturbed streams before the fault, and after it
 MAX_TOKENS = 400
+STORE = "object store"  # in its rows, one more client sends files and reads them back
 HEADS = (
     "fault",
     "answered",
@@ -56,6 +57,7 @@ class Tally:
     reconnected: int = 0
     refused: int = 0  # answered with an error, then asked again
     longest_pause_s: float = 0.0
+    num_files: int = 0  # sent and read back
 
 
 async def stream(rig: Rig, number: int, client: int, over: asyncio.Event, tally: Tally) -> None:
@@ -72,6 +74,8 @@ async def stream(rig: Rig, number: int, client: int, over: asyncio.Event, tally:
             async with rig.http.stream("POST", f"{rig.urls[gateway]}/v1/completions", json=body) as answer:
                 if answer.status_code != 200:
                     tally.refused += 1
+                    said = (await answer.aread()).decode(errors="replace")
+                    print(f"{rig.urls[gateway]}: {answer.status_code} {said}", file=sys.stderr)
                     await asyncio.sleep(0.5)
                     continue
                 async for line in answer.aiter_lines():
@@ -87,6 +91,33 @@ async def stream(rig: Rig, number: int, client: int, over: asyncio.Event, tally:
             tally.reconnected += 1
             print(f"{rig.urls[gateway]}: {error!r} after {len(text)} characters", file=sys.stderr)
             gateway = 1 - gateway
+            await asyncio.sleep(0.1)
+
+
+async def keep_files(rig: Rig, over: asyncio.Event, tally: Tally) -> None:
+    """One client: sends a file to one gateway, reads it from the other, and removes it."""
+    asked = 0
+    while not over.is_set():
+        content = f"the content of file {asked} ".encode() * 100
+        first, second = (f"{rig.urls[(asked + place) % 2]}/v1/files" for place in range(2))
+        asked += 1
+        try:
+            sent = await rig.http.post(
+                first, data={"purpose": "user_data"}, files={"file": ("notes.txt", content)}
+            )
+            sent.raise_for_status()
+            name = sent.json()["id"]
+            read = await rig.http.get(f"{second}/{name}/content")
+            read.raise_for_status()
+            tally.wrong += read.content != content
+            tally.num_files += 1
+            (await rig.http.delete(f"{first}/{name}")).raise_for_status()
+        except httpx.HTTPStatusError:
+            tally.refused += 1
+            await asyncio.sleep(0.5)
+        except httpx.HTTPError as error:
+            tally.reconnected += 1
+            print(f"{first}: {error!r} for a file", file=sys.stderr)
             await asyncio.sleep(0.1)
 
 
@@ -207,6 +238,20 @@ async def freeze_postgres(rig: Rig) -> None:
         await asyncio.sleep(pause_s)
 
 
+async def kill_store(rig: Rig) -> None:
+    assert rig.store is not None
+    rig.store.stop()
+    await asyncio.sleep(AWAY_S)
+    await asyncio.to_thread(rig.store.start)  # without its files
+
+
+async def freeze_store(rig: Rig) -> None:
+    assert rig.store is not None
+    rig.store.freeze()
+    await asyncio.sleep(rig.fault_s)
+    rig.store.thaw()
+
+
 FAULTS: dict[str, Fault] = {
     "gateway killed": killed(_gateway),
     "gateway frozen": frozen(_gateway),
@@ -219,6 +264,8 @@ FAULTS: dict[str, Fault] = {
     "Redis frozen": freeze_redis,
     "PostgreSQL killed": kill_postgres,
     "PostgreSQL frozen": freeze_postgres,
+    f"{STORE} killed": kill_store,
+    f"{STORE} frozen": freeze_store,
 }
 
 PARTS = {
@@ -227,6 +274,7 @@ PARTS = {
     "host": node_of(_host),
     "Redis": node_named("redis"),
     "PostgreSQL": node_named("postgres"),
+    STORE: node_named("store"),
 }
 CUTS: dict[str, Fault] = {
     f"{part} {how}": cut(pick, sends=sends, receives=receives)
@@ -257,6 +305,8 @@ async def measure(rig: Rig, number: int, name: str, num_streams: int) -> Row:
     over, tally, epochs = asyncio.Event(), Tally(), EpochWatch(rig)
     watching = asyncio.create_task(epochs.keep_looking())
     clients = [asyncio.create_task(stream(rig, number, client, over, tally)) for client in range(num_streams)]
+    if name.startswith(STORE):
+        clients.append(asyncio.create_task(keep_files(rig, over, tally)))
     await asyncio.sleep(SETTLE_S)
     struck_s = time.monotonic()
     await {**FAULTS, **CUTS}[name](rig)
@@ -295,15 +345,17 @@ async def run(folder: Path, options: argparse.Namespace, made: Network | None) -
     rows = []
     print("| " + " | ".join(HEADS) + " |")
     print("|---" * len(HEADS) + "|")
-    with fleet(folder, made) as rig:
+    has_store = any(name.startswith(STORE) for name in options.only)
+    with fleet(folder, made, has_store=has_store) as rig:
         await rig.until_well()
         rig.fault_s = options.fault_s
         for number, name in enumerate(options.only):
             row = await measure(rig, number, name, options.streams)
             tally = row.tally
+            files = f" and {tally.num_files} files" if tally.num_files else ""
             cells = (
                 name,
-                len(tally.answered),
+                f"{len(tally.answered)}{files}",
                 tally.reconnected,
                 tally.refused,
                 tally.wrong,

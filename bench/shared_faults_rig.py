@@ -25,6 +25,7 @@ from penstock.cluster.redis_registry import RedisRegistry
 from penstock.cluster.registry import RegistryError
 from penstock.cluster.transport import free_port
 from penstock.gateway.store.database import Database
+from tests.gateway.blobs.object_store import BUCKET, ObjectStore, running_store
 from tests.gateway.ratelimits.redis_server import RedisServer, running_redis
 from tests.gateway.store.postgres_server import PostgresServer, running_postgres
 
@@ -68,9 +69,11 @@ class Rig:
         nodes: dict[str, Node],
         files: Path = ROOT,
         gateway_options: Sequence[str] = (),
+        store: ObjectStore | None = None,
     ) -> None:
-        """`files` is the folder of the package, perhaps of another version."""
-        self.redis, self.postgres, self.nodes = redis, postgres, nodes
+        """`files` is the folder of the package, perhaps of another version. Files of clients are in `store`, if there
+        is one."""
+        self.redis, self.postgres, self.nodes, self.store = redis, postgres, nodes, store
         environment = {
             **os.environ,
             "PENSTOCK_REGISTRY": redis.url,
@@ -79,6 +82,13 @@ class Rig:
             "PENSTOCK_JOIN_TOKEN": JOIN_TOKEN,
             "PENSTOCK_DATA_DIR": str(folder),
         }
+        if store is not None:
+            environment |= {
+                "PENSTOCK_FILES_URL": f"s3://{BUCKET}/files",
+                "AWS_ENDPOINT_URL": store.endpoint,
+                "AWS_ACCESS_KEY_ID": "id",
+                "AWS_SECRET_ACCESS_KEY": "secret",
+            }
 
         def process(name: str, *command: str) -> Process:
             host = nodes[name].host if name in nodes else LOOPBACK
@@ -168,8 +178,10 @@ def fleet(
     *,
     files: Path = ROOT,
     gateway_options: Sequence[str] = (),
+    has_store: bool = False,
 ) -> Iterator[Rig]:
-    nodes = {} if network is None else {name: network.node(name) for name in (*NAMES, "redis", "postgres")}
+    names = [*NAMES, "redis", "postgres", *(["store"] if has_store else [])]
+    nodes = {} if network is None else {name: network.node(name) for name in names}
     with contextlib.ExitStack() as stack:
         if network is None:
             redis = stack.enter_context(running_redis())
@@ -177,7 +189,11 @@ def fleet(
         else:
             redis = stack.enter_context(running_redis(nodes["redis"].host, nodes["redis"].prefix))
             postgres = stack.enter_context(running_postgres(nodes["postgres"].host, nodes["postgres"].file))
-        rig = Rig(folder, redis, postgres, nodes, files, gateway_options)
+        store = None
+        if has_store:
+            where = (nodes["store"].host, nodes["store"].prefix) if nodes else ()
+            store = stack.enter_context(running_store(*where))
+        rig = Rig(folder, redis, postgres, nodes, files, gateway_options, store)
         for process in rig.processes:
             process.start()
         try:

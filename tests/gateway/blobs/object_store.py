@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import httpx
@@ -20,7 +20,11 @@ BUCKET = "penstock-tests"
 
 
 class ObjectStore:
-    def __init__(self) -> None:
+    """Keeps its port over `stop` and `start`, and its data only while it runs. `prefix` goes before its command, to
+    run it where the address `host` is."""
+
+    def __init__(self, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> None:
+        self._host, self._prefix = host, prefix
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port: int = probe.getsockname()[1]
@@ -28,7 +32,7 @@ class ObjectStore:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://{self._host}:{self._port}"
 
     @property
     def access(self) -> S3Access:
@@ -38,7 +42,8 @@ class ObjectStore:
         return S3Client(f"s3://{BUCKET}/{prefix}", self.access)
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)]
+        server = [sys.executable, "-m", "moto.server", "-H", self._host, "-p", str(self._port)]
+        command = [*self._prefix, *server]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
         while True:
@@ -66,9 +71,9 @@ class ObjectStore:
 
 
 @contextmanager
-def running_store() -> Iterator[ObjectStore]:
+def running_store(host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> Iterator[ObjectStore]:
     pytest.importorskip("moto", reason="needs the extra dev")
-    store = ObjectStore()
+    store = ObjectStore(host, prefix)
     store.start()
     try:
         yield store
