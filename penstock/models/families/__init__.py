@@ -24,6 +24,7 @@ from penstock.models.families import (
     llama4,
     mamba,
     mamba2,
+    minimax,
     ministral,
     mixtures,
     nemotron_h,
@@ -106,4 +107,5 @@ FAMILIES: tuple[type[Decoder], ...] = (
     qwen_next.Qwen3Next,
     kimi_linear.KimiLinear,
     olmo_hybrid.OlmoHybrid,
+    minimax.MiniMax,
 )

@@ -1,0 +1,186 @@
+"""MiniMax Text 01 in transformers' form: most layers are lightning attention, a scan whose heads decay at fixed
+speeds, and some are attention. Layers continue from their normed inputs, and each has experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.kernels.states import ScanLayer, StateShapes
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RecurrentConfig
+from penstock.models.experts import FUSED_EXPERTS, MIXTRAL_NAMES, ExpertMLP, load_experts, num_experts
+from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
+from penstock.models.layers import Attention, LayerLoader, RMSNorm
+from penstock.models.layout import Layout, StoredRows
+from penstock.models.recurrent import HybridDecoder, LayerCache, StateMixer, recurrent_settings
+from penstock.models.sharding import balanced, scaled
+from penstock.models.weights import LinearPart
+
+_NORM_EPS = 1e-6  # of lightning attention, whatever the settings say of other norms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniMaxConfig(ArchitectureConfig):
+    """Factors of what a half of a layer reads, and of what it adds: of lightning attention, attention and experts."""
+
+    linear_factors: tuple[float, float]
+    attention_factors: tuple[float, float]
+    mlp_factors: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class LightningAttention(StateMixer):
+    """Lightning attention: the first product gives queries, keys and values, and gates of the normed output."""
+
+    scan: ScanLayer
+    head_dim: int
+    norm: RMSNorm  # over the heads of all ranks, which have `whole_width` numbers
+    whole_width: int
+
+    @property
+    def state_shapes(self) -> StateShapes:
+        return ((len(self.scan.decay), self.head_dim, self.head_dim),)
+
+    def mix(self, ops: Ops, projected: Tensor, states: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
+        heads = len(self.scan.decay)
+        width = heads * self.head_dim
+        mixed = F.silu(projected[:, : 3 * width]).unflatten(1, (3, heads, self.head_dim))
+        query, key, value = mixed.unbind(1)
+        step = projected.new_zeros(len(projected), heads)  # every step is 1
+        made = ops.selective_scan(value, step, query, key, self.scan, states[0], batch).flatten(1)
+        sums = ops.add_up(made.square().sum(dim=1, keepdim=True))
+        normed = made * torch.rsqrt(sums / self.whole_width + self.norm.eps) * self.norm.weight
+        return (normed * torch.sigmoid(projected[:, 3 * width :].float())).to(projected.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class MiniMaxLayer:
+    norm: RMSNorm
+    attention: Attention | None
+    mixer: LightningAttention | None
+    mlp_norm: RMSNorm
+    mlp: ExpertMLP
+
+
+class MiniMax(HybridDecoder):
+    name = "minimax"
+    huggingface_names = ("MiniMaxForCausalLM", "minimax")
+    config: MiniMaxConfig
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        base = common_huggingface_config(fields, cls.name, default_theta=1_000_000.0)
+        kinds = layer_kinds(fields, base.num_layers, {"linear_attention", "full_attention"})
+        if kinds is None:
+            kinds = tuple(
+                ("full_attention", "linear_attention")[index % 2] for index in range(base.num_layers)
+            )
+        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
+
+        def factors(name: str) -> tuple[float, float]:
+            return fields.number(f"{name}_alpha_factor", 1.0), fields.number(f"{name}_beta_factor", 1.0)
+
+        settings = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+        settings |= {
+            "windows": (window,) * base.num_layers,
+            "experts": ExpertsConfig(
+                count=fields.integer("num_local_experts", 8),
+                per_token=fields.integer("num_experts_per_tok", 2),
+                intermediate_size=base.intermediate_size,
+                normalizes=True,
+            ),
+            "recurrent": RecurrentConfig(
+                layers=frozenset(index for index, kind in enumerate(kinds) if kind == "linear_attention"),
+                conv_width=1,
+                num_heads=base.num_heads,
+                head_dim=base.head_dim,
+                num_groups=base.num_heads,
+                state_size=base.head_dim,
+            ),
+        }
+        return MiniMaxConfig(
+            **settings,
+            linear_factors=factors("linear_attn"),
+            attention_factors=factors("full_attn"),
+            mlp_factors=factors("mlp"),
+        )
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        """Return the rows of lightning attention, whose queries, keys and values lie side by side for each head."""
+        stored, size = "self_attn.qkv_proj", config.num_heads * config.head_dim
+        rows = torch.arange(3 * size).view(config.num_heads, 3, config.head_dim)
+        cut = {
+            f"self_attn.{part}_proj": StoredRows(stored, 3 * size, rows[:, index].flatten())
+            for index, part in enumerate(("query", "key", "value"))
+        }
+        names = {**MIXTRAL_NAMES, "self_attn.output_gate": "self_attn.gate_proj"}
+        return Layout(names=names, cut=cut, experts=FUSED_EXPERTS, num_experts=num_experts(config))
+
+    def load_layer(self, load: LayerLoader) -> MiniMaxLayer:
+        is_linear = load.index in recurrent_settings(load.config).layers
+        return MiniMaxLayer(
+            norm=load.rms_norm("input_layernorm"),
+            attention=None if is_linear else load.attention(),
+            mixer=_load_lightning(load) if is_linear else None,
+            mlp_norm=load.rms_norm("post_attention_layernorm"),
+            mlp=load_experts(load),
+        )
+
+    def run_layer(
+        self, layer: MiniMaxLayer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
+    ) -> None:
+        hidden = layer.norm(ops, residual)
+        if layer.mixer is not None:
+            made, (kept, added) = layer.mixer(ops, hidden, cache.states, batch), self.config.linear_factors
+        else:
+            assert layer.attention is not None
+            made, (kept, added) = layer.attention(ops, hidden, cache.kv, batch), self.config.attention_factors
+        hidden = layer.mlp_norm(ops, hidden * kept + made * added)
+        kept, added = self.config.mlp_factors
+        residual.copy_(hidden * kept + layer.mlp(ops, hidden) * added)
+
+
+def _load_lightning(load: LayerLoader) -> LightningAttention:
+    """Load a rank's heads of lightning attention."""
+    config, shard, prefix = load.config, load.weights.shard, f"{load.prefix}.self_attn"
+    if config.num_heads < shard.tensor_size:
+        raise ModelLoadError(
+            f"The {config.num_heads} heads of lightning attention cannot be shared out over "
+            f"{shard.tensor_size} ranks.",
+            hint="Lower --tensor-parallel-size.",
+        )
+    heads = balanced(config.num_heads, shard.tensor_size)[shard.tensor_rank]
+    size, own = config.num_heads * config.head_dim, scaled(heads, config.head_dim)
+    slopes = (2.0 ** (-8 / config.num_heads)) ** torch.arange(1, config.num_heads + 1)
+    slopes = slopes * (1 - load.index / (config.num_layers - 1 + 1e-5) + 1e-5)
+    device = load.weights.ops.device
+    nothing = torch.zeros(len(heads), device=device)
+    weight = load.weights.vector(f"{prefix}.norm.weight", size)[own.start : own.stop]
+    return LightningAttention(
+        into=load.weights.linear(
+            [f"{prefix}.{part}_proj" for part in ("query", "key", "value", "gate")],
+            [size] * 4,
+            config.hidden_size,
+            part=LinearPart(rows=[own] * 4),
+        ),
+        scan=ScanLayer(
+            decay=-slopes[heads.start : heads.stop].to(device),
+            skip=nothing,
+            step_bias=nothing,
+            groups=torch.arange(len(heads), device=device),
+            step_limits=(1.0, 1.0),
+        ),
+        head_dim=config.head_dim,
+        norm=RMSNorm(weight, _NORM_EPS),
+        whole_width=size,
+        output=load.weights.linear(
+            [f"{prefix}.out_proj"], [config.hidden_size], size, part=LinearPart(columns=own)
+        ),
+    )
