@@ -140,8 +140,8 @@ def main() -> None:
         print("| fewest requests | slowdown of steps | how releases ended |\n|---|---|---|")
         for least in options.min_requests:
             for ratio in options.ratios:
-                ended = [run_fleet(least, options.seed + n, ratio)[0] for n in range(options.releases)]
-                counts = ", ".join(f"{name} {ended.count(name)}" for name in sorted(set(ended)))
+                stages = [run_fleet(least, options.seed + n, ratio)[0] for n in range(options.releases)]
+                counts = ", ".join(f"{name} {stages.count(name)}" for name in sorted(set(stages)))
                 print(f"| {least} | {ratio} | {counts} |", flush=True)
         return
     print("| fewest requests | sigma | dependence | ratio | rolled back | unfinished | requests until then |")

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cluster.release_record import serving_spec
-from penstock.cluster.replica import Member, ReplicaSpec
+from penstock.cluster.replica import ReplicaSpec
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
 from penstock.core.errors import Conflict, EngineUnavailable, InvalidRequest, ModelNotFound, NotFound
 from tests.cluster.control_stage import SPEC, MemoryReleases, Stage, open_stage
@@ -133,7 +133,7 @@ async def test_a_candidate_gets_fewer_replicas_where_there_is_no_room_for_all(
         launch = stage.supervisor.launch
         asked = 0
 
-        async def launch_one(spec: ReplicaSpec) -> Member:
+        async def launch_one(spec: ReplicaSpec) -> str:
             nonlocal asked
             asked += 1
             if asked <= 2:  # all requests are mirrored, so the candidate wants two replicas at first
