@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Penstock before an external server, beside other gateways before the same one, in one run.
 
-    python -m bench.external [--router-python PATH] [--litellm-python PATH] [--rounds 3] [--seconds 3] [--json FILE]
+    python -m bench.external [--router-python PATH] [--litellm-python PATH] [--one-process] [--rounds 3] [--seconds 3]
 
 All stand in front of one HTTP server that answers at once with 16 tokens (`bench.instant_upstream`). Penstock runs
 twice: open, and with keys from a database, limits and the usage ledger on. The router is `sglang-router` (Rust), and
@@ -37,6 +37,7 @@ NUM_CLIENTS = 32
 WARM_UP_S = 2.0
 DIRECT, ROUTER, LITELLM = "direct", "sglang-router", "LiteLLM"
 OPEN, FULL = "Penstock, open", "Penstock, keys, limits and ledger"
+ONE_PROCESS = f"{FULL}, one process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +145,13 @@ def open_penstock(upstream: Target, options: Sequence[str]) -> Iterator[Target]:
 
 
 @contextlib.contextmanager
-def full_penstock(upstream: Target, options: Sequence[str]) -> Iterator[Target]:
+def full_penstock(upstream: Target, options: Sequence[str], name: str = FULL) -> Iterator[Target]:
     port = free_port()
     with ServerState.made() as state:
         command = [*PENSTOCK, "serve", "--external", _url(upstream), "--port", str(port), "--usage-ledger"]
         command += ["--data-dir", str(state.data_dir), "--settings", str(state.settings), *options]
         headers = {"Authorization": f"Bearer {state.api_key}"}
-        with _target(FULL, command, port, "/ready", headers) as target:
+        with _target(name, command, port, "/ready", headers) as target:
             yield target
 
 
@@ -220,6 +221,9 @@ def main() -> None:
     )
     parser.add_argument("--router-python", type=Path, help="that sglang-router is installed for")
     parser.add_argument("--litellm-python", type=Path, help="that litellm[proxy] is installed for")
+    parser.add_argument(
+        "--one-process", action="store_true", help="run Penstock with keys a third time, in one process"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--json", type=Path)
@@ -238,6 +242,9 @@ def main() -> None:
             targets.append(stack.enter_context(litellm(arguments.litellm_python, upstream)))
         targets.append(stack.enter_context(open_penstock(upstream, arguments.options)))
         targets.append(stack.enter_context(full_penstock(upstream, arguments.options)))
+        if arguments.one_process:
+            alone = [*arguments.options, "--api-workers", "1"]
+            targets.append(stack.enter_context(full_penstock(upstream, alone, ONE_PROCESS)))
         for target in targets:
             run(target.call(stream=False), num_clients=4, seconds=WARM_UP_S)
             run(target.call(stream=True), num_clients=4, seconds=WARM_UP_S)
