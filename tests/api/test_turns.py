@@ -9,9 +9,11 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.sync.client import connect
 
 from penstock.api.http.protocol import BoundedHttpProtocol
-from penstock.api.http.turns import TURN_BYTES
+from penstock.api.http.turns import MIN_PIECE_BYTES, TURN_BYTES
 from penstock.core.gateway_config import ServerConfig
 from tests.api.bounded_server import BoundedServed, bounded_server
 from tests.gateway.fake_engine import FakeEngine, script_text
@@ -84,3 +86,49 @@ def test_a_large_body_arrives_whole() -> None:
     head = b"POST /take HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     with bounded_server(FakeEngine(), ServerConfig(), more_routes=lambda _: routes) as served:
         assert exchange(served, head + body, b"whole").endswith(b"\r\n\r\nwhole")
+
+
+def masked(opcode: int, content: bytes) -> bytes:
+    """A whole frame of a WebSocket, of at most 125 bytes, masked with zeros."""
+    return bytes([0x80 | opcode, 0x80 | len(content)]) + bytes(4) + content
+
+
+@pytest.mark.parametrize("frame", [masked(9, b""), masked(10, b""), masked(1, b'{"ping": 1}')])
+def test_other_connections_have_turns_between_the_frames_of_a_websocket(
+    frame: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most a few frames are parsed, and at most a few messages wait, at any time."""
+    parsed: list[int] = []
+    waiting: list[int] = []
+    handle = WebSocketsSansIOProtocol.handle_events
+
+    def note(self: WebSocketsSansIOProtocol) -> None:
+        parsed.append(len(self.conn.events))
+        handle(self)
+        waiting.append(self.queue.qsize())
+
+    monkeypatch.setattr(WebSocketsSansIOProtocol, "handle_events", note)
+    num_frames = 20_000
+    url = "/v1/stream"
+    with (
+        bounded_server(FakeEngine(script_text("ok")), ServerConfig()) as served,
+        connect(f"ws://127.0.0.1:{served.port}{url}", compression=None, max_queue=None) as client,
+    ):
+        client.socket.sendall(frame * num_frames + masked(1, b'{"ping": "last"}'))
+        served.wait_until(lambda: sum(parsed) >= num_frames)
+        answers = iter(lambda: client.recv(timeout=60), "never")
+        assert any('"last"' in str(answer) for answer in answers)
+    assert max(parsed) <= TURN_BYTES // len(frame) + 1
+    assert max(waiting) <= MIN_PIECE_BYTES // len(frame) + 1
+
+
+def test_a_large_message_of_a_websocket_arrives_whole() -> None:
+    with (
+        bounded_server(FakeEngine(script_text("ok")), ServerConfig()) as served,
+        connect(f"ws://127.0.0.1:{served.port}/v1/stream", compression=None, max_size=None) as client,
+    ):
+        text = "x" * (3 << 20)
+        client.send('{"ping": "' + text + '"}')
+        assert text in str(client.recv(timeout=60))
+        client.send('{"ping": 2}')
+        assert "2" in str(client.recv(timeout=60))

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import httptools
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from uvicorn._types import ASGI3Application, ASGISendEvent
+from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -29,7 +29,7 @@ from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.errors import error_body
 from penstock.api.http.exchange import Exchange
 from penstock.api.http.heads import SINGLE_HEADERS, check_head, is_plain_target
-from penstock.api.http.turns import MAX_TURN_PARTS, TURN_BYTES, HeldFlow
+from penstock.api.http.turns import MAX_TURN_PARTS, MIN_PIECE_BYTES, TURN_BYTES, HeldFlow
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
@@ -534,6 +534,10 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, **options)
         self._stall = StallTimer(self.limits)
+        self._unread = memoryview(b"")  # what has arrived and is not parsed yet
+        self._reads_on_soon = False
+        self._num_frames = 0  # since the turn began
+        self._piece_bytes = MIN_PIECE_BYTES
         self._num_pending = 0  # bytes of a message that is not whole
         self._num_in_frames = 0  # of them, in the frames that are whole
         self._workspace_id = ""  # whose bytes they are
@@ -544,17 +548,63 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.limits.count(-1)
+        self._unread = memoryview(b"")
         self._stall.stop()
         self._note_pending(0)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        try:
-            self._note_pending(self._num_in_frames + len(self.conn.reader.buffer))
-        except PenstockError:
-            self._note_pending(0)
-            self.transport.abort()  # a client that sends a message without an end reads no closing message
+        self._unread = memoryview(bytes(self._unread) + data) if self._unread else memoryview(data)
+        if not self._reads_on_soon:
+            self._read_on()
+
+    def _read_on(self) -> None:
+        """Parse what has arrived, piece by piece, as long as the application takes the messages and the client takes
+        the answers to its pings. After a piece of many frames, other connections have their turn."""
+        self._reads_on_soon = False
+        self._num_frames = 0
+        while self._unread and self._may_read:
+            size = self._piece_bytes
+            piece, self._unread = bytes(self._unread[:size]), self._unread[size:]
+            super().data_received(piece)
+            # Large frames are read in large pieces.
+            self._piece_bytes = MIN_PIECE_BYTES if self._num_frames else min(2 * size, TURN_BYTES)
+            try:
+                self._note_pending(self._num_in_frames + len(self.conn.reader.buffer))
+            except PenstockError:
+                self._note_pending(0)
+                self.transport.abort()  # a client that sends a message without an end reads no closing message
+            if self.transport.is_closing():
+                self._unread = memoryview(b"")
+            elif self._num_frames > MAX_TURN_PARTS and self._unread:
+                self._read_on_soon()
+        if self._unread and not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
+        elif self.read_paused and self._may_read and not self._unread and not self.transport.is_closing():
+            self.read_paused = False
+            self.transport.resume_reading()
+
+    @property
+    def _may_read(self) -> bool:
+        is_taken = self.queue.empty() or self.close_sent or not self.handshake_initiated
+        return is_taken and self.writable.is_set() and not self._reads_on_soon
+
+    def _read_on_soon(self) -> None:
+        if not self._reads_on_soon:
+            self._reads_on_soon = True
+            self.loop.call_soon(self._read_on)
+
+    async def receive(self) -> ASGIReceiveEvent:
+        message = await self.queue.get()
+        if self.queue.empty() and (self._unread or self.read_paused):
+            self._read_on_soon()
+        return message
+
+    def handle_events(self) -> None:
+        num_frames = len(self.conn.events)
+        super().handle_events()
+        self._num_frames += num_frames
 
     def handle_cont(self, event: Frame) -> None:
         super().handle_cont(event)
@@ -587,6 +637,8 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
     def resume_writing(self) -> None:
         self._stall.stop()
         super().resume_writing()
+        if self._unread:
+            self._read_on_soon()
 
     async def send(self, message: ASGISendEvent) -> None:
         await super().send(message)

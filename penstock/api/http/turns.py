@@ -1,6 +1,6 @@
 """How much of what a connection has sent is parsed before other connections have their turn.
 
-One read of a socket may hold thousands of tiny requests or chunks, and each costs far more time than its bytes.
+One read of a socket may hold thousands of tiny requests, chunks or frames, and each costs far more than its bytes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,10 @@ from __future__ import annotations
 from uvicorn.protocols.http.flow_control import FlowControl
 
 TURN_BYTES = 16 << 10  # parsed at once
-MAX_TURN_PARTS = 64  # requests and pieces of bodies in so many bytes, after which others have their turn
+MIN_PIECE_BYTES = 1 << 10  # of what a WebSocket has sent, whose frames cost more
+MAX_TURN_PARTS = (
+    64  # requests, pieces of bodies or frames in so many bytes, after which others have their turn
+)
 
 
 class HeldFlow(FlowControl):
