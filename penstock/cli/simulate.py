@@ -133,7 +133,7 @@ class _Limits:
         except msgspec.ValidationError as error:
             raise UsageError(f"The limits of {name} are wrong: {error}.") from error
         self._settings.check()
-        self._meters = Meters(self._settings, 1.0)
+        self._meters = Meters(self._settings)
         self._leases: dict[str, tuple[CallerMeters, Demand]] = {}
 
     def admit(self, request: Request, now: float) -> str | None:
