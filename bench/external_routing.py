@@ -54,11 +54,12 @@ def echo_servers(tenants: int, spare: float) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def gateway(name: str, python: Path | None, urls: Sequence[str]) -> Iterator[str]:
+def gateway(name: str, python: Path | None, urls: Sequence[str], api_workers: int) -> Iterator[str]:
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         if name == GATEWAY:
             command = [*PENSTOCK, "serve", "--port", str(port), "--data-dir", folder]
+            command += ["--api-workers", str(api_workers)]
             for url in urls:
                 command += ["--external", url]
             ready = "/ready"
@@ -104,7 +105,7 @@ def counted(urls: Sequence[str], what: str) -> list[float]:
 def measure(name: str, options: argparse.Namespace, seed: int) -> dict[str, float]:
     with (
         echo_servers(options.tenants, options.spare) as urls,
-        gateway(name, options.router_python, urls) as url,
+        gateway(name, options.router_python, urls, options.api_workers) as url,
         ThreadPoolExecutor(NUM_CLIENTS) as clients,
     ):
         list(clients.map(lambda body: ask(url, body), prompts(options.tenants, options.requests, seed)))
@@ -123,6 +124,7 @@ def main() -> None:
     parser.add_argument(
         "--spare", type=float, default=1.5, help="room for so many more prompts in each server"
     )
+    parser.add_argument("--api-workers", type=int, default=1, help="processes of Penstock")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     names = [GATEWAY] if options.router_python is None else [ROUTER, GATEWAY]
