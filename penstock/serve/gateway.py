@@ -23,7 +23,8 @@ from penstock.api.admin.fleet import ClusterEndpoints
 from penstock.api.admin.history import HistoryEndpoints
 from penstock.api.admin.simulations import SimulationEndpoints
 from penstock.api.app import create_app
-from penstock.api.http.protocol import ConnectionLimits, bounded_protocols
+from penstock.api.http.connections import ConnectionLimits
+from penstock.api.http.protocol import bounded_protocols
 from penstock.cluster.control_link import ControlLink
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.fleet_link import FleetLink

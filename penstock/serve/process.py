@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.api.http.protocol import ClientNoise
+from penstock.api.http.connections import ClientNoise
 from penstock.core.config import ServeConfig
 from penstock.core.gateway_config import ServerConfig
 

@@ -14,7 +14,8 @@ from starlette.routing import Route
 
 from penstock.api.app import create_app
 from penstock.api.http.access_log import RequestLog
-from penstock.api.http.protocol import ConnectionLimits, ConnectionMetrics, bounded_protocols
+from penstock.api.http.connections import ConnectionLimits, ConnectionMetrics
+from penstock.api.http.protocol import bounded_protocols
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason
 from penstock.gateway.accounts import Accounts

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.api.http.protocol import ConnectionLimits
+from penstock.api.http.connections import ConnectionLimits
 from penstock.core.errors import ShuttingDown
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.gateway import Gateway
@@ -28,7 +28,7 @@ def running_gateway() -> tuple[RunningGateway, Runner]:
     unused: Any = None
     work: Any = SimpleNamespace(runner=runner)
     gateway = Gateway(FakeEngine(), GatewayConfig())
-    return RunningGateway(gateway, work, ConnectionLimits(ServerConfig()), unused, unused), runner
+    return RunningGateway(gateway, work, ConnectionLimits.of(ServerConfig()), unused, unused), runner
 
 
 async def test_a_lame_duck_is_not_ready_and_takes_requests() -> None:

@@ -7,113 +7,36 @@ Sits below ASGI, because a request that never becomes complete never reaches an 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import httptools
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
-from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
-from websockets.frames import Frame
 
 from penstock.api.http.answer_transports import HeldHead, UnframedBody
-from penstock.api.http.bodies import PendingBodies
+from penstock.api.http.connections import ConnectionLimits, StallTimer
 from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.errors import error_body
 from penstock.api.http.exchange import Exchange
 from penstock.api.http.heads import SINGLE_HEADERS, check_head, is_plain_target
-from penstock.api.http.turns import MAX_TURN_PARTS, MIN_PIECE_BYTES, TURN_BYTES, HeldFlow
+from penstock.api.http.turns import MAX_TURN_PARTS, TURN_BYTES, HeldFlow
+from penstock.api.http.websocket_protocol import BoundedWebSocketProtocol
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
-from penstock.core.identity import OPEN_PRINCIPAL, Principal
-from penstock.gateway.metrics.table import metrics
 
 MIN_BODY_BYTES = 16 << 10  # that must arrive in each `body_timeout_s`
 MAX_DISCARDED_BYTES = 64 << 20
 MAX_FRAMING_BYTES = 1 << 20  # of chunks and trailers; small chunks may have more, in proportion to the body
 MAX_FRAMING_FACTOR = 16
 MAX_HEADERS = 100
-FRAME_BYTES = 100  # that a fragment of a WebSocket's message costs beside its content
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
 # An empty SETTINGS frame, and GOAWAY with the code HTTP_1_1_REQUIRED (RFC 9113).
 HTTP2_REFUSAL = bytes.fromhex("000000 04 00 00000000000008 07 00 00000000 00000000 0000000d")
-
-
-class ClientNoise(logging.Filter):
-    """Drops uvicorn's complaints about what clients send: any client could fill the logs with them. They are
-    counted instead."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(("Invalid HTTP", "Invalid UTF-8", "Unsupported upgrade"))
-
-
-class ConnectionMetrics(Collector):
-    def __init__(self) -> None:
-        self.num_open = 0
-        self.num_refused = 0
-        self.num_timed_out = 0
-        self.num_malformed = 0
-        self.num_stalled = 0
-
-    def collect(self) -> Iterator[Metric]:
-        yield from metrics(
-            (
-                ("connections_open", self.num_open),
-                ("connections_refused", self.num_refused),
-                ("connections_timed_out", self.num_timed_out),
-                ("connections_malformed", self.num_malformed),
-                ("connections_stalled", self.num_stalled),
-            )
-        )
-
-
-@dataclass(slots=True)
-class ConnectionLimits:
-    """The limits that the protocols below enforce. All connections of a server share them."""
-
-    config: ServerConfig
-    pending_bodies: PendingBodies
-    metrics: ConnectionMetrics = field(default_factory=ConnectionMetrics)
-    is_leaving: bool = False  # each connection then ends after its next answer
-    on_count: Callable[[int], None] | None = (
-        None  # called with the number of open connections when it changes
-    )
-
-    def count(self, change: int) -> int:
-        """Change the number of open connections, and return it."""
-        num_open = self.metrics.num_open = self.metrics.num_open + change
-        if self.on_count is not None:
-            self.on_count(num_open)
-        return num_open
-
-
-class StallTimer:
-    """Drops a connection whose client lets our bytes wait for too long. Closing would wait for those bytes."""
-
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self._limits = limits
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
-        def drop() -> None:
-            self._limits.metrics.num_stalled += 1
-            transport.abort()
-
-        self.stop()
-        self._timer = loop.call_later(self._limits.config.write_timeout_s, drop)
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -526,137 +449,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
-    limits: ClassVar[ConnectionLimits]
-
-    def __init__(
-        self, config: Config, server_state: ServerState, app_state: dict[str, Any], **options: Any
-    ) -> None:
-        super().__init__(config, server_state, app_state, **options)
-        self._stall = StallTimer(self.limits)
-        self._unread = memoryview(b"")  # what has arrived and is not parsed yet
-        self._reads_on_soon = False
-        self._num_frames = 0  # since the turn began
-        self._piece_bytes = MIN_PIECE_BYTES
-        self._num_pending = 0  # bytes of a message that is not whole
-        self._num_in_frames = 0  # of them, in the frames that are whole
-        self._workspace_id = ""  # whose bytes they are
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.limits.count(+1)
-        super().connection_made(transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.limits.count(-1)
-        self._unread = memoryview(b"")
-        self._stall.stop()
-        self._note_pending(0)
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        self._unread = memoryview(bytes(self._unread) + data) if self._unread else memoryview(data)
-        if not self._reads_on_soon:
-            self._read_on()
-
-    def _read_on(self) -> None:
-        """Parse what has arrived, piece by piece, as long as the application takes the messages and the client takes
-        the answers to its pings. After a piece of many frames, other connections have their turn."""
-        self._reads_on_soon = False
-        self._num_frames = 0
-        while self._unread and self._may_read:
-            size = self._piece_bytes
-            piece, self._unread = bytes(self._unread[:size]), self._unread[size:]
-            super().data_received(piece)
-            # Large frames are read in large pieces.
-            self._piece_bytes = MIN_PIECE_BYTES if self._num_frames else min(2 * size, TURN_BYTES)
-            try:
-                self._note_pending(self._num_in_frames + len(self.conn.reader.buffer))
-            except PenstockError:
-                self._note_pending(0)
-                self.transport.abort()  # a client that sends a message without an end reads no closing message
-            if self.transport.is_closing():
-                self._unread = memoryview(b"")
-            elif self._num_frames > MAX_TURN_PARTS and self._unread:
-                self._read_on_soon()
-        if self._unread and not self.read_paused:
-            self.read_paused = True
-            self.transport.pause_reading()
-        elif self.read_paused and self._may_read and not self._unread and not self.transport.is_closing():
-            self.read_paused = False
-            self.transport.resume_reading()
-
-    @property
-    def _may_read(self) -> bool:
-        is_taken = self.queue.empty() or self.close_sent or not self.handshake_initiated
-        return is_taken and self.writable.is_set() and not self._reads_on_soon
-
-    def _read_on_soon(self) -> None:
-        if not self._reads_on_soon:
-            self._reads_on_soon = True
-            self.loop.call_soon(self._read_on)
-
-    async def receive(self) -> ASGIReceiveEvent:
-        message = await self.queue.get()
-        if self.queue.empty() and (self._unread or self.read_paused):
-            self._read_on_soon()
-        return message
-
-    def handle_events(self) -> None:
-        num_frames = len(self.conn.events)
-        super().handle_events()
-        self._num_frames += num_frames
-
-    def handle_cont(self, event: Frame) -> None:
-        super().handle_cont(event)
-        self._num_in_frames = 0 if event.fin else self._num_in_frames + len(event.data) + FRAME_BYTES
-
-    def handle_text(self, event: Frame) -> None:
-        super().handle_text(event)
-        self._num_in_frames = 0 if event.fin else len(event.data) + FRAME_BYTES
-
-    def handle_bytes(self, event: Frame) -> None:
-        super().handle_bytes(event)
-        self._num_in_frames = 0 if event.fin else len(event.data) + FRAME_BYTES
-
-    def _note_pending(self, num_bytes: int) -> None:
-        """Count the part of a message that has arrived, as bodies of requests are counted."""
-        more = num_bytes - self._num_pending
-        if more > 0:
-            if not self._num_pending:
-                principal: Principal = self.scope["state"].get("principal", OPEN_PRINCIPAL)
-                self._workspace_id = principal.workspace_id
-            self.limits.pending_bodies.add(self._workspace_id, more)
-        elif more < 0:
-            self.limits.pending_bodies.remove(self._workspace_id, -more)
-        self._num_pending = num_bytes
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stall.start(self.loop, self.transport)
-
-    def resume_writing(self) -> None:
-        self._stall.stop()
-        super().resume_writing()
-        if self._unread:
-            self._read_on_soon()
-
-    async def send(self, message: ASGISendEvent) -> None:
-        await super().send(message)
-        if self.initial_response is not None and self.close_sent:
-            # A refusal ends the handshake as well; uvicorn would log each one as an error of ours.
-            self.handshake_complete = True
-
-    def keepalive_timeout(self) -> None:
-        """A client that does not answer pings will not read a closing message either."""
-        super().keepalive_timeout()
-        self.transport.abort()
-
-
 def bounded_protocols(
     config: ServerConfig,
 ) -> tuple[type[BoundedHttpProtocol], type[BoundedWebSocketProtocol], ConnectionLimits]:
     """Protocol classes for uvicorn, which makes the instances itself and so must find the limits on the class."""
-    limits = ConnectionLimits(config, PendingBodies(config.max_pending_body_bytes, config.max_body_bytes))
+    limits = ConnectionLimits.of(config)
     http = type("BoundedHttpProtocol", (BoundedHttpProtocol,), {"limits": limits})
     websocket = type("BoundedWebSocketProtocol", (BoundedWebSocketProtocol,), {"limits": limits})
     return http, websocket, limits

@@ -1,0 +1,87 @@
+"""What all connections of a server share: their limits and their counts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from penstock.api.http.bodies import PendingBodies
+from penstock.core.gateway_config import ServerConfig
+from penstock.gateway.metrics.table import metrics
+
+
+class ClientNoise(logging.Filter):
+    """Drops uvicorn's complaints about what clients send: any client could fill the logs with them. They are
+    counted instead."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(("Invalid HTTP", "Invalid UTF-8", "Unsupported upgrade"))
+
+
+class ConnectionMetrics(Collector):
+    def __init__(self) -> None:
+        self.num_open = 0
+        self.num_refused = 0
+        self.num_timed_out = 0
+        self.num_malformed = 0
+        self.num_stalled = 0
+
+    def collect(self) -> Iterator[Metric]:
+        yield from metrics(
+            (
+                ("connections_open", self.num_open),
+                ("connections_refused", self.num_refused),
+                ("connections_timed_out", self.num_timed_out),
+                ("connections_malformed", self.num_malformed),
+                ("connections_stalled", self.num_stalled),
+            )
+        )
+
+
+@dataclass(slots=True)
+class ConnectionLimits:
+    """The limits that the protocols enforce. All connections of a server share them."""
+
+    config: ServerConfig
+    pending_bodies: PendingBodies
+    metrics: ConnectionMetrics = field(default_factory=ConnectionMetrics)
+    is_leaving: bool = False  # each connection then ends after its next answer
+    # Called with the number of open connections when it changes.
+    on_count: Callable[[int], None] | None = None
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> ConnectionLimits:
+        return cls(config, PendingBodies(config.max_pending_body_bytes, config.max_body_bytes))
+
+    def count(self, change: int) -> int:
+        """Change the number of open connections, and return it."""
+        num_open = self.metrics.num_open = self.metrics.num_open + change
+        if self.on_count is not None:
+            self.on_count(num_open)
+        return num_open
+
+
+class StallTimer:
+    """Drops a connection whose client lets our bytes wait for too long. Closing would wait for those bytes."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        def drop() -> None:
+            self._limits.metrics.num_stalled += 1
+            transport.abort()
+
+        self.stop()
+        self._timer = loop.call_later(self._limits.config.write_timeout_s, drop)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
