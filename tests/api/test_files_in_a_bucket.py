@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,13 +125,16 @@ def test_a_batch_waits_for_the_store(
     runner = served.work.runner
     runner.wake, wake = lambda: None, runner.wake  # type: ignore[method-assign]
     look = runner._look
+    is_created = threading.Event()  # the runner looks by itself too, and must not cut the line before
 
     async def look_cut() -> None:
-        line.is_cut = True
-        await look()
+        if is_created.is_set():
+            line.is_cut = True
+            await look()
 
     runner._look = look_cut  # type: ignore[method-assign]
     batch = sdk.batches.create(input_file_id=kept, endpoint="/v1/chat/completions", completion_window="24h")
+    is_created.set()
     until(lambda: caplog.text, lambda text: f"batch {batch.id} waits: The object store" in text)
     assert sdk.batches.retrieve(batch.id).status == "validating"
     runner._look = look  # type: ignore[method-assign]
