@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
 ARGS ?=
-# One worker more than two cores, because some tests wait. Each worker imports every test first, which takes half a
-# minute of its core. A worker takes whole files, so that the fixtures of a module are built once. `make test WORKERS=0`
+# Two workers more than two cores, because some tests wait. Each worker imports every test first, which takes twenty
+# seconds of its core. A worker takes whole files, so that the fixtures of a module are built once. `make test WORKERS=0`
 # runs in one process.
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of processes, which would compile every module again where the environment keeps Python from
 # writing bytecode.
