@@ -165,21 +165,24 @@ def test_classifiers_give_the_logits_of_transformers(tmp_path: Path, family: str
         torch.testing.assert_close(vector, expected, atol=1e-4, rtol=1e-4)
 
 
+# Nomic's own names of what transformers names otherwise.
+NOMIC_NAMES = {
+    "embeddings.LayerNorm": "emb_ln",
+    "layers.": "encoder.layers.",
+    "self_attn.o_proj": "attn.out_proj",
+    "up_proj": "fc11",
+    "gate_proj": "fc12",
+    "down_proj": "fc2",
+    "post_attention_layernorm": "norm1",
+    "post_mlp_layernorm": "norm2",
+}
+
+
 def test_original_names_of_nomic(tmp_path: Path) -> None:
     theirs = write_encoder("nomic", tmp_path, "Model")
-    names = {
-        "embeddings.LayerNorm": "emb_ln",
-        "layers.": "encoder.layers.",
-        "self_attn.o_proj": "attn.out_proj",
-        "up_proj": "fc11",
-        "gate_proj": "fc12",
-        "down_proj": "fc2",
-        "post_attention_layernorm": "norm1",
-        "post_mlp_layernorm": "norm2",
-    }
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in theirs.state_dict().items():
-        for new, old in names.items():
+        for new, old in NOMIC_NAMES.items():
             name = name.replace(new, old)
         stored[name] = tensor.contiguous()
     for index in range(3):

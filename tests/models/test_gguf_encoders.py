@@ -15,19 +15,9 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.select import select_ops
 from penstock.models.encoders.load import is_encoder, load_encoder
 from tests.models.gguf_files import Vocabulary, finish
-from tests.models.test_encoders import LONG, TEXTS, embed, run_encoder, write_encoder
+from tests.models.test_encoders import LONG, NOMIC_NAMES, TEXTS, embed, run_encoder, write_encoder
 
 ARCHITECTURES = {"bert": gguf.MODEL_ARCH.BERT, "nomic": gguf.MODEL_ARCH.NOMIC_BERT}
-NOMIC_NAMES = {
-    "embeddings.LayerNorm": "emb_ln",
-    "layers.": "encoder.layers.",
-    "self_attn.o_proj": "attn.out_proj",
-    "up_proj": "fc11",
-    "gate_proj": "fc12",
-    "down_proj": "fc2",
-    "post_attention_layernorm": "norm1",
-    "post_mlp_layernorm": "norm2",
-}
 TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"▁{number}" for number in range(116))]
 
 
