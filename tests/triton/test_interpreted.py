@@ -212,6 +212,11 @@ def test_experts_whose_input_is_weighted() -> None:
     assert share_of_close_tokens(HALF, 9, 6, routing, 64, 96) > 0.9
 
 
+def test_experts_of_odd_widths() -> None:
+    """A product in a kernel has 16 columns or more, which need not divide the width."""
+    assert share_of_close_tokens(HALF, 9, 6, Routing(6, 2, True), hidden=24, inner=40) > 0.9
+
+
 @pytest.mark.parametrize("form", EXPERT_FORMATS)
 def test_packed_experts(form: str) -> None:
     """A single token, some tokens, and float32; with biases and a clamped gate."""

@@ -36,6 +36,8 @@ from penstock.kernels.triton.expert_weights import (
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 from penstock.kernels.triton.targets import Tile, tile
 
+SMALLEST_PRODUCT = 16  # columns that tl.dot takes at least
+
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
@@ -113,10 +115,10 @@ def _finish(
 def _expert_kernel(
     x, weight, bias, order, tile_expert, tile_pairs, pair_weights, out, N, K,
     TOP_K: tl.constexpr, GATED: tl.constexpr, WEIGHS: tl.constexpr, BIAS: tl.constexpr,
-    KIND: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    KIND: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """With GATED: x is [tokens, K], and a pair's row is activation(gate) × up. Without: x is [pairs, K]. With WEIGHS,
-    products are multiplied by the pair's weight."""
+    products are multiplied by the pair's weight. With WHOLE, WIDTH divides K."""
     tile = tl.program_id(1)
     wait_for_previous()
     expert = tl.load(tile_expert + tile).to(tl.int64)
@@ -132,10 +134,19 @@ def _expert_kernel(
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     total_up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(0, K, WIDTH):
-        part = tl.load(x_at + start, mask=present[None, :], other=0.0)
-        total = tl.dot(tl.load(at + start), part, total, input_precision="ieee")
+        if WHOLE:
+            part = tl.load(x_at + start, mask=present[None, :], other=0.0)
+            own_tile = tl.load(at + start)
+        else:
+            inside = columns < K - start
+            part = tl.load(x_at + start, mask=inside[:, None] & present[None, :], other=0.0)
+            own_tile = tl.load(at + start, mask=inside[None, :], other=0.0)
+        total = tl.dot(own_tile, part, total, input_precision="ieee")
         if GATED:
-            up_tile = tl.load(at + tl.cast(N, tl.int64) * K + start)
+            up_at = at + tl.cast(N, tl.int64) * K + start
+            up_tile = (
+                tl.load(up_at) if WHOLE else tl.load(up_at, mask=(columns < K - start)[None, :], other=0.0)
+            )
             total_up = tl.dot(up_tile, part, total_up, input_precision="ieee")
     _finish(
         total, total_up, expert, outputs, pair, present, bias, bias, pair_weights, out, N,
@@ -357,7 +368,8 @@ def _multiply(
         "num_stages": shape.num_stages,
     } | launch_options()
     if weight.form == DENSE.value:
-        _expert_kernel[grid](x, weight.codes, *around, WIDTH=shape.width, **options)
+        whole = weight.width % shape.width == 0
+        _expert_kernel[grid](x, weight.codes, *around, WIDTH=shape.width, WHOLE=whole, **options)
         return
     if weight.rounds_inputs(x.dtype):
         x, x_scales = rounded(x, weight.chunk)
@@ -398,7 +410,8 @@ def _tile(rows: int, weight: ExpertStack, dtype: torch.dtype, gated: bool) -> Ti
     case = f"{', gated' if gated else ''}{f', {rows} rows' if rows < 64 else ''}"
     if weight.form == DENSE.value:
         shape = tile(f"experts{case}")
-        return shape.fitted(weight.width, dtype.itemsize * (matrices * shape.outputs + rows))
+        shape = shape.fitted(weight.width, dtype.itemsize * (matrices * shape.outputs + rows))
+        return replace(shape, width=max(shape.width, SMALLEST_PRODUCT))
     if weight.rounds_inputs(dtype):
         shape = replace(tile(f"float8 experts{case}"), width=weight.chunk)
         return shape.fitted(weight.width, matrices * shape.outputs + rows)
