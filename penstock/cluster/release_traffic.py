@@ -35,6 +35,7 @@ COMPARED_TOKENS = 16
 _MIRROR_PREFIX = "mirror-"
 # Errors that the caller or the deadline caused, not the revision.
 _CALLERS_FAULT = (InvalidRequest, RateLimited, DeadlineExceeded, ShuttingDown)
+_CALLERS_ENDS = (None, FinishReason.ABORT, FinishReason.INVALID)
 # In these stages the candidate gets no client's request at all.
 _HIDDEN = (Stage.WARMING, Stage.SHADOW)
 
@@ -106,9 +107,10 @@ class ReleaseTraffic:
     def ended(self, attempt: Attempt) -> None:
         request = attempt.request
         model = self._model(request)
-        is_called_off = attempt.error is None and attempt.finish_reason in (None, FinishReason.ABORT)
+        # The caller's, not the revision's: the client has left, or its own grammar ended the answer.
+        is_callers = attempt.error is None and attempt.finish_reason in _CALLERS_ENDS
         stage_number = self._stages.pop(request.id, None)
-        if not is_called_off and not isinstance(attempt.error, _CALLERS_FAULT):
+        if not is_callers and not isinstance(attempt.error, _CALLERS_FAULT):
             self._samples.append(
                 Sample(
                     attempt.replica_id,

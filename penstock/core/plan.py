@@ -206,7 +206,8 @@ class ScoredChunk(msgspec.Struct, frozen=True, array_like=True):
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     """What the executor sampled for one chunk with `samples`. `error` replaces the token when the position could
-    not be sampled (NaN logits, say); the request then finishes with FinishReason.ERROR.
+    not be sampled (NaN logits, say); the request then finishes with FinishReason.ERROR, or with FinishReason.INVALID
+    where `is_callers_fault`: the request's own grammar or options allow no token.
 
     `accepted` are the tokens in front of `token_id`, for a chunk with drafts: the leading drafts that were sampled.
     `accepted_logprobs` has an entry for each of them when the request asks for log-probabilities.
@@ -224,6 +225,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     embedding: bytes | None = None  # in place of a token, for a request with pooling: float32, little-endian
     accepted: tuple[int, ...] = ()
     accepted_logprobs: tuple[TokenLogprobs, ...] = ()
+    is_callers_fault: bool = False
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

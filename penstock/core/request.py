@@ -29,6 +29,9 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"  # the client went away or cancelled
     DEADLINE = "deadline"  # the request's own deadline passed
     ERROR = "error"  # the engine could not go on with the request
+    INVALID = (
+        "invalid"  # nor could any other engine: its grammar grew too complex, or its options allow no token
+    )
 
 
 class Grammar(msgspec.Struct, frozen=True):

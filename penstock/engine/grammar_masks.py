@@ -84,11 +84,14 @@ class CompiledGrammar:
         self._prototype = matcher
         self._executor = executor
         self._text_words = ~end_words
-        (first,) = self.masks([matcher])
-        if isinstance(first, str):
-            raise InvalidRequest(f"The grammar allows no answer, or is too complex: {first}.")
-        self.first_mask = first
+        self.first_mask = self._next_mask(matcher)
         self.first_forced = tuple(matcher.compute_ff_tokens())
+        if self.first_forced:
+            # A very long forced text is too much for the matcher only behind its first token. The refusal comes
+            # before a stream has begun.
+            behind = self.start()
+            behind.consume_token(self.first_forced[0])
+            self._next_mask(behind)
 
     def start(self) -> LLMatcher:
         return self._prototype.deep_copy()
@@ -112,6 +115,12 @@ class CompiledGrammar:
             first_line(matcher.get_error()) if matcher.is_error() else Mask(words[index], not goes_on[index])
             for index, matcher in enumerate(matchers)
         ]
+
+    def _next_mask(self, matcher: LLMatcher) -> Mask:
+        (mask,) = self.masks([matcher])
+        if isinstance(mask, str):
+            raise InvalidRequest(f"The grammar allows no answer, or is too complex: {mask}.")
+        return mask
 
     def masks_behind(
         self, matchers: Sequence[Any], masks: Sequence[Mask], drafts: Sequence[Sequence[int]]

@@ -192,8 +192,12 @@ class Sampler:
             verified = self._verified(index, token_ids[first : first + len(drafts) + 1], drafts, masks)
             if not verified:
                 edits = self._edits.get(int(samples.request_rows[index]))
-                error = NO_TOKEN_LEFT if edits is not None and edits.forbids else NOT_A_NUMBER
-                sampled.append(SampledToken(request_id, 0, error=failed.get(index, error)))
+                reason = failed.get(index) or (NO_TOKEN_LEFT if edits is not None and edits.forbids else None)
+                sampled.append(
+                    SampledToken(
+                        request_id, 0, error=reason or NOT_A_NUMBER, is_callers_fault=reason is not None
+                    )
+                )
                 continue
             alternatives: tuple[TokenLogprobs, ...] = ()
             if first in logprobs:

@@ -86,6 +86,13 @@ def with_draft_use(event: TokenEvent, use: DraftUse | None) -> TokenEvent:
     return replace(event, draft_use=DraftUse(use.drafter, use.num_drafted, num_accepted))
 
 
+def reason_without_token(sampled: SampledToken) -> FinishReason:
+    """Return the reason why a request ends at a position that has no token."""
+    if sampled.error is None:
+        return FinishReason.STOP  # an embedding is the whole answer
+    return FinishReason.INVALID if sampled.is_callers_fault else FinishReason.ERROR
+
+
 def last_event(
     sequence: Sequence, reason: FinishReason, error: str | None, embedding: bytes | None = None
 ) -> TokenEvent:

@@ -38,6 +38,7 @@ from penstock.scheduler.endings import (
     Deadlines,
     finish_reason_of,
     last_event,
+    reason_without_token,
     take_tokens,
     token_event,
     with_draft_use,
@@ -464,10 +465,8 @@ class Scheduler:
 
     def _take_sample(self, sequence: Sequence, sampled: SampledToken, now: float) -> TokenEvent:
         if sampled.error is not None or sampled.embedding is not None:
-            reason = FinishReason.STOP if sampled.error is None else FinishReason.ERROR
-            return self._end_with(
-                last_event(sequence, reason, sampled.error, sampled.embedding), sequence, now
-            )
+            event = last_event(sequence, reason_without_token(sampled), sampled.error, sampled.embedding)
+            return self._end_with(event, sequence, now)
         if not sequence.request.sampling.max_tokens:
             return self._end_with(last_event(sequence, FinishReason.LENGTH, None), sequence, now)
         num_taken, finish_reason = take_tokens(sequence, sampled, now)

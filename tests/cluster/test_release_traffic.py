@@ -12,6 +12,7 @@ from penstock.cluster import release_traffic
 from penstock.cluster.control_messages import ActiveRelease
 from penstock.cluster.release_traffic import MAX_MIRRORED, ReleaseTraffic
 from penstock.cluster.replica import Member
+from penstock.cluster.served import is_dropped
 from penstock.control.release import ReleaseConfig, ReleaseState, Stage
 from penstock.core.errors import EngineUnavailable, InvalidRequest, PenstockError
 from penstock.core.plan import TokenEvent
@@ -200,10 +201,11 @@ def test_a_mirror_image_that_finds_no_replica_is_forgotten() -> None:
 
 def test_samples_tell_the_stage_that_a_request_began_in() -> None:
     scene = Scene(Stage.CANARY)
-    early, late, failed, refused = (request(name) for name in ("early", "late", "failed", "refused"))
+    names = ("early", "late", "failed", "refused", "bound")
+    early, late, failed, refused, bound = (request(name) for name in names)
     scene.traffic.choose_revision(early)
     scene.enter(Stage.CANARY, 2)
-    for begun in (late, failed, refused):
+    for begun in (late, failed, refused, bound):
         scene.traffic.choose_revision(begun)
     scene.traffic.ended(attempt(early, "v1"))
     scene.traffic.ended(attempt(late, "v2"))
@@ -211,9 +213,19 @@ def test_samples_tell_the_stage_that_a_request_began_in() -> None:
     scene.traffic.ended(attempt(failed, "v2", ttft_s=None, itl_s=None, finish_reason=None, error=gone))
     wrong = InvalidRequest("It is wrong.")  # whichever revision is asked
     scene.traffic.ended(attempt(refused, "v2", ttft_s=None, itl_s=None, finish_reason=None, error=wrong))
+    scene.traffic.ended(attempt(bound, "v2", finish_reason=FinishReason.INVALID))  # by its own grammar
     samples = scene.traffic.take_samples()
     assert [(sample.stage_number, sample.has_failed) for sample in samples] == [
         (None, False),
         (2, False),
         (2, True),
     ]
+
+
+def test_what_the_caller_caused_is_not_a_dropped_request() -> None:
+    asked = request("r")
+    assert is_dropped(attempt(asked, "v1")) is False
+    assert is_dropped(attempt(asked, "v1", finish_reason=FinishReason.ERROR)) is True
+    assert is_dropped(attempt(asked, "v1", finish_reason=FinishReason.INVALID)) is None
+    assert is_dropped(attempt(asked, "v1", finish_reason=FinishReason.ABORT)) is None
+    assert is_dropped(attempt(asked, "v1", finish_reason=None, error=InvalidRequest("wrong"))) is None

@@ -180,7 +180,7 @@ def test_typical_and_excluding_samplers_change_answers_and_repeat_with_a_seed(en
 def test_a_request_that_forbids_everything_ends_with_the_reason(engine: Engine) -> None:
     asked = request("none", [5], 3, allowed_token_ids=(40,), bad_words=((40,),))
     (event,) = run(engine, [asked])["none"]
-    assert (event.finish_reason, event.error) == (FinishReason.ERROR, NO_TOKEN_LEFT)
+    assert (event.finish_reason, event.error) == (FinishReason.INVALID, NO_TOKEN_LEFT)
 
 
 def test_no_sequence_comes_twice_behind_a_strong_penalty(engine: Engine) -> None:

@@ -196,7 +196,7 @@ def test_a_mask_has_a_time_limit(
     slow_masks.add(compiled(engine, SLOW))
     events = run(engine, [constrained("slow", SLOW), constrained("quick", QUICK)])
     assert text_of(events["quick"]).startswith("quick")
-    assert events["slow"][-1].finish_reason is FinishReason.ERROR
+    assert events["slow"][-1].finish_reason is FinishReason.INVALID
     assert "0.5 s" in str(events["slow"][-1].error)
 
 
@@ -233,8 +233,22 @@ def test_a_grammar_that_explodes_ends_its_own_request_only(
     wanted = tokens(run(engine, [free])["free"])
     events = run(engine, [constrained("bomb", Grammar("regex", r"((a|b)*a(a|b){200}){50}"), 400), free])
     assert tokens(events["free"]) == wanted
-    assert events["bomb"][-1].finish_reason is FinishReason.ERROR
+    assert events["bomb"][-1].finish_reason is FinishReason.INVALID
     assert "cannot follow its grammar" in str(events["bomb"][-1].error)
+
+
+@pytest.mark.parametrize("text", ['"a"{1000000}', "/a{400000}/"])
+def test_a_forced_text_beyond_the_matchers_limits_is_refused_before_the_first_token(
+    model: Path, text: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"(?i)too complex: .*too many"):
+        compiled(tiny_engine(model), Grammar("ebnf", f"start: {text}"))
+
+
+def test_a_grammar_whose_first_token_is_its_whole_text_is_taken(model: Path) -> None:
+    engine = tiny_engine(model)
+    for text in ("", "a"):
+        assert text_of(run(engine, [constrained(text, Grammar("ebnf", f'start: "{text}"'))])[text]) == text
 
 
 def compiled(engine: Engine, grammar: Grammar) -> CompiledGrammar:

@@ -378,6 +378,22 @@ class TestEarlyEnds:
             await (await gateway_for(FakeEngine(script)).submit(request_for())).collect()
         assert error.value.status == 500
 
+    @pytest.mark.parametrize("tokens", [b"", b"par"])
+    async def test_an_answer_that_its_own_grammar_ends_is_the_callers_fault(self, tokens: bytes) -> None:
+        reason = "This answer cannot follow its grammar any further."
+
+        def script(request: Request) -> list[TokenEvent]:
+            ended = TokenEvent(request.id, finish_reason=FinishReason.INVALID, queue_s=0.5, error=reason)
+            return [TokenEvent(request.id, (token,), queue_s=0.5) for token in tokens] + [ended]
+
+        gateway = gateway_for(FakeEngine(script))
+        with pytest.raises(InvalidRequest, match="cannot follow its grammar") as error:
+            await (await gateway.submit(request_for())).collect()
+        assert error.value.status == 400
+        page = gateway.render_own_metrics().decode()
+        assert 'finished_reason="invalid",model_name="bytes"} 1.0' in page
+        assert 'finished_reason="error",model_name="bytes"} 0.0' in page
+
     async def test_a_deadline_leaves_what_there_is(self) -> None:
         def script(request: Request) -> list[TokenEvent]:
             ended = TokenEvent(request.id, finish_reason=FinishReason.DEADLINE)

@@ -8,7 +8,13 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded, PenstockError
+from penstock.core.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    PenstockError,
+)
 from penstock.core.plan import PREDICTION, DraftUse, TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.accounts import Outcome
@@ -165,6 +171,8 @@ class Generation(MeteredAnswer[Choice]):
                 )
             case FinishReason.ERROR:
                 return PenstockError(event.error or "The engine could not go on with this request.")
+            case FinishReason.INVALID:
+                return InvalidRequest(event.error or "The engine could not go on with this request.")
             case FinishReason.ABORT:
                 return EngineUnavailable("The engine ended this request early.", hint="Try again.")
             case FinishReason.DEADLINE if not choice.num_tokens and not event.token_ids:

@@ -14,7 +14,7 @@ from typing import Generic, Literal, Protocol, Self, TypeAlias, TypeVar
 
 from penstock.cluster.replica import EngineClient
 from penstock.core.clock import Clock
-from penstock.core.errors import Overloaded, PenstockError
+from penstock.core.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.core.plan import Prefill
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.accounts import Account, Outcome, RateLimits
@@ -259,12 +259,11 @@ class MeteredAnswer(Generic[ChoiceT]):
         if self._error is not None or not self._num_open:
             return
         self._error = error
-        reason = FinishReason.ABORT if isinstance(error, ReaderGone | Overloaded) else FinishReason.ERROR
         # Their finish_reason stays None: the error tells how they ended.
         unfinished = [choice for choice in self._choices if choice.finish_reason is None]
         self._abandon(unfinished)
         for choice in unfinished:
-            self._close(choice, reason)
+            self._close(choice, _reason_of(error))
         self._wake()
 
     def _take(self) -> list[Delta]:
@@ -278,6 +277,13 @@ class MeteredAnswer(Generic[ChoiceT]):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _reason_of(error: PenstockError | ReaderGone) -> FinishReason:
+    """Return the reason under which answers that ended early are counted."""
+    if isinstance(error, ReaderGone | Overloaded):
+        return FinishReason.ABORT
+    return FinishReason.INVALID if isinstance(error, InvalidRequest) else FinishReason.ERROR
 
 
 class WrappedAnswer:
