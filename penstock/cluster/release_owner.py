@@ -58,6 +58,9 @@ class ReleaseOwner:
         """Own the releases while one is started. Raises Conflict while another server owns them."""
         try:
             await self._leadership.try_once()
+            if self._leadership.epoch is None:
+                # A new database makes its tables first, which may take longer than the lease.
+                await self._leadership.try_once()
         except RegistryError as error:
             raise StoreUnavailable(f"The database does not answer: {error}.", retry_after_s=1.0) from error
         if (epoch := self._leadership.epoch) is None:

@@ -108,6 +108,23 @@ async def test_one_of_several_servers_goes_on_with_a_release(database: Database)
         assert second.leadership.epoch is not None, "not given up while a release starts"
 
 
+async def test_a_first_look_that_takes_longer_than_the_lease_is_no_other_server(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, now_s = Server(database, "only"), 100.0
+    leadership, lead = server.leadership, server.leadership._registry.lead
+
+    async def make_tables_first(candidate: str, lease_s: float, above: int) -> int | None:
+        nonlocal now_s
+        now_s += 10.0 if above == 0 else 0.0
+        return await lead(candidate, lease_s, above)
+
+    leadership._lease_s, leadership._now = 5.0, lambda: now_s
+    monkeypatch.setattr(leadership._registry, "lead", make_tables_first)
+    async with server.owner.claimed():
+        assert leadership.epoch == 2
+
+
 async def test_a_server_goes_on_when_the_owner_has_died(database: Database) -> None:
     await DatabaseReleases(database).save(record("rel_a", 1.0))
     dead, heir = Server(database, "dead"), Server(database, "heir")
