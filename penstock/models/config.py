@@ -299,14 +299,16 @@ class Fields:
             )
         return _PLAIN_ACTIVATIONS[name]
 
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """Read a list of positive numbers."""
+    def numbers(self, key: str, *, positive: bool = True) -> tuple[float, ...]:
+        """Read a list of positive numbers, or of any finite numbers."""
         value = self._required(key, None)
         if not isinstance(value, list) or not all(
-            isinstance(each, int | float) and not isinstance(each, bool) and 0 < each < float("inf")
+            isinstance(each, int | float)
+            and not isinstance(each, bool)
+            and (0.0 if positive else -math.inf) < each < math.inf
             for each in value
         ):
-            raise self._wrong(key, value, "a list of positive numbers")
+            raise self._wrong(key, value, f"a list of {'positive' if positive else 'finite'} numbers")
         return tuple(float(each) for each in value)
 
     def renamed(self, names: Mapping[str, str]) -> Fields:

@@ -17,10 +17,11 @@ def metadata_fields(file: GGUFFile) -> Fields:
     return Fields(file.metadata, file.path.name, prefix=f"{file.architecture}.")
 
 
+SIGMOID = 2
 _SOFTMAX_OF_CHOSEN = 3
 _GATING: dict[int, Literal["softmax", "sigmoid"]] = {
     1: "softmax",
-    2: "sigmoid",
+    SIGMOID: "sigmoid",
     _SOFTMAX_OF_CHOSEN: "softmax",
 }
 
@@ -29,14 +30,17 @@ def has_experts(file: GGUFFile) -> bool:
     return bool(metadata_fields(file).raw("expert_count"))
 
 
-def gguf_experts(file: GGUFFile, config: ArchitectureConfig, *, normalizes: bool) -> ExpertsConfig:
-    """Read the settings of a mixture. `normalizes` is what the architecture does where the file does not say."""
+def gguf_experts(
+    file: GGUFFile, config: ArchitectureConfig, *, normalizes: bool, usual_gating: int = 1
+) -> ExpertsConfig:
+    """Read the settings of a mixture. `normalizes` and `usual_gating` are what the architecture does where the file
+    does not say."""
     fields = metadata_fields(file)
     inner = fields.integer("expert_feed_forward_length", config.intermediate_size)
     shared = fields.raw("expert_shared_feed_forward_length")
     if shared is None and fields.raw("expert_shared_count"):
         shared = inner * fields.integer("expert_shared_count")
-    gating = fields.integer("expert_gating_func", 1)
+    gating = fields.integer("expert_gating_func", usual_gating)
     if gating not in _GATING:
         raise ModelLoadError(f"{file.path.name} chooses experts in a way that is not known ({gating}).")
     first = fields.raw("leading_dense_block_count") or 0
@@ -54,7 +58,7 @@ def gguf_experts(file: GGUFFile, config: ArchitectureConfig, *, normalizes: bool
         scoring=_GATING[gating],
         num_groups=fields.integer("expert_group_count", 1),
         kept_groups=fields.integer("expert_group_used_count", 1),
-        groups_ranked_by=2 if gating == 2 else 1,
+        groups_ranked_by=2 if gating == SIGMOID else 1,
         weight_scale=fields.number("expert_weights_scale", 1.0),
     )
 
@@ -66,7 +70,9 @@ def common_gguf_config(
     fields = Fields({**file.metadata, **(changes or {})}, file.path.name, prefix=f"{file.architecture}.")
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
-    num_layers = fields.integer("block_count")
+    extra = "nextn_predict_layers"
+    num_mtp_layers = fields.integer(extra) if fields.raw(extra) else 0
+    num_layers = fields.integer("block_count") - num_mtp_layers  # which files count, too
     head_dim = fields.integer("attention.key_length", hidden_size // num_heads)
     if fields.integer("attention.value_length", head_dim) != head_dim:
         raise ModelLoadError(f"{file.path.name} has keys and values of different sizes.")
@@ -98,10 +104,19 @@ def common_gguf_config(
         qkv_bias="blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+        num_mtp_layers=num_mtp_layers,
         tie_embeddings="output.weight" not in file.tensors,
         eos_token_ids=tokenizer.token_ids("eos_token_id"),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
     )
+
+
+def layers_without_heads(file: GGUFFile, num_layers: int) -> frozenset[int]:
+    """Return the layers of a hybrid that have no attention: their count of key-value heads is 0."""
+    counts = metadata_fields(file).raw("attention.head_count_kv")
+    if not isinstance(counts, list) or len(counts) < num_layers:
+        raise ModelLoadError(f"{file.path.name} does not list the key-value heads of each layer.")
+    return frozenset(index for index in range(num_layers) if counts[index] == 0)
 
 
 def gguf_windows(fields: Fields, num_layers: int, default_period: int) -> tuple[int | None, ...]:

@@ -243,6 +243,10 @@ _NAMES = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
 }
 
 
@@ -252,19 +256,23 @@ def gguf_layout(
     cut: Mapping[str, StoredRows] | None = None,
     rows: Mapping[str, StoredRows] | None = None,
     num_experts: int = 0,
+    changed: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> Layout:
     """Return the layout of GGUF files, in which a family has some `names`, and the order of some `rows`, of its own,
-    and tensors that are stored as one."""
+    and tensors that are stored as one or in another form."""
     experts = {}
     for part in ("gate_proj", "up_proj", "down_proj"):
         name = f"mlp.all_experts.{part}"
         experts[part] = StackedPart(f"{name}.weight", f"{name}.bias")
+    own = names or {}
     return Layout(
-        names={**_NAMES, **(names or {})},
+        # A family's own names first: they may have a general name as their part.
+        names={**own, **{name: usual for name, usual in _NAMES.items() if name not in own}},
         cut=cut or {},
         rows=rows or {},
         experts=experts,
         num_experts=num_experts,
+        changed=changed or {},
     )
 
 
@@ -315,10 +323,11 @@ class GGUFSource:
             raise ModelLoadError(f"{self._file.path.name} has no tensor for {name}.")
         tensor = self._file.tensors[name]
         rows = math.prod(tensor.shape[:-1])
-        if len(shape) == 2 != len(tensor.shape) and (rows, tensor.shape[-1]) == shape:
-            tensor = replace(
-                tensor, shape=shape
-            )  # a matrix of one row, or several matrices one below the other
+        is_matrix = len(shape) == 2 != len(tensor.shape) and (rows, tensor.shape[-1]) == shape
+        is_vector = len(shape) == 1 != len(tensor.shape) and math.prod(tensor.shape) == shape[0]
+        if is_matrix or is_vector:
+            # A matrix of one row, several matrices one below the other, or a vector with axes of size 1.
+            tensor = replace(tensor, shape=shape)
         if tensor.shape != shape:
             raise ModelLoadError(
                 f"{self._file.path.name} has {tensor.name} of shape {list(tensor.shape)} "

@@ -8,7 +8,7 @@ half a head apart. A family may use other names, store several matrices as one, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -74,6 +74,9 @@ class Layout:
     transposed: frozenset[str] = frozenset()  # names within a layer of matrices that are stored [in, out]
     experts: Mapping[str, StackedPart] = field(default_factory=dict)  # by the usual name, such as "gate_proj"
     num_experts: int = 0
+    changed: Mapping[str, Callable[[Tensor], Tensor]] = field(
+        default_factory=dict
+    )  # by the name within a layer of a dense tensor: what the model reads, made of what is stored
     old_base: str = "model"  # as `base`, in older checkpoints
 
     @property
@@ -228,6 +231,10 @@ class LayoutSource:
         stacked = self._stacked(name, rows)
         if stacked is not None:
             return self._of_stack(*stacked, columns, wanted)
+        change = self._change(name)
+        if change is not None:
+            found = self._source.matrix(self._stored_name(name), rows, columns, part)
+            return DenseWeight(change(_dense(found)))
         place = self._place(name, rows)
         if place is None:
             return self._oriented(name, rows, columns, part)
@@ -270,12 +277,19 @@ class LayoutSource:
             found = self._source.matrix(where.name, where.count, total, row)
             assert isinstance(found, DenseWeight)
             return found.values[0].float()[order if part is None else order[part.start : part.stop]]
+        change = self._change(name)
+        if change is not None:
+            return change(self._source.vector(self._stored_name(name), size, part))
         place = self._place(name, size)
         if place is None:
             return self._source.vector(self._stored_name(name), size, part)
         stored_name, total, order = place
         whole = self._source.vector(self._stored_name(stored_name), total)
         return whole[order if part is None else order[part.start : part.stop]]
+
+    def _change(self, name: str) -> Callable[[Tensor], Tensor] | None:
+        match = _LAYER.fullmatch(name)
+        return self._layout.changed.get(match[2]) if match else None
 
     def _stored_name(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
@@ -301,10 +315,12 @@ class LayoutSource:
         if match is None or match[2] not in self._layout.transposed:
             return self._source.matrix(stored, rows, columns, part)
         turned = None if part is None else Part(part.columns, part.rows)
-        found = self._source.matrix(stored, columns, rows, turned)
-        values = found.values if isinstance(found, DenseWeight) else found.dequantize()
-        return DenseWeight(values.T.contiguous())
+        return DenseWeight(_dense(self._source.matrix(stored, columns, rows, turned)).T.contiguous())
 
 
 def _is_plain(order: Tensor) -> bool:
     return bool((order[1:] - order[:-1] == 1).all())
+
+
+def _dense(weight: WeightData) -> Tensor:
+    return weight.values if isinstance(weight, DenseWeight) else weight.dequantize()

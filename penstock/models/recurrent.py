@@ -286,6 +286,11 @@ def taken(whole: Tensor, spans: Sequence[range]) -> Tensor:
     return torch.cat([whole[span.start : span.stop] for span in spans])
 
 
+def log_of_decay(decay: Tensor) -> Tensor:
+    """Return the logarithm that folders store, made of the negative number that GGUF files store."""
+    return (-decay).log()
+
+
 def mamba_rows(config: ArchitectureConfig, name: str) -> dict[str, StoredRows]:
     """Return the rows of the parts of Mamba-2's stored projection."""
     return fused_rows(

@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from tests.models.checkpoints import Reference
+from tests.models.gguf_states import converted, write_special_settings
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -56,7 +57,14 @@ ARCHITECTURES = {
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
     "phimoe": gguf.MODEL_ARCH.PHIMOE,
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
+    "llama4_text": gguf.MODEL_ARCH.LLAMA4,
+    "apertus": gguf.MODEL_ARCH.APERTUS,
+    "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2,
+    "glm_moe_dsa": gguf.MODEL_ARCH.GLM_DSA,
+    "deepseek_v32": gguf.MODEL_ARCH.GLM_DSA,
+    "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
 }
+NEWER_NAMES = {"deepseek_v32": "deepseek32"}  # of architectures that the package does not know
 # Families whose converters put the rows of rotary pairs beside each other.
 PERMUTED = ("llama", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")
@@ -106,7 +114,8 @@ def write_model(
     name, so that a test can put them back into the reference. `spoil` is a setting of experts to get wrong."""
     config = reference.model.config
     architecture = ARCHITECTURES[config.model_type]
-    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=max_tensors)
+    name = NEWER_NAMES.get(config.model_type, gguf.MODEL_ARCH_NAMES[architecture])
+    writer = GGUFWriter(path, name, split_max_tensors=max_tensors)
     if config.model_type == "gemma4_text":
         config.allow_global_per_layer_attribute_access = True
         _write_settings(writer, config)
@@ -115,18 +124,17 @@ def write_model(
         _write_settings(writer, config)
     if getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None):
         _write_expert_settings(writer, config, spoil)
+    tensors = {name: tensor.float().numpy() for name, tensor in reference.model.state_dict().items()}
+    write_special_settings(writer, config, tensors)
     Vocabulary().write(writer)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     stored_values = {}
-    for name, tensor in reference.model.state_dict().items():
+    for name, values in converted(config, tensors).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         name = f"{name}.weight" if name.endswith("layer_scalar") else name
-        values = tensor.float().numpy()
         if ".experts." in name or "_linear." in name:
-            stored_values[name] = _write_experts(
-                writer, name, values, kind, is_transposed=config.model_type == "gpt_oss"
-            )
+            stored_values[name] = _write_experts(writer, name, values, kind, config.model_type)
             continue
         if name.endswith("kv_b_proj.weight"):
             _write_absorbed(writer, name, values, config)
@@ -294,7 +302,7 @@ def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -
     if getattr(config, "n_group", None):
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
-    if config.model_type in ("deepseek_v3", "glm4_moe", "minimax_m2"):
+    if config.model_type in ("deepseek_v3", "glm4_moe", "minimax_m2", "kimi_linear"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if hasattr(config, "kv_lora_rank"):
         writer.add_kv_lora_rank(config.kv_lora_rank)
@@ -302,7 +310,8 @@ def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -
             writer.add_q_lora_rank(config.q_lora_rank)
         writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
         writer.add_value_length_mla(config.v_head_dim)
-        rope = config.rope_parameters
+        writer.add_rope_dimension_count(config.qk_rope_head_dim)
+        rope = getattr(config, "rope_parameters", None) or {}
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope.get("mscale_all_dim", 1.0))
 
 
@@ -324,8 +333,7 @@ def _write_experts(
     name: str,
     values: np.ndarray,
     kind: GGMLQuantizationType,
-    *,
-    is_transposed: bool = False,
+    model_type: str,
 ) -> np.ndarray:
     """Write the experts of a layer as one tensor for each part, and return what was stored in transformers' form."""
     layer = name.split(".")[2]
@@ -335,10 +343,11 @@ def _write_experts(
         for part, biases in pairs.items():
             writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.bias", np.ascontiguousarray(biases))
         return values
-    parts = {"down": values}
-    if is_transposed:
+    if model_type in ("gpt_oss", "llama4_text"):
         values = values.transpose(0, 2, 1)
-        parts = {"gate": values[:, ::2], "up": values[:, 1::2]} if is_gate_up else {"down": values}
+    parts = {"down": values}
+    if is_gate_up and model_type == "gpt_oss":
+        parts = {"gate": values[:, ::2], "up": values[:, 1::2]}
     elif is_gate_up:
         parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
     kept = []

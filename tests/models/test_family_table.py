@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gguf import MODEL_ARCH_NAMES
+
 from penstock.models.decoder import Decoder
 from penstock.models.families import FAMILIES
 from tests.models.checkpoints import MODELS
+from tests.models.gguf_files import ARCHITECTURES, NEWER_NAMES
 from tests.models.tiny_families import TINY
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
+def gguf_names_in_tests() -> dict[str, str]:
+    """Return the architecture in the GGUF files that tests write of each family."""
+    return {
+        model_type.removesuffix("_text"): NEWER_NAMES.get(model_type, MODEL_ARCH_NAMES[architecture])
+        for model_type, architecture in ARCHITECTURES.items()
+    }
+
+
 def row(family: type[Decoder]) -> str:
+    """Return the row of a family. Files of some families name another one, which reads them."""
     classes = [name for name in family.huggingface_names if not name.islower()]
-    gguf = ", ".join(f"`{name}`" for name in family.gguf_names)
+    names = family.gguf_names or [*filter(None, [gguf_names_in_tests().get(family.name)])]
+    gguf = ", ".join(f"`{name}`" for name in names)
     return f"| {', '.join(f'`{name}`' for name in classes)} | {gguf or '–'} |"
 
 
@@ -30,3 +43,8 @@ def test_every_family_is_compared_with_transformers() -> None:
     }
     # Transformers has no MiMo, which is Qwen 2 with one more layer: tests/engine/test_mtp_drafts.py compares that.
     assert {family.name for family in FAMILIES} - {"mimo"} <= compared
+
+
+def test_every_architecture_in_gguf_is_compared_with_transformers() -> None:
+    read = {name for family in FAMILIES for name in (*family.gguf_names, *family.gguf_mixtures)}
+    assert read <= set(gguf_names_in_tests().values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from gguf import GGMLQuantizationType
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import GroupQuantWeight, Ops
-from penstock.models.load import load_model, load_tokenizer, open_checkpoint, weights_identity
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.load import (
+    architecture_for_gguf,
+    load_model,
+    load_tokenizer,
+    open_checkpoint,
+    weights_identity,
+)
 from penstock.models.weights import Part
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
@@ -109,3 +117,38 @@ def test_a_mixture_without_its_settings_is_refused_by_name(tmp_path: Path) -> No
         write_model(path, reference, GGMLQuantizationType.F32, spoil=setting)
         with pytest.raises(ModelLoadError, match=message):
             open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("apertus", {"xielu.alpha_p": None}, "has no xielu.alpha_p"),
+        ("apertus", {"xielu.alpha_n": [0.1]}, "has no xielu.alpha_p and xielu.alpha_n for each layer"),
+        ("apertus", {"xielu.alpha_n": ["a", "b"]}, "not a list of finite numbers"),
+        ("kimi_linear", {"kimi-linear.attention.head_count_kv": [0, 1]}, "does not list the key-value heads"),
+        ("kimi_linear", {"kimi-linear.kda.head_dim": None}, "has no kimi-linear.kda.head_dim"),
+        ("glm_moe_dsa", {"glm-dsa.attention.indexer.top_k": -1}, "which is not a whole number"),
+        ("llama4", {"llama4.expert_count": 0}, "which is not a whole number"),
+    ],
+)
+def test_settings_of_single_families(
+    name: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, save_tiny(name, tmp_path / "folder"), GGMLQuantizationType.F32)
+    file = GGUFFile(path)
+    file.metadata.update(settings)
+    with pytest.raises(ModelLoadError, match=message):
+        architecture_for_gguf(file).config_from_gguf(file)
+
+
+def test_flags_of_shared_indexers(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, save_tiny("glm_moe_dsa", tmp_path / "folder"), GGMLQuantizationType.F32)
+    file = GGUFFile(path)
+    for flags, shared in ((None, {1, 3}), ([1, 0, 0, 1], {1, 2})):
+        file.metadata["glm-dsa.attention.indexer.types"] = flags
+        latent = architecture_for_gguf(file).config_from_gguf(file).latent
+        assert latent is not None
+        assert latent.index is not None
+        assert latent.index.shared_layers == shared

@@ -14,7 +14,7 @@ from penstock.kernels.interface import AttentionBatch, LatentLayer, Ops, PackedL
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, LatentConfig, yarn_amplitude
 from penstock.models.decoder import Decoder
 from penstock.models.experts import ExpertMLP, add_mlp, expert_layout, load_experts, num_experts
-from penstock.models.gguf_config import common_gguf_config, gguf_experts, metadata_fields
+from penstock.models.gguf_config import SIGMOID, common_gguf_config, gguf_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config, rope_parameters
@@ -26,6 +26,16 @@ from penstock.models.weights import LinearPart, WeightLoader
 
 _INNER_EPS = 1e-6  # of the norms between two products, whatever the settings say of the others
 SELECTION_BIAS = "gate.e_score_correction_bias"
+GGUF_NAMES = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,7 @@ class DeepseekV2(Decoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return _gguf_config(file, cls.name)
+        return latent_gguf_config(file, cls.name)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
@@ -91,17 +101,7 @@ class DeepseekV2(Decoder):
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {
-            "attn_q_a": "self_attn.q_a_proj",
-            "attn_q_a_norm": "self_attn.q_a_layernorm",
-            "attn_q_b": "self_attn.q_b_proj",
-            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-            "attn_kv_b": "self_attn.kv_b_proj",
-            "attn_k_b": "self_attn.k_b_proj",
-            "attn_v_b": "self_attn.v_b_proj",
-        }
-        return gguf_layout(names, rows=_rows(config), num_experts=num_experts(config))
+        return gguf_layout(GGUF_NAMES, rows=_rows(config), num_experts=num_experts(config))
 
     def load_layer(self, load: LayerLoader) -> LatentBlock:
         experts = self.config.experts
@@ -132,7 +132,7 @@ class DeepseekV3(DeepseekV2):
         "KimiK2ForCausalLM",
         "kimi_k2",
     )
-    gguf_names = ()
+    gguf_names: ClassVar[tuple[str, ...]] = ()
     has_selection_bias = True
 
     @classmethod
@@ -205,13 +205,16 @@ def _sharpening(rope: Fields) -> float:
     return yarn_amplitude(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
 
 
-def _gguf_config(file: GGUFFile, name: str) -> ArchitectureConfig:
+def latent_gguf_config(file: GGUFFile, name: str) -> ArchitectureConfig:
+    """Read the settings of attention over latents and of its experts."""
     fields = metadata_fields(file)
     heads, rope_dim = fields.integer("attention.head_count"), fields.integer("rope.dimension_count")
     prefix = f"{file.architecture}.attention"
     # Newer files state the sizes of the cache, and beside them those of heads.
-    key = fields.integer("attention.key_length_mla", fields.integer("attention.key_length"))
-    value = fields.integer("attention.value_length_mla", fields.integer("attention.value_length"))
+    key, value = (
+        fields.integer(f"attention.{part}_length_mla", fields.raw(f"attention.{part}_length"))
+        for part in ("key", "value")
+    )
     changed = {f"{prefix}.{each}": rope_dim for each in ("key_length", "value_length")}
     changed[f"{prefix}.head_count_kv"] = heads
     config = common_gguf_config(file, name, changed)
@@ -228,12 +231,14 @@ def _gguf_config(file: GGUFFile, name: str) -> ArchitectureConfig:
         mscale = 10 * fields.number("rope.scaling.yarn_log_multiplier", 0.1)
         scale *= yarn_amplitude(rope.scaling.factor, mscale) ** 2
         rope = dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, attention_factor=1.0))
+    # Files of GLM do not say; only sigmoids come with a bias that chooses experts.
+    has_bias = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
     return dataclasses.replace(
         config,
         rope=rope,
         latent=latent,
         attention_scale=scale,
-        experts=gguf_experts(file, config, normalizes=False),
+        experts=gguf_experts(file, config, normalizes=False, usual_gating=SIGMOID if has_bias else 1),
     )
 
 

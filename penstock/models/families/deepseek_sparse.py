@@ -14,13 +14,23 @@ from torch import Tensor
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.interface import AttentionBatch, IndexLayer, KVStore, Ops, PackedLinear
 from penstock.models.config import ArchitectureConfig, Fields, IndexConfig, LatentConfig
-from penstock.models.experts import add_mlp
-from penstock.models.families.deepseek import DeepseekV3, LatentAttention, LatentBlock
+from penstock.models.experts import add_mlp, num_experts
+from penstock.models.families.deepseek import GGUF_NAMES, DeepseekV3, LatentAttention, LatentBlock
+from penstock.models.gguf_config import metadata_fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import layer_kinds
 from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows, by_head
 from penstock.models.rope import pair_order
 from penstock.models.weights import WeightLoader
+
+_GGUF_INDEX = {
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +60,7 @@ class SparseBlock(LatentBlock):
 class DeepseekV32(DeepseekV3):
     name = "deepseek_v32"
     huggingface_names = ("DeepseekV32ForCausalLM", "deepseek_v32")
+    gguf_names: ClassVar[tuple[str, ...]] = ("deepseek32",)
     rotates_neighbours: ClassVar[bool] = False  # in indexers, whose stored pairs are neighbours then
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
@@ -81,18 +92,41 @@ class DeepseekV32(DeepseekV3):
         return dataclasses.replace(config, latent=dataclasses.replace(config.latent, index=index))
 
     @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config, fields = super().config_from_gguf(file), metadata_fields(file)
+        assert config.latent is not None
+        index = IndexConfig(
+            num_heads=fields.integer("attention.indexer.head_count"),
+            head_dim=fields.integer("attention.indexer.key_length"),
+            top_k=fields.integer("attention.indexer.top_k"),
+            shared_layers=_gguf_shared_layers(file, fields, config.num_layers),
+        )
+        return dataclasses.replace(config, latent=dataclasses.replace(config.latent, index=index))
+
+    @classmethod
     def shared_layers(cls, fields: Fields, num_layers: int) -> frozenset[int]:
         """Return the layers that use what an earlier layer chose."""
         return frozenset()
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        usual, (latent, index) = super().layout(config), _settings(config)
+        usual = super().layout(config)
+        return dataclasses.replace(usual, rows={**usual.rows, **cls._index_rows(config)})
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        rows = {**super().gguf_layout(config).rows, **cls._index_rows(config)}
+        return gguf_layout({**_GGUF_INDEX, **GGUF_NAMES}, rows=rows, num_experts=num_experts(config))
+
+    @classmethod
+    def _index_rows(cls, config: ArchitectureConfig) -> dict[str, StoredRows]:
+        """Return the rows of indexers such that rotated pairs are half of the rotated part apart."""
+        latent, index = _settings(config)
         if not cls.rotates_neighbours:
-            return usual
+            return {}
         rest = torch.arange(latent.rope_dim, index.head_dim)
         head = torch.cat([pair_order(latent.rope_dim, latent.rope_dim, interleaved=True), rest])
-        rows = {
+        return {
             f"self_attn.indexer.{part}": StoredRows(
                 f"self_attn.indexer.{part}", size, by_head(torch.arange(size), head)
             )
@@ -102,7 +136,6 @@ class DeepseekV32(DeepseekV3):
                 ("k_norm", index.head_dim),
             )
         }
-        return dataclasses.replace(usual, rows={**usual.rows, **rows})
 
     def load_layer(self, load: LayerLoader) -> LatentBlock:
         plain, index = super().load_layer(load), _settings(load.config)[1]
@@ -161,6 +194,7 @@ class DeepseekV32(DeepseekV3):
 class GlmMoeDsa(DeepseekV32):
     name = "glm_moe_dsa"
     huggingface_names = ("GlmMoeDsaForCausalLM", "glm_moe_dsa")
+    gguf_names = ("glm-dsa",)
     rotates_neighbours = True
 
     @classmethod
@@ -178,6 +212,16 @@ class GlmMoeDsa(DeepseekV32):
         period, first = fields.raw("index_topk_freq") or 1, fields.raw("index_skip_topk_offset")
         first = 2 if first is None else first
         return frozenset(index for index in range(num_layers) if max(index - first + 1, 0) % period)
+
+
+def _gguf_shared_layers(file: GGUFFile, fields: Fields, num_layers: int) -> frozenset[int]:
+    """Return the layers without an indexer of their own: by flags for all layers, else by their tensors."""
+    flags = fields.raw("attention.indexer.types")
+    if isinstance(flags, list) and len(flags) >= num_layers:
+        return frozenset(index for index in range(num_layers) if not flags[index])
+    return frozenset(
+        index for index in range(num_layers) if f"blk.{index}.indexer.attn_k.weight" not in file.tensors
+    )
 
 
 def _settings(config: ArchitectureConfig) -> tuple[LatentConfig, IndexConfig]:

@@ -14,13 +14,25 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops, PackedLinear
 from penstock.kernels.states import ChannelDeltaLayer, StateShapes
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
-from penstock.models.experts import MIXTRAL_NAMES, ExpertMLP, add_mlp, expert_layout, load_experts
+from penstock.models.experts import (
+    MIXTRAL_NAMES,
+    ExpertMLP,
+    add_mlp,
+    expert_layout,
+    load_experts,
+    num_experts,
+)
 from penstock.models.families.deepseek import (
+    GGUF_NAMES,
     SELECTION_BIAS,
     LatentAttention,
     latent_config,
+    latent_gguf_config,
     load_latent_attention,
 )
+from penstock.models.gguf_config import layers_without_heads, metadata_fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import layer_kinds
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout
@@ -30,6 +42,7 @@ from penstock.models.recurrent import (
     LayerCache,
     StateMixer,
     load_convs,
+    log_of_decay,
     recurrent_settings,
     taken,
 )
@@ -44,6 +57,14 @@ SETTINGS = {
     "n_shared_experts": "num_shared_experts",
     "norm_topk_prob": "moe_renormalize",
     "n_group": "num_expert_group",
+}
+_GGUF_DELTA = {
+    **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a": "self_attn.A_log",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
 }
 
 
@@ -86,6 +107,7 @@ class KimiLayer:
 class KimiLinear(HybridDecoder):
     name = "kimi_linear"
     huggingface_names = ("KimiLinearForCausalLM", "kimi_linear")
+    gguf_names = ("kimi-linear",)
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         super().__init__(config, loader, max_model_len)
@@ -120,8 +142,36 @@ class KimiLinear(HybridDecoder):
         )
 
     @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config, fields = latent_gguf_config(file, cls.name), metadata_fields(file)
+        assert config.latent is not None
+        assert config.experts is not None
+        width = fields.integer("kda.head_dim")
+        return dataclasses.replace(
+            config,
+            latent=dataclasses.replace(config.latent, interleaved=False),
+            experts=dataclasses.replace(config.experts, normalizes=fields.flag("expert_weights_norm", True)),
+            unrotated_layers=frozenset(range(config.num_layers)),
+            recurrent=RecurrentConfig(
+                layers=layers_without_heads(file, config.num_layers),
+                conv_width=fields.integer("ssm.conv_kernel"),
+                num_heads=config.num_heads,
+                head_dim=width,
+                state_size=width,
+            ),
+        )
+
+    @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
         return expert_layout(config, MIXTRAL_NAMES, rows={})
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_layout(
+            {**GGUF_NAMES, **_GGUF_DELTA},
+            num_experts=num_experts(config),
+            changed={"self_attn.A_log": log_of_decay},
+        )
 
     def load_layer(self, load: LayerLoader) -> KimiLayer:
         is_delta = load.index in recurrent_settings(load.config).layers

@@ -14,8 +14,10 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.decoder import Decoder
-from penstock.models.experts import expert_layout, load_experts
+from penstock.models.experts import expert_layout, load_experts, num_experts
+from penstock.models.gguf_config import common_gguf_config, gguf_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, Block, LayerLoader
 from penstock.models.layout import Layout, StackedPart, rotated_rows
@@ -26,6 +28,11 @@ _EXPERTS = {
     "up_proj": StackedPart(*_GATE_UP, 1, 2, transposed=True),
     "down_proj": StackedPart("mlp.experts.down_proj", "", transposed=True),
 }
+# What GGUF files do not say of the published models.
+_PERIOD = 4  # of layers without rope
+_CHUNK = 8192
+_TUNED_FROM, _TUNING = 8192.0, 0.1
+_MAVERICK_EXPERTS = 128  # of the model without norms of queries and keys
 _NAMES = {"feed_forward": "mlp", "router": "gate", "shared_expert": "shared_experts"}
 
 
@@ -52,6 +59,7 @@ class Llama4(Decoder):
         "llama4_text",
         "llama4",
     )
+    gguf_names = ("llama4",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -60,7 +68,7 @@ class Llama4(Decoder):
         layers = range(config.num_layers)
         rotates = fields.raw("no_rope_layers")  # 1 for a layer with rope, in spite of the name
         if not rotates:
-            interval = fields.integer("no_rope_layer_interval", 4)
+            interval = fields.integer("no_rope_layer_interval", _PERIOD)
             rotates = [(index + 1) % interval for index in layers]
         if not isinstance(rotates, list) or len(rotates) != config.num_layers:
             raise ModelLoadError(f"{fields.where} lists no_rope_layers that do not match its layers.")
@@ -81,11 +89,11 @@ class Llama4(Decoder):
             intermediate_size=fields.integer("intermediate_size_mlp", inner),
             unrotated_layers=frozenset(index for index in layers if not rotates[index]),
             head_norms=fields.flag("use_qk_norm", True),
-            attention_chunk=fields.integer("attention_chunk_size", 8192),
-            tuned_from=fields.number("floor_scale", 8192.0)
+            attention_chunk=fields.integer("attention_chunk_size", _CHUNK),
+            tuned_from=fields.number("floor_scale", _TUNED_FROM)
             if fields.flag("attn_temperature_tuning", True)
             else None,
-            tuning=fields.number("attn_scale", 0.1),
+            tuning=fields.number("attn_scale", _TUNING),
             qkv_bias=has_bias,
             output_bias=has_bias,
             experts=ExpertsConfig(
@@ -101,15 +109,29 @@ class Llama4(Decoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise ModelLoadError(
-            f"{file.path.name} holds Llama 4, which is read from safetensors only.",
-            hint="Give the folder of the original checkpoint.",
+        config, fields = common_gguf_config(file, cls.name), metadata_fields(file)
+        experts = gguf_experts(file, config, normalizes=False)
+        return dataclasses.replace(
+            config,
+            unrotated_layers=frozenset(range(_PERIOD - 1, config.num_layers, _PERIOD)),
+            head_norms=experts.count != _MAVERICK_EXPERTS,
+            attention_chunk=fields.integer("attention.sliding_window", _CHUNK),
+            tuned_from=fields.number("attention.temperature_length", _TUNED_FROM),
+            tuning=fields.number("attention.temperature_scale", _TUNING),
+            experts=dataclasses.replace(
+                experts, scoring="sigmoid", shared_intermediate_size=experts.intermediate_size
+            ),
         )
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
         rows = rotated_rows(config, interleaved=True, head_norms=False)
         return expert_layout(config, _NAMES, _EXPERTS, rows)
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        rows = rotated_rows(config, interleaved=True, head_norms=False)
+        return gguf_layout(rows=rows, num_experts=num_experts(config))
 
     def load_layer(self, load: LayerLoader) -> Block:
         config, experts = self.config, self.config.experts

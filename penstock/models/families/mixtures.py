@@ -75,16 +75,11 @@ class Glm4Moe(PreNormDecoder):
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
         config = common_gguf_config(file, cls.name)
-        # Files count layers behind the last one, which predict a second token.
-        extra = file.metadata.get(f"{file.architecture}.nextn_predict_layers") or 0
-        config = dataclasses.replace(
+        return dataclasses.replace(
             config,
-            num_layers=config.num_layers - extra,
-            windows=config.windows[: config.num_layers - extra],
-            num_mtp_layers=extra,
             head_norms="blk.0.attn_q_norm.weight" in file.tensors,
+            experts=gguf_experts(file, config, normalizes=True),
         )
-        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
@@ -92,11 +87,7 @@ class Glm4Moe(PreNormDecoder):
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {
-            "post_attention_norm": "post_attention_layernorm",
-            "nextn.shared_head_norm": "shared_head.norm",
-            **{f"nextn.{name}": name for name in ("eh_proj", "enorm", "hnorm")},
-        }
+        names = {"post_attention_norm": "post_attention_layernorm"}
         return gguf_layout(names, rows=rotated_rows(config), num_experts=num_experts(config))
 
     def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.decoder import Decoder
@@ -118,12 +119,17 @@ class XIELU:
         return torch.where(x > 0, right, left) + _SLOPE * x
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApertusConfig(ArchitectureConfig):
+    curves: tuple[tuple[float, float], ...]  # the two numbers of each layer, where they are no tensors
+
+
 class Apertus(Decoder):
     """Llama with norms on query and key heads, and a plain MLP with a learned curve."""
 
     name = "apertus"
     huggingface_names = ("ApertusForCausalLM", "apertus")
-    gguf_names = ()
+    gguf_names = ("apertus",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -137,7 +143,12 @@ class Apertus(Decoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return common_gguf_config(file, cls.name)
+        config, fields = common_gguf_config(file, cls.name), Fields(file.metadata, file.path.name)
+        right, left = (fields.numbers(f"xielu.alpha_{side}", positive=False) for side in "pn")
+        if {len(right), len(left)} != {config.num_layers}:
+            raise ModelLoadError(f"{file.path.name} has no xielu.alpha_p and xielu.alpha_n for each layer.")
+        shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        return ApertusConfig(**shared, curves=tuple(zip(right, left, strict=True)))
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
@@ -156,6 +167,9 @@ class Apertus(Decoder):
         )
 
     def _load_curve(self, load: LayerLoader) -> XIELU:
+        if isinstance(self.config, ApertusConfig):
+            right, left = torch.tensor(self.config.curves[load.index]).to(load.weights.ops.device).split(1)
+            return XIELU(F.softplus(right), _SLOPE + F.softplus(left))
         right, left = (load.weights.vector(f"{load.prefix}.mlp.act_fn.alpha_{side}", 1) for side in "pn")
         return XIELU(F.softplus(right), _SLOPE + F.softplus(left))
 
