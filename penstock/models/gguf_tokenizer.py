@@ -16,11 +16,11 @@ from penstock.core.errors import ModelLoadError
 from penstock.models.config import Fields
 from penstock.models.generation import DEFAULT_TEMPLATE, gguf_templates
 from penstock.models.gguf_file import GGUFFile
+from penstock.models.split_rules import SPLIT_RULES
 from penstock.models.tokenizer import TokenizerFiles, distinct
 from penstock.models.tokenizer_build import (
     CONTROL,
     NORMAL,
-    SPLIT_RULES,
     added_tokens,
     byte_level,
     merge_pairs,

@@ -9,90 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.errors import ModelLoadError
+from penstock.models.split_rules import SplitRule
 
 # Kinds of tokens, as SentencePiece and GGUF number them.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"  # SentencePiece's space
 
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class SplitRule:
-    """The rule that cuts text before merging: a pattern, or GPT-2's own, perhaps after isolating digits."""
-
-    pattern: str | None = None
-    isolate_digits: bool = False
-    normalize: bool = False  # Unicode NFC
-    whole_words: bool = False  # a piece that is in the vocabulary is not built by merges
-    adds_bos: bool = False  # unless the metadata says otherwise
-
-
-def _words_then(digits: str, *, words: str = r"\p{L}+", after_symbols: str = r"[\r\n]*") -> str:
-    """Return a pattern of the family that began with GPT-4: contractions, words, digits, symbols, line ends,
-    spaces."""
-    contractions = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-    return "|".join(
-        [
-            contractions,
-            rf"[^\r\n\p{{L}}\p{{N}}]?{words}",
-            digits,
-            rf" ?[^\s\p{{L}}\p{{N}}]+{after_symbols}",
-            r"\s*[\r\n]+",
-            r"\s+(?!\S)",
-            r"\s+",
-        ]
-    )
-
-
-def _cased_words(digits: str, *, contractions: bool = False) -> str:
-    """Return a pattern of the family of o200k: words end where lower case meets upper case."""
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-    end = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?" if contractions else ""
-    return "|".join(
-        [
-            rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{end}",
-            rf"[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{end}",
-            digits,
-            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-            r"\s*[\r\n]+",
-            r"\s+(?!\S)",
-            r"\s+",
-        ]
-    )
-
-
-_LLAMA3 = SplitRule(pattern=_words_then(r"\p{N}{1,3}"), whole_words=True, adds_bos=True)
-_QWEN2 = SplitRule(pattern=_words_then(r"\p{N}"), normalize=True)
-_NUMBERS_OF_THREE = SplitRule(pattern=_words_then(r"\p{N}{1,3}"))
-_GPT2 = SplitRule()
-_DIGITS_THEN_GPT2 = SplitRule(isolate_digits=True)
-SPLIT_RULES: Mapping[str, SplitRule] = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "smollm": _DIGITS_THEN_GPT2,
-    "starcoder": _DIGITS_THEN_GPT2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "phi-2": _GPT2,
-    "olmo": _GPT2,
-    "mpt": _GPT2,
-    "refact": _DIGITS_THEN_GPT2,
-    "command-r": _DIGITS_THEN_GPT2,
-    "codeshell": _DIGITS_THEN_GPT2,
-    "exaone": _DIGITS_THEN_GPT2,
-    "minerva-7b": _DIGITS_THEN_GPT2,
-    "dbrx": _NUMBERS_OF_THREE,
-    "smaug-bpe": _NUMBERS_OF_THREE,
-    "chatglm-bpe": _NUMBERS_OF_THREE,
-    "glm4": _NUMBERS_OF_THREE,
-    "tekken": SplitRule(pattern=_cased_words(r"\p{N}"), whole_words=True, adds_bos=True),
-    "gpt-4o": SplitRule(pattern=_cased_words(r"\p{N}{1,3}", contractions=True)),
-    "llama4": SplitRule(pattern=_cased_words(r"\p{N}{1,3}", contractions=True), adds_bos=True),
-}
 
 
 def byte_level(tokens: Sequence[str], merges: Sequence[str], rule: SplitRule, where: str) -> Json:
@@ -103,9 +26,12 @@ def byte_level(tokens: Sequence[str], merges: Sequence[str], rule: SplitRule, wh
     steps: list[Json] = [by_bytes]
     if rule.isolate_digits:
         steps.insert(0, {"type": "Digits", "individual_digits": True})
-    if rule.pattern is not None:
-        split = {"type": "Split", "pattern": {"Regex": rule.pattern}, "behavior": "Isolated", "invert": False}
-        steps = [split, {**by_bytes, "use_regex": False}]
+    if rule.patterns:
+        splits: list[Json] = [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+            for pattern in rule.patterns
+        ]
+        steps = [*splits, {**by_bytes, "use_regex": False}]
     return {
         "version": "1.0",
         "normalizer": {"type": "NFC"} if rule.normalize else None,

@@ -17,12 +17,11 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import ModelLoadError
+from penstock.models.split_rules import SPLIT_RULES, SplitRule
 from penstock.models.tokenizer_build import (
     NORMAL,
-    SPLIT_RULES,
     Json,
     SentencePieceSettings,
-    SplitRule,
     added_tokens,
     byte_level,
     merges_from_scores,
@@ -33,7 +32,11 @@ from penstock.models.tokenizer_build import (
 
 _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 # Classes whose tiktoken files come without the pattern that cuts text.
-_TIKTOKEN_RULES = {"QWenTokenizer": "qwen2", "ChatGLM4Tokenizer": "chatglm-bpe"}
+_TIKTOKEN_RULES = {
+    "QWenTokenizer": "qwen2",
+    "ChatGLM4Tokenizer": "chatglm-bpe",
+    "TikTokenTokenizer": "kimi-k2",
+}
 # Classes that put the first token in front of a text unless they are told otherwise.
 _ADD_BOS = ("Llama", "CodeLlama", "Gemma", "Mistral")
 
@@ -160,7 +163,7 @@ def _tekken(path: Path, settings: Mapping[str, Any]) -> Json:
     specials = {named.get(index, f"<SPECIAL_{index}>"): index for index in range(num_special)}
     count = int(config["default_vocab_size"]) - num_special
     ranks = {base64.b64decode(each["token_bytes"]): int(each["rank"]) for each in stored["vocab"][:count]}
-    rule = SplitRule(pattern=str(config["pattern"]), whole_words=True)
+    rule = SplitRule((str(config["pattern"]),), whole_words=True)
     return ranked_bytes(ranks, specials, rule, str(path), first_id=num_special)
 
 

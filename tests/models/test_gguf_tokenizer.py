@@ -36,6 +36,21 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# As the makers of Kimi and DeepSeek V3 publish them.
+KIMI_PATTERN = (
+    r"[\p{Han}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK_PATTERNS = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 Vocab = dict[str, int]
 Merges = list[tuple[str, str]]
@@ -61,6 +76,12 @@ SMOLLM = byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=Tru
 LLAMA3 = byte_level(pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"), use_regex=False)
 
 
+def splits(*patterns: str) -> Any:
+    return byte_level(
+        *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns), use_regex=False
+    )
+
+
 def built_by_hand(pre_tokenizer: Any, **settings: Any) -> Callable[[Vocab, Merges], Tokenizer]:
     def build(vocabulary: Vocab, merges: Merges) -> Tokenizer:
         tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, **settings))
@@ -83,6 +104,8 @@ BYTE_LEVEL_KINDS = {
     "smollm": built_by_hand(SMOLLM),
     "llama-bpe": built_by_hand(LLAMA3, ignore_merges=True),
     "qwen2": built_by_transformers,
+    "kimi-k2": built_by_hand(splits(KIMI_PATTERN)),
+    "deepseek-v3": built_by_hand(splits(*DEEPSEEK_PATTERNS)),
 }
 
 

@@ -17,9 +17,9 @@ from tokenizers.trainers import BpeTrainer
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.load import load_tokenizer
+from penstock.models.split_rules import SPLIT_RULES
 from penstock.models.tokenizer import TokenizerFiles
-from penstock.models.tokenizer_build import SPLIT_RULES
-from tests.models.test_gguf_tokenizer import TEXTS
+from tests.models.test_gguf_tokenizer import KIMI_PATTERN, TEXTS
 
 PLAIN = [text for text in TEXTS if "<|" not in text]
 
@@ -88,7 +88,7 @@ def _letters() -> list[str]:
 
 
 def test_tekken(ranks: dict[bytes, int], tmp_path: Path) -> None:
-    pattern = SPLIT_RULES["tekken"].pattern
+    pattern = SPLIT_RULES["tekken"].patterns[0]
     names = ["<unk>", "<s>", "</s>", "[INST]"]
     stored = {
         "config": {
@@ -113,15 +113,23 @@ def test_tekken(ranks: dict[bytes, int], tmp_path: Path) -> None:
     assert (files.bos_token_id, files.add_bos_token, files.eos_token_ids) == (1, True, (2,))
 
 
-def test_ranks_of_tiktoken(ranks: dict[bytes, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "pattern"),
+    [
+        ("qwen.tiktoken", "QWenTokenizer", SPLIT_RULES["qwen2"].patterns[0]),
+        ("tiktoken.model", "TikTokenTokenizer", KIMI_PATTERN),
+    ],
+)
+def test_ranks_of_tiktoken(
+    name: str, kind: str, pattern: str, ranks: dict[bytes, int], tmp_path: Path
+) -> None:
     lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
-    (tmp_path / "qwen.tiktoken").write_text("\n".join(lines))
+    (tmp_path / name).write_text("\n".join(lines))
     with pytest.raises(ModelLoadError, match="the pattern that cuts text is in the code"):
         load_tokenizer(tmp_path)
     end: dict[str, Any] = {"content": "<|im_end|>", "special": True}
-    settings = {"tokenizer_class": "QWenTokenizer", "added_tokens_decoder": {str(len(ranks)): end}}
+    settings = {"tokenizer_class": kind, "added_tokens_decoder": {str(len(ranks)): end}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    pattern = SPLIT_RULES["qwen2"].pattern
     theirs = tiktoken.Encoding(
         "test", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|im_end|>": len(ranks)}
     )
