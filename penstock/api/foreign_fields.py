@@ -146,7 +146,9 @@ FOREIGN_FIELDS: dict[str, tuple[Any, ...]] = {
     "plugins": ([],),
     "transforms": ([],),
 }
-_NO_BEAMS = "Sample several answers with n, or the best of several with best_of."
+_BEAMS_ELSEWHERE = (
+    "/v1/chat/completions and /v1/completions have use_beam_search; n or best_of is the number of beams."
+)
 _NO_MIROSTAT = (
     "Its state is made of the probabilities of all earlier tokens, which a resumed answer does not have. Use "
     "top_n_sigma, min_p or typical_p."
@@ -175,7 +177,7 @@ _HINTS = {
     "prompt_logprobs": "/v1/chat/completions and /v1/completions have prompt_logprobs.",
     "return_token_ids": "/v1/chat/completions and /v1/completions have return_token_ids.",
     "echo": "/v1/completions has echo.",
-    "best_of": "/v1/completions has best_of.",
+    "best_of": "/v1/completions has best_of; with use_beam_search, /v1/chat/completions has it too.",
     "suffix": "/v1/completions has suffix.",
     "n": "/v1/chat/completions and /v1/completions have n.",
     "logprobs": "/v1/chat/completions and /v1/completions have logprobs; the Responses API has top_logprobs.",
@@ -208,8 +210,8 @@ _HINTS = {
     "dry_range": "Use dry_penalty_last_n.",
     "mirostat": _NO_MIROSTAT,
     "mirostat_mode": _NO_MIROSTAT,
-    "use_beam_search": _NO_BEAMS,
-    **dict.fromkeys(("num_beams", "beam_width"), _NO_BEAMS),
+    **dict.fromkeys(("use_beam_search", "num_beams", "beam_width"), _BEAMS_ELSEWHERE),
+    **dict.fromkeys(("length_penalty", "early_stopping"), "It belongs to use_beam_search."),
 } | {name: f"Use structured_outputs.{ours}." for name, ours in _GRAMMARS_ELSEWHERE.items()}
 FOREIGN_FIELDS |= dict.fromkeys(_GRAMMARS_ELSEWHERE, ())
 

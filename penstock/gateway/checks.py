@@ -8,10 +8,21 @@ from typing import Any
 
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest, Overflow
 from penstock.core.messages import EngineReady
-from penstock.gateway.prompts import ChatPrompt, GenerationRequest, RequestWarning, SamplingOptions, Tool
+from penstock.gateway.prompts import (
+    BeamOptions,
+    ChatPrompt,
+    GenerationRequest,
+    RequestWarning,
+    SamplingOptions,
+    Tool,
+    image_parts,
+)
 
 MAX_N = 128
 MAX_CHOICES = 2048  # prompts times n, in one request
+MAX_BEAM_WIDTH = 64
+MAX_BEAM_TOKENS = 4096  # of one beam: each token is a step that all beams wait for
+LENGTH_PENALTIES = (-10, 10)
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of each; what an answer might begin to say is held back
 MAX_STOP_TOKEN_IDS = 1024
@@ -51,6 +62,8 @@ def check_request(request: GenerationRequest, vocab_size: int) -> None:
     for prompt in request.prompts:
         if isinstance(prompt, ChatPrompt) and prompt.tools:
             _check_tools(prompt.tools)
+    if request.beams is not None:
+        _check_beams(request, request.beams, vocab_size)
 
 
 def check_names(request: GenerationRequest) -> None:
@@ -211,6 +224,67 @@ def _check_sampling(options: SamplingOptions, vocab_size: int) -> None:
         _check_listed_ids(options.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED_TOKEN_IDS, vocab_size)
     if options.logit_bias:
         _check_logit_bias(options.logit_bias, vocab_size)
+
+
+# Options of sampling that change probabilities, which beam search takes as the model gives them, and the values that
+# change nothing. None is the same as absent.
+_NEUTRAL_FOR_BEAMS: dict[str, Any] = {
+    "temperature": 0,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "typical_p": 1,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "xtc_probability": 0,
+    "top_n_sigma": 0,
+    "dry_multiplier": 0,
+    "logit_bias": {},
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "prompt_logprobs": None,
+}
+
+
+def _check_beams(request: GenerationRequest, beams: BeamOptions, vocab_size: int) -> None:
+    options = request.sampling
+    most = min(MAX_BEAM_WIDTH, max(1, (vocab_size - len(options.stop_token_ids)) // 2))
+    if not 1 <= beams.width <= most:
+        raise InvalidRequest(
+            f"n, or best_of, must be between 1 and {most} for beam search, not {beams.width}.", param="n"
+        )
+    if len(request.prompts) * beams.width > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{len(request.prompts)} prompts with {beams.width} beams are more than the {MAX_CHOICES} beams that one "
+            "request may have.",
+            param="n",
+        )
+    _check_range("length_penalty", beams.length_penalty, *LENGTH_PENALTIES)
+    if options.max_tokens is not None:
+        _check_range(request.max_tokens_param, options.max_tokens, 1, MAX_BEAM_TOKENS)
+    for name, neutral in _NEUTRAL_FOR_BEAMS.items():
+        value = getattr(options, name)
+        if value is not None and value != neutral:
+            raise InvalidRequest(
+                f"{name} cannot be combined with beam search, which ranks answers by the model's own probabilities.",
+                param=name,
+                hint=f"Leave {name} out.",
+            )
+    if options.grammar is not None:
+        raise grammar_with_beams("response_format")
+    if any(map(image_parts, request.prompts)):
+        raise InvalidRequest(
+            "Images cannot be combined with beam search: every step would send them to the engine again.",
+            param="messages",
+        )
+
+
+def grammar_with_beams(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        "Beam search cannot be combined with structured output, strict or forced tools, or a bound on thinking.",
+        param=param,
+    )
 
 
 def _check_listed_ids(token_ids: tuple[int, ...], param: str, most: int, vocab_size: int) -> None:

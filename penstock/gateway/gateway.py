@@ -21,6 +21,7 @@ from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.accounts import Account, Accounts
+from penstock.gateway.answers.beams import BeamGeneration
 from penstock.gateway.answers.generation import Generation
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.checks import check_names
@@ -249,7 +250,10 @@ class Gateway:
                 ),
             )
             return elsewhere
-        generation = Generation(account, work.choices, n, self, self._forget)
+        if work.request.beams is None:
+            generation = Generation(account, work.choices, n, self, self._forget)
+        else:
+            generation = BeamGeneration(work.request.beams, account, work.choices, n, self, self._forget)
         generation.warnings = work.warnings
         self._begin(
             generation, lambda: generation.start(work.engine_requests, work.time_left_s(self.clock.now()))

@@ -18,7 +18,13 @@ from penstock.core.request import Request, SamplingParams, Tier
 from penstock.gateway.accounts import Admission, Claim
 from penstock.gateway.answers.choice import Choice
 from penstock.gateway.answers.prompt_scores import PromptScores
-from penstock.gateway.checks import check_num_prompt_logprobs, max_tokens_lowered, resolve_max_tokens
+from penstock.gateway.checks import (
+    MAX_BEAM_TOKENS,
+    check_num_prompt_logprobs,
+    grammar_with_beams,
+    max_tokens_lowered,
+    resolve_max_tokens,
+)
 from penstock.gateway.external.models import ExternalModel, calls_for
 from penstock.gateway.guards.policy import Case
 from penstock.gateway.models.catalogue import AnsweringModel
@@ -68,7 +74,8 @@ class PreparedRequest:
         input_tokens = output_tokens = 0
         if self.prompts:
             input_tokens = sum([len(prompt.token_ids) for prompt in self.prompts])
-            output_tokens = sum([request.sampling.max_tokens for request in self.engine_requests])
+            leaders = self.engine_requests[:: self.request.n]
+            output_tokens = self.request.num_sequences * sum([each.sampling.max_tokens for each in leaders])
         elif self.calls:
             input_tokens += sum([call.estimated_tokens for call in self.calls[:: self.request.n]])
             output_tokens += sum([call.max_tokens or ASSUMED_MAX_TOKENS for call in self.calls])
@@ -128,8 +135,12 @@ async def prepare_for_engine(
             param=request.max_tokens_param,
             refuses_long_outputs=work.refuses_long_outputs,
         )
+        if request.beams is not None:
+            max_tokens = min(max_tokens, MAX_BEAM_TOKENS)
         sampling, notes = await model.with_checked_grammar(_sampling_params(options, prepared, max_tokens))
         relaxed += notes
+        if request.beams is not None and sampling.grammar is not None:
+            raise grammar_with_beams("tools")
         for sibling in range(request.n):
             work.engine_requests.append(
                 Request(

@@ -228,6 +228,17 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True):
         return options
 
 
+class BeamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Search for the most probable answers instead of sampling. The score of an answer is the sum of its tokens'
+    log-probabilities, divided by its number of tokens to the power of `length_penalty`."""
+
+    width: int  # beams that a step keeps
+    length_penalty: float = 1.0
+    # Whether to end when `width` answers are complete; else when no better one is to be expected, or, with "never",
+    # when no better one is possible.
+    early_stopping: bool | Literal["never"] = False
+
+
 class AnswerText(msgspec.Struct, frozen=True):
     """What of the model's tokens an answer shows."""
 
@@ -251,6 +262,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: tuple[Prompt, ...]
     sampling: SamplingOptions
     n: int = 1
+    beams: BeamOptions | None = None  # None: answers are sampled
     model: str | None = None
     model_is_given: bool = False  # by the operator: the caller's own list of models does not matter for it
     drops_oldest_turns: bool = False  # of a chat that is too long for the context
@@ -272,6 +284,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     truncates_to: int | None = None  # the last tokens of a longer prompt; -1: as many as fit
     cache_salt: str = ""  # must be equal, beside the workspace, for a cached prefix to be reused
     is_read_whole: bool = False  # the client sees nothing of an answer before its end
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences are generated for each prompt."""
+        return self.n if self.beams is None else self.beams.width
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -180,6 +180,23 @@ async def test_the_best_of_several_answers() -> None:
     assert [each.sampling.seed for each in engine.added[:4]] == [1, 2, 3, 4]
 
 
+async def test_beams_of_a_chat() -> None:
+    def script(request: Request) -> list[TokenEvent]:
+        top = TokenLogprobs(-1.0, tuple(range(97, 103)), tuple(-float(rank) for rank in range(6)))
+        reason = FinishReason.LENGTH
+        return [TokenEvent(request.id, (97,), (top,), reason, num_cached_tokens=0, queue_s=0.0)]
+
+    options = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": True, "temperature": 0}
+    engine = FakeEngine(script)
+    answer = await ask(engine, "chat", n=2, best_of=3, max_tokens=2, **options)
+    assert [each["message"]["content"] for each in answer["choices"]] == ["aa", "ab"]
+    assert answer["usage"]["completion_tokens"] == 6
+    assert [len(request.output_token_ids) for request in engine.added] == [0, 1, 1, 1]
+    # A beam more than is shown is searched for, and one answer is the default.
+    answer = await ask(engine, "chat", best_of=2, max_tokens=1, use_beam_search=True)
+    assert [each["message"]["content"] for each in answer["choices"]] == ["a"]
+
+
 async def test_prompts_are_cut_to_their_last_tokens() -> None:
     engine = FakeEngine(script_text("fine"))
     await ask(engine, "completions", prompt="abcdef", truncate_prompt_tokens=3)

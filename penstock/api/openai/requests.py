@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.api.extensions import ExtensionFields
+from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.openai.chat_tools import CallStyle, ChatTool, ChosenTool, flat_choice, toolbox_of
 from penstock.api.openai.messages import (
     FunctionDefinition,
@@ -25,6 +26,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.request import Tier
 from penstock.gateway.checks import check_top_logprobs
 from penstock.gateway.prompts import (
+    BeamOptions,
     ChatPrompt,
     GenerationRequest,
     Prompt,
@@ -56,6 +58,10 @@ class SamplingFields(ExtensionFields, kw_only=True):
     stream_options: StreamOptions | None = None
     service_tier: ServiceTier | None = None
     n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None  # vLLM's, and the next two
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -76,6 +82,7 @@ class SamplingFields(ExtensionFields, kw_only=True):
     def check_options(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options may only be given with stream=true.", param="stream_options")
+        self.check_beams()
         check_top_logprobs(self.prompt_logprobs, param="prompt_logprobs")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest(
@@ -83,6 +90,35 @@ class SamplingFields(ExtensionFields, kw_only=True):
                 param="prompt_logprobs",
                 hint="In streams of /v1/completions, echo with logprobs shows them.",
             )
+
+    def check_beams(self) -> None:
+        """Beams exist as a whole only at the end of their search."""
+        if not self.use_beam_search:
+            refuse_foreign("length_penalty", self.length_penalty)
+            refuse_foreign("early_stopping", self.early_stopping)
+            return
+        if self.stream:
+            raise InvalidRequest(
+                "Beam search cannot be streamed: its answers are known at the end.",
+                param="stream",
+                hint="Send stream=false.",
+            )
+        if self.best_of is not None and self.best_of < self.num_answers:
+            raise InvalidRequest("best_of must be at least n.", param="best_of")
+
+    @property
+    def num_answers(self) -> int:
+        return 1 if self.n is None else self.n
+
+    def beam_options(self) -> BeamOptions | None:
+        """The width is `best_of`, or else `n`."""
+        if not self.use_beam_search:
+            return None
+        return BeamOptions(
+            width=self.num_answers if self.best_of is None else self.best_of,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=self.early_stopping or False,
+        )
 
     def generation_request(
         self,
@@ -108,7 +144,8 @@ class SamplingFields(ExtensionFields, kw_only=True):
         request = GenerationRequest(
             prompts=prompts,
             sampling=SamplingOptions(**options, **self.extended_options()),
-            n=1 if self.n is None else self.n,
+            n=self.num_answers,
+            beams=self.beam_options(),
             model=self.model,
             default_max_tokens=default_max_tokens,
             max_tokens_param=max_tokens_param,
@@ -130,17 +167,18 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
-    best_of: int | None = None
     add_special_tokens: bool | None = None
 
     @property
     def keeps_best(self) -> bool:
-        """Whether more answers are generated than returned."""
-        return self.best_of is not None and self.best_of != (1 if self.n is None else self.n)
+        """Whether more answers are sampled than returned."""
+        return self.best_of not in (None, self.num_answers) and not self.use_beam_search
 
     def to_generation(self) -> GenerationRequest:
         self.check_options()
         self._check_best_of()
+        if self.use_beam_search and self.echo:
+            raise InvalidRequest("echo cannot be combined with beam search.", param="echo")
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise InvalidRequest(
                 "max_tokens must be at least 1, except with echo or prompt_logprobs.", param="max_tokens"
@@ -157,12 +195,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
             prompt_logprobs=max((count for count in asked if count is not None), default=None),
             default_max_tokens=COMPLETION_DEFAULT_MAX_TOKENS,
         )
-        return replace(request, n=self.best_of or request.n)
+        return replace(request, n=self.best_of or request.n) if self.keeps_best else request
 
     def _check_best_of(self) -> None:
         if not self.keeps_best or self.best_of is None:
             return
-        if self.best_of < (1 if self.n is None else self.n):
+        if self.best_of < self.num_answers:
             raise InvalidRequest("best_of must be at least n.", param="best_of")
         if self.stream or self.echo or self.prompt_logprobs is not None:
             raise InvalidRequest(
@@ -227,6 +265,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     def to_generation(self) -> GenerationRequest:
         self.check_options()
+        if not self.use_beam_search:
+            refuse_foreign("best_of", self.best_of)
         self._refuse_unsupported()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs may only be given with logprobs=true.", param="top_logprobs")

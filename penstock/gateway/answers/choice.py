@@ -18,7 +18,7 @@ import msgspec
 from penstock.core.plan import CacheUse, TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.answers.prompt_scores import PromptScores, ScoredPrompt
-from penstock.gateway.answers.stop_strings import StopMatcher
+from penstock.gateway.answers.stop_strings import StopMatcher, StopWatch
 from penstock.gateway.prompts import AnswerText
 from penstock.gateway.text.tokenizer import TextTokenizer
 from penstock.gateway.tools.answer_form import AnswerForm
@@ -203,7 +203,6 @@ class Choice:
         "_parts",
         "_prompt_token_ids",
         "_shown",
-        "_stop_ids",
         "_token_ids",
         "_tokenizer",
         "buffered_bytes",
@@ -220,6 +219,7 @@ class Choice:
         "num_tokens",
         "prompt_scores",
         "request_id",
+        "stop_ids",
     )
 
     def __init__(
@@ -257,7 +257,7 @@ class Choice:
             shown_ids = tokenizer.special_ids
         self._detokenizer = tokenizer.detokenizer(request.prompt_token_ids, shown_ids)
         self._matcher = StopMatcher(sampling.stop, keeps_match=shown.includes_stop) if sampling.stop else None
-        self._stop_ids = frozenset(
+        self.stop_ids = frozenset(
             sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)
         )
         self._is_plain_text = form is None and not sampling.stop and sampling.logprobs is None
@@ -280,7 +280,7 @@ class Choice:
                 self._parts.append(text)
                 self.buffered_bytes += len(text) if text.isascii() else len(text.encode())
             return
-        ends_by_token = reason is FinishReason.STOP and bool(token_ids) and token_ids[-1] in self._stop_ids
+        ends_by_token = reason is FinishReason.STOP and bool(token_ids) and token_ids[-1] in self.stop_ids
         ends_by_token = ends_by_token and not self._shown.includes_stop
         shown_ids = token_ids[:-1] if ends_by_token else token_ids
         if self._is_plain_text:
@@ -347,6 +347,12 @@ class Choice:
             self._parsed.clear()
         self._details.clear()
         self.buffered_bytes = 0
+
+    def stop_watch(self) -> StopWatch | None:
+        """What looks for the stop strings in an answer that has not begun yet; None if there are none."""
+        if self._matcher is None:
+            return None
+        return StopWatch(self._detokenizer, self._matcher, self._min_tokens)
 
     @property
     def _is_stopped(self) -> bool:

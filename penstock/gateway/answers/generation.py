@@ -32,15 +32,18 @@ class Generation(MeteredAnswer[Choice]):
 
     def start(self, requests: Sequence[Request], timeout_s: float | None) -> None:
         """Send one request per choice to the engine."""
-        if timeout_s is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(timeout_s + ENGINE_GRACE_S, self._time_out)
+        self._limit_time(timeout_s)
         for choice, request in zip(self._choices, requests, strict=True):
             if self._error is not None:  # an engine may refuse before `add` returns
                 return
             self._context.engine.add(
                 request, timeout_s=timeout_s, on_event=partial(self._on_event, choice), on_error=self.fail
             )
+
+    def _limit_time(self, timeout_s: float | None) -> None:
+        if timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(timeout_s + ENGINE_GRACE_S, self._time_out)
 
     @property
     def usage(self) -> Usage:

@@ -7,8 +7,11 @@ together the longer one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import lru_cache
+
+from penstock.gateway.text.detokenizer import Detokenizer
 
 
 @lru_cache(maxsize=256)
@@ -59,6 +62,12 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
+    def fork(self) -> StopMatcher:
+        """Return a matcher that goes on from here by itself."""
+        forked = copy.copy(self)
+        forked._matched_lengths = list(self._matched_lengths)
+        return forked
+
     def _step(self, character: str) -> str | None:
         """Advance every pattern by one character; the longest that this completes, if any."""
         complete: str | None = None
@@ -72,3 +81,26 @@ class StopMatcher:
             if length == len(pattern) and (complete is None or length > len(complete)):
                 complete = pattern
         return complete
+
+
+class StopWatch:
+    """Tells whether a sequence of tokens has come to a stop string. A watch never changes, so sequences with the same
+    beginning share its watch. The first `min_tokens` tokens are no part of a stop string."""
+
+    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher, min_tokens: int) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = matcher
+        self._min_tokens = min_tokens
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._matcher.matched is not None
+
+    def after(self, token_id: int) -> StopWatch:
+        """The watch of the sequence with one token more."""
+        detokenizer, matcher = self._detokenizer.fork(), self._matcher
+        text = detokenizer.push((token_id,))
+        if text and not self._min_tokens:
+            matcher = matcher.fork()
+            matcher.push(text)
+        return StopWatch(detokenizer, matcher, max(0, self._min_tokens - 1))

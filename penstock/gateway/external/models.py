@@ -68,6 +68,11 @@ class ExternalModel:
                 f"The model {self.name!r} runs on another server, whose token ids are not known.",
                 param="return_token_ids",
             )
+        if request.beams is not None:
+            raise InvalidRequest(
+                f"The model {self.name!r} runs on another server, which is not asked for beam search.",
+                param="use_beam_search",
+            )
         if request.sampling.prompt_logprobs is not None or request.sampling.max_tokens == 0:
             raise InvalidRequest(
                 f"The model {self.name!r} runs on another server, which is not asked to score prompts.",

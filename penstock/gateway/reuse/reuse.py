@@ -204,5 +204,8 @@ def request_fingerprint(request: GenerationRequest, model_fingerprint: bytes) ->
         request.n,
         request.default_max_tokens,
         request.drops_oldest_turns,
+        request.truncates_to,
+        request.text,
+        request.beams,
     )
     return hashlib.blake2b(model_fingerprint + _encode(content), digest_size=32).digest()

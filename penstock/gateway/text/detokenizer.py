@@ -6,6 +6,7 @@ character.
 
 from __future__ import annotations
 
+import copy
 import re
 from codecs import utf_8_decode
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,10 @@ class Detokenizer(Protocol):
 
     def finish(self) -> str:
         """Return the rest of an incomplete character, as replacement characters."""
+        ...
+
+    def fork(self) -> Detokenizer:
+        """Return a detokenizer that goes on from here by itself."""
         ...
 
 
@@ -57,6 +62,9 @@ class ByteDetokenizer:
         text, _ = utf_8_decode(self._tail, "replace", True)
         self._tail = b""
         return text
+
+    def fork(self) -> ByteDetokenizer:
+        return copy.copy(self)
 
 
 class WindowDetokenizer:
@@ -92,6 +100,11 @@ class WindowDetokenizer:
 
     def finish(self) -> str:
         return self._emit(self._new_text())
+
+    def fork(self) -> WindowDetokenizer:
+        forked = copy.copy(self)
+        forked._window = list(self._window)
+        return forked
 
     def _push_one(self, token_id: int) -> str:
         self._window.append(token_id)

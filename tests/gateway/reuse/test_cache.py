@@ -20,6 +20,8 @@ from penstock.gateway.answers.choice import Delta, TokenDetail, ToolCallDelta
 from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import (
+    AnswerText,
+    BeamOptions,
     ChatMessage,
     ChatPrompt,
     GenerationRequest,
@@ -223,6 +225,20 @@ def test_the_order_of_a_schemas_keys_matters_because_a_model_sees_it() -> None:
         return request_fingerprint(request_for(ChatPrompt(messages=(), tools=(tool,))), b"")
 
     assert asked({"a": 1, "b": 2}) != asked({"b": 2, "a": 1})
+
+
+def test_what_is_shown_and_read_of_a_request_matters() -> None:
+    plain = request_for(TextPrompt("hi"))
+    others = [
+        msgspec.structs.replace(plain, **change)
+        for change in (
+            {"text": AnswerText(includes_stop=True)},
+            {"truncates_to": 1},
+            {"beams": BeamOptions(width=1)},
+            {"beams": BeamOptions(width=1, length_penalty=2.0)},
+        )
+    ]
+    assert len({request_fingerprint(each, b"") for each in (plain, *others)}) == 5
 
 
 def test_merging_deltas() -> None:
