@@ -350,6 +350,21 @@ def test_products_in_a_graph(form: str, rows: int) -> None:
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("rows", [2, 3, 33, 64, 200, 256])
+def test_four_bits_pass_from_one_product_to_the_next(group: int, rows: int) -> None:
+    """The gated product of an MLP leaves its outputs in the order that the next product wants."""
+    ops = NARROW.ops
+    for hidden, inner in ((1024, 3072), (4096, 14_336)):
+        gate_up = ops.pack_linear([random_quantized(2 * inner, hidden, group, 4, offsets=True)])
+        down = ops.pack_linear([random_quantized(hidden, inner, group, 4, offsets=True)])
+        norm, residual = NARROW.normal(hidden), NARROW.normal(rows, hidden)
+        expected = residual.clone()
+        ops.add_linear(ops.normed_gated(residual, norm, 1e-5, gate_up, "silu"), down, expected)
+        ops.mlp_block(residual, norm, 1e-5, gate_up, down, "silu")
+        assert torch.equal(residual, expected)
+
+
 @pytest.mark.parametrize("name", [*quantized_formats(2, 128), "float8"])
 @pytest.mark.parametrize("rows", [1, 2, 17, 64, 65, 129])
 def test_float32_is_never_narrowed(name: str, rows: int) -> None:

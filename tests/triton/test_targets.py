@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 
@@ -16,8 +17,10 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import triton
 
+from penstock.engine.warmup import DECODES, MANY_TOKENS, PREFILLS
 from penstock.kernels.gpus import FAMILIES, HOPPER, OLDEST, family_of
-from penstock.kernels.triton import decode_attention, prefill_attention, targets
+from penstock.kernels.triton import decode_attention, int4_row, prefill_attention, targets
+from penstock.kernels.triton.products import MAX_HOPPER_ROWS
 from penstock.kernels.triton.targets import TILES, Tile
 
 
@@ -83,6 +86,36 @@ def test_only_hopper_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     for version, compiles in (("3.6.0", True), ("3.9.1+git", True), ("3.10.0", False), ("4.0", False)):
         monkeypatch.setattr(triton, "__version__", version)
         assert targets.has_hopper_kernels() == compiles
+
+
+@pytest.mark.parametrize(
+    ("made", "width", "is_gated"),
+    [
+        (6144, 4096, False),
+        (4096, 14_336, False),
+        (28_672, 4096, True),
+        (6144, 1024, True),
+        (1024, 3072, False),
+        (128_256, 4096, False),
+    ],
+)
+@pytest.mark.parametrize("group", [32, 128])
+def test_a_few_steps_need_every_tile_of_four_bits(
+    made: int, width: int, is_gated: bool, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.kernels.triton import int4_hopper
+
+    monkeypatch.setattr(int4_hopper, "num_processors", lambda device: 132)
+    monkeypatch.setattr(int4_hopper, "current", lambda: HOPPER)
+
+    def kernels(all_rows: Iterable[int]) -> set[tuple[int, int4_hopper.HopperTile, bool]]:
+        choices = [int4_hopper._choice(rows, made, width, group, is_gated, 0) for rows in all_rows]
+        return {(tile_rows, tile, shares > 1) for tile_rows, tile, shares in choices}
+
+    steps = [step.num_requests * step.tokens_each for step in (*PREFILLS, *DECODES)]
+    assert kernels(range(int4_row.MAX_ROWS + 1, MAX_HOPPER_ROWS + 1)) == kernels(
+        rows for rows in (*steps, MANY_TOKENS) if rows > int4_row.MAX_ROWS
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
 """Several rows times weights of four bits (`int4`) on Hopper, at any number of rows.
 
-A warp copies tiles of codes and of the input to shared memory with the copy engine. Two groups of four warps
-take codes apart in registers, where they become the left operand of a tensor product in the compute type, while the
-product of the tile before runs. The input is put into the order in which codes arrive (`_arrange_kernel`), so that no
-number moves between threads. The kernel is written in Gluon, which has no interpreter: its tests need a GPU
-(`tests/gpu`).
+A warp copies tiles of codes and of the input to shared memory with the copy engine. Two or four groups of four
+warps take codes apart in registers, where they become the left operand of a tensor product in the compute type, while
+the product of the tile before runs. The input is put into the order in which codes arrive (`_arrange_kernel`), so
+that no number moves between threads; a gated product writes its outputs in that order for the product behind it. The
+kernel is written in Gluon, which has no interpreter: its tests need a GPU (`tests/gpu`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
+from penstock.kernels.interface import Activation
 from penstock.kernels.triton.device import num_processors
 from penstock.kernels.triton.few_hopper import BARRIER_BYTES, activated, copy_to_shared, described
 from penstock.kernels.triton.int4 import Int4Linear
@@ -161,20 +163,17 @@ def _copy(
 
 @gluon.jit
 def _multiply(
-    shared, PART: gl.constexpr, GROUP: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr,
+    shared, INDEX: gl.constexpr, GROUP: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr,
     WIDTH: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr, IS_SILU: gl.constexpr,
-    ADD: gl.constexpr, BIAS: gl.constexpr, TURNS: gl.constexpr,
+    ADD: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr, TURNS: gl.constexpr, NEXT_GROUP: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: the products of half a program's outputs or, if the groups take TURNS, of every other tile
-    of the width."""
+    """One group of warps: the products of one part of a program's outputs, for every TURNS-th tile of the width."""
     (
-        pairs, bias, residual, out, x_tiles, code_tiles, ready, free, other_tile, other_ready,
+        pairs, bias, residual, out, x_tiles, code_tiles, ready, free, sums_tiles, sums_ready, up_tile, up_ready,
         row, output, second, share, begin, end, M, N, K,
     ) = shared  # fmt: skip
-    EACH: gl.constexpr = 2 if TURNS else 1  # from one turn to the next
-    FIRST: gl.constexpr = PART if TURNS else 0
-    PARTS: gl.constexpr = 1 if TURNS else 2
-    TILE: gl.constexpr = 0 if TURNS else PART
+    PART: gl.constexpr = INDEX % PARTS
+    FIRST: gl.constexpr = INDEX // PARTS
     type: gl.constexpr = x_tiles.dtype
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -183,55 +182,67 @@ def _multiply(
     FLAT: gl.constexpr = _flat_layout(OUTPUTS, WIDTH // 32)
     own = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
     last_output = N * (2 if GATED else 1) - 1
-    pairs_at = pairs + gl.minimum(output + TILE * second + own, last_output).to(gl.int64) * (K // GROUP)
+    pairs_at = pairs + gl.minimum(output + PART * second + own, last_output).to(gl.int64) * (K // GROUP)
     total = gl.zeros((OUTPUTS, ROWS), gl.float32, layout=SUMS)
     factors = _load_factors(pairs_at, begin + FIRST, K, GROUP, WIDTH, WORDS)
-    next_factors = _load_factors(pairs_at, begin + FIRST + EACH, K, GROUP, WIDTH, WORDS)
+    next_factors = _load_factors(pairs_at, begin + FIRST + TURNS, K, GROUP, WIDTH, WORDS)
     mbarrier.wait(ready.index(FIRST), 0)
-    numbers = _numbers(code_tiles.index(FIRST * PARTS + TILE).load(FLAT), factors, type, WORDS, OPERAND)
-    for turn in range(FIRST + EACH, end - begin, EACH):
+    numbers = _numbers(code_tiles.index(FIRST * PARTS + PART).load(FLAT), factors, type, WORDS, OPERAND)
+    for turn in range(FIRST + TURNS, end - begin, TURNS):
         stage = turn % STAGES
-        before = (turn - EACH) % STAGES
+        before = (turn - TURNS) % STAGES
         running = warpgroup_mma(numbers, x_tiles.index(before).permute((1, 0)), total, is_async=True)
         factors = next_factors
-        next_factors = _load_factors(pairs_at, begin + turn + EACH, K, GROUP, WIDTH, WORDS)
+        next_factors = _load_factors(pairs_at, begin + turn + TURNS, K, GROUP, WIDTH, WORDS)
         mbarrier.wait(ready.index(stage), (turn // STAGES) & 1)
-        words = code_tiles.index(stage * PARTS + TILE).load(FLAT)
+        words = code_tiles.index(stage * PARTS + PART).load(FLAT)
         next_numbers = _numbers(words, factors, type, WORDS, OPERAND)
         total, numbers = warpgroup_mma_wait(0, deps=(running, numbers))
         mbarrier.arrive(free.index(before))
         numbers = next_numbers
     last = end - begin - 1
-    stage = (last - (last - FIRST) % EACH) % STAGES
+    stage = (last - (last - FIRST) % TURNS) % STAGES
     running = warpgroup_mma(numbers, x_tiles.index(stage).permute((1, 0)), total, is_async=True)
     total, numbers = warpgroup_mma_wait(0, deps=(running, numbers))
-
-    outputs = output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, SUMS))
-    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
-    if GATED or TURNS:
-        if PART == 1:
-            other_tile.store(total.to(other_tile.dtype))
-            mbarrier.arrive(other_ready)
-        else:
-            mbarrier.wait(other_ready, 0)
-            other = other_tile.load(SUMS).to(gl.float32)
-            if GATED:
-                total = activated(total.to(type).to(gl.float32), IS_SILU) * other
-            else:
-                total += other
+    if FIRST > 0:
+        sums_tiles.index((FIRST - 1) * PARTS + PART).store(total)
+        mbarrier.arrive(sums_ready.index(PART))
     else:
-        outputs += PART * second
-    if PART == 0 or not (GATED or TURNS):
-        gdc_wait()
-        inside = gl.expand_dims(outputs < N, 1) & gl.expand_dims(rows < M, 0)
-        target = gl.expand_dims(rows.to(gl.int64) * N, 0) + gl.expand_dims(outputs, 1)
-        if SPLIT:
-            target += share.to(gl.int64) * M * N
-        if BIAS:
-            total += gl.expand_dims(gl.load(bias + gl.minimum(outputs, N - 1)).to(gl.float32), 1)
-        if ADD:
-            total += gl.load(residual + target, mask=inside, other=0.0).to(gl.float32)
-        gl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
+        if TURNS > 1:
+            mbarrier.wait(sums_ready.index(PART), 0)
+            for other in gl.static_range(TURNS - 1):
+                total += sums_tiles.index(other * PARTS + PART).load(SUMS)
+        if GATED and PART == 1:
+            up_tile.store(total.to(type))
+            mbarrier.arrive(up_ready)
+        else:
+            if GATED:
+                mbarrier.wait(up_ready, 0)
+                total = activated(total.to(type).to(gl.float32), IS_SILU) * up_tile.load(SUMS).to(gl.float32)
+            outputs = output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, SUMS))
+            if not GATED:
+                outputs += PART * second
+            rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
+            inside = gl.expand_dims(outputs < N, 1) & gl.expand_dims(rows < M, 0)
+            places = _place(outputs, NEXT_GROUP) if NEXT_GROUP > 0 else outputs
+            target = gl.expand_dims(rows.to(gl.int64) * N, 0) + gl.expand_dims(places, 1)
+            gdc_wait()
+            if SPLIT:
+                target += share.to(gl.int64) * M * N
+            if BIAS:
+                total += gl.expand_dims(gl.load(bias + gl.minimum(outputs, N - 1)).to(gl.float32), 1)
+            if ADD:
+                total += gl.load(residual + target, mask=inside, other=0.0).to(gl.float32)
+            gl.store(out + target, total.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _place(column, GROUP: gl.constexpr):
+    """Where `_arrange_kernel` puts a column."""
+    own = column % GROUP
+    half, word = own // (GROUP // 2), own % (GROUP // 2) // 2
+    plane = own % 2 * 2 + half
+    return column - own + word // 8 * 32 + plane * 8 + word % 8
 
 
 @gluon.jit(do_not_specialize=["M", "shares"])
@@ -239,17 +250,17 @@ def _rows_kernel(
     x, codes, pairs, bias, residual, out, M, N, K, shares,
     GROUP: gl.constexpr, OUTPUTS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr, IS_SILU: gl.constexpr,
-    ADD: gl.constexpr, BIAS: gl.constexpr, TURNS: gl.constexpr,
+    ADD: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr, TURNS: gl.constexpr, NEXT_GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A program multiplies a tile of rows with a tile of outputs, over a share of the width. With SPLIT, `out` has a
-    plane for each share. With GATED, N is half the number of outputs, and a tile has as many of the second half as of
-    the first. With TURNS, the two groups of warps share a tile's outputs and take turns along the width."""
-    PARTS: gl.constexpr = 1 if TURNS else 2
+    """A program multiplies a tile of rows with PARTS tiles of outputs, over a share of the width. With SPLIT, `out`
+    has a plane for each share. With GATED, N is half the number of outputs, and the second part is of the second
+    half. For each part there are TURNS groups of warps, which take turns along the width. With NEXT_GROUP, outputs
+    are arranged for a product whose groups have that size."""
     row_tiles = (M + ROWS - 1) // ROWS
     tile = gl.program_id(0) // shares
     share = gl.program_id(0) - tile * shares
     row = tile % row_tiles * ROWS
-    output = tile // row_tiles * (OUTPUTS if GATED or TURNS else 2 * OUTPUTS)
+    output = tile // row_tiles * (OUTPUTS if GATED else PARTS * OUTPUTS)
     second = N if GATED else OUTPUTS  # from a tile's first outputs to its second ones
     steps = (K + WIDTH - 1) // WIDTH
     begin = share * steps // shares
@@ -258,55 +269,90 @@ def _rows_kernel(
     code_tiles = gl.allocate_shared_memory(gl.int16, [STAGES * PARTS, OUTPUTS, WIDTH // 4], codes.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    other_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    OTHER: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
-    other_tile = gl.allocate_shared_memory(
-        gl.float32 if TURNS else x.dtype, [OUTPUTS, ROWS] if GATED or TURNS else [1, 8], OTHER
+    sums_ready = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    up_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    RESULTS: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
+    sums_tiles = gl.allocate_shared_memory(
+        gl.float32, [PARTS * (TURNS - 1), OUTPUTS, ROWS] if TURNS > 1 else [1, 1, 8], RESULTS
     )
+    up_tile = gl.allocate_shared_memory(x.dtype, [OUTPUTS, ROWS] if GATED else [1, 8], RESULTS)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=PARTS)
-    mbarrier.init(other_ready, count=1)
+    for part in gl.static_range(PARTS):
+        mbarrier.init(sums_ready.index(part), count=TURNS - 1 if TURNS > 1 else 1)
+    mbarrier.init(up_ready, count=1)
     fence_async_shared()
     gdc_launch_dependents()
     shared = (
-        pairs, bias, residual, out, x_tiles, code_tiles, ready, free, other_tile, other_ready,
+        pairs, bias, residual, out, x_tiles, code_tiles, ready, free, sums_tiles, sums_ready, up_tile, up_ready,
         row, output, second, share, begin, end, M, N, K,
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                shared, gl.constexpr(0), GROUP, OUTPUTS, ROWS, WIDTH, STAGES, SPLIT, GATED, IS_SILU, ADD, BIAS,
-                TURNS,
-            )),
-            (_multiply, (
-                shared, gl.constexpr(1), GROUP, OUTPUTS, ROWS, WIDTH, STAGES, SPLIT, GATED, IS_SILU, ADD, BIAS,
-                TURNS,
-            )),
-            (_copy, (
-                x, codes, x_tiles, code_tiles, ready, free, row, output, second, begin, end,
-                OUTPUTS, ROWS, WIDTH, STAGES, PARTS,
-            )),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )  # fmt: skip
+    if PARTS * TURNS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    shared, gl.constexpr(0), GROUP, OUTPUTS, ROWS, WIDTH, STAGES, SPLIT, GATED, IS_SILU, ADD, BIAS,
+                    PARTS, TURNS, NEXT_GROUP,
+                )),
+                (_multiply, (
+                    shared, gl.constexpr(1), GROUP, OUTPUTS, ROWS, WIDTH, STAGES, SPLIT, GATED, IS_SILU, ADD, BIAS,
+                    PARTS, TURNS, NEXT_GROUP,
+                )),
+                (_copy, (
+                    x, codes, x_tiles, code_tiles, ready, free, row, output, second, begin, end,
+                    OUTPUTS, ROWS, WIDTH, STAGES, PARTS,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    shared, gl.constexpr(0), GROUP, OUTPUTS, ROWS, WIDTH, STAGES, SPLIT, GATED, IS_SILU, ADD, BIAS,
+                    PARTS, TURNS, NEXT_GROUP,
+                )),
+                (_multiply, (
+                    shared, gl.constexpr(1), GROUP, OUTPUTS, ROWS, WIDTH, STAGES, SPLIT, GATED, IS_SILU, ADD, BIAS,
+                    PARTS, TURNS, NEXT_GROUP,
+                )),
+                (_multiply, (
+                    shared, gl.constexpr(2), GROUP, OUTPUTS, ROWS, WIDTH, STAGES, SPLIT, GATED, IS_SILU, ADD, BIAS,
+                    PARTS, TURNS, NEXT_GROUP,
+                )),
+                (_multiply, (
+                    shared, gl.constexpr(3), GROUP, OUTPUTS, ROWS, WIDTH, STAGES, SPLIT, GATED, IS_SILU, ADD, BIAS,
+                    PARTS, TURNS, NEXT_GROUP,
+                )),
+                (_copy, (
+                    x, codes, x_tiles, code_tiles, ready, free, row, output, second, begin, end,
+                    OUTPUTS, ROWS, WIDTH, STAGES, PARTS,
+                )),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
-    """The outputs of each of the two groups of warps, how much of the width a program reads at a time, how many reads
-    are in flight, how many programs share a processor, and whether both groups have the same outputs and take turns
-    along the width."""
+    """What a program multiplies: `parts` tiles of outputs, `width` columns at a time. How many reads are in flight,
+    how many programs share a processor, and how many groups of warps take turns along the width of a part."""
 
     outputs: int
     width: int
     num_stages: int
     per_processor: int = 1
-    takes_turns: bool = False
+    parts: int = 2
+    turns: int = 1
 
     def options(self) -> dict[str, int]:
-        """Registers of the second group of warps and, where programs share a processor, of a thread on average."""
+        """Registers of all groups of warps but the first and, where programs share a processor, of a thread on
+        average."""
+        if self.parts * self.turns == 4:
+            return {"REGISTERS": 120}
         return {"REGISTERS": 240} if self.per_processor == 1 else {"REGISTERS": 112, "maxnreg": 80}
 
 
@@ -320,65 +366,120 @@ TILES = {
 }
 OUTPUTS = 64
 MOST_FEW_ROWS = 64
+GROUPS = {16: 4, 32: 4, 64: 2}  # of warps, by rows of a tile that has a processor for itself
+# Numbers of rows up to one of these use the same tile, so that a few steps need every kernel (`engine/warmup.py`).
+MOST_ROWS = (128, 256, 512, 2048)
 SHORT_WIDTH = 4096  # a program walks over so many columns in less time than it takes to add up shares
 MOST_STAGES = 20
 ARRANGED_BLOCK = 4096  # columns of a program where there is no norm
+# Nanoseconds of a processor: to multiply a weight with a row, to scale a group of weights, and to add up shares.
+MULTIPLY_NS, SCALE_NS, ADD_SHARES_NS = 0.00033, 0.5, 7000.0
 
 
 def _choice(
-    num_rows: int, num_made: int, width: int, is_gated: bool, device: int
+    num_rows: int, num_made: int, width: int, group: int, is_gated: bool, device: int
 ) -> tuple[int, HopperTile, int]:
     """The rows of a tile, the tile, and into how many shares of the width the product is cut."""
     tile_rows = min(max(TILES), max(min(TILES), triton.next_power_of_2(num_rows)))
     processors = num_processors(device)
-    at_once = OUTPUTS * processors  # outputs of programs that have all of a processor's shared memory
-    if tile_rows <= MOST_FEW_ROWS:
-        if is_gated and num_made <= 2 * at_once:
-            return tile_rows, _filled(tile_rows, 128, takes_turns=False), 1
-        if not is_gated and num_made <= at_once and 512 <= width <= SHORT_WIDTH:
-            return tile_rows, _filled(tile_rows, 256, takes_turns=True), 1
-        if not is_gated and num_made <= at_once // 4 and width > SHORT_WIDTH:
-            return tile_rows, _filled(tile_rows, 128, takes_turns=True), 2
+    if tile_rows > MOST_FEW_ROWS:
+        most_rows = next((most for most in MOST_ROWS if num_rows <= most), MOST_ROWS[-1])
+        return min(
+            _large_tiles(most_rows, num_made, width, is_gated, processors),
+            key=lambda choice: _predicted_ns(choice, most_rows, num_made, width, group, processors),
+        )
+    parts = 2 if is_gated else 1
+    has_room = num_made <= parts * OUTPUTS * processors  # for each program on a processor of its own
+    turns = GROUPS[tile_rows] // parts
+    if has_room and width >= 128 * turns and (is_gated or width <= SHORT_WIDTH):
+        return tile_rows, _filled(tile_rows, 128, parts, turns), 1
+    if not is_gated and num_made <= OUTPUTS * processors // 2 and width > SHORT_WIDTH:
+        return tile_rows, _filled(tile_rows, 128, parts, turns), 2
     tile = TILES[tile_rows]
-    # Tiles that leave the chip half empty are cut into shares of the width.
-    programs = triton.cdiv(num_rows, tile_rows) * triton.cdiv(num_made, 2 * tile.outputs)
+    return tile_rows, tile, _shares(tile_rows, tile, num_rows, num_made, width, processors)
+
+
+def _shares(
+    tile_rows: int, tile: HopperTile, num_rows: int, num_made: int, width: int, processors: int
+) -> int:
+    """Tiles that leave the chip half empty are cut into shares of the width."""
+    programs = triton.cdiv(num_rows, tile_rows) * triton.cdiv(num_made, tile.parts * tile.outputs)
     most = triton.cdiv(width, tile.width) // 2
-    return tile_rows, tile, max(1, min(most, tile.per_processor * processors // programs))
+    return max(1, min(most, tile.per_processor * processors // programs))
 
 
-def _filled(tile_rows: int, width: int, *, takes_turns: bool) -> HopperTile:
-    """A tile with as many stages as shared memory holds beside the results of one group of warps."""
-    parts, size = (1, 4) if takes_turns else (2, 2)
-    free = current().shared_bytes - BARRIER_BYTES - size * OUTPUTS * tile_rows
+def _large_tiles(
+    num_rows: int, num_made: int, width: int, is_gated: bool, processors: int
+) -> Iterator[tuple[int, HopperTile, int]]:
+    if not is_gated and width >= 256:
+        yield 128, _filled(128, 128, parts=1, turns=2), 1
+    for tile_rows in (128, 256):
+        tile = TILES[tile_rows]
+        yield tile_rows, tile, 1
+        if (shares := _shares(tile_rows, tile, num_rows, num_made, width, processors)) > 1:
+            yield tile_rows, tile, shares
+
+
+def _predicted_ns(
+    choice: tuple[int, HopperTile, int], num_rows: int, num_made: int, width: int, group: int, processors: int
+) -> float:
+    tile_rows, tile, shares = choice
+    outputs = tile.parts * tile.outputs
+    programs = shares * triton.cdiv(num_rows, tile_rows) * triton.cdiv(num_made, outputs)
+    each = outputs * (width / shares) * (MULTIPLY_NS * tile_rows + SCALE_NS / group)
+    return triton.cdiv(programs, processors) * each + (ADD_SHARES_NS if shares > 1 else 0.0)
+
+
+def _filled(tile_rows: int, width: int, parts: int, turns: int) -> HopperTile:
+    """A tile with as many stages as shared memory holds beside the results of groups of warps."""
+    results = (parts * (turns - 1) * 4 + (parts - 1) * 2) * OUTPUTS * tile_rows
+    free = current().shared_bytes - BARRIER_BYTES - results
     num_stages = free // (width * (parts * OUTPUTS // 2 + 2 * tile_rows))
-    return HopperTile(OUTPUTS, width, min(MOST_STAGES, num_stages), takes_turns=takes_turns)
+    return HopperTile(OUTPUTS, width, min(MOST_STAGES, num_stages), parts=parts, turns=turns)
 
 
 def rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
     """Multiply any number of rows."""
-    num_rows, width = x.shape
+    return _product(_arranged(x, weight.group, product), weight, product)[0]
+
+
+def add_mlp(
+    residual: Tensor, norm: Tensor, eps: float, gate_up: Int4Linear, down: Int4Linear, activation: Activation
+) -> None:
+    """residual += linear(gated(linear(norm(residual), gate_up)), down)"""
+    gated = RowProduct(norm, eps, gate=activation)
+    arranged = _arranged(residual, gate_up.group, gated)
+    hidden, is_arranged = _product(arranged, gate_up, gated, next_group=down.group)
+    added = RowProduct(residual=residual)
+    _product(hidden if is_arranged else _arranged(hidden, down.group, added), down, added)
+
+
+def _product(
+    arranged: Tensor, weight: Int4Linear, product: RowProduct, next_group: int = 0
+) -> tuple[Tensor, bool]:
+    """The product of arranged rows, and whether its outputs are arranged for groups of `next_group`, which they are
+    unless shares are added up."""
+    num_rows, width = arranged.shape
     num_made = weight.out_features
     outputs = product.num_outputs(num_made)
     out = product.residual
     if out is None:
-        out = torch.empty(num_rows, outputs, dtype=product.out_dtype or x.dtype, device=x.device)
-    arranged = _arranged(x, weight.group, product)
-    absent = x  # any pointer will do
+        dtype = product.out_dtype or arranged.dtype
+        out = torch.empty(num_rows, outputs, dtype=dtype, device=arranged.device)
     tile_rows, tile, shares = _choice(
-        num_rows, num_made, width, product.gate is not None, x.device.index or 0
+        num_rows, num_made, width, weight.group, product.gate is not None, arranged.device.index or 0
     )
-    row_tiles = triton.cdiv(num_rows, tile_rows)
-    takes_turns = tile.takes_turns
-    output_tiles = triton.cdiv(num_made, tile.outputs if takes_turns else 2 * tile.outputs)
     is_whole = shares == 1
     is_gated = is_whole and product.gate is not None
     made = out
     if not is_whole:
-        made = torch.empty(shares, num_rows, num_made, dtype=torch.float32, device=x.device)
+        made = torch.empty(shares, num_rows, num_made, dtype=torch.float32, device=arranged.device)
+    output_tiles = triton.cdiv(num_made, tile.parts * tile.outputs)
     if is_gated:
         output_tiles = triton.cdiv(outputs, tile.outputs)
+    absent = arranged  # any pointer will do
     parts = (part if part is not None else absent for part in (weight.bias, product.residual))
-    _rows_kernel[(shares * row_tiles * output_tiles,)](
+    _rows_kernel[(shares * triton.cdiv(num_rows, tile_rows) * output_tiles,)](
         described(arranged, tile_rows, tile.width),
         described(weight.codes.view(torch.int16), tile.outputs, tile.width // 4),
         weight.pairs,
@@ -398,14 +499,16 @@ def rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
         IS_SILU=is_gated and product.gate == "silu",
         ADD=is_whole and product.residual is not None,
         BIAS=is_whole and weight.bias is not None,
-        TURNS=takes_turns,
+        PARTS=tile.parts,
+        TURNS=tile.turns,
+        NEXT_GROUP=next_group if is_whole else 0,
         num_warps=4,
         **tile.options(),
         **launch_options(),
     )
     if not is_whole:
         add_shares(made, weight.bias, product, out)
-    return out
+    return out, is_whole
 
 
 def _arranged(x: Tensor, group: int, product: RowProduct) -> Tensor:

@@ -115,10 +115,17 @@ def add_mlp(
     residual: Tensor, norm: Tensor, eps: float, gate_up: Packed, down: Packed, activation: Activation
 ) -> None:
     """residual += linear(normed_gated(residual, norm, eps, gate_up, activation), down)"""
+    rows = residual.shape[0]
     match gate_up, down:
-        case Float8Linear(), Float8Linear() if residual.shape[0] > float8.MAX_ROWS:
+        case Float8Linear(), Float8Linear() if rows > float8.MAX_ROWS:
             hidden = normed_linear(residual, norm, eps, gate_up)
             float8.rows(hidden, down, RowProduct(residual=residual), input_gate=activation)
+        case Int4Linear(bias=None), Int4Linear() if _is_for_hopper(gate_up, rows) and _is_for_hopper(
+            down, rows
+        ):
+            from penstock.kernels.triton import int4_hopper  # in Gluon, which not every version of Triton has
+
+            int4_hopper.add_mlp(residual, norm, eps, gate_up, down, activation)
         case _:
             add_linear(normed_gated(residual, norm, eps, gate_up, activation), down, residual)
 
@@ -158,8 +165,8 @@ def _with_surroundings(weight: Packed, rows: int) -> Callable[[Tensor, Any, RowP
             return int8.one_row
         case Int4Linear() if 1 <= rows <= int4_row.MAX_ROWS and weight.factors.dtype != torch.float32:
             return int4_row.rows
-        case Int4Linear() if 1 <= rows <= MAX_HOPPER_ROWS and _has_hopper_kernel(weight):
-            from penstock.kernels.triton import int4_hopper  # in Gluon, which not every version of Triton has
+        case Int4Linear() if _is_for_hopper(weight, rows):
+            from penstock.kernels.triton import int4_hopper
 
             return int4_hopper.rows
         case Int4Linear() if 1 <= rows <= int4_few.MAX_ROWS:
@@ -167,5 +174,6 @@ def _with_surroundings(weight: Packed, rows: int) -> Callable[[Tensor, Any, RowP
     return None
 
 
-def _has_hopper_kernel(weight: Int4Linear) -> bool:
-    return has_hopper_kernels() and weight.factors.dtype != torch.float32
+def _is_for_hopper(weight: Int4Linear, rows: int) -> bool:
+    is_between = int4_row.MAX_ROWS < rows <= MAX_HOPPER_ROWS
+    return is_between and has_hopper_kernels() and weight.factors.dtype != torch.float32
