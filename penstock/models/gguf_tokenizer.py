@@ -1,8 +1,8 @@
 """Builds a Hugging Face `tokenizers` file from the vocabulary inside a GGUF file. Imports no torch.
 
-Four kinds are read: byte-level BPE with merges ("gpt2"), which splits text by a rule that GGUF only names;
-SentencePiece ("llama"), which stores scores in place of merges; SentencePiece's pieces with merges ("gemma4"); and
-WordPiece ("bert").
+Five kinds are read: byte-level BPE with merges ("gpt2"), which splits text by a rule that GGUF only names;
+SentencePiece ("llama"), which stores scores in place of merges; SentencePiece's pieces with merges ("gemma4");
+SentencePiece's unigram model ("t5"); and WordPiece ("bert").
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from penstock.models.tokenizer import TokenizerFiles, distinct
 from penstock.models.tokenizer_build import (
     CONTROL,
     NORMAL,
+    SentencePieceSettings,
     added_tokens,
     byte_level,
+    ends_template,
     merge_pairs,
     merges_from_scores,
     sentencepiece,
+    unigram,
     wordpiece,
 )
 
@@ -68,14 +71,19 @@ def tokenizer_from_gguf(file: GGUFFile) -> TokenizerFiles:
     elif kind == "gemma4":
         merges = merge_pairs(set(tokens), _strings(fields, "merges"), fields.where)
         tokenizer, adds_bos = sentencepiece(tokens, types, merges, prefixes_space=False), True
+    elif kind == "t5":
+        scores = _per_token(fields, "scores", float, tokens)
+        tokenizer, adds_bos = unigram(tokens, types, scores, _sentencepiece_settings(fields)), False
     elif kind == "bert":
         tokens, tokenizer = wordpiece(tokens, fields.where)
         adds_bos = False  # the file adds its first and last token itself
     else:
         raise ModelLoadError(
-            f"{fields.where} has a tokenizer of kind {kind!r}; known are gpt2, llama, gemma4 and bert."
+            f"{fields.where} has a tokenizer of kind {kind!r}; known are gpt2, llama, gemma4, t5 and bert."
         )
     tokenizer["added_tokens"] = added_tokens(tokens, types)
+    if kind in ("gpt2", "t5") and file.metadata.get(f"{file.architecture}.attention.causal") is False:
+        tokenizer["post_processor"] = _ends(fields, tokens, numbers_texts=file.architecture == "modern-bert")
     bos_token_id = _token_id(fields, "bos_token_id", tokens)
     templates = gguf_templates(file.metadata)
     return TokenizerFiles(
@@ -87,6 +95,31 @@ def tokenizer_from_gguf(file: GGUFFile) -> TokenizerFiles:
         add_bos_token=bos_token_id is not None and fields.flag("add_bos_token", adds_bos),
         eos_token_ids=_eos_token_ids(fields, tokens, types),
     )
+
+
+def _sentencepiece_settings(fields: Fields) -> SentencePieceSettings:
+    table = fields.raw("precompiled_charsmap") or []
+    if not isinstance(table, list) or not all(isinstance(byte, int) and -129 < byte < 256 for byte in table):
+        raise ModelLoadError(f"{fields.where} has a precompiled_charsmap that is not a list of bytes.")
+    return SentencePieceSettings(
+        characters=bytes(byte & 0xFF for byte in table),
+        prefixes_space=fields.flag("add_space_prefix", True),
+        removes_extra_spaces=fields.flag("remove_extra_whitespaces", True),
+    )
+
+
+def _ends(fields: Fields, tokens: Sequence[str], *, numbers_texts: bool) -> dict[str, Any]:
+    """Return the template of an encoder, whose texts begin and end with tokens."""
+    firsts = (_token_id(fields, key, tokens) for key in ("bos_token_id", "cls_token_id"))
+    lasts = (_token_id(fields, key, tokens) for key in ("eos_token_id", "seperator_token_id"))
+    first, last = (next((each for each in ids if each is not None), None) for ids in (firsts, lasts))
+    if not fields.flag("add_bos_token", True):
+        first = None
+    if not fields.flag("add_eos_token", True) and not fields.flag("add_sep_token", False):
+        last = None
+    names = [None if each is None else tokens[each] for each in (first, last)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return ends_template(vocabulary, *names, numbers_texts=numbers_texts)
 
 
 def _special_tokens(fields: Fields, tokens: Sequence[str]) -> dict[str, str]:

@@ -93,8 +93,6 @@ def wordpiece(tokens: Sequence[str], where: str) -> tuple[list[str], Json]:
     missing = {"[UNK]", "[CLS]", "[SEP]"} - vocabulary.keys()
     if missing:
         raise ModelLoadError(f"{where} has no token {min(missing)}, which WordPiece needs.")
-    first, last = ({"SpecialToken": {"id": name, "type_id": 0}} for name in ("[CLS]", "[SEP]"))
-    text, second = ({"Sequence": {"id": name, "type_id": index}} for index, name in enumerate("AB"))
     tokenizer = {
         "version": "1.0",
         "normalizer": {
@@ -105,14 +103,7 @@ def wordpiece(tokens: Sequence[str], where: str) -> tuple[list[str], Json]:
             "lowercase": not any(token != token.lower() for token in own if not token.startswith("[")),
         },
         "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [first, text, last],
-            "pair": [first, text, last, second, {"SpecialToken": {"id": "[SEP]", "type_id": 1}}],
-            "special_tokens": {
-                name: {"id": name, "ids": [vocabulary[name]], "tokens": [name]} for name in ("[CLS]", "[SEP]")
-            },
-        },
+        "post_processor": ends_template(vocabulary, "[CLS]", "[SEP]", numbers_texts=True),
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
         "model": {
             "type": "WordPiece",
@@ -123,6 +114,31 @@ def wordpiece(tokens: Sequence[str], where: str) -> tuple[list[str], Json]:
         },
     }
     return own, tokenizer
+
+
+def ends_template(
+    vocabulary: Mapping[str, int], first: str | None, last: str | None, *, numbers_texts: bool
+) -> Json:
+    """Return the template that puts tokens around a text, or two. BERT numbers the texts, and has one token between
+    them; RoBERTa does not, and has two."""
+
+    def token(name: str | None, text: int = 0) -> list[Json]:
+        return [] if name is None else [{"SpecialToken": {"id": name, "type_id": text}}]
+
+    text, second = (
+        {"Sequence": {"id": name, "type_id": int(name == "B" and numbers_texts)}} for name in "AB"
+    )
+    between = token(last) if numbers_texts else token(last) * 2
+    return {
+        "type": "TemplateProcessing",
+        "single": [*token(first), text, *token(last)],
+        "pair": [*token(first), text, *between, second, *token(last, int(numbers_texts))],
+        "special_tokens": {
+            name: {"id": name, "ids": [vocabulary[name]], "tokens": [name]}
+            for name in (first, last)
+            if name is not None
+        },
+    }
 
 
 def merges_from_scores(
@@ -203,6 +219,7 @@ def unigram(
         normalizers.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
     if settings.removes_extra_spaces:
         normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+        normalizers.append({"type": "Strip", "strip_left": True, "strip_right": True})
     scheme = "always" if settings.prefixes_space else "never"
     metaspace = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": scheme, "split": True}
     unknown = next((index for index, type_ in enumerate(types) if type_ == UNKNOWN), None)

@@ -94,9 +94,10 @@ class Vocabulary:
             getattr(writer, name)(value)
 
 
-def write_vocabulary(path: Path, vocabulary: Vocabulary) -> Path:
+def write_vocabulary(path: Path, vocabulary: Vocabulary, *, is_causal: bool = True) -> Path:
     """A file with a tokenizer and one tiny tensor."""
     writer = GGUFWriter(path, "llama")
+    writer.add_causal_attention(is_causal)
     vocabulary.write(writer)
     writer.add_tensor("output_norm.weight", np.ones(4, dtype=np.float32))
     return finish(writer, path)

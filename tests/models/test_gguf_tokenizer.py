@@ -12,7 +12,13 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import BertTokenizer, GemmaTokenizer, LlamaTokenizer, Qwen2Tokenizer
+from transformers import (
+    BertTokenizer,
+    GemmaTokenizer,
+    LlamaTokenizer,
+    Qwen2Tokenizer,
+    XLMRobertaTokenizer,
+)
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.load import load_tokenizer
@@ -257,10 +263,50 @@ def test_wordpiece(is_cased: bool, tmp_path: Path) -> None:
     assert files.special_tokens == {"bos_token": "[CLS]", "eos_token": "[SEP]"}
 
 
+UNIGRAM_SPECIALS = ["<s>", "<pad>", "</s>", "<unk>"]
+
+
+def test_unigram_of_an_encoder(tmp_path: Path) -> None:
+    letters = sorted({letter for text in TEXTS for letter in text.replace(" ", "▁")} - {"\n", "\t", "\r"})
+    tokens = [*UNIGRAM_SPECIALS, *letters, "▁wor", "ld", "▁test", "est", "igits", "▁1", "234"]
+    scores = [0.0] * 4 + [-9.0 - 0.01 * n for n in range(len(letters))] + [-3.0 - n for n in range(7)]
+    ends = {
+        "add_bos_token_id": 0,
+        "add_eos_token_id": 2,
+        "add_add_bos_token": True,
+        "add_add_eos_token": True,
+    }
+    types = [3, 3, 3, 2] + [1] * (len(tokens) - 4)
+    vocabulary = Vocabulary("t5", "default", tokens, types, None, scores, settings=ends)
+    path = write_vocabulary(tmp_path / "a.gguf", vocabulary, is_causal=False)
+    theirs = XLMRobertaTokenizer(vocab=list(zip(tokens, scores, strict=True)))._tokenizer
+    ours = reloaded(path)
+    for text in TEXTS:
+        if "\n" not in text:  # a table of characters, which is not in this file, makes line ends spaces
+            assert ours.encode(text).ids == theirs.encode(text).ids, text
+    assert ours.encode("a", "b").ids == theirs.encode("a", "b").ids
+    files = load_tokenizer(write_vocabulary(tmp_path / "b.gguf", vocabulary))
+    assert files is not None
+    assert Tokenizer.from_buffer(files.tokenizer_json).encode("").ids == [], "of a decoder"
+
+
+def test_byte_level_of_an_encoder(byte_level_vocabulary: tuple[Vocab, Merges], tmp_path: Path) -> None:
+    vocabulary = stored(*byte_level_vocabulary, "roberta-bpe")
+    ours = reloaded(write_vocabulary(tmp_path / "a.gguf", vocabulary, is_causal=False))
+    plain = built_by_hand(GPT2)(*byte_level_vocabulary)
+    first, second = (plain.encode(text).ids for text in TEXTS[:2])
+    assert ours.encode(TEXTS[0]).ids == [1, *first, 2]
+    assert ours.encode(TEXTS[0], TEXTS[1]).ids == [1, *first, 2, 2, *second, 2]
+    without = replace(vocabulary, settings={**vocabulary.settings, "add_add_bos_token": False})
+    ours = reloaded(write_vocabulary(tmp_path / "b.gguf", without, is_causal=False))
+    assert ours.encode(TEXTS[0]).ids == [*first, 2]
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "message"),
     [
-        (Vocabulary(kind="t5"), "kind 't5'"),
+        (Vocabulary(kind="rwkv"), "kind 'rwkv'"),
+        (Vocabulary(kind="t5", scores=None), "no scores for each"),
         (Vocabulary(kind="bert"), r"no token \[CLS\]"),
         (Vocabulary(pre="unheard-of"), "rule 'unheard-of'"),
         (Vocabulary(merges=["a c"]), "merges 'a c'"),

@@ -11,6 +11,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.models.config import Fields
 from penstock.models.encoders.base import Encoder
 from penstock.models.encoders.bert import Bert
+from penstock.models.encoders.modernbert import ModernBert
 from penstock.models.encoders.nomic_bert import NomicBert
 from penstock.models.gguf_config import metadata_fields
 from penstock.models.gguf_file import GGUFFile, gguf_architecture
@@ -34,7 +35,13 @@ class GGUFEncoder:
 
 
 def _bert_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
-    return {"max_position_embeddings": _rows(file, "position_embd.weight"), "hidden_act": "gelu"}
+    """Read the settings of BERT. Files of RoBERTa and XLM-RoBERTa have no rows for positions of padding, so that they
+    are as those of BERT."""
+    return {
+        "max_position_embeddings": _rows(file, "position_embd.weight"),
+        "hidden_act": "gelu",
+        "type_vocab_size": _rows(file, "token_types.weight"),
+    }
 
 
 def _nomic_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
@@ -42,6 +49,22 @@ def _nomic_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
     return {
         "max_position_embeddings": fields.integer("context_length"),
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "type_vocab_size": _rows(file, "token_types.weight"),
+    }
+
+
+def _modernbert_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
+    return {
+        "max_position_embeddings": fields.integer("context_length"),
+        "norm_eps": fields.number("attention.layer_norm_epsilon", 1e-5),
+        "hidden_activation": fields.text("hidden_act", "gelu"),
+        "local_attention": fields.integer("attention.sliding_window"),
+        "global_attn_every_n_layers": fields.integer("attention.sliding_window_pattern", 3),
+        "global_rope_theta": fields.number("rope.freq_base", 160_000.0),
+        "local_rope_theta": fields.number("rope.freq_base_swa", 10_000.0),
+        "norm_bias": "output_norm.bias" in file.tensors,
+        "attention_bias": "blk.0.attn_qkv.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
     }
 
 
@@ -80,6 +103,21 @@ _KNOWN = {
         },
         _nomic_settings,
     ),
+    "modern-bert": GGUFEncoder(
+        ModernBert,
+        {
+            "token_embd": "embeddings.tok_embeddings",
+            "token_embd_norm": "embeddings.norm",
+            "output_norm": "final_norm",
+            "blk": "layers",
+            "attn_qkv": "attn.Wqkv",
+            "attn_output": "attn.Wo",
+            "ffn_norm": "mlp_norm",
+            "ffn_up": "mlp.Wi",
+            "ffn_down": "mlp.Wo",
+        },
+        _modernbert_settings,
+    ),
 }
 
 
@@ -90,12 +128,6 @@ def is_gguf_encoder(path: Path) -> bool:
 def open_gguf_encoder(file: GGUFFile) -> tuple[type[Encoder], Fields, WeightSource]:
     """Return the encoder of a file, its settings, and its tensors under the names of folders."""
     known, fields = _KNOWN[file.architecture], metadata_fields(file)
-    tokenizer = file.metadata.get("tokenizer.ggml.model")
-    if tokenizer != "bert":
-        raise ModelLoadError(
-            f"{file.path.name} is an encoder with a tokenizer of kind {tokenizer!r}; known is bert.",
-            hint="Give the folder of the original checkpoint.",
-        )
     settings = {
         "hidden_size": fields.integer("embedding_length"),
         "intermediate_size": fields.integer("feed_forward_length"),
@@ -103,7 +135,6 @@ def open_gguf_encoder(file: GGUFFile) -> tuple[type[Encoder], Fields, WeightSour
         "num_attention_heads": fields.integer("attention.head_count"),
         "layer_norm_eps": fields.number("attention.layer_norm_epsilon", 1e-12),
         "vocab_size": _rows(file, "token_embd.weight"),
-        "type_vocab_size": _rows(file, "token_types.weight"),
         **known.settings(file, fields),
     }
     source = LayoutSource(GGUFSource(file), Layout(names=known.names))
