@@ -1,4 +1,4 @@
-"""What all connections of a server share: their limits and their counts."""
+"""What all connections of a server share: their limits, their counts, and the timers of their clients."""
 
 from __future__ import annotations
 
@@ -13,6 +13,43 @@ from prometheus_client.registry import Collector
 from penstock.api.http.bodies import PendingBodies
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.metrics.table import metrics
+
+HELD_UP_S = 1.0  # a timer that is later than this tells that the process stood still
+
+
+class ClientTimer:
+    """A time limit for a client, counted in steps. A step in which this process stood still (a frozen machine, say)
+    counts for its own length only, and the last one is repeated, once: what the client has sent meanwhile is not read
+    yet."""
+
+    __slots__ = ("_due_s", "_handle", "_is_repeated", "_left_s", "_loop", "_on_timeout")
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, seconds: float, on_timeout: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._left_s = seconds
+        self._on_timeout = on_timeout
+        self._is_repeated = False  # the last step
+        self._start_step()
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def _start_step(self) -> None:
+        step_s = min(HELD_UP_S, self._left_s)
+        self._due_s = self._loop.time() + step_s
+        self._left_s -= step_s
+        self._handle = self._loop.call_later(step_s, self._end_step)
+
+    def _end_step(self) -> None:
+        stood_still = self._loop.time() - self._due_s > HELD_UP_S
+        if stood_still and not self._left_s and not self._is_repeated:
+            self._is_repeated, self._left_s = True, HELD_UP_S
+        if self._left_s > 0.0:
+            self._start_step()
+        else:
+            self._on_timeout()
 
 
 class ClientNoise(logging.Filter):
@@ -71,7 +108,7 @@ class StallTimer:
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: ClientTimer | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         def drop() -> None:
@@ -79,7 +116,7 @@ class StallTimer:
             transport.abort()
 
         self.stop()
-        self._timer = loop.call_later(self._limits.config.write_timeout_s, drop)
+        self._timer = ClientTimer(loop, self._limits.config.write_timeout_s, drop)
 
     def stop(self) -> None:
         if self._timer is not None:

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from penstock.api.http.answer_transports import HeldHead, UnframedBody
-from penstock.api.http.connections import ConnectionLimits, StallTimer
+from penstock.api.http.connections import HELD_UP_S, ClientTimer, ConnectionLimits, StallTimer
 from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.errors import error_body
 from penstock.api.http.exchange import Exchange
@@ -50,7 +50,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stall = StallTimer(self.limits)
         self._unread = memoryview(b"")  # what has arrived and is not parsed yet
         self._num_parts = 0  # requests and pieces of bodies since the turn began
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: ClientTimer | None = None
         self._singles: dict[bytes, bytes] = {}  # the headers of which a request may have one, by name
         self._awaits_body = False
         self._awaits_head = True  # a new connection is there for a reason
@@ -254,6 +254,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
             self._look_for_idleness_after(left_s)
+        elif left_s < -HELD_UP_S:  # this process stood still: a request may have come meanwhile
+            self._idle_since = self.loop.time()
+            self._look_for_idleness_after(self.timeout_keep_alive)
         else:
             self.transport.close()
 
@@ -384,9 +387,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.limits.metrics.num_malformed += 1
         self._refuse(error)
 
-    def _arm(self, timeout_s: float, on_timeout: Any) -> None:
+    def _arm(self, timeout_s: float, on_timeout: Callable[[], None]) -> None:
         self._disarm()
-        self._timer = self.loop.call_later(timeout_s, on_timeout)
+        self._timer = ClientTimer(self.loop, timeout_s, on_timeout)
 
     def _disarm(self) -> None:
         if self._timer is not None:

@@ -1,0 +1,155 @@
+"""A server that stood still (a frozen process or machine) does not blame its clients for the time that it lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.server import ServerState
+
+from penstock.api.http.connections import ClientTimer
+from penstock.api.http.protocol import BoundedHttpProtocol, bounded_protocols
+from penstock.core.gateway_config import ServerConfig
+
+BODY = b'{"prompt": "hi", "max_tokens": 4}'
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop that is not run: `pass_time` calls what is due, as late as the test wants it."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        for timer in list(self._scheduled):  # type: ignore[attr-defined]
+            if timer.when() <= self.now_s:
+                self._scheduled.remove(timer)  # type: ignore[attr-defined]
+                if not timer.cancelled():
+                    timer._run()
+
+
+@pytest.mark.parametrize(
+    ("freezes_s", "ends_after_s"),
+    [
+        ({}, 10.0),
+        ({0.5: 20.0}, 30.0),  # the clock goes on while the process stands still
+        ({8.5: 20.0}, 30.0),
+        ({9.5: 20.0}, 30.5),  # the last step begins anew when the process goes on
+        ({3.0: 0.5}, 10.5),  # a busy server
+        ({0.5 * turn: 2.0 for turn in range(100)}, 27.5),  # it is late each time, and ends all the same
+    ],
+)
+def test_time_in_which_the_server_stood_still_does_not_count(
+    freezes_s: dict[float, float], ends_after_s: float
+) -> None:
+    loop = VirtualLoop()
+    ended_s: list[float] = []
+    ClientTimer(loop, 10.0, lambda: ended_s.append(loop.time()))
+    ran_s = 0.0
+    while not ended_s:
+        loop.pass_time(0.5 + freezes_s.get(ran_s, 0.0))
+        ran_s += 0.5
+    assert ended_s[0] == pytest.approx(ends_after_s, abs=1.0)
+    loop.close()
+
+
+def test_a_cancelled_timer_ends_nothing() -> None:
+    loop = VirtualLoop()
+    timer = ClientTimer(loop, 10.0, lambda: pytest.fail("it was cancelled"))
+    loop.pass_time(30.0)
+    timer.cancel()
+    loop.pass_time(30.0)
+    loop.close()
+
+
+class OpenConnection(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_closed = False
+        self.protocol: asyncio.BaseProtocol | None = None
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        self.written += bytes(data)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        assert self.protocol is not None
+        return self.protocol
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+Served: TypeAlias = tuple[VirtualLoop, BoundedHttpProtocol, OpenConnection]
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    """A connection that a server has just taken, with time limits of 10 s."""
+    http, _, _ = bounded_protocols(ServerConfig(header_timeout_s=10.0, body_timeout_s=10.0))
+    config = uvicorn.Config(Starlette(), timeout_keep_alive=10, log_config=None)
+    config.load()
+    loop = VirtualLoop()
+    protocol = http(config, ServerState(), {}, _loop=loop)
+    connection = OpenConnection()
+    connection.protocol = protocol
+    protocol.connection_made(connection)
+    yield loop, protocol, connection
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    loop.close()
+
+
+@pytest.mark.parametrize("first", [b"", REQUEST[:30], REQUEST[:-5]])
+def test_a_request_that_came_during_a_freeze_is_taken(served: Served, first: bytes) -> None:
+    loop, protocol, connection = served
+    if first:
+        protocol.data_received(first)
+    loop.pass_time(30.0)
+    protocol.data_received(REQUEST[len(first) :])
+    for _ in range(100):
+        loop.pass_time(0.5)
+    assert not connection.is_closed
+    assert protocol.cycle is not None
+    assert bytes(protocol.cycle.body) == BODY
+
+
+def test_a_client_that_sends_nothing_after_a_freeze_either_is_refused(served: Served) -> None:
+    loop, _, connection = served
+    loop.pass_time(30.0)
+    assert not connection.written
+    for _ in range(20):
+        loop.pass_time(0.5)
+    assert connection.written.startswith(b"HTTP/1.1 408")
+    assert connection.is_closed
+
+
+def test_a_connection_that_was_idle_before_a_freeze_still_takes_requests(served: Served) -> None:
+    loop, protocol, connection = served
+    protocol.data_received(REQUEST)
+    assert protocol.cycle is not None
+    protocol.cycle.response_complete = True
+    protocol.on_response_complete()
+    loop.pass_time(30.0)
+    assert not connection.is_closed
+    loop.pass_time(10.0)
+    assert connection.is_closed
