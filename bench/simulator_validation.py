@@ -45,7 +45,6 @@ from penstock.simulator import (
 )
 from penstock.simulator.cost import (
     CorrectedCost,
-    LinearCost,
     StepCost,
     StepWork,
     fit,
@@ -364,7 +363,7 @@ def compare(folder: Path, num_runs: int, share: float) -> tuple[list[Compared], 
     run_engine(engine, clock, loads[-1], arrivals_of(loads[-1], 99, 1.0))  # warm up
     speeds = [calibrate(1000)]
     first = fit(speeds[0])
-    traffic = [arrivals_of(load, number, _mean_s(load, first)) for number, load in enumerate(loads)]
+    traffic = [arrivals_of(load, number, mean_s(load.workload, first)) for number, load in enumerate(loads)]
     real = []
     for turn in range(num_runs):
         for load, arrivals in zip(loads, traffic, strict=True):
@@ -400,10 +399,9 @@ def fit_with_speeds(speeds: list[list[tuple[StepWork, float]]]) -> tuple[Correct
     return cost, factors
 
 
-def _mean_s(load: Load, cost: LinearCost) -> float:
+def mean_s(lengths: Workload, cost: StepCost) -> float:
     """Return the engine's seconds for a request in a batch of eight."""
     rng = Random(0)
-    lengths = load.workload
     prefix = 0 if lengths.prefix_tokens is None else 20
     prompt = mean(lengths.prompt_tokens.draw(rng) for _ in range(500)) + prefix
     output = mean(lengths.output_tokens.draw(rng) for _ in range(500))
