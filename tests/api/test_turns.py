@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
+from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
 
 import pytest
 from starlette.requests import Request
@@ -13,7 +17,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.sync.client import connect
 
 from penstock.api.http.protocol import BoundedHttpProtocol
-from penstock.api.http.turns import MIN_PIECE_BYTES, TURN_BYTES
+from penstock.api.http.turns import MAX_FRESH_PARTS, MAX_TURN_PARTS, MIN_PIECE_BYTES, TURN_BYTES, Turns
 from penstock.core.gateway_config import ServerConfig
 from tests.api.bounded_server import BoundedServed, bounded_server
 from tests.gateway.fake_engine import FakeEngine, script_text
@@ -132,3 +136,81 @@ def test_a_large_message_of_a_websocket_arrives_whole() -> None:
         assert text in str(client.recv(timeout=60))
         client.send('{"ping": 2}')
         assert "2" in str(client.recv(timeout=60))
+
+
+async def test_a_turn_has_one_bound_for_all_connections() -> None:
+    loop, turns = asyncio.get_running_loop(), Turns()
+    visits: list[int] = []
+
+    def go_on(connection: int) -> None:
+        visits.append(connection)
+        turns.spend(loop, MAX_TURN_PARTS // 2)
+        if len(visits) < 30:
+            turns.wait(loop, partial(go_on, connection))
+
+    for connection in range(10):
+        turns.wait(loop, partial(go_on, connection))
+    seen = []
+    while len(visits) < 30:
+        await asyncio.sleep(0)
+        seen.append(len(visits))
+        assert turns.has_room, "for a connection without a backlog"
+    assert max(after - before for before, after in pairwise(seen)) <= 3
+    assert visits == [*range(10)] * 3, "one after the other"
+
+
+async def test_connections_without_a_backlog_share_a_turn_too() -> None:
+    loop, turns = asyncio.get_running_loop(), Turns()
+    turns.spend(loop, MAX_FRESH_PARTS + 1)
+    assert not turns.has_room
+    await asyncio.sleep(0)
+    assert turns.has_room
+
+
+async def test_a_connection_that_fails_keeps_no_other_one_waiting() -> None:
+    loop, turns = asyncio.get_running_loop(), Turns()
+    failures: list[object] = []
+    loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
+    done = asyncio.Event()
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    turns.wait(loop, fail)
+    turns.wait(loop, done.set)
+    await asyncio.wait_for(done.wait(), 60)
+    assert len(failures) == 1
+
+
+CHUNKS = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + b"1\r\nx\r\n" * 4000
+)
+
+
+@pytest.mark.parametrize("sent", [HEALTH * 500, CHUNKS])
+def test_many_connections_with_tiny_parts_are_parsed_in_turns(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many connections there are, a turn parses little, and a request without a backlog is answered."""
+    in_turns: list[int] = [0]
+    begin, spend = Turns._begin, Turns.spend
+
+    def note_begin(self: Turns, loop: asyncio.AbstractEventLoop) -> None:
+        in_turns.append(0)
+        begin(self, loop)
+
+    def note_spend(self: Turns, loop: asyncio.AbstractEventLoop, num_parts: int) -> None:
+        in_turns[-1] += num_parts
+        spend(self, loop, num_parts)
+
+    monkeypatch.setattr(Turns, "_begin", note_begin)
+    monkeypatch.setattr(Turns, "spend", note_spend)
+    with bounded_server(FakeEngine(), ServerConfig()) as served, ExitStack() as stack:
+        for _ in range(20):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=60))
+            connection.sendall(sent)
+        last = HEALTH.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+        assert exchange(served, last, b"connection: close").startswith(b"HTTP/1.1 200")
+        served.wait_until(lambda: len(in_turns) > 20)
+    assert max(in_turns) <= MAX_FRESH_PARTS + TURN_BYTES // 6

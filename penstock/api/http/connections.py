@@ -11,6 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.api.http.bodies import PendingBodies
+from penstock.api.http.turns import Turns
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.metrics.table import metrics
 
@@ -87,6 +88,7 @@ class ConnectionLimits:
     config: ServerConfig
     pending_bodies: PendingBodies
     metrics: ConnectionMetrics = field(default_factory=ConnectionMetrics)
+    turns: Turns = field(default_factory=Turns)
     is_leaving: bool = False  # each connection then ends after its next answer
     # Called with the number of open connections when it changes.
     on_count: Callable[[int], None] | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import httptools
@@ -23,7 +24,14 @@ from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.errors import error_body
 from penstock.api.http.exchange import Exchange
 from penstock.api.http.heads import SINGLE_HEADERS, check_head, is_plain_target
-from penstock.api.http.turns import MAX_TURN_PARTS, TURN_BYTES, HeldFlow
+from penstock.api.http.turns import (
+    MAX_PIECE_PARTS,
+    MAX_TURN_PARTS,
+    MIN_PIECE_BYTES,
+    PIPELINED_REQUEST_PARTS,
+    TURN_BYTES,
+    HeldFlow,
+)
 from penstock.api.http.websocket_protocol import BoundedWebSocketProtocol
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
@@ -50,6 +58,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stall = StallTimer(self.limits)
         self._unread = memoryview(b"")  # what has arrived and is not parsed yet
         self._num_parts = 0  # requests and pieces of bodies since the turn began
+        self._piece_bytes = MIN_PIECE_BYTES
         self._timer: ClientTimer | None = None
         self._singles: dict[bytes, bytes] = {}  # the headers of which a request may have one, by name
         self._awaits_body = False
@@ -96,27 +105,44 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.loop.call_soon(on_departure)
 
     def data_received(self, data: bytes) -> None:
-        if self._unread or len(data) > TURN_BYTES:
+        turns = self.limits.turns
+        self._num_parts = 0
+        if self._unread or len(data) > TURN_BYTES or not turns.has_room:
             self._unread = memoryview(bytes(self._unread) + data)
-            if not self.flow.is_held:
+            if self.flow.is_held:
+                return
+            if turns.has_room:
                 self._read_on()
+            else:
+                self._read_on_soon()
         else:
             self._read(data)
+            turns.spend(self.loop, self._num_parts)
+
+    def _read_on_soon(self) -> None:
+        self.flow.hold()
+        self.limits.turns.wait(self.loop, self._read_on)
 
     def _read_on(self) -> None:
-        """Parse what has arrived, piece by piece. After a piece with many requests or chunks, other connections have
-        their turn. After requests that did not wait for the answers before theirs, those answers do."""
+        """Parse what has arrived, piece by piece. After many requests or chunks, other connections have their turn.
+        After requests that did not wait for the answers before theirs, those answers do."""
+        if self.transport.is_closing():
+            self._unread = memoryview(b"")
+            return
         self.flow.hold()
-        while self._unread and not self.pipeline:
-            piece, self._unread = bytes(self._unread[:TURN_BYTES]), self._unread[TURN_BYTES:]
-            self._num_parts = 0
+        self._num_parts = 0
+        while self._unread and not self.pipeline and self._num_parts <= MAX_TURN_PARTS:
+            size, num_before = self._piece_bytes, self._num_parts
+            piece, self._unread = bytes(self._unread[:size]), self._unread[size:]
             self._read(piece)
+            has_small_parts = self._num_parts - num_before > MAX_PIECE_PARTS
+            self._piece_bytes = MIN_PIECE_BYTES if has_small_parts else min(2 * size, TURN_BYTES)
             if self.transport.is_closing() or self.transport.get_protocol() is not self:
                 self._unread = memoryview(b"")
-            if self._num_parts > MAX_TURN_PARTS and self._unread:
-                self.loop.call_soon(self._read_on)
-                return
-        if not self._unread:
+        self.limits.turns.spend(self.loop, self._num_parts)
+        if self._unread and not self.pipeline:
+            self._read_on_soon()
+        elif not self._unread:
             is_full = self.cycle is not None and len(self.cycle.body) > HIGH_WATER_LIMIT
             self.flow.let_go(resume=not (is_full or self.pipeline))
 
@@ -233,13 +259,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         work = self.pipeline.pop() if self.pipeline else None
         if self._unread and not self.pipeline:
-            self.loop.call_soon(self._read_on)
+            self._read_on_soon()
         if work is not None:
-            self._start_asgi_task(*work)
+            self.limits.turns.wait(self.loop, partial(self._start_pipelined, *work))
             return
         self._idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._look_for_idleness_after(self.timeout_keep_alive)
+
+    def _start_pipelined(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Answer a request that arrived before the answer to the one in front of it was sent."""
+        if not self.transport.is_closing():
+            self.limits.turns.spend(self.loop, PIPELINED_REQUEST_PARTS)
+            self._start_asgi_task(cycle, app)
 
     def _unset_keepalive_if_required(self) -> None:
         self._idle_since = None

@@ -48,9 +48,13 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        is_fresh = not self._unread and len(data) <= TURN_BYTES and self.limits.turns.has_room
         self._unread = memoryview(bytes(self._unread) + data) if self._unread else memoryview(data)
-        if not self._reads_on_soon:
+        if is_fresh:
             self._read_on()
+        else:
+            self._pause()
+            self._read_on_soon()
 
     def _read_on(self) -> None:
         """Parse what has arrived, piece by piece, as long as the application takes the messages and the client takes
@@ -72,12 +76,17 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
                 self._unread = memoryview(b"")
             elif self._num_frames > MAX_TURN_PARTS and self._unread:
                 self._read_on_soon()
-        if self._unread and not self.read_paused:
-            self.read_paused = True
-            self.transport.pause_reading()
+        self.limits.turns.spend(self.loop, self._num_frames)
+        if self._unread:
+            self._pause()
         elif self.read_paused and self._may_read and not self._unread and not self.transport.is_closing():
             self.read_paused = False
             self.transport.resume_reading()
+
+    def _pause(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
 
     @property
     def _may_read(self) -> bool:
@@ -87,7 +96,7 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
     def _read_on_soon(self) -> None:
         if not self._reads_on_soon:
             self._reads_on_soon = True
-            self.loop.call_soon(self._read_on)
+            self.limits.turns.wait(self.loop, self._read_on)
 
     async def receive(self) -> ASGIReceiveEvent:
         message = await self.queue.get()
