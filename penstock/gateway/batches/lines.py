@@ -10,6 +10,7 @@ from penstock.gateway.batches.batch import Batch, BatchDialect, BatchLine, Count
 from penstock.gateway.blobs.blobs import Blobs, BlobWriter
 
 MAX_LINE_BYTES = 16 << 20
+MAX_BLANK_LINES = 100_000  # each costs time, and a file may consist of hundreds of millions
 MAX_ERRORS_SHOWN = 100
 
 
@@ -21,6 +22,13 @@ def lines_of(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> Iterator[Batc
 
 def validate(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> tuple[int, list[LineError]]:
     """The number of lines, and what is wrong with them."""
+    try:
+        return _validate(batch, blobs, dialect)
+    except _TooManyBlankLines:
+        return 0, [LineError("too_many_lines", f"A batch may have at most {MAX_BLANK_LINES} blank lines.")]
+
+
+def _validate(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> tuple[int, list[LineError]]:
     errors: list[LineError] = []
     custom_ids: set[str] = set()
     num_lines = 0
@@ -100,11 +108,18 @@ def _all_results(batch_id: str, read_results: Callable[[str, int], list[LineResu
         first_line = results[-1].number + 1
 
 
+class _TooManyBlankLines(Exception):
+    """Raised for no batch that was found to be valid."""
+
+
 def _raw_lines(batch: Batch, blobs: Blobs) -> Iterator[tuple[int, bytes]]:
-    number = 0
+    number = num_blank = 0
     with blobs.open(batch.input_id) as file:
         while raw := file.readline(MAX_LINE_BYTES + 1):
             if raw.isspace():
+                num_blank += 1
+                if num_blank > MAX_BLANK_LINES:
+                    raise _TooManyBlankLines
                 continue
             number += 1
             yield number, raw

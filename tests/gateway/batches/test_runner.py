@@ -11,6 +11,7 @@ import pytest
 from penstock.core.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound, QuotaExceeded
 from penstock.core.errors import RateLimited as TooFast
 from penstock.gateway.batches.batch import BatchLine, BatchStatus
+from penstock.gateway.batches.lines import MAX_BLANK_LINES
 from penstock.gateway.batches.run import Backoff, BatchRun
 from penstock.gateway.store.database import Database
 from tests.gateway.batches.scripted import ScriptedDialect, Server, Wall
@@ -196,6 +197,7 @@ async def test_pauses_double_until_a_line_succeeds() -> None:
         (["a", b"{", "b"], "invalid_line", 2),
         (["a", "b", "a"], "duplicate_custom_id", 3),
         ([f"{number}" for number in range(1001)], "too_many_lines", 1001),
+        (["a", b"\n" * MAX_BLANK_LINES], "too_many_lines", None),
     ],
 )
 async def test_a_batch_that_is_not_valid_fails_whole(
