@@ -10,7 +10,7 @@ every image token stands for a run of image tokens: `ImageLayout.runs` has the l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -26,6 +26,7 @@ class VisionCard(msgspec.Struct, frozen=True, kw_only=True):
     image_token_id: int
     numbers: dict[str, int]  # sizes that the rule of the family needs
     sees_both_ways: bool = False  # the tokens of an image see each other
+    shapes: tuple[tuple[int, int], ...] = ()  # heights and widths in pixels that tiles may fill together
 
 
 class ImageLayout(msgspec.Struct, frozen=True):
@@ -96,6 +97,32 @@ def _fixed(card: VisionCard, width: int, height: int) -> ImageLayout:
     return ImageLayout(
         card.image_token, (card.numbers["image_tokens"],), tile_patches=card.numbers["tile_patches"]
     )
+
+
+def _llava_next(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out LLaVA-NeXT: the whole image, and then lines of patches over all tiles, each with one more row at its
+    end. Lines and columns of the padding are left out."""
+    tile, side = card.numbers["tile_size"], card.numbers["tile_side_patches"]
+    tall, wide = _best_shape(card.shapes, width, height)
+    rows, columns = tall // tile * side, wide // tile * side
+    num_patches = side * side * (1 + (tall // tile) * (wide // tile))
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    num_rows = side * side + rows * (columns + 1)
+    return ImageLayout(card.image_token, (num_rows,), tile_patches=num_patches)
+
+
+def _best_shape(shapes: Sequence[tuple[int, int]], width: int, height: int) -> tuple[int, int]:
+    """Return the shape that keeps most pixels of the image, and among equals the one with the least padding."""
+
+    def kept_and_padding(shape: tuple[int, int]) -> tuple[int, int]:
+        scale = min(shape[1] / width, shape[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - shape[0] * shape[1]
+
+    return max(shapes, key=kept_and_padding)
 
 
 def _gemma3(card: VisionCard, width: int, height: int) -> ImageLayout:
@@ -183,6 +210,7 @@ def _nearest_grid(width: int, height: int, numbers: Mapping[str, int]) -> tuple[
 RULES: dict[str, Callable[[VisionCard, int, int], ImageLayout]] = {
     "idefics3": _idefics3,
     "llava": _fixed,
+    "llava_next": _llava_next,
     "gemma3": _gemma3,
     "qwen_vl": _qwen_vl,
     "pixtral": _pixtral,

@@ -45,7 +45,8 @@ from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, stored_quantization
 from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
 from penstock.models.transformers_load import TransformersCheckpoint
-from penstock.models.vision import TransformersVision, load_vision, text_fields
+from penstock.models.vision import TransformersVision
+from penstock.models.vision_load import load_vision, text_fields
 from penstock.models.weights import OnProgress, RandomSource, WeightLoader, WeightSource
 
 SUFFIXES = (".safetensors", ".gguf", ".bin")

@@ -1,20 +1,17 @@
 """The part of a vision-language model that sees: image processor, vision tower and projector.
 
 They are transformers' own code, an optional dependency; the text model is one of our decoders. Every family has a
-class below, with the sizes that `core.image_layout` needs and the form of the tower's input.
+class below, with the sizes that `core.image_layout` needs and the form of the tower's input. `vision_load` reads them
+from a checkpoint.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -23,12 +20,7 @@ from torch import Tensor
 from penstock.core.errors import InvalidRequest, ModelLoadError
 from penstock.core.image_layout import VisionCard
 from penstock.kernels.interface import Ops
-from penstock.models.config import Fields
 
-logger = logging.getLogger(__name__)
-
-EXTRA = "penstock-llm[images]"
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _LARGE_SIDE = 2048  # pixels, which all towers with a fixed size scale down
 _PATCHES_AT_ONCE = 16384  # bound the memory of one call of the tower
 
@@ -90,6 +82,7 @@ class TransformersVision(ABC):
             image_token=spellings[token_id],
             image_token_id=token_id,
             numbers=self.numbers(),
+            shapes=self.shapes(),
             sees_both_ways=self.sees_both_ways,
         )
         self.tiles_at_once = max(
@@ -150,6 +143,10 @@ class TransformersVision(ABC):
     @abstractmethod
     def numbers(self) -> dict[str, int]: ...
 
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Return the heights and widths that tiles may fill together, for families that list them."""
+        return ()
+
     @abstractmethod
     def pixels(self, made: Any) -> Pixels: ...
 
@@ -202,6 +199,34 @@ class LlavaVision(TransformersVision):
 
     def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         return list(self._tower.get_image_features(**tensors).pooler_output)
+
+
+class LlavaNextVision(LlavaVision):
+    """LLaVA-NeXT: the image as a whole, and tiles of the image in one of several shapes. The rows of the tiles lie
+    side by side as in the image, without those of the padding, and end with a row for the end of the line."""
+
+    rule = "llava_next"
+
+    def numbers(self) -> dict[str, int]:
+        tile, patch = int(self._vision.image_size), int(self._vision.patch_size)
+        return {"tile_size": tile, "tile_side_patches": tile // patch}
+
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        return tuple((int(height), int(width)) for height, width in self.config.image_grid_pinpoints)
+
+    def pixels(self, made: Any) -> Pixels:
+        from transformers.models.llava_next.modeling_llava_next import (
+            get_anyres_image_grid_shape,
+            unpad_image,
+        )
+
+        tile, patch = int(self._vision.image_size), int(self._vision.patch_size)
+        size = made["image_sizes"][0].tolist()
+        rows, columns = get_anyres_image_grid_shape(size, self.config.image_grid_pinpoints, tile)
+        side = tile // patch
+        _, height, width = unpad_image(torch.empty(1, rows * side, columns * side, device="meta"), size).shape
+        tensors = {"pixel_values": made["pixel_values"], "image_sizes": made["image_sizes"]}
+        return Pixels({}, tensors, 1, side * side + height * (width + 1))
 
 
 class Gemma3Vision(LlavaVision):
@@ -302,146 +327,6 @@ class QwenVision(TransformersVision):
         made = self._tower.get_image_features(**tensors)
         deep = [features[0] for features in getattr(made, "deepstack_features", None) or ()]
         return [torch.cat([made.pooler_output[0], *deep], dim=1)]
-
-
-# By the class in `architectures`. LLaVA's class serves Pixtral towers too.
-FAMILIES: dict[str, type[TransformersVision]] = {
-    "Idefics3ForConditionalGeneration": Idefics3Vision,
-    "SmolVLMForConditionalGeneration": Idefics3Vision,
-    "LlavaForConditionalGeneration": LlavaVision,
-    "Gemma3ForConditionalGeneration": Gemma3Vision,
-    "InternVLForConditionalGeneration": InternVLVision,
-    "Mistral3ForConditionalGeneration": PixtralVision,
-    "Qwen2VLForConditionalGeneration": QwenVision,
-    "Qwen2_5_VLForConditionalGeneration": QwenVision,
-    "Qwen3VLForConditionalGeneration": QwenVision,
-    "Qwen3VLMoeForConditionalGeneration": QwenVision,
-    "Qwen3_5ForConditionalGeneration": QwenVision,
-    "Qwen3_5MoeForConditionalGeneration": QwenVision,
-}
-# Text models within checkpoints whose own class is the same decoder under another name.
-_TEXT_TYPES = {
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-}
-_OUTER_KEYS = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
-
-
-def family_of(fields: Fields) -> type[TransformersVision] | None:
-    named = fields.raw("architectures")
-    family = FAMILIES.get(str(named[0])) if isinstance(named, list) and named else None
-    vision = fields.raw("vision_config")
-    if family is LlavaVision and isinstance(vision, dict) and vision.get("model_type") == "pixtral":
-        return PixtralVision
-    return family
-
-
-def text_fields(path: Path, fields: Fields) -> Fields:
-    """Return the settings of the text model within a vision-language checkpoint, with the defaults of its class; the
-    settings of other checkpoints as they are."""
-    family = family_of(fields)
-    if family is None or family is Gemma3Vision:  # our Gemma 3 reads its own settings
-        return fields
-    config = _config(path)
-    text = config.get_text_config().to_dict()
-    text |= {key: fields.raw(key) for key in _OUTER_KEYS if fields.has(key)}
-    if text["model_type"] == "qwen3_vl_moe_text":
-        text["norm_topk_prob"] = True  # whatever the file says: its router always does so
-    text["model_type"] = _TEXT_TYPES.get(text["model_type"], text["model_type"])
-    text.pop("architectures", None)
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = text.get(key)
-        if isinstance(rope, dict) and text["model_type"].startswith("qwen3_5"):
-            rope = {"mrope_section": [11, 11, 10], **rope}
-        if isinstance(rope, dict) and "mrope_section" in rope:
-            text["rope_axes"] = _rope_axes(rope["mrope_section"], interleaved="qwen3" in text["model_type"])
-            plain = {name: value for name, value in rope.items() if not name.startswith("mrope")}
-            text[key] = plain | {name: "default" for name in ("rope_type", "type") if name in plain}
-    return Fields(text, fields.where)
-
-
-def _rope_axes(sections: list[int], *, interleaved: bool) -> list[int]:
-    """Return for each pair of a head which position turns it: 0 for time, 1 for rows, 2 for columns."""
-    if not interleaved:
-        return [axis for axis, count in enumerate(sections) for _ in range(count)]
-    axes = [0] * sum(sections)
-    for axis in (1, 2):
-        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
-            axes[pair] = axis
-    return axes
-
-
-def load_vision(
-    path: Path, fields: Fields, tokenizer_json: bytes, ops: Ops, *, is_random: bool = False
-) -> TransformersVision | None:
-    """Load what a checkpoint needs to see images; None for a model of texts, or without the needed files."""
-    family = family_of(fields)
-    if family is None:
-        return None
-    if not any((path / name).is_file() for name in _PROCESSOR_FILES):
-        logger.warning("%s has no %s: the model takes text only", path, _PROCESSOR_FILES[0])
-        return None
-    try:
-        import PIL.Image  # noqa: F401
-        from transformers import AutoImageProcessor
-    except ImportError:
-        logger.warning("images need %s: the model takes text only", EXTRA)
-        return None
-    config = _config(path)
-    with _quiet():
-        processor = AutoImageProcessor.from_pretrained(path, backend="pil")
-        tower = _tower(path, config, ops, is_random=is_random)
-    spellings = {
-        token["id"]: token["content"] for token in json.loads(tokenizer_json).get("added_tokens", ())
-    }
-    return family(config, processor, tower, ops, spellings)
-
-
-def _tower(path: Path, config: Any, ops: Ops, *, is_random: bool) -> Any:
-    """Load the tower and the projector, without the layers of the text model."""
-    from transformers import AutoModelForImageTextToText
-
-    without_text = type(config).from_dict(config.to_dict())
-    text = without_text.get_text_config()
-    text.num_hidden_layers = 0
-    if getattr(text, "layer_types", None) is not None:
-        text.layer_types = []
-    if is_random:
-        whole = AutoModelForImageTextToText.from_config(without_text, dtype=ops.dtype)
-    else:
-        whole = AutoModelForImageTextToText.from_pretrained(path, config=without_text, dtype=ops.dtype)
-    tower = whole.model
-    for name in ("language_model", "text_model"):
-        if name in tower._modules:
-            del tower._modules[name]
-    return tower.to(ops.device).eval().requires_grad_(False)
-
-
-def _config(path: Path) -> Any:
-    try:
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise ModelLoadError(
-            "The settings of this vision-language model are read with transformers, which is not installed.",
-            hint=f"pip install '{EXTRA}'",
-        ) from error
-    return AutoConfig.from_pretrained(path)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide transformers' report that the layers of the text model were not loaded."""
-    from transformers.utils import logging as transformers_logging
-
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
 
 
 def open_image(data: bytes) -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image
 from transformers import (
     GotOcr2ImageProcessorPil,
     Idefics3ImageProcessorPil,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
 )
@@ -64,6 +67,24 @@ def test_rows_of_pixtral(size: tuple[int, int]) -> None:
     height, width = (int(side) for side in made["image_sizes"][0])
     layout = image_layout(card("pixtral", patch_size=16, merge_size=2, longest_edge=256), *size)
     assert layout.runs == (width // 32,) * (height // 32)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (1, 4000), (4000, 1), (335, 337), (5, 5)], ids=str)
+def test_lines_of_llava_next(size: tuple[int, int]) -> None:
+    width, height = size
+    processor = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 336}, crop_size={"height": 336, "width": 336}
+    )
+    counter = object.__new__(LlavaNextProcessor)  # without a tokenizer
+    counter.image_processor, counter.patch_size, counter.num_additional_image_tokens = processor, 14, 1
+    shapes = tuple((tall, wide) for tall, wide in processor.image_grid_pinpoints)
+    numbers = {"tile_size": 336, "tile_side_patches": 24}
+    layout = image_layout(
+        msgspec.structs.replace(card("llava_next", **numbers), shapes=shapes), width, height
+    )
+    assert layout.runs == (counter._get_number_of_features(height, width, 336, 336) - 1,)
+    made = processor(images=[Image.new("RGB", size)], return_tensors="pt")
+    assert layout.tile_patches == 24 * 24 * made["pixel_values"].shape[1]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -183,6 +183,37 @@ def _llava(folder: Path) -> TinyVision:
     return TinyVision(folder, model, processor)
 
 
+LLAVA_NEXT_SHAPES = [[32, 64], [64, 32], [64, 64], [32, 96], [96, 32]]
+
+
+def _llava_next(folder: Path) -> TinyVision:
+    from transformers import LlavaNextConfig, LlavaNextImageProcessorPil, LlavaNextProcessor
+
+    tokenizer = _tokenizer(folder, ("<image>",))
+    config = LlavaNextConfig(
+        text_config={"model_type": "qwen2", **TEXT},
+        vision_config={"model_type": "clip_vision_model", **VISION, "num_hidden_layers": 3},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        image_grid_pinpoints=LLAVA_NEXT_SHAPES,
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+    )
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 32},
+        crop_size={"height": 32, "width": 32},
+        image_grid_pinpoints=LLAVA_NEXT_SHAPES,
+    )
+    model = _save(folder, config, tokenizer, images, PARTS_TEMPLATE.replace("IMAGE", "<image>"))
+    processor = LlavaNextProcessor(
+        images,
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    return TinyVision(folder, model, processor)
+
+
 @dataclass(frozen=True, slots=True)
 class PlainProcessor:
     """Stands in for processors that need torchvision: the text comes from what the image processor has made."""
@@ -371,6 +402,7 @@ CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
     "idefics3": _idefics3,
     "smolvlm": lambda folder: _idefics3(folder, smol=True),
     "llava": _llava,
+    "llava-next": _llava_next,
     "gemma3": _gemma3,
     "qwen2-vl": lambda folder: _qwen(folder, "2"),
     "qwen2.5-vl": lambda folder: _qwen(folder, "2_5_"),

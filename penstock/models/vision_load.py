@@ -1,0 +1,169 @@
+"""Reads the part of a vision-language checkpoint that sees, and the settings of the text model within it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.interface import Ops
+from penstock.models.config import Fields
+from penstock.models.vision import (
+    Gemma3Vision,
+    Idefics3Vision,
+    InternVLVision,
+    LlavaNextVision,
+    LlavaVision,
+    PixtralVision,
+    QwenVision,
+    TransformersVision,
+)
+
+logger = logging.getLogger(__name__)
+
+EXTRA = "penstock-llm[images]"
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+# By the class in `architectures`. LLaVA's class serves Pixtral towers too.
+FAMILIES: dict[str, type[TransformersVision]] = {
+    "Idefics3ForConditionalGeneration": Idefics3Vision,
+    "SmolVLMForConditionalGeneration": Idefics3Vision,
+    "LlavaForConditionalGeneration": LlavaVision,
+    "LlavaNextForConditionalGeneration": LlavaNextVision,
+    "Gemma3ForConditionalGeneration": Gemma3Vision,
+    "InternVLForConditionalGeneration": InternVLVision,
+    "Mistral3ForConditionalGeneration": PixtralVision,
+    "Qwen2VLForConditionalGeneration": QwenVision,
+    "Qwen2_5_VLForConditionalGeneration": QwenVision,
+    "Qwen3VLForConditionalGeneration": QwenVision,
+    "Qwen3VLMoeForConditionalGeneration": QwenVision,
+    "Qwen3_5ForConditionalGeneration": QwenVision,
+    "Qwen3_5MoeForConditionalGeneration": QwenVision,
+}
+# Text models within checkpoints whose own class is the same decoder under another name.
+_TEXT_TYPES = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+_OUTER_KEYS = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
+
+
+def family_of(fields: Fields) -> type[TransformersVision] | None:
+    named = fields.raw("architectures")
+    family = FAMILIES.get(str(named[0])) if isinstance(named, list) and named else None
+    vision = fields.raw("vision_config")
+    if family is LlavaVision and isinstance(vision, dict) and vision.get("model_type") == "pixtral":
+        return PixtralVision
+    return family
+
+
+def text_fields(path: Path, fields: Fields) -> Fields:
+    """Return the settings of the text model within a vision-language checkpoint, with the defaults of its class; the
+    settings of other checkpoints as they are."""
+    family = family_of(fields)
+    if family is None or family is Gemma3Vision:  # our Gemma 3 reads its own settings
+        return fields
+    config = _config(path)
+    text = config.get_text_config().to_dict()
+    text |= {key: fields.raw(key) for key in _OUTER_KEYS if fields.has(key)}
+    if text["model_type"] == "qwen3_vl_moe_text":
+        text["norm_topk_prob"] = True  # whatever the file says: its router always does so
+    text["model_type"] = _TEXT_TYPES.get(text["model_type"], text["model_type"])
+    text.pop("architectures", None)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = text.get(key)
+        if isinstance(rope, dict) and text["model_type"].startswith("qwen3_5"):
+            rope = {"mrope_section": [11, 11, 10], **rope}
+        if isinstance(rope, dict) and "mrope_section" in rope:
+            text["rope_axes"] = _rope_axes(rope["mrope_section"], interleaved="qwen3" in text["model_type"])
+            plain = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+            text[key] = plain | {name: "default" for name in ("rope_type", "type") if name in plain}
+    return Fields(text, fields.where)
+
+
+def _rope_axes(sections: list[int], *, interleaved: bool) -> list[int]:
+    """Return for each pair of a head which position turns it: 0 for time, 1 for rows, 2 for columns."""
+    if not interleaved:
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
+            axes[pair] = axis
+    return axes
+
+
+def load_vision(
+    path: Path, fields: Fields, tokenizer_json: bytes, ops: Ops, *, is_random: bool = False
+) -> TransformersVision | None:
+    """Load what a checkpoint needs to see images; None for a model of texts, or without the needed files."""
+    family = family_of(fields)
+    if family is None:
+        return None
+    if not any((path / name).is_file() for name in _PROCESSOR_FILES):
+        logger.warning("%s has no %s: the model takes text only", path, _PROCESSOR_FILES[0])
+        return None
+    try:
+        import PIL.Image  # noqa: F401
+        from transformers import AutoImageProcessor
+    except ImportError:
+        logger.warning("images need %s: the model takes text only", EXTRA)
+        return None
+    config = _config(path)
+    with _quiet():
+        processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+        tower = _tower(path, config, ops, is_random=is_random)
+    spellings = {
+        token["id"]: token["content"] for token in json.loads(tokenizer_json).get("added_tokens", ())
+    }
+    return family(config, processor, tower, ops, spellings)
+
+
+def _tower(path: Path, config: Any, ops: Ops, *, is_random: bool) -> Any:
+    """Load the tower and the projector, without the layers of the text model."""
+    from transformers import AutoModelForImageTextToText
+
+    without_text = type(config).from_dict(config.to_dict())
+    text = without_text.get_text_config()
+    text.num_hidden_layers = 0
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = []
+    if is_random:
+        whole = AutoModelForImageTextToText.from_config(without_text, dtype=ops.dtype)
+    else:
+        whole = AutoModelForImageTextToText.from_pretrained(path, config=without_text, dtype=ops.dtype)
+    tower = whole.model
+    for name in ("language_model", "text_model"):
+        if name in tower._modules:
+            del tower._modules[name]
+    return tower.to(ops.device).eval().requires_grad_(False)
+
+
+def _config(path: Path) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ModelLoadError(
+            "The settings of this vision-language model are read with transformers, which is not installed.",
+            hint=f"pip install '{EXTRA}'",
+        ) from error
+    return AutoConfig.from_pretrained(path)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide transformers' report that the layers of the text model were not loaded."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
