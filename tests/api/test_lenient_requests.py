@@ -104,6 +104,8 @@ async def test_a_path_without_the_version_gets_a_hint(path: str, meant: str | No
         ("/v1/assistants", "/v1/responses"),
         ("/v1/threads/runs", "/v1/responses"),
         ("/v1/audio/speech", "hears or speaks"),
+        ("/v1/audio/transcriptions", "cross-attention"),
+        ("/v1/audio/translations", "cross-attention"),
         ("/v1/realtime/client_secrets", "WebSockets"),
         ("/v1/vector_stores", "/v1/embeddings"),
         ("/v1/fine_tuning/jobs", "LoRA"),

@@ -49,9 +49,15 @@ _ANTHROPIC_TYPES = {
 }
 
 _NO_ASSISTANTS = "The Assistants API is not served. /v1/responses and /v1/conversations do the same."
-_NOT_SERVED = {  # by the beginning of the path
+_NO_TRANSCRIPTS = (
+    "Speech is not transcribed: models with an encoder and a decoder, such as Whisper, need cross-attention, which "
+    "engines do not have."
+)
+_NOT_SERVED = {  # by the beginning of the path; the first that fits
     "/v1/assistants": _NO_ASSISTANTS,
     "/v1/threads": _NO_ASSISTANTS,
+    "/v1/audio/transcriptions": _NO_TRANSCRIPTS,
+    "/v1/audio/translations": _NO_TRANSCRIPTS,
     "/v1/audio": "No model here hears or speaks.",
     "/v1/complete": "Anthropic's text completions are not served. Use /v1/messages.",
     "/v1/containers": "No code is run here. Give the model a tool that your program runs.",
