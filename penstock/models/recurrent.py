@@ -76,16 +76,19 @@ class HybridDecoder(Decoder):
         kv: KVStore,
         before_layer: Callable[[int], None] | None = None,
     ) -> None:
-        assert batch.states is not None, "a step of a model with states has slots"
-        ops, store = self._ops, batch.states.store
         for index, layer in enumerate(self._layers):
             if before_layer is not None:
                 before_layer(index)
-            kv_at, state_at = self._kv_at[index], self._state_at[index]
-            cache = LayerCache(
-                None if kv_at is None else kv.layer(kv_at), () if state_at is None else store.layer(state_at)
-            )
-            self.run_layer(layer, residual, ops, cache, batch)
+            self.run_layer(layer, residual, self._ops, self.layer_cache(index, kv, batch), batch)
+
+    def layer_cache(self, index: int, kv: KVStore, batch: AttentionBatch) -> LayerCache:
+        """Return the memory of a layer in this step."""
+        assert batch.states is not None, "a step of a model with states has slots"
+        kv_at, state_at = self._kv_at[index], self._state_at[index]
+        return LayerCache(
+            None if kv_at is None else kv.layer(kv_at),
+            () if state_at is None else batch.states.store.layer(state_at),
+        )
 
 
 @dataclass(frozen=True, slots=True)

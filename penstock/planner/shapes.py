@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.core.errors import UsageError
 from penstock.planner.mlp_layers import mlp_sizes
+from penstock.planner.shared_blocks import shared_blocks
 from penstock.planner.state_layers import StateLayers, layer_counts, layer_kinds, state_layers
 from penstock.planner.varied_layers import layer_averages
 
@@ -42,6 +43,7 @@ class ModelShape:
     num_window_layers: int = 0
     max_positions: int = 1 << 17
     lookup_parameters: int = 0  # of tables beside the embedding that are looked up, not multiplied
+    reread_parameters: int = 0  # that a step reads again: blocks that several layers share
 
     @property
     def embedding_parameters(self) -> int:
@@ -65,7 +67,7 @@ class ModelShape:
         """Parameters that a step of so many tokens reads. Each token chooses its experts by itself, so a few tokens
         leave most experts alone and many tokens read all of them."""
         if not self.num_experts:
-            return self.embedding_parameters + self._dense_parameters
+            return self.embedding_parameters + self._dense_parameters + self.reread_parameters
         missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
         experts = self.num_experts * (1 - missed) if num_tokens > 1 else self.experts_per_token
         return round(
@@ -122,6 +124,10 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
             varied.kv_numbers,
             varied.head_size,
         )
+    blocks = shared_blocks(reader, counts, hidden, heads, kv_heads)
+    if blocks is not None:
+        attention, head_size = blocks.parameters, blocks.head_dim
+        kv_numbers = 2 * kv_heads * blocks.head_dim
     window, window_layers = _windows(reader, layers)
     return ModelShape(
         name=name,
@@ -137,6 +143,7 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         attention_parameters=attention,
         mlp_parameters=round(mlp.mlp_parameters * (varied.mlp_factor if varied else 1)),
         lookup_parameters=varied.lookup_parameters if varied else 0,
+        reread_parameters=blocks.reread_parameters if blocks else 0,
         num_dense_layers=mlp.num_dense_layers,
         num_attention_layers=counts.attention,
         num_expert_layers=counts.mlp - mlp.num_dense_layers,

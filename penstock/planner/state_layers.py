@@ -73,6 +73,9 @@ def layer_counts(reader: Sizes, num_layers: int) -> LayerCounts:
         attention = len(values["attn_layer_indices"])
         return LayerCounts(attention, num_layers - attention, num_layers)
     kinds = layer_kinds(values)
+    if kind == "zamba2":  # every layer has a state, and some have a block of attention and MLP
+        hybrids = sum(each == "hybrid" for each in kinds)
+        return LayerCounts(hybrids, num_layers, 0)
     if not kinds and values.get("full_attention_interval"):
         attention = num_layers // reader.size("full_attention_interval")
         return LayerCounts(attention, num_layers - attention, num_layers)
@@ -116,13 +119,17 @@ def state_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers
         return StateLayers(counts.state, parameters, inner * width * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
     if reader.values.get("model_type") in ("mamba", "falcon_mamba", "jamba"):
         return _mamba1_layers(reader, counts, hidden)
-    heads = reader.size("mamba_n_heads", "mamba_num_heads", "num_heads")
-    inner = heads * reader.size("mamba_d_head", "mamba_head_dim", "head_dim")
-    groups = reader.size("mamba_n_groups", "n_groups", default=1)
+    heads = reader.size("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    if reader.values.get("model_type") == "zamba2":
+        inner = hidden * reader.size("mamba_expand", default=2)
+    else:
+        inner = heads * reader.size("mamba_d_head", "mamba_head_dim", "head_dim")
+    groups = reader.size("mamba_n_groups", "mamba_ngroups", "n_groups", default=1)
     size = reader.size("mamba_d_state", "ssm_state_size", "state_size")
     convolved = inner + 2 * groups * size
-    kept = (reader.size("mamba_d_conv", "conv_kernel", default=4) - 1) * convolved
-    parameters = hidden * (inner + convolved + heads) + inner * hidden
+    width = reader.size("mamba_d_conv", "conv_kernel", default=4)
+    kept = (width - 1) * convolved
+    parameters = hidden * (inner + convolved + heads) + inner * hidden + width * convolved
     return StateLayers(counts.state, parameters, inner * size * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
 
 

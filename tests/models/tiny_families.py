@@ -95,6 +95,11 @@ NEMOTRON_EXPERTS = {**EXPERTS, "layers_block_type": ["linear_attention", "moe", 
                     "num_hidden_layers": None, "n_routed_experts": 8, "routed_scaling_factor": 2.5,
                     "moe_shared_expert_intermediate_size": 48}  # fmt: skip
 
+ZAMBA = {"num_hidden_layers": 5, "n_mamba_heads": 8,
+         "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"],
+         "mamba_d_state": 12, "mamba_ngroups": 2, "chunk_size": 16, "head_dim": None,
+         "num_key_value_heads": 4}  # fmt: skip
+
 TINY: dict[str, Tiny] = {
     "llama": Tiny("llama"),
     "llama-dynamic": Tiny("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
@@ -222,6 +227,8 @@ TINY: dict[str, Tiny] = {
                                       "num_hidden_layers": None}),
     "nemotron_h-experts": Tiny("nemotron_h", {**NEMOTRON_EXPERTS, "n_group": 2, "topk_group": 1}),
     "nemotron_h-latents": Tiny("nemotron_h", {**NEMOTRON_EXPERTS, "moe_latent_size": 24}),
+    "zamba2": Tiny("zamba2", {**ZAMBA, "num_mem_blocks": 2, "use_shared_attention_adapter": True, "adapter_rank": 6,
+                              "use_mem_rope": True, "add_bias_linear": True, "tie_word_embeddings": True}),
     "mamba2-groups": Tiny("mamba2", {**MAMBA2, "n_groups": 4, "use_conv_bias": False}),
 }  # fmt: skip
 

@@ -34,7 +34,7 @@ FAMILIES = (
         "llama",
         "llama4_text",
     ),
-    *("mixtral", "mpt", "nemotron", "nemotron_h", "phi", "qwen2_moe", "qwen3_next", "starcoder2"),
+    *("mixtral", "mpt", "nemotron", "nemotron_h", "phi", "qwen2_moe", "qwen3_next", "starcoder2", "zamba2"),
 )
 
 

@@ -35,6 +35,7 @@ from penstock.models.families import (
     qwen_next,
     relu2,
     stablelm,
+    zamba2,
 )
 
 FAMILIES: tuple[type[Decoder], ...] = (
@@ -108,4 +109,5 @@ FAMILIES: tuple[type[Decoder], ...] = (
     kimi_linear.KimiLinear,
     olmo_hybrid.OlmoHybrid,
     minimax.MiniMax,
+    zamba2.Zamba2,
 )
