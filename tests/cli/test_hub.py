@@ -205,7 +205,7 @@ def test_an_interrupted_command_leaves_nothing_and_no_process(
         _, errors = process.communicate(timeout=20)
     finally:
         process.kill()
-    assert process.returncode == exit_code
+    assert process.returncode == exit_code, errors
     assert "Traceback" not in errors
     assert files_in(cache) == []
     pip_process = int(fake_pip.calls[0].split()[1])
