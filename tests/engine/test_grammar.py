@@ -16,7 +16,9 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.messages import RequestRejected
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Grammar, Request
+from penstock.engine import grammar as grammar_module
 from penstock.engine.build import Engine
+from penstock.engine.grammar_masks import GrammarLimits
 from penstock.simulator.replay import replay
 
 from .byte_model import CALL_TOKENS, END, constrained, text_of, until, write_byte_model
@@ -234,14 +236,17 @@ def test_a_clients_own_grammar_calls_tokens_by_their_names(engine: Engine) -> No
     assert tokens(answer) == [CALL_TOKENS["<tool_call>"], *b"<tool_call><tool_call>", END]
 
 
-def test_with_two_steps_in_flight_constrained_requests_take_part_in_all(model: Path) -> None:
+def test_with_two_steps_in_flight_constrained_requests_take_part_in_all(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a busy machine a mask may be late, and the row then skips a step.
+    monkeypatch.setattr(grammar_module, "GrammarLimits", lambda: GrammarLimits(mask_grace_s=30))
     engine = tiny_engine(model, steps_in_flight=2)
     digits = Grammar("regex", "[0-9]{30}")
     free = constrained("free", None, max_tokens=36, ignore_eos=True)
     events = run(engine, [constrained("bound", digits), free])
     assert len(tokens(events["bound"])) == 31
-    # Every other step would make 62. Masks may be late now and then, on a busy machine.
-    assert engine.loop.stats().num_steps < 50
+    assert engine.loop.stats().num_steps < 50  # every other step would make 62
 
 
 MIX = [
