@@ -40,7 +40,7 @@ from triton.runtime import driver
 from penstock.engine.warmup import warm_up
 from penstock.kernels.adapted import AdaptedProduct
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
-from penstock.kernels.triton import decode_attention, int4_hopper, prefill_attention, targets
+from penstock.kernels.triton import decode_attention, int4_tiles, prefill_attention, targets
 from penstock.kernels.triton import float8_blocks as block_products
 from penstock.kernels.triton.ops import TritonOps
 from penstock.models.load import load_model
@@ -309,7 +309,7 @@ def variants(case: Case) -> list[Variant]:
         patch.object(JITFunction, "run", record),
         patch.object(decode_attention, "num_processors", lambda index: 132),  # enough to split contexts over
         patch.object(prefill_attention, "num_processors", lambda index: 132),
-        patch.object(int4_hopper, "num_processors", lambda index: 132),
+        patch.object(int4_tiles, "num_processors", lambda index: 132),
         patch.object(block_products, "num_processors", lambda index: 132),
         patch.object(RandomSource, "matrix", matrix),
         patch.object(RandomSource, "_normal", lambda self, name, *shape: _empty(*shape)),

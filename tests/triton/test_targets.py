@@ -103,13 +103,13 @@ def test_only_hopper_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_few_steps_need_every_tile_of_four_bits(
     made: int, width: int, is_gated: bool, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.kernels.triton import int4_hopper
+    from penstock.kernels.triton import int4_tiles
 
-    monkeypatch.setattr(int4_hopper, "num_processors", lambda device: 132)
-    monkeypatch.setattr(int4_hopper, "current", lambda: HOPPER)
+    monkeypatch.setattr(int4_tiles, "num_processors", lambda device: 132)
+    monkeypatch.setattr(int4_tiles, "current", lambda: HOPPER)
 
-    def kernels(all_rows: Iterable[int]) -> set[tuple[int, int4_hopper.HopperTile, bool]]:
-        choices = [int4_hopper._choice(rows, made, width, group, is_gated, 0) for rows in all_rows]
+    def kernels(all_rows: Iterable[int]) -> set[tuple[int, int4_tiles.HopperTile, bool]]:
+        choices = [int4_tiles.choose_tile(rows, made, width, group, is_gated, 0) for rows in all_rows]
         return {(tile_rows, tile, shares > 1) for tile_rows, tile, shares in choices}
 
     steps = [step.num_requests * step.tokens_each for step in (*PREFILLS, *DECODES)]

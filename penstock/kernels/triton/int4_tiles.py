@@ -1,0 +1,113 @@
+"""Which tile a product of four-bit weights has on Hopper (`int4_hopper`), by its shape. Measured on an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import triton
+
+from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.few_hopper import BARRIER_BYTES
+from penstock.kernels.triton.targets import current
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """What a program multiplies: `parts` tiles of outputs, `width` columns at a time. How many reads are in flight,
+    how many programs share a processor, and how many groups of warps take turns along the width of a part."""
+
+    outputs: int
+    width: int
+    num_stages: int
+    per_processor: int = 1
+    parts: int = 2
+    turns: int = 1
+
+    def options(self) -> dict[str, int]:
+        """Registers of all groups of warps but the first and, where programs share a processor, of a thread on
+        average."""
+        if self.parts * self.turns == 4:
+            return {"REGISTERS": 120}
+        return {"REGISTERS": 240} if self.per_processor == 1 else {"REGISTERS": 112, "maxnreg": 80}
+
+
+# By rows of a tile. Measured on an H200 over the shapes of 8 billion parameters.
+TILES = {
+    16: HopperTile(outputs=64, width=128, num_stages=6, per_processor=2),
+    32: HopperTile(outputs=64, width=128, num_stages=5, per_processor=2),
+    64: HopperTile(outputs=64, width=128, num_stages=4, per_processor=2),
+    128: HopperTile(outputs=64, width=128, num_stages=4),
+    256: HopperTile(outputs=64, width=64, num_stages=5),
+}
+OUTPUTS = 64
+MOST_FEW_ROWS = 64
+GROUPS = {16: 4, 32: 4, 64: 2}  # of warps, by rows of a tile that has a processor for itself
+# Numbers of rows up to one of these use the same tile, so that a few steps need every kernel (`engine/warmup.py`).
+MOST_ROWS = (128, 256, 512, 2048)
+SHORT_WIDTH = 4096  # a program walks over so many columns in less time than it takes to add up shares
+MOST_STAGES = 20
+# Nanoseconds of a processor: to multiply a weight with a row, to scale a group of weights, and to add up shares.
+MULTIPLY_NS, SCALE_NS, ADD_SHARES_NS = 0.00033, 0.5, 7000.0
+
+
+def choose_tile(
+    num_rows: int, num_made: int, width: int, group: int, is_gated: bool, device: int
+) -> tuple[int, HopperTile, int]:
+    """The rows of a tile, the tile, and into how many shares of the width the product is cut."""
+    tile_rows = min(max(TILES), max(min(TILES), triton.next_power_of_2(num_rows)))
+    processors = num_processors(device)
+    if tile_rows > MOST_FEW_ROWS:
+        most_rows = next((most for most in MOST_ROWS if num_rows <= most), MOST_ROWS[-1])
+        return min(
+            _large_tiles(most_rows, num_made, width, is_gated, processors),
+            key=lambda choice: _predicted_ns(choice, most_rows, num_made, width, group, processors),
+        )
+    parts = 2 if is_gated else 1
+    has_room = num_made <= parts * OUTPUTS * processors  # for each program on a processor of its own
+    turns = GROUPS[tile_rows] // parts
+    if has_room and width >= 128 * turns and (is_gated or width <= SHORT_WIDTH):
+        return tile_rows, _filled(tile_rows, 128, parts, turns), 1
+    if not is_gated and num_made <= OUTPUTS * processors // 2 and width > SHORT_WIDTH:
+        return tile_rows, _filled(tile_rows, 128, parts, turns), 2
+    tile = TILES[tile_rows]
+    return tile_rows, tile, _shares(tile_rows, tile, num_rows, num_made, width, processors)
+
+
+def _shares(
+    tile_rows: int, tile: HopperTile, num_rows: int, num_made: int, width: int, processors: int
+) -> int:
+    """Tiles that leave the chip half empty are cut into shares of the width."""
+    programs = triton.cdiv(num_rows, tile_rows) * triton.cdiv(num_made, tile.parts * tile.outputs)
+    most = triton.cdiv(width, tile.width) // 2
+    return max(1, min(most, tile.per_processor * processors // programs))
+
+
+def _large_tiles(
+    num_rows: int, num_made: int, width: int, is_gated: bool, processors: int
+) -> Iterator[tuple[int, HopperTile, int]]:
+    if not is_gated and width >= 256:
+        yield 128, _filled(128, 128, parts=1, turns=2), 1
+    for tile_rows in (128, 256):
+        tile = TILES[tile_rows]
+        yield tile_rows, tile, 1
+        if (shares := _shares(tile_rows, tile, num_rows, num_made, width, processors)) > 1:
+            yield tile_rows, tile, shares
+
+
+def _predicted_ns(
+    choice: tuple[int, HopperTile, int], num_rows: int, num_made: int, width: int, group: int, processors: int
+) -> float:
+    tile_rows, tile, shares = choice
+    outputs = tile.parts * tile.outputs
+    programs = shares * triton.cdiv(num_rows, tile_rows) * triton.cdiv(num_made, outputs)
+    each = outputs * (width / shares) * (MULTIPLY_NS * tile_rows + SCALE_NS / group)
+    return triton.cdiv(programs, processors) * each + (ADD_SHARES_NS if shares > 1 else 0.0)
+
+
+def _filled(tile_rows: int, width: int, parts: int, turns: int) -> HopperTile:
+    """A tile with as many stages as shared memory holds beside the results of groups of warps."""
+    results = (parts * (turns - 1) * 4 + (parts - 1) * 2) * OUTPUTS * tile_rows
+    free = current().shared_bytes - BARRIER_BYTES - results
+    num_stages = free // (width * (parts * OUTPUTS // 2 + 2 * tile_rows))
+    return HopperTile(OUTPUTS, width, min(MOST_STAGES, num_stages), parts=parts, turns=turns)
