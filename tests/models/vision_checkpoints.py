@@ -159,21 +159,23 @@ def _idefics3(folder: Path, *, smol: bool = False) -> TinyVision:
     return TinyVision(folder, model, Idefics3Processor(images, tokenizer, image_seq_len=4))
 
 
-def _llava(folder: Path) -> TinyVision:
-    from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaProcessor
+CLIP_SIZES: dict[str, Any] = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
 
+
+def _with_clip(
+    folder: Path, config_kind: Any, processor_kind: Any, images: Any, settings: dict[str, Any]
+) -> TinyVision:
+    """Write a checkpoint of the LLaVA family, whose tower is CLIP's. `settings` are those of the class alone."""
     tokenizer = _tokenizer(folder, ("<image>",))
-    config = LlavaConfig(
-        text_config={"model_type": "llama", **TEXT},
+    config = config_kind(
         vision_config={"model_type": "clip_vision_model", **VISION, "num_hidden_layers": 3},
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        image_seq_length=16,
         vision_feature_layer=-2,
         vision_feature_select_strategy="default",
+        **settings,
     )
-    images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     model = _save(folder, config, tokenizer, images, PARTS_TEMPLATE.replace("IMAGE", "<image>"))
-    processor = LlavaProcessor(
+    processor = processor_kind(
         images,
         tokenizer,
         patch_size=8,
@@ -183,35 +185,20 @@ def _llava(folder: Path) -> TinyVision:
     return TinyVision(folder, model, processor)
 
 
-LLAVA_NEXT_SHAPES = [[32, 64], [64, 32], [64, 64], [32, 96], [96, 32]]
+def _llava(folder: Path) -> TinyVision:
+    from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaProcessor
+
+    settings = {"text_config": {"model_type": "llama", **TEXT}, "image_seq_length": 16}
+    return _with_clip(folder, LlavaConfig, LlavaProcessor, CLIPImageProcessorPil(**CLIP_SIZES), settings)
 
 
 def _llava_next(folder: Path) -> TinyVision:
     from transformers import LlavaNextConfig, LlavaNextImageProcessorPil, LlavaNextProcessor
 
-    tokenizer = _tokenizer(folder, ("<image>",))
-    config = LlavaNextConfig(
-        text_config={"model_type": "qwen2", **TEXT},
-        vision_config={"model_type": "clip_vision_model", **VISION, "num_hidden_layers": 3},
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        image_grid_pinpoints=LLAVA_NEXT_SHAPES,
-        vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
-    )
-    images = LlavaNextImageProcessorPil(
-        size={"shortest_edge": 32},
-        crop_size={"height": 32, "width": 32},
-        image_grid_pinpoints=LLAVA_NEXT_SHAPES,
-    )
-    model = _save(folder, config, tokenizer, images, PARTS_TEMPLATE.replace("IMAGE", "<image>"))
-    processor = LlavaNextProcessor(
-        images,
-        tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
-    return TinyVision(folder, model, processor)
+    shapes = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [32, 96], [96, 32]]}
+    images = LlavaNextImageProcessorPil(**CLIP_SIZES, **shapes)
+    settings = {"text_config": {"model_type": "qwen2", **TEXT}, **shapes}
+    return _with_clip(folder, LlavaNextConfig, LlavaNextProcessor, images, settings)
 
 
 @dataclass(frozen=True, slots=True)
