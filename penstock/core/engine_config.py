@@ -211,7 +211,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int, Meta(description="Ranks that each layer is cut over.", ge=1, le=64)
     ] = 1
     pipeline_parallel_size: Annotated[
-        int, Meta(description="Stages that the layers are shared out over.", ge=1, le=64)
+        int, Meta(description="Pipeline stages that the layers are divided into.", ge=1, le=64)
     ] = 1
     enable_expert_parallel: Annotated[
         bool,

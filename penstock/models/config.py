@@ -150,7 +150,7 @@ class RecurrentConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_groups:
             raise ModelLoadError(
-                f"The model's {self.num_heads} state-space heads cannot be shared out over "
+                f"The model's {self.num_heads} state-space heads cannot be divided by "
                 f"{self.num_groups} groups."
             )
         if not self.layers:
@@ -217,7 +217,7 @@ class ArchitectureConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ModelLoadError(
-                f"The model's {self.num_heads} attention heads cannot be shared out over "
+                f"The model's {self.num_heads} attention heads cannot be divided by "
                 f"{self.num_kv_heads} key-value heads."
             )
         if self.head_dim % 2:

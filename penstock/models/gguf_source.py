@@ -27,7 +27,8 @@ from penstock.models import gguf_codebooks as codebooks
 from penstock.models.gguf_codebooks import Bytes, Floats, half
 from penstock.models.gguf_file import BlockFormat, GGUFFile, TensorInfo
 from penstock.models.layout import Layout, StackedPart, StoredRows
-from penstock.models.weights import Part, Stacked, take_columns
+from penstock.models.weight_parts import Part, take_columns
+from penstock.models.weights import Stacked
 
 # Elements decoded at a time: temporaries then stay in the cache, and small beside the result.
 _SLICE_ELEMENTS = 1 << 18

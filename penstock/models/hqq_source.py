@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, WeightData
 from penstock.models.quantized_source import QuantizedSource, grouped_weight
-from penstock.models.weights import Part, take_part
+from penstock.models.weight_parts import Part, take_part
 
 logger = logging.getLogger(__name__)
 

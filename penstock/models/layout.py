@@ -17,15 +17,8 @@ from torch import Tensor
 from penstock.kernels.interface import DenseWeight, WeightData
 from penstock.models.config import ArchitectureConfig
 from penstock.models.rope import pair_order
-from penstock.models.weights import (
-    AdaptedPlace,
-    NamedProduct,
-    Part,
-    Stacked,
-    StackedSource,
-    WeightSource,
-    pick_rows,
-)
+from penstock.models.weight_parts import Part, pick_rows
+from penstock.models.weights import AdaptedPlace, NamedProduct, Stacked, StackedSource, WeightSource
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 _EXPERT = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(\d+)\.(\w+)\.(weight|bias)")

@@ -40,6 +40,7 @@ from penstock.models.pooling import (
 from penstock.models.pooling_head import Head, decoder_head
 from penstock.models.quantized_floats import open_folder
 from penstock.models.quantized_source import SafetensorsSource
+from penstock.models.random_weights import RandomSource
 from penstock.models.rounding import as_stored
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, stored_quantization
@@ -47,7 +48,7 @@ from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
 from penstock.models.transformers_load import TransformersCheckpoint
 from penstock.models.vision import TransformersVision
 from penstock.models.vision_load import load_vision, text_fields
-from penstock.models.weights import OnProgress, RandomSource, WeightLoader, WeightSource
+from penstock.models.weights import OnProgress, WeightLoader, WeightSource
 
 SUFFIXES = (".safetensors", ".gguf", ".bin")
 HEADER_BYTES = 64 << 10

@@ -22,7 +22,8 @@ from penstock.models.hqq_source import HQQSource
 from penstock.models.pickled_source import PickledSource
 from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
 from penstock.models.stored_quantization import HQQ, MXFP4, BitsAndBytes, Float4, Scaled, StoredQuantization
-from penstock.models.weights import Part, Stacked, take_columns
+from penstock.models.weight_parts import Part, take_columns
+from penstock.models.weights import Stacked
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
 from penstock.models.read_ahead import ReadAhead
 from penstock.models.stored_quantization import AWQ, GPTQ, Compressed, Scaled, StoredQuantization
-from penstock.models.weights import Part, Stacked, take_part
+from penstock.models.weight_parts import Part, take_part
+from penstock.models.weights import Stacked
 
 _LEAST_MAPPED = 16 << 20  # bytes
 _READABLE = (torch.float32, torch.float16, torch.bfloat16)

@@ -87,7 +87,7 @@ class Shard:
         if sharers > per_kv_head:
             raise ConfigError(
                 f"The model's {config.num_heads} attention heads with {config.num_kv_heads} key-value heads "
-                f"cannot be shared out over {self.tensor_size} ranks.",
+                f"cannot be sharded over {self.tensor_size} ranks.",
                 hint="Lower --tensor-parallel-size.",
             )
         if self.num_stages > 1 and config.recurrent is not None:

@@ -1,5 +1,4 @@
-"""Defines sources of weights, loads them for a model, and cuts rows and columns out of stored matrices. Knows no file
-formats and no architectures.
+"""Defines sources of weights, and loads them for a model. Knows no file formats and no architectures.
 
 Names are those of Hugging Face checkpoints of text models (`model.layers.0.self_attn.q_proj.weight`); a source
 that stores others translates.
@@ -7,9 +6,8 @@ that stores others translates.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -19,8 +17,6 @@ from penstock.core.engine_config import Quantization
 from penstock.kernels.interface import (
     DenseWeight,
     ExpertWeights,
-    Float8Weight,
-    GroupQuantWeight,
     Ops,
     PackedEmbedding,
     PackedExperts,
@@ -29,87 +25,7 @@ from penstock.kernels.interface import (
 )
 from penstock.models.rounding import quantize
 from penstock.models.sharding import WHOLE, Shard
-
-_GROUP_UNIT = 32  # groups of so many inputs, or of a multiple, are what every backend takes
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The part that is taken of a matrix. Both ranges have step 1."""
-
-    rows: range
-    columns: range
-
-
-def take_part(weight: WeightData, part: Part) -> WeightData:
-    return take_columns(take_rows(weight, part.rows), part.columns)
-
-
-def take_rows(weight: WeightData, rows: range) -> WeightData:
-    if len(rows) == weight.shape[0]:
-        return weight
-    taken = slice(rows.start, rows.stop)
-    match weight:
-        case DenseWeight():
-            return DenseWeight(weight.values[taken])
-        case Float8Weight():
-            return replace(weight, values=weight.values[taken], scales=weight.scales[taken])
-        case GroupQuantWeight():
-            offsets = None if weight.offsets is None else weight.offsets[taken]
-            return replace(weight, codes=weight.codes[taken], scales=weight.scales[taken], offsets=offsets)
-
-
-def pick_rows(weight: WeightData, order: Tensor) -> WeightData:
-    """Take the rows of `order`, int64 [n], in this order."""
-    match weight:
-        case DenseWeight():
-            return DenseWeight(weight.values[order])
-        case Float8Weight():
-            # As bytes, because torch cannot index float8 everywhere.
-            values = weight.values.view(torch.uint8)[order].view(weight.values.dtype)
-            return replace(weight, values=values, scales=weight.scales[order])
-        case GroupQuantWeight():
-            offsets = None if weight.offsets is None else weight.offsets[order]
-            return replace(weight, codes=weight.codes[order], scales=weight.scales[order], offsets=offsets)
-
-
-def take_columns(weight: WeightData, columns: range) -> WeightData:
-    """Take columns without new rounding: a matrix whose scales the cut would divide, or whose inputs are in another
-    order, becomes dense."""
-    if len(columns) == weight.shape[1]:
-        return weight
-    taken = slice(columns.start, columns.stop)
-    match weight:
-        case DenseWeight():
-            return DenseWeight(weight.values[:, taken].contiguous())
-        case Float8Weight(group=None):
-            return replace(weight, values=weight.values[:, taken].contiguous())
-        case Float8Weight(group=int(group)) if _on_bounds(columns, group):
-            scales = _groups_of(weight.scales, columns, group)
-            return replace(weight, values=weight.values[:, taken].contiguous(), scales=scales)
-        case GroupQuantWeight(input_order=None, group=group) if _on_bounds(columns, group):
-            offsets = None if weight.offsets is None else _groups_of(weight.offsets, columns, group)
-            return replace(
-                weight,
-                codes=weight.codes[:, taken].contiguous(),
-                scales=_groups_of(weight.scales, columns, group),
-                offsets=offsets,
-            )
-        case GroupQuantWeight(input_order=None, group=group) if (
-            group == weight.shape[1] and len(columns) % _GROUP_UNIT == 0
-        ):  # one scale for a whole row is that of any part of it
-            return replace(weight, codes=weight.codes[:, taken].contiguous(), group=len(columns))
-        case Float8Weight() | GroupQuantWeight():
-            return DenseWeight(weight.dequantize()[:, taken].contiguous())
-
-
-def _on_bounds(columns: range, group: int) -> bool:
-    return columns.start % group == 0 and columns.stop % group == 0
-
-
-def _groups_of(table: Tensor, columns: range, group: int) -> Tensor:
-    return table[:, columns.start // group : columns.stop // group].contiguous()
-
+from penstock.models.weight_parts import Part
 
 OnProgress = Callable[[str, float], None]
 
@@ -134,7 +50,7 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """The place of a matrix in a tensor that holds `count` matrices of the same shape."""
+    """The position of a matrix in a tensor that holds `count` matrices of the same shape."""
 
     name: str
     index: int
@@ -292,7 +208,8 @@ class WeightLoader:
     def experts(
         self, names: Sequence[ExpertNames], intermediate_size: int, hidden_size: int, *, bias: bool = False
     ) -> PackedExperts:
-        """This rank's share of all the experts of a layer, which are `names`. With `bias`, each matrix has one."""
+        """Load this rank's part of the experts of a layer; `names` are all of them. With `bias`, each matrix has a
+        bias."""
         inner = self.shard.expert_inner(intermediate_size)
         own = self.shard.experts(len(names))
         num_bytes = 0
@@ -397,47 +314,3 @@ class WeightLoader:
             # A checkpoint may hold tensors that the model does not use, and the other way round.
             num_expected = max(1, len(self._names) // self.shard.num_stages)
             self._on_progress("Loading weights", min(1.0, self._num_loaded / num_expected))
-
-
-_STANDARD_DEVIATION = 0.02
-QuantizeMatrix = Callable[[str, DenseWeight], WeightData]
-
-
-class RandomSource:
-    """Random weights: matrices and biases from N(0, 0.02), and norms that act as 1. A tensor depends on the seed and
-    its name alone, so a part of it has the same numbers as in the whole."""
-
-    bytes_read = 0
-
-    def __init__(
-        self, seed: int, *, norm_offset: float, device: torch.device, stored: QuantizeMatrix | None = None
-    ) -> None:
-        """`stored` brings a matrix of this name into the form in which a checkpoint would hold it."""
-        self._seed = seed
-        self._device = device  # drawn where they are used: a GPU fills itself in seconds
-        self._norm_weight = 1.0 - norm_offset
-        self._stored = stored
-
-    def names(self) -> frozenset[str]:
-        return frozenset()
-
-    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
-        values = self._normal(name, rows, columns)
-        if self._stored is not None:
-            whole = self._stored(name, DenseWeight(values))
-            return whole if part is None else take_part(whole, part)
-        if part is not None:
-            taken = values[part.rows.start : part.rows.stop, part.columns.start : part.columns.stop]
-            values = taken.clone()  # lets the rest go
-        return DenseWeight(values)
-
-    def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
-        if name.endswith("norm.weight"):
-            return torch.full((size,), self._norm_weight, device=self._device)
-        values = self._normal(name, size)
-        return values if part is None else values[part.start : part.stop]
-
-    def _normal(self, name: str, *shape: int) -> Tensor:
-        digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little", signed=True))
-        return torch.empty(*shape, device=self._device).normal_(0.0, _STANDARD_DEVIATION, generator=generator)

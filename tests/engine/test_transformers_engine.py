@@ -66,5 +66,5 @@ def test_many_requests_get_the_answers_of_transformers(reference: Reference) -> 
 
 
 def test_ranks_are_refused_before_anything_is_loaded(reference: Reference) -> None:
-    with pytest.raises(ConfigError, match="cannot be shared out over ranks"):
+    with pytest.raises(ConfigError, match="cannot be sharded over ranks"):
         check(_config(reference.folder, tensor_parallel_size=2), reference.folder, 2)

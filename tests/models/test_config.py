@@ -130,7 +130,7 @@ def test_gemma3_as_first_published() -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers = "),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
-        ({"num_key_value_heads": 3}, "4 attention heads cannot be shared out over 3"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot be divided by 3"),
         ({"hidden_act": "relu"}, "activation 'relu'"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2}}, "rope scaling of kind 'spiral'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "no short_factor"),

@@ -21,7 +21,7 @@ from penstock.models.load import (
     open_checkpoint,
     weights_identity,
 )
-from penstock.models.weights import Part
+from penstock.models.weight_parts import Part
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
 from tests.models.gguf_files import write_model

@@ -16,7 +16,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import GroupQuantWeight, Ops
 from penstock.kernels.reference import TorchOps
 from penstock.models.load import load_model, open_checkpoint
-from penstock.models.weights import Part
+from penstock.models.weight_parts import Part
 from tests.models.checkpoints import Reference
 from tests.models.conftest import random_prompt
 from tests.models.paged import PagedRunner

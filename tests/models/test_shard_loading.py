@@ -14,7 +14,8 @@ from penstock.kernels.reference import TorchOps
 from penstock.models.load import Checkpoint, open_checkpoint
 from penstock.models.rounding import quantize
 from penstock.models.sharding import WHOLE, Shard
-from penstock.models.weights import Part, WeightLoader, take_part
+from penstock.models.weight_parts import Part, take_part
+from penstock.models.weights import WeightLoader
 from tests.models.checkpoints import Reference
 from tests.models.gguf_files import write_model
 from tests.models.quantized_checkpoints import LAYOUTS, quantize_folder

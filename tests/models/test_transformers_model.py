@@ -307,7 +307,7 @@ def test_angles_that_depend_on_the_batch_are_limited(tmp_path: Path) -> None:
 
 
 def test_ranks_are_refused(opt: Reference) -> None:
-    with pytest.raises(ConfigError, match="shared out over ranks"):
+    with pytest.raises(ConfigError, match="sharded over ranks"):
         load_model(opt.folder, TorchOps(), shard=Shard(tensor_size=2))
 
 

@@ -45,7 +45,7 @@ from penstock.kernels.triton import float8_blocks as block_products
 from penstock.kernels.triton.ops import TritonOps
 from penstock.models.load import load_model
 from penstock.models.lora import adaptable_products
-from penstock.models.weights import RandomSource
+from penstock.models.random_weights import RandomSource
 from tests.engine.tiny import write_tiny_model
 
 META = torch.device("meta")

@@ -209,7 +209,7 @@ def check(config: EngineConfig, model_path: Path, num_ranks_here: int) -> None:
     """Raise ConfigError for a model that cannot be split over ranks, before anything is loaded."""
     if is_encoder(model_path):
         raise ConfigError(
-            "An encoder is too small to be shared out over ranks.",
+            "An encoder is too small to be sharded over ranks.",
             hint="Leave --tensor-parallel-size and --pipeline-parallel-size out.",
         )
     if config.kv_transfer and config.parallel.pipeline_parallel_size > 1:

@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, WeightData
 from penstock.models.config import Fields
-from penstock.models.weights import Part, take_part
+from penstock.models.weight_parts import Part, take_part
 
 WEIGHTS = "model.safetensors"
 _NAMES = (WEIGHTS, "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")

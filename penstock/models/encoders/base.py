@@ -53,7 +53,7 @@ class EncoderConfig:
             )
         if self.hidden_size % self.num_heads:
             raise ModelLoadError(
-                f"The model's hidden size {self.hidden_size} cannot be shared out over {self.num_heads} heads."
+                f"The model's hidden size {self.hidden_size} cannot be divided by {self.num_heads} heads."
             )
 
 

@@ -21,7 +21,8 @@ from penstock.models.gguf_file import GGUFFile
 from penstock.models.pooling import PoolingSettings, architectures, gguf_pooling, read_pooling
 from penstock.models.pooling_head import Head, embedding_head
 from penstock.models.quantized_floats import open_folder
-from penstock.models.weights import OnProgress, RandomSource, WeightLoader
+from penstock.models.random_weights import RandomSource
+from penstock.models.weights import OnProgress, WeightLoader
 
 ENCODERS: tuple[type[Encoder], ...] = (
     Bert,

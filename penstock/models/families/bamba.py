@@ -14,14 +14,8 @@ from penstock.models.experts import GRANITE_EXPERTS, ExpertMLP, add_mlp, load_ex
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, fused_rows, rotated_rows
-from penstock.models.recurrent import (
-    HybridDecoder,
-    LayerCache,
-    Mamba2Mixer,
-    load_mamba,
-    mamba_config,
-    mamba_rows,
-)
+from penstock.models.mamba2 import Mamba2Mixer, load_mamba, mamba_config, mamba_rows
+from penstock.models.recurrent import HybridDecoder, LayerCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ def _load_delta(load: LayerLoader) -> KimiDelta:
     config, settings, shard = load.config, recurrent_settings(load.config), load.weights.shard
     if settings.num_heads < shard.tensor_size:
         raise ModelLoadError(
-            f"The {settings.num_heads} heads of this model's delta nets cannot be shared out over "
+            f"The {settings.num_heads} heads of this model's delta nets cannot be sharded over "
             f"{shard.tensor_size} ranks.",
             hint="Lower --tensor-parallel-size.",
         )

@@ -10,14 +10,8 @@ from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig, RopeConfig
 from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import Layout
-from penstock.models.recurrent import (
-    HybridDecoder,
-    LayerCache,
-    Mamba2Mixer,
-    load_mamba,
-    mamba_rows,
-    step_limits,
-)
+from penstock.models.mamba2 import Mamba2Mixer, load_mamba, mamba_rows, step_limits
+from penstock.models.recurrent import HybridDecoder, LayerCache
 
 MAX_POSITIONS = 1 << 15  # the model has no limit; requests need one
 MAMBA_NAMES = {"embeddings": "embed_tokens", "norm_f": "norm"}

@@ -152,7 +152,7 @@ def _load_lightning(load: LayerLoader) -> LightningAttention:
     config, shard, prefix = load.config, load.weights.shard, f"{load.prefix}.self_attn"
     if config.num_heads < shard.tensor_size:
         raise ModelLoadError(
-            f"The {config.num_heads} heads of lightning attention cannot be shared out over "
+            f"The {config.num_heads} heads of lightning attention cannot be sharded over "
             f"{shard.tensor_size} ranks.",
             hint="Lower --tensor-parallel-size.",
         )

@@ -16,7 +16,8 @@ from penstock.models.experts import expert_routing, num_experts
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, LayerLoader, PlainMLP, RMSNorm
 from penstock.models.layout import Layout, StackedPart
-from penstock.models.recurrent import HybridDecoder, LayerCache, Mamba2Mixer, load_mamba, mamba_rows
+from penstock.models.mamba2 import Mamba2Mixer, load_mamba, mamba_rows
+from penstock.models.recurrent import HybridDecoder, LayerCache
 from penstock.models.weights import ExpertNames
 
 # As in `hybrid_override_pattern` of older files, and as in `layers_block_type` of newer ones.

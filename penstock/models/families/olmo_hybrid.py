@@ -10,17 +10,12 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
+from penstock.models.delta_net import GatedDeltaNet, load_delta_net
 from penstock.models.experts import add_mlp
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds, rope_parameters
 from penstock.models.layers import ChangedAttention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout
-from penstock.models.recurrent import (
-    GatedDeltaNet,
-    HybridDecoder,
-    LayerCache,
-    load_delta_net,
-    recurrent_settings,
-)
+from penstock.models.recurrent import HybridDecoder, LayerCache, recurrent_settings
 
 NAMES = {
     "attention_layer_norm": "input_layernorm",

@@ -12,19 +12,13 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, Ops, PackedLinear
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
+from penstock.models.delta_net import GatedDeltaNet, delta_net_parts, load_delta_net
 from penstock.models.experts import FUSED_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
 from penstock.models.families.qwen import qwen_experts
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows, fused_rows, rotated_rows
-from penstock.models.recurrent import (
-    GatedDeltaNet,
-    HybridDecoder,
-    LayerCache,
-    delta_net_parts,
-    load_delta_net,
-    recurrent_settings,
-)
+from penstock.models.recurrent import HybridDecoder, LayerCache, recurrent_settings
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart
 

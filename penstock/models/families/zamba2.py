@@ -18,7 +18,8 @@ from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import ACTIVATIONS, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows, fused_gate_up, fused_rows
-from penstock.models.recurrent import HybridDecoder, Mamba2Mixer, load_mamba, mamba_rows
+from penstock.models.mamba2 import Mamba2Mixer, load_mamba, mamba_rows
+from penstock.models.recurrent import HybridDecoder
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart, WeightLoader
 

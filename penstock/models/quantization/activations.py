@@ -39,14 +39,8 @@ from penstock.models.load import Checkpoint
 from penstock.models.model import Model
 from penstock.models.quantization.evaluation import WindowRunner
 from penstock.models.quantization.layouts import round_to_groups
-from penstock.models.weights import (
-    ExpertNames,
-    OnProgress,
-    Part,
-    WeightLoader,
-    WeightSource,
-    take_part,
-)
+from penstock.models.weight_parts import Part, take_part
+from penstock.models.weights import ExpertNames, OnProgress, WeightLoader, WeightSource
 
 _HEAD = "lm_head"
 _ROUTER_ENDS = (".gate", ".shared_expert_gate")
