@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
@@ -43,12 +44,54 @@ class ThreadedEngine(FakeEngine):
             done.set()
 
         self.loop.call_soon_threadsafe(emit_all)
-        assert done.wait(20)
+        assert done.wait(60)
+
+
+class HeldTimers:
+    """Stand in for the timers of a server's clients. A time limit ends when the test says so, on a slow machine
+    too."""
+
+    def __init__(self) -> None:
+        self.armed: list[HeldTimer] = []
+
+    def start(
+        self, loop: asyncio.AbstractEventLoop, seconds: float, on_timeout: Callable[[], None]
+    ) -> HeldTimer:
+        timer = HeldTimer(self, loop, seconds, on_timeout)
+        self.armed.append(timer)
+        return timer
+
+    def expire(self, seconds: float) -> None:
+        """End all limits of so many seconds, on the thread of the server."""
+        due = [timer for timer in self.armed if timer.seconds == seconds]
+        for timer in due:
+            done = threading.Event()
+            timer.loop.call_soon_threadsafe(timer.expire)
+            timer.loop.call_soon_threadsafe(done.set)
+            assert done.wait(60)
+
+
+@dataclass(eq=False)
+class HeldTimer:
+    timers: HeldTimers
+    loop: asyncio.AbstractEventLoop
+    seconds: float
+    on_timeout: Callable[[], None]
+
+    def cancel(self) -> None:
+        if self in self.timers.armed:
+            self.timers.armed.remove(self)
+
+    def expire(self) -> None:
+        if self in self.timers.armed:
+            self.cancel()
+            self.on_timeout()
 
 
 class BoundedServed(Served):
     connections: ConnectionMetrics
     limits: ConnectionLimits
+    num_bytes_read = 0  # from all connections
 
 
 @contextmanager
@@ -66,6 +109,12 @@ def bounded_server(
     gateway = Gateway(engine, gateway_config or GatewayConfig(), accounts=Accounts(observer=observer))
     http, websocket, connections = bounded_protocols(config)
     routes = more_routes(gateway) if more_routes else ()
+
+    class CountingProtocol(http):  # type: ignore[misc, valid-type]
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            served.num_bytes_read += len(data)
+
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(
@@ -78,7 +127,7 @@ def bounded_server(
             **{
                 "host": "127.0.0.1",
                 "port": 0,
-                "http": http,
+                "http": CountingProtocol,
                 "ws": websocket,
                 "ws_max_size": config.max_body_bytes,
                 "ws_per_message_deflate": False,

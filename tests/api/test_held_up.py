@@ -143,12 +143,28 @@ def test_a_client_that_sends_nothing_after_a_freeze_either_is_refused(served: Se
     assert connection.is_closed
 
 
-def test_a_connection_that_was_idle_before_a_freeze_still_takes_requests(served: Served) -> None:
-    loop, protocol, connection = served
+def answer(protocol: BoundedHttpProtocol) -> None:
     protocol.data_received(REQUEST)
     assert protocol.cycle is not None
     protocol.cycle.response_complete = True
     protocol.on_response_complete()
+
+
+def test_idle_connections_end_some_time_after_their_last_answer(served: Served) -> None:
+    loop, protocol, connection = served
+    for _ in range(4):
+        answer(protocol)
+        for _ in range(9):
+            loop.pass_time(1.0)
+        assert not connection.is_closed
+    loop.pass_time(1.0)
+    assert connection.is_closed
+    assert not connection.written
+
+
+def test_a_connection_that_was_idle_before_a_freeze_still_takes_requests(served: Served) -> None:
+    loop, protocol, connection = served
+    answer(protocol)
     loop.pass_time(30.0)
     assert not connection.is_closed
     loop.pass_time(10.0)
