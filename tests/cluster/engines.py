@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import EngineClient, ReplicaSpec, RunningReplica
+from penstock.cluster.supervisor import Supervisor
 from penstock.cluster.transport import ZmqEngineClient
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 
-WAIT_S = 20
+WAIT_S = 60
 
 
 def echo_config(**scheduler: object) -> EngineConfig:
@@ -72,6 +73,12 @@ def send(client: EngineClient, request: Request, timeout_s: float | None = None)
     inbox = Inbox()
     client.add(request, timeout_s=timeout_s, on_event=inbox.on_event, on_error=inbox.on_error)
     return inbox
+
+
+def lose_patience(supervisor: Supervisor, replica_id: str) -> None:
+    """From now on, this replica counts as frozen after 0.6 s of silence. Other replicas may be as slow as a busy
+    machine makes them."""
+    supervisor._slot(replica_id).process._silence._timeout_s = 0.6
 
 
 async def until(condition: Callable[[], object]) -> None:

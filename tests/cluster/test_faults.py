@@ -22,7 +22,7 @@ from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.dispatch import DispatchConfig
 from penstock.dispatch.health import OutlierConfig
 from penstock.router import ReplicaState
-from tests.cluster.engines import WAIT_S, Inbox, echo_spec, send, until
+from tests.cluster.engines import WAIT_S, Inbox, echo_spec, lose_patience, send, until
 from tests.engine.byte_model import write_byte_model
 
 NUM_REQUESTS = 12
@@ -62,11 +62,11 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    spec: ReplicaSpec, count: int, *, heartbeat_timeout_s: float = 5.0, config: DispatchConfig | None = None
+    spec: ReplicaSpec, count: int, *, config: DispatchConfig | None = None
 ) -> AsyncIterator[Server]:
     """Ends with every engine that was not killed saying that it has lost track of no KV block."""
     launcher = RememberingLauncher()
-    supervisor = Supervisor({"local": launcher}, heartbeat_timeout_s=heartbeat_timeout_s)
+    supervisor = Supervisor({"local": launcher}, heartbeat_timeout_s=60.0)
     fleet = Fleet(config)
     supervisor.on_change.append(fleet.update)
     server = Server(supervisor, fleet)
@@ -128,9 +128,11 @@ async def test_an_engine_killed_in_mid_stream() -> None:
 
 async def test_a_frozen_engine() -> None:
     texts, max_tokens = prompts(), 4_000
-    async with serving(echo_spec(), 2, heartbeat_timeout_s=0.6) as server:
+    async with serving(echo_spec(), 2) as server:
         inboxes = echoes(server.fleet, texts, max_tokens)
-        server.signal(server.busiest(), signal.SIGSTOP)
+        frozen = server.busiest()
+        server.signal(frozen, signal.SIGSTOP)
+        lose_patience(server.supervisor, frozen)
         await check_echoes(inboxes, texts, max_tokens)
         assert sum(server.fleet.verdicts.values()) >= 1
         await until(lambda: server.num_ready() == 2)

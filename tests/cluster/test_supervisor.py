@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from penstock.cluster import replica_process
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import Member
@@ -20,7 +21,7 @@ from penstock.cluster.transport import ZmqEngineClient
 from penstock.cluster.worker import Worker
 from penstock.core.errors import EngineUnavailable, ModelLoadError, NotFound
 from penstock.router import ReplicaState
-from tests.cluster.engines import echo_spec, make_request, send, until
+from tests.cluster.engines import echo_spec, lose_patience, make_request, send, until
 
 
 class History:
@@ -93,9 +94,10 @@ async def test_a_killed_replica_is_followed_by_another_one() -> None:
 
 
 async def test_a_frozen_replica_is_killed_and_followed_by_another_one() -> None:
-    async with supervised(heartbeat_timeout_s=0.6) as (supervisor, history):
+    async with supervised(heartbeat_timeout_s=60.0) as (supervisor, history):
         first = await supervisor.launch(echo_spec())
         kill(supervisor, first, signal.SIGSTOP)
+        lose_patience(supervisor, first)
         await until(lambda: supervisor.num_restarts and history.states[first][-1] is ReplicaState.GONE)
         assert history.states[first] == [*BEGINNING, ReplicaState.UNHEALTHY, ReplicaState.GONE]
         await until(lambda: supervisor.members()[0].replica.state is ReplicaState.READY)
@@ -109,7 +111,7 @@ async def test_a_drained_replica_finishes_what_it_has() -> None:
         await fleet.wait_ready()
         inbox = send(fleet, make_request("long", max_tokens=5_000))
         await inbox.until(lambda inbox: bool(inbox.tokens))
-        assert await supervisor.drain(replica_id, timeout_s=20.0)
+        assert await supervisor.drain(replica_id, timeout_s=60.0)
         assert bytes(inbox.tokens) == (b"abc" * 2_000)[:5_000]
         assert supervisor.resume(replica_id)
         assert history.states[replica_id][-1] is ReplicaState.READY
@@ -125,7 +127,7 @@ async def test_a_drained_replica_finishes_what_it_has() -> None:
 async def test_one_that_dies_while_it_drains_is_not_replaced() -> None:
     async with supervised() as (supervisor, _):
         replica_id = await supervisor.launch(echo_spec())
-        draining = asyncio.create_task(supervisor.drain(replica_id, timeout_s=20.0))
+        draining = asyncio.create_task(supervisor.drain(replica_id, timeout_s=60.0))
         await asyncio.sleep(0)
         kill(supervisor, replica_id, signal.SIGKILL)
         assert await draining
@@ -151,7 +153,7 @@ async def test_the_reason_of_a_failed_start_waits_for_the_process_that_asked(tmp
     client.start()
     try:
         with pytest.raises(ModelLoadError, match="no weights"):
-            await asyncio.wait_for(client.wait_ready(), 10.0)
+            await asyncio.wait_for(client.wait_ready(), 60)
         await reporting
     finally:
         client.close()
@@ -163,9 +165,13 @@ async def test_a_frozen_engine_leaves_its_stacks_in_the_log(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(_FREEZING_SITE.format(marker=str(tmp_path / "freeze")))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    async with supervised(heartbeat_timeout_s=0.6) as (supervisor, history):
+    monkeypatch.setattr(replica_process, "STACK_DUMP_S", 3.0)
+    async with supervised(heartbeat_timeout_s=60.0) as (supervisor, history):
         first = await supervisor.launch(echo_spec())
-        (tmp_path / "freeze").touch()
+        freeze = tmp_path / "freeze"
+        freeze.touch()
+        await until(lambda: not freeze.exists())
+        lose_patience(supervisor, first)
         await until(lambda: supervisor.num_restarts and history.states[first][-1] is ReplicaState.GONE)
     assert "in sleep_for_a_day" in capfd.readouterr().err
 
