@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,9 +36,17 @@ class Served:
     def sdk(self, api_key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
 
+    def ask_and_leave(self, path: str, body: dict[str, Any]) -> None:
+        """Send a request, and close the connection once the engine has the request."""
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+            connection.sendall(head.encode() + content)
+            self.wait_until(lambda: bool(self.engine.streams))
+
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Polls, because the server lives on another thread; gives up long before the test's timeout."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, "the condition never came true"
             time.sleep(0.005)

@@ -20,13 +20,13 @@ from penstock.core.messages import PoolerCard
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.accounts import Accounts, Claim, Outcome
-from penstock.gateway.answers.stream import ReaderGone
-from penstock.gateway.embeddings import run
+from penstock.gateway.answers.stream import ENGINE_GRACE_S, ReaderGone
 from penstock.gateway.embeddings.run import MAX_TEXTS_IN_FLIGHT
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
 from tests.api.conftest import Serve, Served, direct_client
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, until
+from tests.loop_time import pass_time
 
 SIZE = 8
 
@@ -271,19 +271,15 @@ async def test_a_drain_ends_what_is_left() -> None:
     assert not engine.streams
 
 
-async def test_all_texts_share_the_requests_time_and_an_engine_that_hangs_gets_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(run, "ENGINE_GRACE_S", 0.0)
+async def test_all_texts_share_the_requests_time_and_an_engine_that_hangs_gets_no_more() -> None:
     texts = [f"text {number}" for number in range(MAX_TEXTS_IN_FLIGHT + 1)]
     engine = FakeEngine(ready=engine_ready(model_card(embedding_size=SIZE)))
     async with direct_client(engine) as client:
         asking = asyncio.create_task(
-            client.post("/v1/embeddings", json={"input": texts}, headers={"x-request-timeout-ms": "300"})
+            client.post("/v1/embeddings", json={"input": texts}, headers={"x-request-timeout-ms": "600000"})
         )
-        while not engine.streams:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.streams)
+        pass_time(300.0)
         stream = engine.streams.pop(engine.added[0].id)
         (event,) = embed(stream.request)
         assert isinstance(event, TokenEvent)
@@ -291,7 +287,8 @@ async def test_all_texts_share_the_requests_time_and_an_engine_that_hangs_gets_n
         left_s = engine.streams[engine.added[-1].id].timeout_s
         assert stream.timeout_s is not None
         assert left_s is not None
-        assert left_s <= stream.timeout_s - 0.05
+        assert left_s <= stream.timeout_s - 300.0
+        pass_time(300.0 + ENGINE_GRACE_S)
         answer = await asking
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert not engine.streams

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from penstock.api.app import create_app
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses import service as responses_service
+from penstock.gateway.responses.service import LEASE_S
 from penstock.gateway.responses.store import DatabaseResponses
 from penstock.gateway.store.database import Database, sqlite_url
 from tests.gateway.fake_engine import FakeEngine, script_text
@@ -70,7 +72,7 @@ def test_a_response_of_a_killed_gateway_has_failed(
 
     async def ask() -> None:
         async with gateway_process(database, FakeEngine(script_text("on"))) as client:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while (found := await look_up(client, response_id))["status"] == "in_progress":
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.05)
@@ -87,12 +89,24 @@ def test_a_response_of_a_killed_gateway_has_failed(
 async def test_a_response_that_is_still_being_made_is_not_given_up(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(responses_service, "LEASE_S", 1.0)
-    monkeypatch.setattr(responses_service, "RENEWAL_S", 0.01)
+    began_at, renewals = time.time(), asyncio.Queue[float]()
+    clock = Mock(wraps=time, time=Mock(return_value=began_at))
+    monkeypatch.setattr(responses_service, "time", clock)
+    monkeypatch.setattr(responses_service, "RENEWAL_S", 0.001)
+    renew = DatabaseResponses.renew
+
+    async def noted(store: DatabaseResponses, names: tuple[str, ...], lease_until: float) -> None:
+        await renew(store, names, lease_until)
+        renewals.put_nowait(lease_until)
+
+    monkeypatch.setattr(DatabaseResponses, "renew", noted)
     engine = FakeEngine()
     async with gateway_process(database, engine) as maker, gateway_process(database, FakeEngine()) as other:
         made = (await maker.post("/v1/responses", json=BACKGROUND)).json()
-        await asyncio.sleep(1.3)  # longer than its first lease
+        for now in (began_at + 0.9 * LEASE_S, began_at + 1.8 * LEASE_S):  # longer than its first lease
+            clock.time.return_value = now
+            while await renewals.get() < now + LEASE_S:
+                pass
         assert (await look_up(other, made["id"]))["status"] == "in_progress"
         await maker.post(f"/v1/responses/{made['id']}/cancel")
         assert (await look_up(other, made["id"]))["status"] == "cancelled"

@@ -67,7 +67,7 @@ class FakeServer:
             writer.write(b"hello there\r\n\r\n")
             return
         if self.behaviour == "silent":
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         )

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from penstock.cluster.registry import (
     RegistryError,
 )
 from penstock.cluster.replica import Member
+from penstock.core.clock import VirtualClock
 from penstock.core.errors import ConfigError
 from penstock.core.messages import WIRE_VERSION
 from penstock.gateway.store.database import Database
@@ -75,7 +77,7 @@ async def test_a_record_lives_as_long_as_its_lease(
         await registry.publish("b", b"first", 60.0)
         await registry.publish("b", b"second", 60.0)
         await registry.publish("short", b"", 0.05)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(await registry.records()) > 2:
                 await registry.wait_for_change(0.02)
         assert await registry.records() == {"a": b"1:binary\0\xff", "b": b"second"}
@@ -87,7 +89,7 @@ async def test_redis_tells_of_a_change_at_once(redis: RedisServer) -> None:
         await registry.wait_for_change(0.01)  # subscribes
         waiting = asyncio.create_task(registry.wait_for_change(1000.0))
         await other.publish("c", b"new", 60.0)
-        await asyncio.wait_for(waiting, 20)
+        await asyncio.wait_for(waiting, 60)
     finally:
         await registry.close()
         await other.close()
@@ -179,32 +181,44 @@ class MoodyRegistry(MemoryRegistry):
     """A registry that can be away."""
 
     is_away = False
+    num_refused = 0, 0  # publications and readings
 
     async def publish(self, name: str, record: bytes, lease_s: float) -> None:
         if self.is_away:
+            self.num_refused = self.num_refused[0] + 1, self.num_refused[1]
             raise RegistryError("gone")
         await super().publish(name, record, lease_s)
 
     async def records(self) -> dict[str, bytes]:
         if self.is_away:
+            self.num_refused = self.num_refused[0], self.num_refused[1] + 1
             raise RegistryError("gone")
         return await super().records()
+
+    async def refused_often(self) -> None:
+        """Return when the publisher and the follower were refused, and have tried again."""
+        before = self.num_refused
+        await until(lambda: all(now > then + 1 for now, then in zip(self.num_refused, before, strict=True)))
 
 
 async def test_replicas_stay_known_while_the_registry_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RENEW_S", "RETRY_S", "POLL_S"):
         monkeypatch.setattr(f"penstock.cluster.registry.{name}", 0.01)
-    monkeypatch.setattr("penstock.cluster.registry.LEASE_S", 0.2)
+    clock = VirtualClock(100.0)
+    monkeypatch.setattr("penstock.cluster.registry.time", SimpleNamespace(monotonic=clock.now))
     registry = MoodyRegistry()
     seen: list[tuple[Member, ...]] = []
     publisher = Publisher(registry, TOKENS, "a")
-    follower = Follower(registry, TOKENS, seen.append)
+    follower = Follower(registry, TOKENS, seen.append, now=clock.now)
     async with follower.running():
         async with publisher.running():
             publisher.tell((member("a-1"),))
             await until(lambda: follower.members)
             registry.is_away = True
-            await asyncio.sleep(0.5)  # longer than the lease
+            await registry.refused_often()
+            for _ in range(3):
+                clock.advance(0.6 * LEASE_S)
+                await registry.refused_often()
             assert [each.id for each in follower.members] == ["a-1"]
             registry.is_away = False
             publisher.tell((member("a-2"),))
@@ -229,7 +243,7 @@ async def test_one_candidate_leads_at_a_time(
         second = await registry.lead("b", 0.05, 0)
         assert second is not None
         assert second > first
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (third := await registry.lead("a", 60.0, 0)) is None:
                 await asyncio.sleep(0.01)
         assert third > second
@@ -289,10 +303,10 @@ class DeafRegistry(MemoryRegistry):
 
 async def test_a_swallowed_cancellation_keeps_nobody_from_leaving() -> None:
     registry = DeafRegistry()
-    async with asyncio.timeout(20), Publisher(registry, TOKENS, "north").running():
+    async with asyncio.timeout(60), Publisher(registry, TOKENS, "north").running():
         await registry.entered.wait()
     registry = DeafRegistry()
-    async with asyncio.timeout(20), Follower(registry, TOKENS, lambda members: None).running():
+    async with asyncio.timeout(60), Follower(registry, TOKENS, lambda members: None).running():
         await registry.entered.wait()
 
 

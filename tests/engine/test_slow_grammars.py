@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from penstock.core.clock import SystemClock
+from penstock.core.clock import SystemClock, VirtualClock
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from penstock.core.messages import RequestRejected
+from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Grammar
 from penstock.engine import grammar as grammar_module
 from penstock.engine.build import Engine
@@ -188,16 +189,20 @@ def test_others_run_while_a_mask_is_computed(
     assert rest[-1].finish_reason is FinishReason.STOP
 
 
-def test_a_mask_has_a_time_limit(
-    model: Path, slow_masks: set[CompiledGrammar], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit(monkeypatch, mask_timeout_s=0.5)
+def test_a_mask_has_a_time_limit(model: Path, slow_masks: set[CompiledGrammar]) -> None:
     engine = tiny_engine(model)
+    clock = engine.loop.executor._masks._clock = VirtualClock()  # type: ignore[attr-defined]
     slow_masks.add(compiled(engine, SLOW))
-    events = run(engine, [constrained("slow", SLOW), constrained("quick", QUICK)])
-    assert text_of(events["quick"]).startswith("quick")
-    assert events["slow"][-1].finish_reason is FinishReason.INVALID
-    assert "0.5 s" in str(events["slow"][-1].error)
+    engine.loop.add(constrained("slow", SLOW))
+    engine.loop.add(constrained("quick", QUICK))
+    events: list[TokenEvent] = []
+    while not any(event.request_id == "quick" and event.finish_reason for event in events):
+        events += engine.loop.step()
+    clock.advance(GrammarLimits().mask_timeout_s + 1)
+    events += until(engine, lambda: not engine.loop.has_work)
+    assert text_of([event for event in events if event.request_id == "quick"]).startswith("quick")
+    assert (events[-1].request_id, events[-1].finish_reason) == ("slow", FinishReason.INVALID)
+    assert "5 s" in str(events[-1].error)
 
 
 def test_one_that_waits_for_its_mask_can_be_cancelled(model: Path, slow_masks: set[CompiledGrammar]) -> None:

@@ -115,6 +115,8 @@ class OpenAIServer:
                 for step in steps:
                     if isinstance(step, float):
                         await asyncio.sleep(step)
+                    elif isinstance(step, asyncio.Event):
+                        await step.wait()
                     else:
                         yield b"data: " + json.dumps(step, ensure_ascii=False).encode() + b"\n\n"
                 is_whole = True

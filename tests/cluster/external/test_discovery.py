@@ -70,7 +70,8 @@ async def test_servers_are_replaced_while_requests_run() -> None:
         old, new = (ExternalServerConfig(url=server.url) for server in (first, second))
         pool = ExternalPool([])
         await pool.replace([old])
-        first.script = lambda body: [0.2, *OpenAIServer().script(body)]
+        may_answer = asyncio.Event()
+        first.script = lambda body: [may_answer, *OpenAIServer().script(body)]
         asking = asyncio.create_task(ask(pool, call(0, "long")))
         while not first.bodies:
             await asyncio.sleep(0.01)
@@ -78,6 +79,7 @@ async def test_servers_are_replaced_while_requests_run() -> None:
         assert [view.name for view in pool.views()] == [second.url.removeprefix("http://")]
         assert await ask(pool, call(1, "next"))
         assert (len(first.bodies), len(second.bodies)) == (1, 1)
+        may_answer.set()
         assert await asking, "what ran at the old server has come to its end"
         await pool.replace([])
         with pytest.raises(ModelNotFound):

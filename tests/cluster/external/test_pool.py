@@ -31,6 +31,7 @@ from penstock.core.request import Tier
 from penstock.dispatch.health import BreakerConfig, Circuit
 from penstock.router import ReplicaState, Router
 from penstock.router.policies import RoundRobin
+from tests.cluster.engines import until
 from tests.cluster.external.openai_server import OpenAIServer, serving, text_chunks
 
 PATIENT = BreakerConfig(max_failures=100)
@@ -182,7 +183,8 @@ async def test_answers_that_nobody_can_continue(body: dict[str, Any]) -> None:
 
 
 async def test_a_server_that_is_full_lets_requests_wait_by_tier() -> None:
-    server = OpenAIServer(script=lambda body: [0.05, *text_chunks("ok")])
+    may_answer = asyncio.Event()
+    server = OpenAIServer(script=lambda body: [may_answer, *text_chunks("ok")])
     async with pool_of(server, settings={"max_concurrent": 1}) as pool:
         tiers = [Tier.DEFAULT, Tier.BATCH, Tier.BATCH, Tier.DEFAULT, Tier.PRIORITY]
         calls = [
@@ -192,6 +194,7 @@ async def test_a_server_that_is_full_lets_requests_wait_by_tier() -> None:
         while pool.num_waiting < 4:
             await asyncio.sleep(0.001)
         calls[2].cancel()
+        may_answer.set()
         assert [await each for place, each in enumerate(calls) if place != 2] == ["ok"] * 4
         assert pool.num_waiting == 0
     asked = [body["messages"][0]["content"] for body in server.bodies]
@@ -221,7 +224,8 @@ async def test_waiting_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_cheaper_servers_are_asked_first_while_they_have_room() -> None:
     cheap, dear = OpenAIServer(), OpenAIServer()
-    cheap.script = lambda body: [0.05, *text_chunks("ok")]
+    may_answer = asyncio.Event()
+    cheap.script = lambda body: [may_answer, *text_chunks("ok")]
     async with serving(cheap, dear):
         configs = [
             ExternalServerConfig(url=dear.url, cost=2.0),
@@ -229,7 +233,10 @@ async def test_cheaper_servers_are_asked_first_while_they_have_room() -> None:
         ]
         pool = ExternalPool([ExternalServer(config) for config in configs])
         await pool.probe()
-        await asyncio.gather(*(ask(pool, call(number, f"prompt {number}")) for number in range(5)))
+        asking = [asyncio.create_task(ask(pool, call(number, f"prompt {number}"))) for number in range(5)]
+        await until(lambda: len(dear.bodies) == 3)
+        may_answer.set()
+        await asyncio.gather(*asking)
         await ask(pool, call(9))
         await pool.close()
     assert (len(cheap.bodies), len(dear.bodies)) == (3, 3)
@@ -305,7 +312,7 @@ async def test_cancelling_a_request_reaches_the_server() -> None:
         await has_begun.wait()
         assert pool.views()[0].num_running == 1
         sending.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not server.num_abandoned:
                 await asyncio.sleep(0.01)
         (view,) = pool.views()
