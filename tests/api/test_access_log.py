@@ -116,10 +116,10 @@ def test_requests_over_a_websocket_get_their_own_lines(lines: list[str]) -> None
         connect(f"ws://127.0.0.1:{served.port}/v1/stream") as socket,
     ):
         socket.send('{"id": 1, "prompt": "hi"}')
-        while "done" not in str(socket.recv(timeout=20)):
+        while "done" not in str(socket.recv(timeout=60)):
             pass
         socket.send('{"id": 2, "prompt": "hi", "model": "other"}')
-        socket.recv(timeout=20)
+        socket.recv(timeout=60)
         served.wait_until(lambda: len(access_lines(lines)) == 2)
     first, second = access_lines(lines)
     assert (first["path"], first["status"], first["completion_tokens"]) == ("/v1/stream", 200, 3)

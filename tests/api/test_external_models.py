@@ -297,7 +297,7 @@ async def test_a_deadline_ends_an_answer_where_it_is() -> None:
         server.script = lambda body: [30.0]
         never = await ours.http.post("/v1/chat/completions", json=CHAT, headers=headers)
         assert never.status_code == 504
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while server.num_abandoned < 2:
                 await asyncio.sleep(0.01)
 
@@ -312,7 +312,7 @@ async def test_a_client_that_leaves_is_heard_of_over_there() -> None:
             "max_tokens": 1000,
         }  # too many to be asked for whole
         asking = asyncio.create_task(ours.http.post("/v1/completions", json=body))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not ours.gateway.num_live or not server.bodies:
                 await asyncio.sleep(0.01)
             assert await ours.gateway.drain(0.05) is False
@@ -359,7 +359,7 @@ async def test_a_reader_that_falls_behind_loses_the_request() -> None:
         answer = await ours.gateway.submit(
             GenerationRequest(prompts=(TextPrompt("x"),), sampling=SamplingOptions(), model="theirs")
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while ours.gateway.num_live:
                 await asyncio.sleep(0.01)
         with pytest.raises(Overloaded, match="bytes behind"):

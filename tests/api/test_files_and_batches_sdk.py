@@ -46,7 +46,7 @@ def start(sdk: openai.OpenAI, lines: list[dict[str, Any]], **fields: Any) -> ope
 
 
 def until(look: Callable[[], Any], condition: Callable[[Any], bool]) -> Any:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition(seen := look()):
         assert time.monotonic() < deadline, seen
         time.sleep(0.01)

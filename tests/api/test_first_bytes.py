@@ -52,7 +52,7 @@ def waiting(served: Served, name: str) -> Iterator[tuple[httpx.Response, Iterato
     """An open stream that has shown three signs of life, and no token."""
     path, body, sign = ROUTES[name]
     body = {"model": "bytes", "stream": True} | body
-    with httpx.stream("POST", served.url + path, json=body, timeout=20) as answer:
+    with httpx.stream("POST", served.url + path, json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         num_signs = 0
         while num_signs < 3:
@@ -195,7 +195,7 @@ def test_a_client_that_leaves_after_a_large_prompt_is_noticed(*, streams: bool) 
 def test_the_last_token_and_the_end_of_a_stream_leave_together(serve: Serve) -> None:
     served = serve(FakeEngine(script_text("")))
     path, body, _ = ROUTES["chat"]
-    with httpx.stream("POST", served.url + path, json=body | {"stream": True}, timeout=20) as answer:
+    with httpx.stream("POST", served.url + path, json=body | {"stream": True}, timeout=60) as answer:
         (piece,) = answer.iter_raw()
     assert b'"finish_reason":"stop"' in piece
     assert piece.endswith(b"data: [DONE]\n\n")
@@ -287,11 +287,11 @@ def test_a_response_in_the_background_goes_on_without_its_reader(
     with ExitStack() as stack:
         served = stack.enter_context(bounded_server(engine)) if is_bounded else serve(engine)
         body = {"model": "bytes", "stream": True} | body
-        with httpx.stream("POST", served.url + path, json=body, timeout=20) as answer:
+        with httpx.stream("POST", served.url + path, json=body, timeout=60) as answer:
             lines = (line for line in answer.iter_lines() if line.startswith("data: "))
             response_id = json.loads(next(lines).removeprefix("data: "))["response"]["id"]
             assert not is_left.is_set()
-        assert is_left.wait(20)
+        assert is_left.wait(60)
         engine.emit_soon(ord("a"), finish_reason=FinishReason.STOP)
         sdk = served.sdk()
         served.wait_until(lambda: sdk.responses.retrieve(response_id).status == "completed")

@@ -187,7 +187,7 @@ async def test_a_client_that_hangs_up_gives_back_its_place_and_unused_output(ser
     engine = FakeEngine()
     limiter = limited(key=ScopeLimits(concurrent_requests=1, output_tokens_per_minute=400))
     served = serve(engine, accounts=Accounts(limiter))
-    async with httpx.AsyncClient(base_url=served.url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
         for is_stream in (True, False):
             asking = asyncio.create_task(
                 client.post("/v1/chat/completions", json=CHAT | {"stream": is_stream})

@@ -19,7 +19,7 @@ CHUNKS = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
 
 
 def answer_to(served: BoundedServed, sent: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
         connection.sendall(sent)
         received = bytearray()
         while data := connection.recv(1 << 16):
@@ -51,7 +51,7 @@ def test_a_head_with_two_readings_is_refused(head: bytes, sentence: str) -> None
     with bounded_server(FakeEngine(script_text("ok")), ServerConfig()) as served:
         first = answer_to(served, head + b"\r\n" + body)
         malformed = served.connections.num_malformed
-        with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
             connection.sendall(before)
             assert b"200 OK" in connection.recv(1 << 16)
             connection.sendall(head + b"\r\n" + body)

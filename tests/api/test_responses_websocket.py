@@ -117,12 +117,12 @@ def test_messages_that_make_no_sense(serve: Serve, message: Any, param: str | No
     served = serve(scripted("ok"))
     with connect(f"ws://127.0.0.1:{served.port}/v1/responses", compression=None) as socket:
         socket.send(json.dumps(message))
-        answer = json.loads(socket.recv(timeout=20))
+        answer = json.loads(socket.recv(timeout=60))
         assert answer["type"] == "error"
         assert answer["error"]["param"] == param
         assert answer["status"] in (400, 404)
         socket.send(json.dumps({"type": "response.create", "input": "x"}))
-        assert json.loads(socket.recv(timeout=20))["type"] == "response.created", "the connection lives on"
+        assert json.loads(socket.recv(timeout=60))["type"] == "response.created", "the connection lives on"
 
 
 def test_a_failure_in_the_middle(serve: Serve) -> None:

@@ -36,14 +36,14 @@ class ThreadedFakeEngine(FakeEngine):
             done.set()
 
         self.loop.call_soon_threadsafe(emit_all)
-        assert done.wait(20)
+        assert done.wait(60)
 
 
 def open_stream(served: Served, **fields: Any) -> socket.socket:
     body = json.dumps({"prompt": "hi", "max_tokens": 100} | fields).encode()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)  # a slow reader shows sooner
-    connection.settimeout(20)
+    connection.settimeout(60)
     connection.connect(("127.0.0.1", served.port))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
@@ -137,7 +137,7 @@ def test_drain_lets_streams_finish_and_refuses_new_ones(serve: Serve) -> None:
         assert answer.status_code == 503
         assert "retry-after" in answer.headers
     engine.emit_soon(ord("b"), finish_reason=FinishReason.STOP)
-    assert draining.result(20)
+    assert draining.result(60)
     assert b'"text":"b"' in read_until(connection, b"[DONE]")
     connection.close()
 

@@ -106,8 +106,8 @@ def test_http2_from_the_start_is_told_to_use_http_1(served: BoundedServed) -> No
 @pytest.mark.skipif(not HAS_HTTP2, reason="curl has no HTTP/2 here")
 @pytest.mark.parametrize("option", ["--http2", "--http2-prior-knowledge"])
 def test_curl(served: BoundedServed, option: str) -> None:
-    command = ["curl", "-sS", "--max-time", "20", option, f"{served.url}/v1/completions", "-d", BODY.decode()]
-    done = subprocess.run(command, capture_output=True, timeout=30)
+    command = ["curl", "-sS", "--max-time", "60", option, f"{served.url}/v1/completions", "-d", BODY.decode()]
+    done = subprocess.run(command, capture_output=True, timeout=120)
     if option == "--http2":
         assert json.loads(done.stdout)["object"] == "text_completion"
     else:

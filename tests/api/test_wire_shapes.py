@@ -93,7 +93,7 @@ def outline(item: dict[str, Any]) -> list[Any]:
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (found := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -238,7 +238,7 @@ class CheckedClient:
     """Sends requests to routes, and compares each answer with the provider's model of the route's answers."""
 
     def __init__(self, url: str, models: dict[str, Any], headers: dict[str, str]) -> None:
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=30)
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=60)
         self._models = models
 
     def __call__(self, route: str, body: dict[str, Any] | None = None, **ids: Any) -> Any:

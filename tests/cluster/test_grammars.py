@@ -44,6 +44,6 @@ async def embedding(client: EngineClient) -> tuple[float, ...]:
     arrived: asyncio.Future[TokenEvent] = asyncio.get_running_loop().create_future()
     inbox = Inbox()
     client.add(request, timeout_s=None, on_event=arrived.set_result, on_error=inbox.on_error)
-    event = await asyncio.wait_for(arrived, 20)
+    event = await asyncio.wait_for(arrived, 60)
     assert event.embedding is not None
     return struct.unpack(f"<{len(event.embedding) // 4}f", event.embedding)

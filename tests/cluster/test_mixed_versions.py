@@ -80,7 +80,7 @@ class Roles:
 
 def replicas(url: str) -> list[str]:
     try:
-        view = httpx.get(f"{url}/admin/cluster", timeout=10.0).json()
+        view = httpx.get(f"{url}/admin/cluster", timeout=60).json()
     except (httpx.HTTPError, ValueError):
         return []
     return [replica["id"] for replica in view.get("replicas", ()) if replica["state"] == "ready"]

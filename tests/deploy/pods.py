@@ -66,7 +66,7 @@ class Pod:
             return subprocess.run(command, check=False).returncode == 0
         assert probe["httpGet"]["port"] == self._container["ports"][0]["name"]
         try:
-            return httpx.get(self.url + probe["httpGet"]["path"], timeout=5).status_code == 200
+            return httpx.get(self.url + probe["httpGet"]["path"], timeout=60).status_code == 200
         except httpx.HTTPError:
             return False
 

@@ -37,7 +37,7 @@ class RunningServer:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=60)
 
 
 def start_server(folder: Path, *arguments: str) -> RunningServer:
@@ -98,7 +98,7 @@ def server(default_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("server")
     plans = folder / "plans.jsonl"
     running = start_server(folder, default_model, "--record-plans", str(plans))
-    httpx.get(running.url + "/health", timeout=10).raise_for_status()
+    httpx.get(running.url + "/health", timeout=60).raise_for_status()
     yield running
     if running.process.poll() is None:
         assert running.stop() == 0

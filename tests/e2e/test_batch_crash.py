@@ -59,7 +59,7 @@ def test_no_line_is_lost_or_repeated(tmp_path: Path) -> None:
         batch = wait_for_lines(sdk_of(server), batch_id, int(NUM_LINES * fraction))
         assert batch.status == "in_progress", "it was over before it could be killed"
         os.kill(server.process.pid, number)
-        server.process.wait(timeout=30)
+        server.process.wait(timeout=60)
         server = start_server(tmp_path, *arguments)
 
     sdk = sdk_of(server)

@@ -28,7 +28,7 @@ def command(server: RunningServer, *arguments: str) -> subprocess.CompletedProce
 
 
 def cluster(server: RunningServer) -> dict[str, Any]:
-    answer = httpx.get(f"{server.url}/admin/cluster", timeout=30).raise_for_status()
+    answer = httpx.get(f"{server.url}/admin/cluster", timeout=60).raise_for_status()
     document: dict[str, Any] = answer.json()
     return document
 
@@ -99,8 +99,8 @@ def test_a_fleet_goes_to_sleep_and_a_request_wakes_it_up(tmp_path: Path) -> None
     )
     until(lambda: not cluster(server)["replicas"])
     # A load balancer must not take a fleet that sleeps for one that is ill.
-    assert httpx.get(f"{server.url}/ready", timeout=30).status_code == 200
+    assert httpx.get(f"{server.url}/ready", timeout=60).status_code == 200
     assert ask(server) == "hellohel"
-    page = httpx.get(f"{server.url}/metrics", timeout=30).text
+    page = httpx.get(f"{server.url}/metrics", timeout=60).text
     assert 'penstock_autoscaler_decisions_total{direction="down",model_name="echo",role="both"}' in page
     assert server.stop() == 0

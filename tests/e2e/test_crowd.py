@@ -54,7 +54,6 @@ class Crowd:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_thousands_of_idle_sockets(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < NUM_IDLE + 1000:
@@ -111,14 +110,14 @@ def test_open_sockets_do_not_hold_up_the_end(tmp_path: Path) -> None:
         url = server.url.replace("http", "ws") + "/v1/stream"
         with connect(url) as idle, connect(url) as busy:
             busy.send(json.dumps({"id": 1, "prompt": "water " * 200, "max_tokens": 2000}))
-            assert "token" in json.loads(busy.recv(timeout=20))
+            assert "token" in json.loads(busy.recv(timeout=60))
             server.process.terminate()
-            while "usage" not in (message := json.loads(busy.recv(timeout=20))):
+            while "usage" not in (message := json.loads(busy.recv(timeout=60))):
                 pass
             assert message["usage"]["completion_tokens"] == 2000
             for socket in (busy, idle):
                 with pytest.raises(ConnectionClosed, match="1012"):
-                    socket.recv(timeout=20)
-        assert server.process.wait(timeout=30) == 0
+                    socket.recv(timeout=60)
+        assert server.process.wait(timeout=60) == 0
     finally:
         server.process.kill()

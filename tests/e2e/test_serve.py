@@ -135,7 +135,7 @@ def test_a_stop_string_ends_the_answer(client: openai.OpenAI) -> None:
 def test_bad_requests_are_refused_and_the_server_goes_on(
     server: RunningServer, client: openai.OpenAI, body: dict[str, object], status: int
 ) -> None:
-    answer = httpx.post(server.url + "/v1/completions", json={"model": "smollm2-135m", **body}, timeout=30)
+    answer = httpx.post(server.url + "/v1/completions", json={"model": "smollm2-135m", **body}, timeout=60)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert client.completions.create(model="smollm2-135m", prompt="x", max_tokens=1).choices
@@ -179,14 +179,14 @@ def test_sigterm_drains_running_streams(default_model: str, mortal_server: Runni
         next(lines)
         server.process.send_signal(signal.SIGTERM)
         for _ in range(100):
-            health = httpx.get(server.url + "/health", timeout=10)
+            health = httpx.get(server.url + "/health", timeout=60)
             if health.status_code == 503:
                 break
             time.sleep(0.02)
         assert health.status_code == 503
-        refused = httpx.post(server.url + "/v1/completions", json=body, timeout=10)
+        refused = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         rest = list(lines)
     assert "data: [DONE]" in rest
-    assert server.process.wait(timeout=30) == 0
+    assert server.process.wait(timeout=60) == 0

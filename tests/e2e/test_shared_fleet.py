@@ -47,7 +47,7 @@ def test_a_stream_outlives_the_machine_that_computes_it(tmp_path: Path) -> None:
         url = next(word for word in log.split() if word.startswith("http://127.0.0.1:"))
         deadline = time.monotonic() + WAIT_S
         while True:
-            replicas = httpx.get(f"{url}/admin/cluster", timeout=20).json()["replicas"]
+            replicas = httpx.get(f"{url}/admin/cluster", timeout=60).json()["replicas"]
             if [replica["state"] for replica in replicas] == ["ready", "ready"]:
                 break
             assert time.monotonic() < deadline, replicas

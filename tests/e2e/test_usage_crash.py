@@ -57,7 +57,7 @@ async def ask_for_ever(client: httpx.AsyncClient, number: int, received: Receive
 
 async def load_until_killed(server: RunningServer, received: Received) -> None:
     target = len(received.complete) + ANSWERS_BEFORE_THE_KILL
-    async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         clients = [
             asyncio.create_task(ask_for_ever(client, number, received)) for number in range(NUM_CLIENTS)
         ]
@@ -71,7 +71,7 @@ async def load_until_killed(server: RunningServer, received: Received) -> None:
             received.cut.add(response.headers["x-request-id"])
             os.kill(server.process.pid, signal.SIGKILL)
         await asyncio.gather(*clients)
-    server.process.wait(timeout=10)
+    server.process.wait(timeout=60)
 
 
 def ledger_rows(data_dir: Path) -> dict[str, Any]:

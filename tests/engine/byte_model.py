@@ -51,7 +51,7 @@ def constrained(
 def until(engine: Engine, condition: Callable[[], bool]) -> list[TokenEvent]:
     """Step until something is true; gives up long before a test's timeout."""
     events: list[TokenEvent] = []
-    gives_up = time.monotonic() + 30
+    gives_up = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < gives_up, "the condition never came true"
         events += engine.loop.step()

@@ -106,7 +106,7 @@ def test_a_drafter_hardly_waits_for_forced_tokens(model: Path, monkeypatch: pyte
     waits: list[float] = []
 
     def slow(self: CompiledGrammar, matcher: Any, token_ids: Any) -> None:
-        gate.wait(30)
+        gate.wait(60)
         advance(self, matcher, token_ids)
 
     def count(futures: Any, timeout: float, *how: Any) -> None:
@@ -137,7 +137,7 @@ def test_a_late_mask_postpones_drafts(
     advance = CompiledGrammar.advance
 
     def slow(self: CompiledGrammar, matcher: Any, token_ids: Any) -> None:
-        gate.wait(30)
+        gate.wait(60)
         advance(self, matcher, token_ids)
 
     monkeypatch.setattr(CompiledGrammar, "advance", slow)
@@ -156,7 +156,7 @@ def test_a_late_mask_postpones_drafts(
             gate.set()
             for constraint in masks_of(engine)._constraints.values():
                 if constraint.pending is not None:
-                    constraint.pending.result(30)
+                    constraint.pending.result(60)
     assert {name: answer(each) for name, each in events.items()} == expected
 
 
@@ -169,7 +169,7 @@ def test_drafts_wait_for_the_newest_token_in_no_thread(
     advance = CompiledGrammar.advance
 
     def slow(self: CompiledGrammar, matcher: Any, token_ids: Any) -> None:
-        assert gate.wait(10)
+        assert gate.wait(60)
         if fails:
             raise ValueError("no more")
         advance(self, matcher, token_ids)

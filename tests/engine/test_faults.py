@@ -242,7 +242,7 @@ def test_a_broken_device_ends_the_process_with_a_retryable_error(model: Path, tm
                 break
         assert message.code == "engine_unavailable"
         assert "illegal memory access" in message.message
-        assert worker.wait(30) == 1
+        assert worker.wait(60) == 1
     finally:
         worker.kill()
         worker.wait()

@@ -74,8 +74,8 @@ def engine_ready(card: ModelCard | None = None, max_output_tokens: int = 128) ->
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Return once the condition holds, and fail when it does not within 20 seconds."""
-    async with asyncio.timeout(20):
+    """Return once the condition holds, and fail when it does not within a minute."""
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -416,7 +416,7 @@ class TestEarlyEnds:
 class TestDrain:
     async def test_nothing_live(self) -> None:
         gateway = gateway_for(FakeEngine())
-        assert await gateway.drain(1.0)
+        assert await gateway.drain(60.0)
         assert not gateway.is_ready
         assert not gateway.is_healthy
 

@@ -135,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         if name == "large":
             return self._answer(200, b"x" * 5000)
         if name == "slow":
-            self.server.released.wait(10)  # type: ignore[attr-defined]
+            self.server.released.wait(60)  # type: ignore[attr-defined]
         if name != "cat.png":
             return self._answer(404, b"")
         return self._answer(200, png(picture(20, 10)))
@@ -185,7 +185,7 @@ def test_an_image_is_fetched_from_a_named_host(host: str) -> None:
     ],
 )
 def test_fetches_that_fail(host: str, path: str, says: str) -> None:
-    timeout_s = 0.2 if path == "slow" else 20.0
+    timeout_s = 0.2 if path == "slow" else 60.0
     with pytest.raises(InvalidRequest) as refused:
         fetch(f"http://{host}/{path}", max_image_bytes=4000, image_fetch_timeout_s=timeout_s)
     assert says in refused.value.message

@@ -84,7 +84,7 @@ class Server:
 
 
 async def until_owned(server: Server) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not server.running:
             await server.owner.look()
             await asyncio.sleep(0.02)
@@ -146,7 +146,7 @@ async def test_an_owner_that_was_slow_goes_on_if_nobody_else_came(database: Data
     await server.owner.begin()
     first = server.leadership.latest_epoch
     server.running = {"still the same"}
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while server.leadership.latest_epoch == first:
             await asyncio.sleep(0.25)
             await server.owner.look()

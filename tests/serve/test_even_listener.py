@@ -53,7 +53,7 @@ async def connect(listener: socket.socket, processes: Sequence[Process]) -> list
     opened = await asyncio.gather(
         *(asyncio.open_connection("127.0.0.1", port) for _ in range(NUM_CONNECTIONS))
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while sum(process.num_held for process in processes) < before + NUM_CONNECTIONS:
             await asyncio.sleep(0.001)
     return [writer for _, writer in opened]

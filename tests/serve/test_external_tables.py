@@ -121,7 +121,7 @@ def running_gateway(folder: Path, *arguments: str) -> Iterator[str]:
         yield found[1]
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait(60) == 0, log.read_text()
 
 
 @pytest.mark.slow
@@ -132,14 +132,14 @@ def test_a_gateway_process_before_another_server(tmp_path: Path) -> None:
     ):
         body = {"model": "echo", "messages": [{"role": "user", "content": "repeat this"}], "max_tokens": 40}
         direct, passed_on = [
-            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30).json() for url in (theirs, ours)
+            httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json() for url in (theirs, ours)
         ]
         assert passed_on["choices"] == direct["choices"]
         assert passed_on["usage"]["prompt_tokens"] == direct["usage"]["prompt_tokens"]
-        message = httpx.post(f"{ours}/v1/messages", json=body, timeout=30).json()
+        message = httpx.post(f"{ours}/v1/messages", json=body, timeout=60).json()
         assert message["content"][0]["text"] == direct["choices"][0]["message"]["content"]
-        assert httpx.get(f"{ours}/ready", timeout=30).status_code == 200
-        assert "penstock_external_up" in httpx.get(f"{ours}/metrics", timeout=30).text
+        assert httpx.get(f"{ours}/ready", timeout=60).status_code == 200
+        assert "penstock_external_up" in httpx.get(f"{ours}/metrics", timeout=60).text
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_slow_reader_of_logs_costs_lines_and_not_time(monkeypatch: pytest.Monk
 
     class Blocked(io.StringIO):
         def write(self, text: str) -> int:
-            may_write.wait(20)
+            may_write.wait(60)
             return super().write(text)
 
     stream = Blocked()

@@ -133,7 +133,7 @@ class Server:
         return await self.store.get("w1", batch_id, "scripted")
 
     async def until(self, condition: Callable[[Batch], bool], batch_id: str = "batch_1") -> Batch:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition(batch := await self.get(batch_id)):
                 await asyncio.sleep(0.002)
         return batch
@@ -142,7 +142,7 @@ class Server:
         return await self.until(lambda batch: not batch.is_active and not self.runner.num_running, batch_id)
 
     async def until_true(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.002)
 

@@ -130,7 +130,7 @@ async def test_a_refused_batch_pauses_as_a_whole(server: Server, monkeypatch: py
     server.dialect.script = script
     await server.hand_in([f"{number}" for number in range(1000)])
     server.runner.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while server.runner.metrics.retries < 13:  # several waves
             await asyncio.sleep(0.002)
     assert len(server.dialect.asked) <= 5  # the same few lines again, and the one that the feeder holds
@@ -313,7 +313,7 @@ async def test_a_pause_records_what_is_in_flight_and_leaves_the_rest(tmp_path: P
     await first.hand_in(list(TEXTS))
     first.runner.start()
     await first.until(lambda batch: batch.counts.succeeded == 6 and first.dialect.in_flight == 4)
-    stopping = asyncio.create_task(first.runner.stop(timeout_s=20))
+    stopping = asyncio.create_task(first.runner.stop(timeout_s=60))
     await asyncio.sleep(0)  # runs the first step of `stop`, which pauses the batch
     released.set()
     await stopping

@@ -69,7 +69,7 @@ class RedisServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not self._answers():
             assert self._process.poll() is None, "redis-server ended"
             assert time.monotonic() < deadline, "redis-server never answered"
@@ -96,7 +96,7 @@ class RedisServer:
 
     def _answers(self) -> bool:
         try:
-            with socket.create_connection((self._host, self.port), timeout=1) as connection:
+            with socket.create_connection((self._host, self.port), timeout=60) as connection:
                 connection.sendall(b"PING\r\n")
                 return connection.recv(16).startswith(b"+PONG")
         except OSError:

@@ -280,7 +280,7 @@ class TestAcrossProcesses:
 
         def slow(*args: Any, **options: Any) -> Any:
             claims.set()
-            may_claim.wait(10)
+            may_claim.wait(60)
             return claim_key(*args, **options)
 
         monkeypatch.setattr(idempotency, "claim_key", slow)

@@ -68,7 +68,7 @@ class PostgresServer:
             ids = [f"--setuid={account.pw_uid}", f"--setgid={account.pw_gid}"]
             command, user = ["nsenter", f"--net={self._namespace}", *ids, *command], None
         self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, user=user)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not self._answers():
             assert self._process.poll() is None, "the server ended"
             assert time.monotonic() < deadline, "the server did not start"
@@ -78,7 +78,7 @@ class PostgresServer:
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)  # does not wait for clients to leave
             try:
-                self._process.wait(10)
+                self._process.wait(60)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

@@ -108,7 +108,7 @@ async def test_a_change_of_settings_is_announced(url: str, monkeypatch: pytest.M
     live, follower = LiveSettings(), Follower(theirs)
     await SharedSettings(SettingsStore(theirs), live, None).start(follower, seeds=False)
     following = asyncio.create_task(follower.run())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not follower._hears:
             await asyncio.sleep(0.01)
         monkeypatch.setattr(versions, "POLL_S", 3600.0)
@@ -283,7 +283,7 @@ async def test_a_process_that_stops_within_a_transaction_keeps_no_lock(
     renewing = asyncio.create_task(frozen.run(renew))
     try:
         assert await asyncio.to_thread(has_lock.wait, 30.0)
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60):
             assert await registry.lead("second", 5.0, 0) == 2
     finally:
         resume.set()
