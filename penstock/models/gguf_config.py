@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ def metadata_fields(file: GGUFFile) -> Fields:
     return Fields(file.metadata, file.path.name, prefix=f"{file.architecture}.")
 
 
+_OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 SIGMOID = 2
 _SOFTMAX_OF_CHOSEN = 3
 _GATING: dict[int, Literal["softmax", "sigmoid"]] = {
@@ -101,14 +103,36 @@ def common_gguf_config(
         rope=_rope(fields, None if rotary_dim == head_dim else rotary_dim),
         windows=(None,) * num_layers,
         attention_scale=head_dim**-0.5,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors or "blk.0.attn_qkv.bias" in file.tensors,
-        output_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
+        qkv_bias=has_tensor(file, "attn_q.bias") or has_tensor(file, "attn_qkv.bias"),
+        output_bias=has_tensor(file, "attn_output.bias"),
+        mlp_bias=has_tensor(file, "ffn_down.bias"),
         num_mtp_layers=num_mtp_layers,
         tie_embeddings="output.weight" not in file.tensors,
         eos_token_ids=tokenizer.token_ids("eos_token_id"),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
     )
+
+
+def hybrid_gguf_config(file: GGUFFile, architecture: str) -> ArchitectureConfig:
+    """Read the settings of a decoder that lists some sizes for each layer: 0 where a layer has no such part."""
+    fields, listed = metadata_fields(file), {}
+    for key in ("attention.head_count_kv", "feed_forward_length"):
+        sizes = fields.raw(key)
+        if isinstance(sizes, list) and sizes:
+            listed[f"{file.architecture}.{key}"] = max(sizes)
+    return common_gguf_config(file, architecture, listed)
+
+
+def layers_with(file: GGUFFile, tensor: str) -> frozenset[int]:
+    """Return the layers that have a tensor of this name."""
+    return frozenset(
+        int(match[1]) for name in file.tensors if (match := _OF_LAYER.fullmatch(name)) and match[2] == tensor
+    )
+
+
+def has_tensor(file: GGUFFile, tensor: str) -> bool:
+    """Return whether any layer has a tensor of this name."""
+    return bool(layers_with(file, tensor))
 
 
 def layers_without_heads(file: GGUFFile, num_layers: int) -> frozenset[int]:

@@ -63,6 +63,7 @@ ARCHITECTURES = {
     "glm_moe_dsa": gguf.MODEL_ARCH.GLM_DSA,
     "deepseek_v32": gguf.MODEL_ARCH.GLM_DSA,
     "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
+    "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
 }
 NEWER_NAMES = {"deepseek_v32": "deepseek32"}  # of architectures that the package does not know
 # Families whose converters put the rows of rotary pairs beside each other.
@@ -123,7 +124,7 @@ def write_model(
         _write_gemma4(writer, config)
     else:
         _write_settings(writer, config)
-    if getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None):
+    if _num_experts(config):
         _write_expert_settings(writer, config, spoil)
     tensors = {name: tensor.float().numpy() for name, tensor in reference.model.state_dict().items()}
     write_special_settings(writer, config, tensors)
@@ -151,7 +152,9 @@ def write_model(
             stored_name = names.get_name(name.removeprefix("transformer."), suffixes)
         if ".router." in name:
             stored_name = f"blk.{name.split('.')[2]}.ffn_gate_inp.{name.split('.')[-1]}"
-        if values.ndim == 1 or "_norm." in name:
+        if (
+            values.ndim == 1 or "_norm." in name or stored.shape[-1] % 32
+        ):  # of states, some tensors are narrow
             writer.add_tensor(stored_name, stored)
             continue
         packed = gguf.quants.quantize(np.ascontiguousarray(stored), kind)
@@ -279,9 +282,13 @@ def _ungrouped(values: np.ndarray, config: Any) -> np.ndarray:
     return np.concatenate([part.reshape(-1, *values.shape[1:]) for part in parts])
 
 
-def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -> None:
+def _num_experts(config: Any) -> int:
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    writer.add_expert_count(next(getattr(config, name) for name in counts if getattr(config, name, None)))
+    return next((getattr(config, name) for name in counts if getattr(config, name, None)), 0)
+
+
+def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -> None:
+    writer.add_expert_count(_num_experts(config))
     if spoil != "expert_used_count":
         writer.add_expert_used_count(getattr(config, "moe_k", None) or config.num_experts_per_tok)
     if spoil == "expert_gating_func":

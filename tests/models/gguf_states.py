@@ -32,11 +32,33 @@ def write_special_settings(writer: GGUFWriter, config: Any, tensors: Tensors) ->
         writer.add_head_count_kv([int(each == "full_attention") for each in config.layer_types])
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_kda_head_dim(config.linear_head_dim)
+    if kind == "granitemoehybrid":
+        _write_mamba(writer, config)
+        counts = [config.num_key_value_heads * (each == "full_attention") for each in config.layer_types]
+        writer.add_head_count_kv(counts)
+        writer.add_rope_scaling_finetuned(False)
+        writer.add_context_length(2**20)
+        if config.num_local_experts:
+            writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        else:
+            writer.add_feed_forward_length(config.shared_intermediate_size)
+
+
+def _write_mamba(writer: GGUFWriter, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
 
 
 def converted(config: Any, tensors: Tensors) -> Tensors:
     """Return the tensors under the names and in the form in which the converter gives them to the file."""
-    change = {"kimi_linear": _kimi_linear, "apertus": _apertus}.get(config.model_type)
+    change = {
+        "kimi_linear": _kimi_linear,
+        "apertus": _apertus,
+        "granitemoehybrid": _granite_hybrid,
+    }.get(config.model_type)
     return tensors if change is None else change(config, tensors)
 
 
@@ -54,4 +76,33 @@ def _kimi_linear(config: Any, tensors: Tensors) -> Tensors:
                 made[name.replace("conv1d", f"{part}_conv1d")] = np.ascontiguousarray(own)
         else:
             made[name] = -np.exp(values) if name.endswith("A_log") else values
+    return made
+
+
+def _granite_hybrid(config: Any, tensors: Tensors) -> Tensors:
+    shared = "mlp.shared_expert" if config.num_local_experts else "mlp"
+    made = {}
+    for name, values in _mamba2(tensors, config.mamba_n_groups).items():
+        name = name.replace("shared_mlp.output_linear", f"{shared}.down_proj")
+        if "shared_mlp.input_linear" not in name:
+            made[name] = values
+            continue
+        for part, rows in zip(("gate", "up"), np.split(values, 2), strict=True):
+            made[name.replace("shared_mlp.input_linear", f"{shared}.{part}_proj")] = rows
+    return made
+
+
+def _mamba2(tensors: Tensors, num_groups: int) -> Tensors:
+    """Store decays as they are used, norms by group, and numbers of heads as columns."""
+    made = {}
+    for name, values in tensors.items():
+        if name.endswith("A_log"):
+            values = -np.exp(values).reshape(-1, 1)
+        elif name.endswith((".mamba.D", ".mixer.D")):
+            values = values.reshape(-1, 1)
+        elif name.endswith("conv1d.weight"):
+            values = values.squeeze(1)
+        elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+            values = values.reshape(num_groups, -1)
+        made[name.replace("dt_bias", "dt_proj.bias")] = values
     return made

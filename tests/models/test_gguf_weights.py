@@ -129,6 +129,17 @@ def test_a_mixture_without_its_settings_is_refused_by_name(tmp_path: Path) -> No
         ("kimi_linear", {"kimi-linear.kda.head_dim": None}, "has no kimi-linear.kda.head_dim"),
         ("glm_moe_dsa", {"glm-dsa.attention.indexer.top_k": -1}, "which is not a whole number"),
         ("llama4", {"llama4.expert_count": 0}, "which is not a whole number"),
+        ("granite-hybrid", {"granitehybrid.rope.scaling.finetuned": True}, "is a hybrid with rope"),
+        (
+            "granite-hybrid",
+            {"granitehybrid.ssm.time_step_rank": 7},
+            "7 heads of Mamba-2 that do not fill 128",
+        ),
+        (
+            "granite-hybrid",
+            {"granitehybrid.attention.head_count_kv": [0, 0]},
+            "head_count_kv = 0, which is not",
+        ),
     ],
 )
 def test_settings_of_single_families(

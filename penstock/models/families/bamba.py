@@ -8,14 +8,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.experts import GRANITE_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
+from penstock.models.gguf_config import gguf_experts, has_experts, hybrid_gguf_config, metadata_fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_states import gguf_mamba_config, gguf_mamba_layout
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, fused_rows, rotated_rows
 from penstock.models.mamba2 import Mamba2Mixer, load_mamba, mamba_config, mamba_rows
 from penstock.models.recurrent import HybridDecoder, LayerCache
+
+_MAX_POSITIONS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,7 @@ class Bamba(HybridDecoder):
 class GraniteHybrid(Bamba):
     name = "granitemoehybrid"
     huggingface_names = ("GraniteMoeHybridForCausalLM", "granitemoehybrid")
+    gguf_names = ("granitehybrid",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -121,6 +128,31 @@ class GraniteHybrid(Bamba):
             recurrent=mamba_config(fields, layers, config.hidden_size),
             experts=experts,
         )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config, fields = hybrid_gguf_config(file, cls.name), metadata_fields(file)
+        if fields.flag("rope.scaling.finetuned", True):  # the setting says whether there is rope at all
+            raise ModelLoadError(
+                f"{file.path.name} is a hybrid with rope, as Bamba is, which is read from safetensors only.",
+                hint="Give the folder of the original checkpoint.",
+            )
+        return dataclasses.replace(
+            config,
+            # Without rope, converters write a million. The makers state less.
+            max_positions=min(config.max_positions, _MAX_POSITIONS),
+            attention_scale=fields.number("attention.scale", config.attention_scale),
+            embedding_scale=fields.number("embedding_scale", 1.0),
+            residual_scale=fields.number("residual_scale", 1.0),
+            logit_scale=1.0 / fields.number("logit_scale", 1.0),
+            unrotated_layers=frozenset(range(config.num_layers)),
+            recurrent=gguf_mamba_config(file),
+            experts=gguf_experts(file, config, normalizes=True) if has_experts(file) else None,
+        )
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_mamba_layout(config, "mamba")
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:

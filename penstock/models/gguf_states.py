@@ -1,0 +1,61 @@
+"""Reads layers with a fixed state from GGUF files: the names and forms of their tensors, and the settings that
+several families share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.core.errors import ModelLoadError
+from penstock.models.config import ArchitectureConfig, RecurrentConfig
+from penstock.models.experts import num_experts
+from penstock.models.gguf_config import has_tensor, layers_with, metadata_fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
+from penstock.models.layout import Layout
+from penstock.models.mamba2 import mamba_rows
+from penstock.models.recurrent import log_of_decay
+
+_MAMBA = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+
+
+def gguf_mamba_config(file: GGUFFile) -> RecurrentConfig:
+    """Read the settings of Mamba-2. Of biases and norms, the tensors tell."""
+    fields = metadata_fields(file)
+    inner, num_heads = fields.integer("ssm.inner_size"), fields.integer("ssm.time_step_rank")
+    if inner % num_heads:
+        raise ModelLoadError(
+            f"{file.path.name} has {num_heads} heads of Mamba-2 that do not fill {inner} numbers."
+        )
+    return RecurrentConfig(
+        layers=layers_with(file, "ssm_a"),
+        conv_width=fields.integer("ssm.conv_kernel"),
+        conv_bias=has_tensor(file, "ssm_conv1d.bias"),
+        bias=has_tensor(file, "ssm_in.bias"),
+        output_bias=has_tensor(file, "ssm_out.bias"),
+        num_heads=num_heads,
+        head_dim=inner // num_heads,
+        num_groups=fields.integer("ssm.group_count", 1),
+        state_size=fields.integer("ssm.state_size"),
+        has_norm=has_tensor(file, "ssm_norm.weight"),
+    )
+
+
+def gguf_mamba_layout(
+    config: ArchitectureConfig, name: str, names: Mapping[str, str] | None = None
+) -> Layout:
+    """Return the layout of files with Mamba-2, which the family has under `name`. Decays are stored as they are used,
+    where folders have their logarithms."""
+    return gguf_layout(
+        {**{stored: f"{name}.{usual}" for stored, usual in _MAMBA.items()}, **(names or {})},
+        cut=mamba_rows(config, name),
+        num_experts=num_experts(config),
+        changed={f"{name}.A_log": log_of_decay},
+    )
