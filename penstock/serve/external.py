@@ -41,7 +41,7 @@ class ExternalServers:
         if stamp is not None and stamp != self._stamp:
             self._stamp = stamp  # also of a bad file: it is read again when it changes again
             tables = await asyncio.to_thread(external_servers_of, self._config)
-        await self._pool.replace(await self._discovery.servers(tables))
+        await self._pool.replace(await self._discovery.servers(tables), tables)
         self._tables = tables
 
     async def run(self) -> None:

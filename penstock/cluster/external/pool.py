@@ -79,6 +79,12 @@ class ExternalPool:
         num_processes: int = 1,
     ) -> None:
         self._members = {server.name: _Member(server) for server in servers}
+        self._urls = tuple(
+            dict.fromkeys(server.config.url for server in servers)
+        )  # that the servers were found by
+        self._listed: dict[
+            str, Mapping[str, int | None]
+        ] = {}  # by URL: the models that its servers listed last
         self._router = router or Router(PrefixAware(RECOMPUTE_WEIGHT))
         self._clock = clock or SystemClock()
         self._retries = RetryPolicy(retries or RetryConfig())
@@ -103,7 +109,7 @@ class ExternalPool:
     @property
     def models(self) -> Mapping[str, int | None]:
         """Return the names that requests may use, with the context length if a server reports it. A model stays while
-        its servers are away."""
+        its servers are away, and while the name that they were found by leads to no server."""
         return self._models
 
     @property
@@ -136,10 +142,14 @@ class ExternalPool:
         self._describe()
         self._grant()
 
-    async def replace(self, configs: Sequence[ExternalServerConfig]) -> None:
+    async def replace(
+        self, configs: Sequence[ExternalServerConfig], found_by: Sequence[ExternalServerConfig] | None = None
+    ) -> None:
         """Have these servers from now on. Those that are here already stay as they are; those that left finish what
-        they run. Raises ConfigError, and nothing changes."""
+        they run. `found_by` are the tables that stand for these servers, if not the servers themselves. Raises
+        ConfigError, and nothing changes."""
         before = self._members
+        urls = tuple(dict.fromkeys(config.url for config in (configs if found_by is None else found_by)))
         members: dict[str, _Member] = {}
         new = []
         for config in configs:
@@ -149,10 +159,10 @@ class ExternalPool:
                 new.append(member)
             members[member.server.name] = member
         left = [member for member in before.values() if members.get(member.server.name) is not member]
-        if not new and not left:
+        if not new and not left and urls == self._urls:
             return
         await asyncio.gather(*map(self._probe, new))
-        self._members = members
+        self._members, self._urls = members, urls
         for member in left:
             logger.info("the external server %s is no longer used", member.server.name)
             member.has_left = True
@@ -215,12 +225,19 @@ class ExternalPool:
                 self._waiting.taken()
             if not usable and continues:
                 raise EngineUnavailable("The server of this model broke off its answer.", hint="Try again.")
+            if not usable and call.model in self._models and not self._has_server_of(call.model):
+                raise EngineUnavailable(
+                    f"No server of {call.model!r} is there at the moment.", retry_after_s=PROBE_INTERVAL_S
+                )
             if free and len(self._members) == 1:  # there is no choice, now or later
                 return self._members[free[0]]
             if free or not usable:  # without any, the router says why
                 return self._choose(call, self._excluded(failed, self._cheapest(free)))
             await self._waiting.wait(call.model, call.tier)
             was_granted = True
+
+    def _has_server_of(self, model: str) -> bool:
+        return any(model in member.server.models for member in self._members.values())
 
     def _excluded(self, failed: Collection[str], allowed: Collection[str]) -> frozenset[str]:
         """All servers but the allowed ones; where none is allowed, those that failed or are left alone."""
@@ -354,11 +371,16 @@ class ExternalPool:
 
     def _describe(self) -> None:
         """Tell the router which servers there are, and note their models."""
-        found: dict[str, int | None] = {}
+        listed: dict[str, dict[str, int | None]] = {}
         for member in self._members.values():
+            found = listed.setdefault(member.server.config.url, {})
             for model in member.server.models:
                 found[model] = found.get(model) or member.server.max_model_lens.get(model)
-        self._models = found
+        self._listed = {url: listed.get(url) or self._listed.get(url, {}) for url in self._urls}
+        models: dict[str, int | None] = {}
+        for each in self._listed.values():
+            models |= {model: models.get(model) or length for model, length in each.items()}
+        self._models = models
         replicas = tuple(
             Replica(
                 id=name,

@@ -9,7 +9,7 @@ import pytest
 from penstock.cluster.external.discovery import Discovery, look_up
 from penstock.cluster.external.pool import ExternalPool
 from penstock.core.config import ExternalServerConfig
-from penstock.core.errors import ConfigError, ModelNotFound
+from penstock.core.errors import ConfigError, EngineUnavailable, ModelNotFound
 from tests.cluster.external.openai_server import OpenAIServer, serving
 from tests.cluster.external.test_pool import ask, call
 
@@ -99,4 +99,26 @@ async def test_a_server_that_stays_keeps_its_state() -> None:
         with pytest.raises(ConfigError):
             await pool.replace([ExternalServerConfig(url="ftp://nowhere")])
         assert pool.views()[0].outcomes == {"served": 1}
+        await pool.close()
+
+
+async def test_a_name_without_servers_keeps_its_models_until_its_table_goes() -> None:
+    server = OpenAIServer()
+    async with serving(server):
+        table = ExternalServerConfig(url=server.url, discover="srv")
+        found = ExternalServerConfig(url=server.url, address="127.0.0.1")
+        pool = ExternalPool([])
+        await pool.replace([found], [table])
+        await pool.replace([], [table])
+        await pool.probe()
+        assert "theirs" in pool.models
+        with pytest.raises(EngineUnavailable, match="No server of 'theirs'"):
+            await ask(pool)
+        await pool.replace([found], [table])
+        assert await ask(pool)
+        await pool.replace([], [table])
+        await pool.replace([], [])
+        assert not pool.models
+        with pytest.raises(ModelNotFound):
+            await ask(pool)
         await pool.close()
