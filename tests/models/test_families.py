@@ -23,6 +23,7 @@ from penstock.kvcache.cache import blocks_of_context
 from penstock.models.alibi import alibi_slopes
 from penstock.models.load import load_model, open_checkpoint
 from penstock.models.quantization.folder import require_writable
+from penstock.models.rope import pair_order
 from tests.engine.tiny import request, run, teach_short_answers, tokens
 from tests.models.adapters import EVERYTHING, write_adapter
 from tests.models.checkpoints import Reference
@@ -243,6 +244,39 @@ def test_the_makers_settings_of_kimi_linear(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "mla_use_nope": False}))
     with pytest.raises(ModelLoadError, match="asks for rope"):
         load_model(tmp_path, ops)
+
+
+def test_the_makers_settings_of_minimax(tmp_path: Path) -> None:
+    """The makers rotate a part of each head. Transformers rotates whole heads: here with the same pairs of numbers,
+    which lie half a head apart, and with angles of 0 for the others."""
+    reference, ops = save_tiny("minimax", tmp_path), TorchOps()
+    rotary = reference.model.model.rotary_emb
+    turned = rotary.compute_default_rope_parameters(Tiny("minimax", {"head_dim": 8}).config())[0]
+    rotary.inv_freq.zero_()[:4] = turned
+    tensors = load_file(tmp_path / "model.safetensors")
+    back = pair_order(16, 8, interleaved=False).argsort()
+    for name in [each for each in tensors if each.endswith(("q_proj.weight", "k_proj.weight"))]:
+        tensors[name] = tensors[name].view(-1, 16, 64)[:, back].reshape(-1, 64).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    kinds = [int(kind == "full_attention") for kind in config.pop("layer_types")]
+    for name, own in {"linear_attn": "linear_attention", "full_attn": "full_attention", "mlp": "mlp"}.items():
+        for greek in ("alpha", "beta"):
+            config[f"layernorm_{own}_{greek}"] = config.pop(f"{name}_{greek}_factor")
+    config |= {"architectures": ["MiniMaxM1ForCausalLM"], "attn_type_list": kinds, "rotary_dim": 8}
+    config |= {"postnorm": True, "shared_intermediate_size": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = PagedRunner(load_model(tmp_path, ops), ops).prompt_logits(PROMPTS[0])
+    torch.testing.assert_close(made, reference.logits(PROMPTS[0]), **TOLERANCE)
+    for changes, said in (
+        ({"postnorm": False}, "has no postnorm"),
+        ({"shared_intermediate_size": 96}, "a shared expert"),
+        ({"attn_type_list": [0, 1, 0, 2]}, "other numbers than 0 and 1"),
+        ({"attn_type_list": [0, 1]}, "do not match its 4 layers"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(ModelLoadError, match=said):
+            load_model(tmp_path, ops)
 
 
 @pytest.mark.parametrize("num_heads", [1, 8, 12, 71])

@@ -1,5 +1,6 @@
-"""MiniMax Text 01 in transformers' form: most layers are lightning attention, a scan whose heads decay at fixed
-speeds, and some are attention. Layers continue from their normed inputs, and each has experts."""
+"""MiniMax Text 01 and M1: most layers are lightning attention, a scan whose heads decay at fixed speeds, and some are
+attention. Layers continue from their normed inputs, and each has experts. The makers' folders and transformers' have
+other names for settings, and the same tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +18,20 @@ from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, Re
 from penstock.models.experts import FUSED_EXPERTS, MIXTRAL_NAMES, ExpertMLP, load_experts, num_experts
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import Attention, LayerLoader, RMSNorm
-from penstock.models.layout import Layout, StoredRows
+from penstock.models.layout import Layout, StoredRows, rotated_rows
 from penstock.models.recurrent import HybridDecoder, LayerCache, StateMixer, recurrent_settings
 from penstock.models.sharding import balanced, scaled
 from penstock.models.weights import LinearPart
 
 _NORM_EPS = 1e-6  # of lightning attention, whatever the settings say of other norms
+_MAKERS_NAMES = ("MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM", "minimax_text_01", "minimax_m1")
+_KINDS = ("linear_attention", "full_attention")  # by the number in the makers' list of layers
+# The makers' names of factors, for transformers' names.
+_MAKERS_FACTORS = {
+    f"{name}_{greek}_factor": f"layernorm_{own}_{greek}"
+    for name, own in (("linear_attn", "linear_attention"), ("full_attn", "full_attention"), ("mlp", "mlp"))
+    for greek in ("alpha", "beta")
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +79,13 @@ class MiniMaxLayer:
 
 class MiniMax(HybridDecoder):
     name = "minimax"
-    huggingface_names = ("MiniMaxForCausalLM", "minimax")
+    huggingface_names = ("MiniMaxForCausalLM", "minimax", *_MAKERS_NAMES)
     config: MiniMaxConfig
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        if fields.has("attn_type_list"):
+            fields = _renamed(fields)
         base = common_huggingface_config(fields, cls.name, default_theta=1_000_000.0)
         kinds = layer_kinds(fields, base.num_layers, {"linear_attention", "full_attention"})
         if kinds is None:
@@ -121,7 +132,13 @@ class MiniMax(HybridDecoder):
             for index, part in enumerate(("query", "key", "value"))
         }
         names = {**MIXTRAL_NAMES, "self_attn.output_gate": "self_attn.gate_proj"}
-        return Layout(names=names, cut=cut, experts=FUSED_EXPERTS, num_experts=num_experts(config))
+        return Layout(
+            names=names,
+            cut=cut,
+            rows=rotated_rows(config, head_norms=False),
+            experts=FUSED_EXPERTS,
+            num_experts=num_experts(config),
+        )
 
     def load_layer(self, load: LayerLoader) -> MiniMaxLayer:
         is_linear = load.index in recurrent_settings(load.config).layers
@@ -145,6 +162,26 @@ class MiniMax(HybridDecoder):
         hidden = layer.mlp_norm(ops, hidden * kept + made * added)
         kept, added = self.config.mlp_factors
         residual.copy_(hidden * kept + layer.mlp(ops, hidden) * added)
+
+
+def _renamed(fields: Fields) -> Fields:
+    """Return the makers' settings under transformers' names."""
+    if not fields.flag("postnorm", False):
+        raise ModelLoadError(f"{fields.where} has no postnorm, which every published MiniMax has.")
+    if fields.raw("shared_intermediate_size"):
+        raise ModelLoadError(f"{fields.where} asks for a shared expert, which no published MiniMax has.")
+    kinds = fields.raw("attn_type_list")
+    if not isinstance(kinds, list) or not set(kinds) <= {0, 1}:
+        raise ModelLoadError(f"{fields.where} has an attn_type_list of other numbers than 0 and 1.")
+    head_dim = fields.integer(
+        "head_dim", fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    )
+    changed = {
+        "layer_types": [_KINDS[kind] for kind in kinds],
+        "partial_rotary_factor": fields.integer("rotary_dim", head_dim) / head_dim,
+    }
+    renamed = fields.renamed(_MAKERS_FACTORS)
+    return Fields({**renamed.values, **changed}, fields.where)
 
 
 def _load_lightning(load: LayerLoader) -> LightningAttention:
