@@ -11,3 +11,9 @@ def pass_time(seconds: float) -> None:
     loop = asyncio.get_running_loop()
     now = loop.time
     loop.time = lambda: now() + seconds  # type: ignore[method-assign]
+
+
+async def settle() -> None:
+    """Let the loop turn often enough that what was sent over sockets on this loop is read, and handled."""
+    for _ in range(50):
+        await asyncio.sleep(0)

@@ -31,8 +31,9 @@ from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPro
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
 from tests.cluster.external.openai_server import OpenAIServer, listening, serving, text_chunks
-from tests.gateway.fake_engine import FakeEngine, script_text
+from tests.gateway.fake_engine import FakeEngine, script_text, until
 from tests.gateway.guards.read_settings import guard_settings
+from tests.loop_time import pass_time, settle
 
 USER: Any = {"role": "user", "content": "Hello there"}
 CHAT = {"model": "theirs", "messages": [USER]}
@@ -288,14 +289,23 @@ async def test_a_server_that_refuses_says_why_and_one_that_fails_is_a_503() -> N
 
 
 async def test_a_deadline_ends_an_answer_where_it_is() -> None:
-    server = OpenAIServer(script=lambda body: [*text_chunks("begun")[:2], 30.0])
+    waits = asyncio.Event()
+    server = OpenAIServer(script=lambda body: [*text_chunks("begun")[:2], waits])
     async with platform(server) as ours:
-        headers = {"x-request-timeout-ms": "300"}
-        late = await ours.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+        headers = {"x-request-timeout-ms": "600000"}
+
+        async def ask_until_too_late(number: int) -> httpx.Response:
+            asking = asyncio.create_task(ours.http.post("/v1/chat/completions", json=CHAT, headers=headers))
+            await until(lambda: len(server.bodies) == number)
+            await settle()
+            pass_time(600.0)
+            return await asking
+
+        late = await ask_until_too_late(1)
         assert late.json()["choices"][0]["message"]["content"] == "begun"
         assert late.json()["choices"][0]["finish_reason"] == "length"
-        server.script = lambda body: [30.0]
-        never = await ours.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+        server.script = lambda body: [waits]
+        never = await ask_until_too_late(2)
         assert never.status_code == 504
         async with asyncio.timeout(60):
             while server.num_abandoned < 2:

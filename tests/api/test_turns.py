@@ -112,7 +112,7 @@ def test_other_connections_have_turns_between_the_frames_of_a_websocket(
         waiting.append(self.queue.qsize())
 
     monkeypatch.setattr(WebSocketsSansIOProtocol, "handle_events", note)
-    num_frames = 20_000
+    num_frames = 4 * TURN_BYTES // len(frame)
     url = "/v1/stream"
     with (
         bounded_server(FakeEngine(script_text("ok")), ServerConfig()) as served,

@@ -15,7 +15,7 @@ from penstock.cluster.external import http
 from penstock.cluster.external.http import HEAD_TIMEOUT_S, Address, AnswerBroken, ConnectFailed, HttpClient
 from penstock.core.errors import ConfigError
 from tests.api.test_browsers import self_signed
-from tests.loop_time import pass_time
+from tests.loop_time import pass_time, settle
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -220,7 +220,7 @@ async def test_a_body_may_be_slower_than_a_head() -> None:
     async with client_of(Slow()) as client:
         answer = await client.post("/v1/x", b"{}")
         pass_time(1.5 * HEAD_TIMEOUT_S)
-        await asyncio.sleep(0.01)  # the timer looks, and finds that more silence is allowed
+        await settle()  # the timer looks, and finds that more silence is allowed
         may_end.set()
         assert await answer.read_all(10) == b"hi"
         answer.release()
