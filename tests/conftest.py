@@ -20,8 +20,13 @@ from hypothesis import HealthCheck, settings
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# A busy machine is no defect: drawing examples and running them may take any time.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine is no defect: drawing examples and running them may take any time. Tests that name checks of their
+# own replace these.
+settings.register_profile(
+    "patient",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 settings.load_profile("patient")
 
 # Collecting imports millions of objects that all stay. See `pytest_collection`.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.api.stored_work import ServedWork, serving_work
@@ -22,9 +22,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedWork]:
         yield served
 
 
-quickly = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+quickly = settings(max_examples=40, deadline=None)
 
 
 @quickly

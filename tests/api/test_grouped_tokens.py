@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
@@ -386,7 +386,7 @@ class Rows:
 PIECES = st.text(st.sampled_from("abcé"), max_size=30)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=100)
 @given(
     text=PIECES,
     stop=st.lists(st.text(st.sampled_from("abcé"), min_size=1, max_size=4), max_size=3, unique=True),

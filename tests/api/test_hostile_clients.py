@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import Response
@@ -386,7 +386,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(PIECES, st.binary(max_size=20)), max_size=12))
 def test_bytes_of_every_kind_leave_the_server_standing(fuzzed: BoundedServed, pieces: list[bytes]) -> None:
     with dial(fuzzed) as connection:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import InvalidRequest
@@ -37,7 +37,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model: Path) -> Engine:
-    return tiny_engine(model)
+    """Its grammars are bounded by their size alone: a busy machine may take long for any of them."""
+    limits = GrammarLimits(compile_timeout_s=600.0, mask_timeout_s=600.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammar_module, "GrammarLimits", lambda: limits)
+        return tiny_engine(model)
 
 
 def test_thoughts_end_when_their_budget_is_spent(engine: Engine) -> None:
@@ -112,7 +116,7 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
     return st.recursive(leaves, nested, max_leaves=6)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None)
 @given(schema=schemas(), seed=st.integers(0, 2**31))
 def test_every_answer_matches_its_schema(engine: Engine, schema: dict[str, Any], seed: int) -> None:
     request = constrained(

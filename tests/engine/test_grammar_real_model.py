@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.cli.console import fetch_model
@@ -71,12 +71,7 @@ def test_every_kind_of_grammar_beside_free_answers(engine: OfflineEngine) -> Non
     assert hello.token_ids == alone.token_ids
 
 
-@settings(
-    max_examples=2,
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=2, deadline=None, phases=[Phase.generate])
 @given(wanted=st.lists(schemas(), min_size=6, max_size=6))
 def test_random_schemas(engine: OfflineEngine, wanted: list[dict[str, Any]]) -> None:
     held = [sampling(Grammar("json_schema", json.dumps(schema)), seed) for seed, schema in enumerate(wanted)]

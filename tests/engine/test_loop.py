@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.clock import VirtualClock
@@ -34,7 +34,7 @@ def oracle(model: Path) -> Engine:
     return tiny_engine(model, enable_prefix_caching=False)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), depth=st.integers(1, 3))
 def test_random_aborts_and_a_tiny_cache_lose_and_repeat_nothing(
     model: Path, oracle: Engine, seed: int, depth: int

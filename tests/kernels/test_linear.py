@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
@@ -78,7 +78,7 @@ def test_every_format(native: NativeOps, exact: TorchOps, outputs: int, inputs: 
                 raise AssertionError(f"{name}, {rows} rows") from error
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_stacks_of_mixed_formats(library: Library, exact: TorchOps, data: st.DataObject) -> None:
     inputs = data.draw(st.sampled_from([16, 32, 48, 64, 96, 160]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.interface import Ops, SamplingBatch
@@ -137,7 +137,7 @@ def test_the_random_number_is_the_same_everywhere(library: Library) -> None:
         assert library.uniform_draw(seed.item(), position.item()) == value.item()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     vocabulary=st.integers(1, 3000),

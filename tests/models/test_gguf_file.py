@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import ModelLoadError
@@ -135,7 +135,7 @@ def test_bad_tensor_entries(data: bytes, message: str, tmp_path: Path) -> None:
         GGUFFile(path)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None)
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_a_file_cut_anywhere(share: float, sound_file: Path, damaged_path: Path) -> None:
     data = sound_file.read_bytes()
@@ -144,7 +144,7 @@ def test_a_file_cut_anywhere(share: float, sound_file: Path, damaged_path: Path)
         GGUFFile(damaged_path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None)
 @given(
     changes=st.lists(
         st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4

@@ -102,7 +102,9 @@ def _combined(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow]
+)
 @given(st.recursive(atoms, _combined, max_leaves=6), texts, st.lists(st.integers(0, 5), max_size=40))
 @example("(?:(?:[^a]|(?i:K))){1,2}", "A1", [1])
 def test_any_pattern_is_found_however_the_text_is_cut(source: str, text: str, sizes: list[int]) -> None:

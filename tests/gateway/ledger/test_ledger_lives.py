@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import StoreUnavailable
@@ -96,7 +96,7 @@ class Life:
         return {row.request_id: row.status for row in rows}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None)
 @given(actions)
 async def test_every_request_has_one_row_that_says_what_happened(
     tmp_path_factory: pytest.TempPathFactory, database: FlakyDatabase, history: list[tuple[str, int]]

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from redis import Redis as SyncRedis
 
@@ -176,10 +176,5 @@ def test_redis_machine(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(shared, "REDIS_TIMEOUT_S", 20.0)  # a busy machine is not an outage
     run_state_machine_as_test(
         partial(RedisMachine, redis_server),
-        settings=settings(
-            max_examples=20,
-            stateful_step_count=25,
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow],
-        ),
+        settings=settings(max_examples=20, stateful_step_count=25, deadline=None),
     )
