@@ -166,8 +166,9 @@ def decode_data_url(part: ImagePart) -> bytes:
         raise InvalidRequest(
             "An image in a data URL must be encoded as base64: data:image/png;base64,….", param=part.param
         )
+    text = "".join(body.split()).rstrip("=")  # as browsers read it: lines may be broken, and padding left out
     try:
-        return base64.b64decode(body, validate=True)
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(f"The base64 text of an image is damaged: {error}.", param=part.param) from error
 
@@ -197,6 +198,11 @@ def checked_image(part: ImagePart, data: bytes, config: GatewayConfig) -> Loaded
                 width, height = height, width
     except InvalidRequest:
         raise
+    except Image.DecompressionBombError as error:  # Pillow's own limit comes before any size can be read
+        limit = min(config.max_image_pixels, 2 * (Image.MAX_IMAGE_PIXELS or config.max_image_pixels))
+        raise InvalidRequest(
+            f"An image has more than the {limit:,} pixels that are allowed.", param=part.param
+        ) from error
     except UnidentifiedImageError as error:
         raise InvalidRequest(
             "An image is in no format that this server reads, which are PNG, JPEG, WebP and GIF.",

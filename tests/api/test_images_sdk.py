@@ -184,6 +184,7 @@ def test_ollama_and_plain_text(served: Served, tiny: TinyVision) -> None:
             id="url",
         ),
         pytest.param([{"type": "input_audio", "input_audio": {}}], "input_audio", id="audio"),
+        pytest.param([{"type": "text", "image_url": url(CAT)}], "'text' without text", id="no-text"),
     ],
 )
 def test_bad_images_in_every_dialect(served: Served, tiny: TinyVision, parts: list[Any], says: str) -> None:

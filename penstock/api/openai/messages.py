@@ -16,6 +16,13 @@ _ROLES_WITH_IMAGES = frozenset({"user", "tool", "function"})
 _TEXT_PARTS = frozenset(
     {"text", "refusal", "input_text", "output_text"}
 )  # the last two are of the Responses API
+# The field that a part of each type must have.
+_FIELDS = {
+    **dict.fromkeys(_TEXT_PARTS, "text"),
+    "refusal": "refusal",
+    "image_url": "image_url",
+    "file": "file",
+}
 # Templates know one name for each of these roles.
 _NEWEST_ROLES = {"developer": "system", "function": "tool"}
 
@@ -161,6 +168,11 @@ def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
 
 
 def _text_of(part: MessagePart, param: str) -> str:
+    field = _FIELDS.get(part.type)
+    if field is not None and getattr(part, field) is None:
+        raise InvalidRequest(
+            f"{param}.content has a part of type {part.type!r} without {field}.", param=f"{param}.content"
+        )
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in _TEXT_PARTS or text is None:
         raise InvalidRequest(
