@@ -5,6 +5,8 @@ Knows click and the error tree, but no command.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 import click
@@ -33,6 +35,28 @@ class Failure(click.ClickException):
             click.echo(f"{click.style('Hint:', fg='yellow')} {self.hint}", err=True)
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """End the command with exit code 130 after Ctrl-C, also if cleaning up after Ctrl-C failed."""
+    try:
+        yield
+    except click.exceptions.Exit:
+        raise
+    except (KeyboardInterrupt, Exception) as error:
+        if not _began_with_ctrl_c(error):
+            raise
+        click.echo("Interrupted.", err=True)
+        raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
+
+
+def _began_with_ctrl_c(error: BaseException) -> bool:
+    """Return whether `error` is Ctrl-C, or was raised while Ctrl-C unwound the stack."""
+    raised: BaseException | None = error
+    while raised is not None and not isinstance(raised, KeyboardInterrupt):
+        raised = raised.__context__
+    return raised is not None
+
+
 class PenstockCommand(click.Command):
     """A command that turns exceptions into sentences and shows its options in sections of `--help`.
 
@@ -58,12 +82,10 @@ class PenstockCommand(click.Command):
         debug = bool(ctx.meta.get("penstock.debug"))
         configure_logging(debug=debug)
         try:
-            return super().invoke(ctx)
+            with _interruptible():
+                return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
-        except KeyboardInterrupt:
-            click.echo("Interrupted.", err=True)
-            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
         except BrokenPipeError:
             raise  # click ends quietly when the reader of a pipe has gone
         except PenstockError as error:
@@ -102,6 +124,10 @@ class PenstockGroup(click.Group):
     """Commands in the order they were added, which is the order a newcomer needs them in."""
 
     command_class = PenstockCommand
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _interruptible():  # the subcommand is imported and its arguments are parsed in here
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

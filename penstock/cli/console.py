@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -162,7 +162,7 @@ def spinner(text: str) -> Iterator[None]:
 def fetch_model(name_or_path: str, *, force: bool = False) -> Path:
     """Return the model's path. A known model that is not in the cache is fetched, with a progress bar."""
     hub = model_hub()
-    with pull_progress(name_or_path) as report, sigterm_unwinds():
+    with sigterm_unwinds(), pull_progress(name_or_path) as report:
         if force:
             return hub.pull(name_or_path, report, force=True)
         return hub.ensure(name_or_path, report)
@@ -182,16 +182,51 @@ def fetch_drafter(engine: EngineConfig) -> EngineConfig:
 
 @contextmanager
 def sigterm_unwinds() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that temporary files and child processes are removed."""
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that temporary files and child processes are removed.
 
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
+    Whatever the interrupted code makes of the signal (it may fail while it cleans up, or end before the signal is
+    noticed), the block ends with exit code 143.
+    """
+    exit_code = 128 + signal.SIGTERM
+    received = False
 
-    previous = signal.signal(signal.SIGTERM, leave)
+    def leave(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received = True
+        on_ctrl_c = signal.getsignal(signal.SIGINT)
+        if callable(on_ctrl_c) and on_ctrl_c is not signal.default_int_handler:
+            # Of `asyncio.run`: the handler cancels the main task. An exception that is raised here instead could tear
+            # a callback of the event loop, which then waits for ever.
+            on_ctrl_c(number, frame)
+        else:
+            raise SystemExit(exit_code)
+
+    with _asyncio_handles_ctrl_c():
+        previous = signal.signal(signal.SIGTERM, leave)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+            if received:
+                raise SystemExit(exit_code)
+
+
+@contextmanager
+def _asyncio_handles_ctrl_c() -> Iterator[None]:
+    """Let `asyncio.run` set its handler of SIGINT, also if SIGINT is ignored, as in a script's background jobs.
+
+    `asyncio.run` only replaces Python's own handler. An ignored SIGINT is blocked instead meanwhile.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        yield
+        return
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def print_json(value: Any) -> None:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, Never
 
 import click
 import msgspec
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from penstock import __version__
 from penstock.cli.app import MODULES, penstock
 from penstock.cli.commands import PenstockCommand
+from penstock.cli.console import sigterm_unwinds
 from penstock.cli.serve import describe_vectors, describe_weights
 from penstock.cluster.replica import ReplicaSpec
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError, ModelLoadError, UsageError
 from penstock.core.messages import PoolerCard
 from penstock.core.request import Pooling
+from penstock.models.hub import ModelHub, OnProgress, PullProgress
 from penstock.serve import server
 from tests.gateway.fake_engine import model_card
 
@@ -37,7 +43,16 @@ def fail(kind: str) -> None:
         "bug": ValueError("seven"),
         "interrupt": KeyboardInterrupt(),
     }
+    if kind == "cleanup":
+        try:
+            raise KeyboardInterrupt
+        finally:
+            [].pop()  # as a progress bar that was interrupted half started fails when it is stopped
     raise errors[kind]
+
+
+def _press_ctrl_c(_: object) -> Never:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
@@ -47,11 +62,58 @@ def fail(kind: str) -> None:
         ("load", 1, "Error: It is no model.\n"),
         ("config", 2, "Error: It is set wrongly.\n"),
         ("interrupt", 130, "Interrupted.\n"),
+        ("cleanup", 130, "Interrupted.\n"),
     ],
 )
 def test_an_error_is_a_sentence_a_hint_and_an_exit_code(kind: str, exit_code: int, text: str) -> None:
     result = CliRunner().invoke(fail, [kind])
     assert (result.exit_code, result.stderr, result.stdout) == (exit_code, text, "")
+
+
+def test_ctrl_c_before_a_subcommand_runs_ends_with_the_same_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.cli.app.import_module", _press_ctrl_c)
+    result = CliRunner().invoke(penstock, ["version"])
+    assert (result.exit_code, result.stderr) == (130, "Interrupted.\n")
+
+
+@pytest.mark.parametrize("on_ctrl_c", [signal.default_int_handler, signal.SIG_IGN])
+def test_sigterm_cancels_a_running_event_loop_as_ctrl_c_does(on_ctrl_c: Any) -> None:
+    previous = signal.signal(signal.SIGINT, on_ctrl_c)
+    steps: list[str] = []
+
+    async def work() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        steps.append("the step was not torn")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            steps.append("the task cleaned up")
+
+    try:
+        with pytest.raises(SystemExit) as ended, sigterm_unwinds():
+            asyncio.run(work())
+        assert signal.getsignal(signal.SIGINT) is on_ctrl_c
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert ended.value.code == 143
+    assert steps == ["the step was not torn", "the task cleaned up"]
+
+
+def test_a_pull_whose_progress_bar_is_half_started_ends_with_the_exit_code_of_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pull(_: ModelHub, name: str, on_progress: OnProgress) -> Path:
+        on_progress(PullProgress("downloading", 0, 1))
+        return tmp_path / name
+
+    monkeypatch.setattr(ModelHub, "ensure", pull)
+    monkeypatch.setattr(Console, "push_render_hook", lambda *_: signal.raise_signal(signal.SIGTERM))
+    result = CliRunner(env={"PENSTOCK_CACHE": str(tmp_path)}).invoke(penstock, ["pull", "smollm2-135m"])
+    assert result.exit_code == 143, result.stderr
+    assert "Error" not in result.stderr
 
 
 def test_a_bug_is_a_sentence_unless_debugging() -> None:
