@@ -38,8 +38,11 @@ def answer_to(served: BoundedServed, sent: bytes) -> bytes:
         (LINE + b"Host: user@a\r\n" + LENGTH, "does not hold a host"),
         (LINE.replace(b"/v1", b"http://a/v1") + HOST + LENGTH, "one host in its first line"),
         (LINE.replace(b"/v1", b"http://u@localhost/v1") + HOST + LENGTH, "one host in its first line"),
-        (LINE + HOST + b"Transfer-Encoding: gzip, chunked\r\n", "Of transfer codings"),
-        (LINE.replace(b"1.1", b"1.0") + HOST + b"Transfer-Encoding: chunked\r\n", "Of transfer codings"),
+        (LINE + HOST + b"Transfer-Encoding: gzip, chunked\r\n", "only supported transfer coding"),
+        (
+            LINE.replace(b"1.1", b"1.0") + HOST + b"Transfer-Encoding: chunked\r\n",
+            "only supported transfer coding",
+        ),
         (LINE.replace(b"1.1", b"2.0") + HOST + LENGTH, "HTTP/1.1"),
         (LINE + HOST + b"Authorization: Bearer a\r\nAuthorization: Bearer b\r\n" + LENGTH, "'authorization'"),
         (LINE + HOST + b"X-Api-Key: a\r\nX-Api-Key: b\r\n" + LENGTH, "'x-api-key'"),

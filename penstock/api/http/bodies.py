@@ -1,16 +1,44 @@
-"""Bounds the memory of bodies that have begun to arrive: of all requests of a process together, and of a workspace.
+"""Bounds on bodies that are arriving: on the memory of all bodies of a process and of a workspace, and on the framing
+and the speed of each body.
 
-Without a bound, a few hundred connections that each send most of a large body, and then wait, would hold gigabytes.
+Without a bound on memory, a few hundred connections that each send most of a large body, and then wait, would hold
+gigabytes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from penstock.core.errors import Overloaded, RateLimited
 
 WORKSPACE_SHARE = 4  # a workspace may hold one part in so many
 RETRY_AFTER_S = 5.0
+MIN_BODY_BYTES = 16 << 10  # that must arrive in each `body_timeout_s`
+MAX_DISCARDED_BYTES = 64 << 20
+MAX_FRAMING_BYTES = 1 << 20  # of chunks and trailers; small chunks may have more, in proportion to the body
+MAX_FRAMING_FACTOR = 16
+
+
+@dataclass(slots=True)
+class ArrivingBody:
+    """Counts of the bytes of one request's body."""
+
+    num_content_bytes: int = 0
+    num_framed_bytes: int = 0  # the content with its framing
+    num_discarded_bytes: int = 0  # of a body that was refused
+    _num_seen_bytes: int = 0  # of the content, at the last call of `has_grown`
+
+    def has_grown(self) -> bool:
+        """Say whether enough content has arrived since the last call."""
+        num_new_bytes = self.num_content_bytes - self._num_seen_bytes
+        self._num_seen_bytes = self.num_content_bytes
+        return num_new_bytes >= MIN_BODY_BYTES
+
+    @property
+    def is_mostly_framing(self) -> bool:
+        most = MAX_FRAMING_BYTES + MAX_FRAMING_FACTOR * self.num_content_bytes
+        return self.num_framed_bytes - self.num_content_bytes > most
 
 
 class PendingBodies:
@@ -23,11 +51,11 @@ class PendingBodies:
         self._by_workspace: Counter[str] = Counter()
 
     def add(self, workspace_id: str, num_bytes: int) -> None:
-        """Count bytes that are about to be kept. Raises where that is too much; nothing is counted then."""
+        """Count bytes that are about to be kept. Raises if they are too many; nothing is counted then."""
         if self._by_workspace[workspace_id] + num_bytes > self._max_workspace_bytes:
             raise RateLimited(
                 f"Request bodies of this workspace that have not arrived in full hold {self._max_workspace_bytes} "
-                "bytes, which is all that they may.",
+                "bytes, which is the limit.",
                 hint="Send fewer large bodies at a time.",
                 retry_after_s=RETRY_AFTER_S,
             )

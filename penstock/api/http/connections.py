@@ -1,4 +1,4 @@
-"""What all connections of a server share: their limits, their counts, and the timers of their clients."""
+"""Limits and counts that all connections of a server share, and the timers of single connections."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from penstock.api.http.turns import Turns
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.metrics.table import metrics
 
-HELD_UP_S = 1.0  # a timer that is later than this tells that the process stood still
+HELD_UP_S = 1.0  # a timer that fires later than this shows that the process was suspended
 
 
 class ClientTimer:
-    """A time limit for a client, counted in steps. A step in which this process stood still (a frozen machine, say)
-    counts for its own length only, and the last one is repeated, once: what the client has sent meanwhile is not read
-    yet."""
+    """A time limit for a client, counted in short steps. A step during which this process was suspended (on a frozen
+    machine, say) counts with its own length only. The last step is then repeated once, because the bytes that the
+    client has sent meanwhile are not read yet."""
 
     __slots__ = ("_due_s", "_handle", "_is_repeated", "_left_s", "_loop", "_on_timeout")
 
@@ -44,8 +44,8 @@ class ClientTimer:
         self._handle = self._loop.call_later(step_s, self._end_step)
 
     def _end_step(self) -> None:
-        stood_still = self._loop.time() - self._due_s > HELD_UP_S
-        if stood_still and not self._left_s and not self._is_repeated:
+        was_suspended = self._loop.time() - self._due_s > HELD_UP_S
+        if was_suspended and not self._left_s and not self._is_repeated:
             self._is_repeated, self._left_s = True, HELD_UP_S
         if self._left_s > 0.0:
             self._start_step()
@@ -54,8 +54,8 @@ class ClientTimer:
 
 
 class ClientNoise(logging.Filter):
-    """Drops uvicorn's complaints about what clients send: any client could fill the logs with them. They are
-    counted instead."""
+    """Drops uvicorn's warnings about malformed requests, with which any client could fill the logs. Metrics count
+    these requests instead."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(("Invalid HTTP", "Invalid UTF-8", "Unsupported upgrade"))
@@ -89,7 +89,7 @@ class ConnectionLimits:
     pending_bodies: PendingBodies
     metrics: ConnectionMetrics = field(default_factory=ConnectionMetrics)
     turns: Turns = field(default_factory=Turns)
-    is_leaving: bool = False  # each connection then ends after its next answer
+    is_leaving: bool = False  # while draining, each connection ends after its next answer
     # Called with the number of open connections when it changes.
     on_count: Callable[[int], None] | None = None
 
@@ -106,7 +106,8 @@ class ConnectionLimits:
 
 
 class StallTimer:
-    """Drops a connection whose client lets our bytes wait for too long. Closing would wait for those bytes."""
+    """Aborts a connection whose client has not read our bytes for too long. A plain close would wait for those
+    bytes."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
@@ -124,3 +125,48 @@ class StallTimer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class IdleTimer:
+    """Closes a connection that no request has used for `limit_s`. One timer serves all requests of a connection: a
+    timer for each answer would cost more than writing the answer."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float, transport: asyncio.Transport) -> None:
+        self._loop = loop
+        self._limit_s = limit_s
+        self._transport = transport
+        self._since_s: float | None = None  # when the last answer ended, until something arrives
+        self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._since_s is not None
+
+    def start(self) -> None:
+        self._since_s = self._loop.time()
+        if self._handle is None:
+            self._look_after(self._limit_s)
+
+    def stop(self) -> None:
+        """End the idle time. The timer itself may go on: it then finds that the connection is in use."""
+        self._since_s = None
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _look_after(self, seconds: float) -> None:
+        self._handle = self._loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        self._handle = None
+        if self._since_s is None or self._transport.is_closing():
+            return  # the end of the next answer starts the timer again
+        left_s = self._since_s + self._limit_s - self._loop.time()
+        if left_s > 0:
+            self._look_after(left_s)
+        elif left_s < -HELD_UP_S:  # the process was suspended: a request may have arrived meanwhile
+            self.start()
+        else:
+            self._transport.close()

@@ -1,7 +1,7 @@
-"""One request and its answer below ASGI, for the requests that come by the thousand.
+"""One request and its answer below ASGI: the fast path for plain POST requests.
 
-Does what uvicorn's own cycle does, in a fraction of the steps: uvicorn matches patterns against every header of every
-answer, which costs as much as a look-up of the caller's key and limits together.
+It does the work of uvicorn's own cycle at a fraction of the cost: uvicorn matches patterns against every header of
+every answer, which costs as much as the look-up of the caller's key and limits together.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 class Exchange(RequestResponseCycle):
     """A cycle whose application writes the names of headers in lower case, and leaves the framing of bodies to the
     server. Not for HEAD, nor for statuses without a body. The head leaves with the first piece of the body, in one
-    packet: a second one would cost a short answer as much as the rest of it."""
+    packet: a second packet would double the cost of a short answer."""
 
-    _head = b""  # until it leaves
+    _head = b""  # until it is sent
 
     async def send(self, message: ASGISendEvent) -> None:
         if self.flow.write_paused and not self.disconnected:

@@ -1,21 +1,22 @@
-"""Checks on the head of a request. What a proxy in front of the server might read in another way is refused, because
-the proxy and the server would then disagree on who asks for what, or on where a request ends (RFC 9112)."""
+"""Checks on the head of a request. An ambiguous head is refused: a proxy in front of the server might read it in
+another way, and disagree with the server on who sends a request, or on where the request ends (RFC 9112)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import httptools
 
 from penstock.core.errors import InvalidRequest
 
-# A request has one of each at most: a proxy might have checked the other one.
+# Headers that a request may have once only: a proxy might have checked the other one.
 SINGLE_HEADERS = frozenset({b"host", b"transfer-encoding", b"authorization", b"x-api-key", b"api-key"})
 _HOST_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~:[]%!$&'()*+;="
+_UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 
 def is_plain_target(target: bytes) -> bool:
-    """Whether the target of a request is a path, with or without a query, that needs no decoding."""
+    """Say whether the target of a request is a path, with or without a query, that needs no decoding."""
     is_path = target[:1] == b"/" and target[:2] != b"//"
     return is_path and target.isascii() and b"%" not in target and b"#" not in target
 
@@ -32,8 +33,20 @@ def check_head(http_version: str, target: bytes, singles: Mapping[bytes, bytes])
     elif host.strip(_HOST_BYTES):
         raise InvalidRequest("The header 'host' of the request does not hold a host.")
     if coding is not None and (http_version == "1.0" or coding.strip().lower() != b"chunked"):
-        raise InvalidRequest("Of transfer codings, only 'chunked' in HTTP/1.1 is taken here.")
+        raise InvalidRequest("The only supported transfer coding is 'chunked', in HTTP/1.1.")
     if target[:1] != b"/" and host is not None and httptools.parse_url(target).host is not None:
         authority = target.partition(b"://")[2].partition(b"/")[0].partition(b"?")[0]
         if authority.lower() != host.lower():
             raise InvalidRequest("The request names one host in its first line, and another in its headers.")
+
+
+def head_without_upgrade(method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the head of an HTTP/1.1 request without its offer to change the protocol."""
+    head = [method, b" ", target, b" HTTP/1.1\r\n"]
+    for name, value in headers:
+        if name == b"connection":
+            tokens = [token.strip() for token in value.split(b",")]
+            value = b", ".join(token for token in tokens if token.lower() not in _UPGRADE_HEADERS)
+        if name not in _UPGRADE_HEADERS and value:
+            head += [name, b": ", value, b"\r\n"]
+    return b"".join(head) + b"\r\n"

@@ -19,11 +19,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from penstock.api.http.answer_transports import HeldHead, UnframedBody
-from penstock.api.http.connections import HELD_UP_S, ClientTimer, ConnectionLimits, StallTimer
+from penstock.api.http.bodies import MAX_DISCARDED_BYTES, ArrivingBody
+from penstock.api.http.connections import ClientTimer, ConnectionLimits, IdleTimer, StallTimer
 from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.errors import error_body
 from penstock.api.http.exchange import Exchange
-from penstock.api.http.heads import SINGLE_HEADERS, check_head, is_plain_target
+from penstock.api.http.heads import SINGLE_HEADERS, check_head, head_without_upgrade, is_plain_target
+from penstock.api.http.request_worker import RequestWorker
 from penstock.api.http.turns import (
     MAX_PIECE_PARTS,
     MAX_TURN_PARTS,
@@ -36,50 +38,44 @@ from penstock.api.http.websocket_protocol import BoundedWebSocketProtocol
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
 
-MIN_BODY_BYTES = 16 << 10  # that must arrive in each `body_timeout_s`
-MAX_DISCARDED_BYTES = 64 << 20
-MAX_FRAMING_BYTES = 1 << 20  # of chunks and trailers; small chunks may have more, in proportion to the body
-MAX_FRAMING_FACTOR = 16
 MAX_HEADERS = 100
-UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
 # An empty SETTINGS frame, and GOAWAY with the code HTTP_1_1_REQUIRED (RFC 9113).
 HTTP2_REFUSAL = bytes.fromhex("000000 04 00 00000000000008 07 00 00000000 00000000 0000000d")
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
+    """A client's HTTP/1 connection, with limits. `limits` is set on subclasses, by `bounded_protocols`."""
+
     limits: ClassVar[ConnectionLimits]
     flow: HeldFlow
+    _worker: RequestWorker
+    _idle: IdleTimer
 
     def __init__(
         self, config: Config, server_state: ServerState, app_state: dict[str, Any], **options: Any
     ) -> None:
         super().__init__(config, server_state, app_state, **options)
         self._stall = StallTimer(self.limits)
-        self._unread = memoryview(b"")  # what has arrived and is not parsed yet
+        self._unread = memoryview(b"")  # bytes that have arrived and are not parsed yet
         self._num_parts = 0  # requests and pieces of bodies since the turn began
         self._piece_bytes = MIN_PIECE_BYTES
         self._timer: ClientTimer | None = None
-        self._singles: dict[bytes, bytes] = {}  # the headers of which a request may have one, by name
+        self._singles: dict[bytes, bytes] = {}  # values of the request's SINGLE_HEADERS, by name
         self._awaits_body = False
-        self._awaits_head = True  # a new connection is there for a reason
+        self._awaits_head = True  # the first request is expected at once
         self._began_in_this_chunk = False
         self._num_chunk_bytes = 0
         self._num_head_bytes = 0
-        self._num_body_bytes = 0
-        self._num_discarded_bytes = 0
-        self._num_content_bytes = 0  # of the whole body
-        self._num_framed_bytes = 0  # of the whole body as it came, with its framing
-        self._idle_since: float | None = None  # when the last answer ended, until something arrives
-        self._worker: asyncio.Task[None] | None = None  # answers the requests of this connection
-        self._work: tuple[RequestResponseCycle, ASGI3Application] | None = None  # that the worker takes next
-        self._worker_waits: asyncio.Future[None] | None = None
-        self._on_departure: Callable[[], None] | None = None  # of the request that is being answered
+        self._body = ArrivingBody()
+        self._on_departure: Callable[[], None] | None = None  # callback of the request that is being answered
         self._extensions: dict[str, dict[object, object]] = {ON_DEPARTURE: {"watch": self.watch_departure}}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = HeldFlow(transport)
+        self._worker = RequestWorker(self.loop, transport, self.tasks)
+        self._idle = IdleTimer(self.loop, self.timeout_keep_alive, transport)
         if self.limits.count(+1) > self.limits.config.max_connections:
             self.limits.metrics.num_refused += 1
             self._refuse(Overloaded("This server has as many connections as it can hold.", retry_after_s=5.0))
@@ -92,15 +88,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._disarm()
         self._stall.stop()
         super().connection_lost(exc)
-        self._dismiss()
+        self._worker.wake()
+        self._idle.cancel()
         if self._on_departure is not None:
             self._on_departure()
 
     def watch_departure(self, on_departure: Callable[[], None] | None) -> None:
-        """Call `on_departure` when the client goes away. One request of a connection is answered at a time."""
+        """Call `on_departure` when the client disconnects. One request of a connection is answered at a time."""
         self._on_departure = on_departure
         if on_departure is not None:
-            self.flow.resume_reading()  # a large body may have paused it, and only reading shows a departure
+            self.flow.resume_reading()  # a large body may have paused reading, without which no disconnect is seen
             if self.transport.is_closing():
                 self.loop.call_soon(on_departure)
 
@@ -124,8 +121,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.limits.turns.wait(self.loop, self._read_on)
 
     def _read_on(self) -> None:
-        """Parse what has arrived, piece by piece. After many requests or chunks, other connections have their turn.
-        After requests that did not wait for the answers before theirs, those answers do."""
+        """Parse the bytes that have arrived, piece by piece. Parsing stops after many requests or chunks, so that
+        other connections have their turn, and while pipelined requests wait for their answers."""
         if self.transport.is_closing():
             self._unread = memoryview(b"")
             return
@@ -144,10 +141,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._read_on_soon()
         elif not self._unread:
             is_full = self.cycle is not None and len(self.cycle.body) > HIGH_WATER_LIMIT
-            self.flow.let_go(resume=not (is_full or self.pipeline))
+            self.flow.release(resume=not (is_full or self.pipeline))
 
     def _read(self, data: bytes) -> None:
-        """A request that arrives in one piece, as most do, costs no timer."""
+        """Parse one piece. Timers start only for a request that is incomplete after it: most requests arrive
+        whole."""
         if self.transport.is_closing():
             return
         if data.startswith(HTTP2_PREFACE) and self.scope is None:
@@ -159,14 +157,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or self.transport.get_protocol() is not self:
             return
         if self._awaits_body:
-            self._num_framed_bytes += len(data)
+            self._body.num_framed_bytes += len(data)
             self._check_framing()
             if self._timer is None and not self.transport.is_closing():
                 self._arm(self.limits.config.body_timeout_s, self._body_timed_out)
         elif self._awaits_head or self._is_idle_without_timer:
             if self._timer is None:
                 self._arm(self.limits.config.header_timeout_s, self._head_timed_out)
-            # What came with the end of an earlier request is not counted: no chunk is larger than a read buffer.
+            # Bytes in one chunk with the end of an earlier request are not counted: a chunk is at most a read buffer.
             if not self._began_in_this_chunk:
                 self._num_head_bytes += len(data)
                 self._check_head_size(self._num_head_bytes)
@@ -188,25 +186,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _offers_upgrade(self) -> bool:
-        """Whether a request offers an upgrade to a protocol that is not supported, such as HTTP/2 over plain TCP."""
+        """Say whether the request offers an upgrade to an unsupported protocol, such as HTTP/2 over plain TCP."""
         return bool(self.parser.should_upgrade()) and self._get_upgrade() not in (None, b"websocket")
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """Read the request again as if it did not offer to change the protocol. An offer may be ignored (RFC 9110),
-        but the parser leaves out the body of a request that makes one."""
-        head = [self.parser.get_method(), b" ", self.url, b" HTTP/1.1\r\n"]
-        for name, value in self.headers:
-            if name == b"connection":
-                tokens = [token.strip() for token in value.split(b",")]
-                value = b", ".join(token for token in tokens if token.lower() not in UPGRADE_HEADERS)
-            if name not in UPGRADE_HEADERS and value:
-                head += [name, b": ", value, b"\r\n"]
+        """Parse the request again without its offer to change the protocol. A server may ignore the offer (RFC 9110),
+        but the parser skips the body of a request that makes one."""
+        head = head_without_upgrade(self.parser.get_method(), self.url, self.headers)
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
-        self._feed(b"".join(head) + b"\r\n" + rest)
+        self._feed(head + rest)
 
     def _refuse_http2(self) -> None:
-        """Tell a client that begins with HTTP/2, in HTTP/2, to use HTTP/1.1 instead."""
+        """Tell a client that starts with HTTP/2 to use HTTP/1.1, in a frame of HTTP/2."""
         self._disarm()
         self.limits.metrics.num_malformed += 1
         self.transport.write(HTTP2_REFUSAL)
@@ -214,43 +206,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_idle_without_timer(self) -> bool:
-        """Line breaks between requests end the idle time, and begin nothing."""
+        """Say whether the connection waits for a request with no timer: line breaks between requests stop the idle
+        timer, and start no request."""
         is_idle = self.cycle is None or self.cycle.response_complete
-        return is_idle and self._idle_since is None
-
-    # One task and one timer for all requests of a connection: either costs more than what a request does with it.
+        return is_idle and not self._idle.is_running
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._work = cycle, app
-        if not self._wake_worker():  # there is none, or it has not yet let go of the request before
-            self._worker = self.loop.create_task(self._answer_requests())
-            self._worker.add_done_callback(self.tasks.discard)
-            self.tasks.add(self._worker)
-
-    async def _answer_requests(self) -> None:
-        me = asyncio.current_task()
-        while self._work is not None and self._worker is me:
-            (cycle, app), self._work = self._work, None
-            await cycle.run_asgi(app)
-            if self._worker is not me or self.transport.is_closing():
-                return
-            self._worker_waits = self.loop.create_future()
-            await self._worker_waits
-
-    def _wake_worker(self) -> bool:
-        """Whether a worker waited. One that was cancelled meanwhile does not."""
-        waits, self._worker_waits = self._worker_waits, None
-        if waits is None or waits.done():
-            return False
-        waits.set_result(None)
-        return True
-
-    def _dismiss(self) -> None:
-        """End a worker that waits, and the timer. A worker that is busy ends by itself."""
-        self._wake_worker()
-        if self.timeout_keep_alive_task is not None:
-            self.timeout_keep_alive_task.cancel()
-            self.timeout_keep_alive_task = None
+        self._worker.answer(cycle, app)
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -263,34 +225,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if work is not None:
             self.limits.turns.wait(self.loop, partial(self._start_pipelined, *work))
             return
-        self._idle_since = self.loop.time()
-        if self.timeout_keep_alive_task is None:
-            self._look_for_idleness_after(self.timeout_keep_alive)
+        self._idle.start()
 
     def _start_pipelined(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Answer a request that arrived before the answer to the one in front of it was sent."""
+        """Answer a request that arrived before the previous request was answered."""
         if not self.transport.is_closing():
             self.limits.turns.spend(self.loop, PIPELINED_REQUEST_PARTS)
             self._start_asgi_task(cycle, app)
 
     def _unset_keepalive_if_required(self) -> None:
-        self._idle_since = None
-
-    def _look_for_idleness_after(self, seconds: float) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
-
-    def timeout_keep_alive_handler(self) -> None:
-        self.timeout_keep_alive_task = None
-        if self._idle_since is None or self.transport.is_closing():
-            return  # the end of the next answer starts the timer again
-        left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
-        if left_s > 0:
-            self._look_for_idleness_after(left_s)
-        elif left_s < -HELD_UP_S:  # this process stood still: a request may have come meanwhile
-            self._idle_since = self.loop.time()
-            self._look_for_idleness_after(self.timeout_keep_alive)
-        else:
-            self.transport.close()
+        self._idle.stop()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -317,10 +261,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self._offers_upgrade:
-            return  # the request is read once more
+            return  # `_feed` parses the request again
         self._awaits_head = False
         self._disarm()
-        # The head of most requests comes in one chunk, with all else that the chunk holds.
+        # Most heads arrive within one chunk: a small chunk has no large head.
         if not self._began_in_this_chunk or self._num_chunk_bytes > self.limits.config.max_header_bytes:
             self._check_head_size(len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
             if self.transport.is_closing():
@@ -328,10 +272,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         http_version = self.parser.get_http_version()
         check_head(http_version, self.url, self._singles)
         self._awaits_body = True
-        self._num_body_bytes = 0
-        self._num_discarded_bytes = 0
-        self._num_content_bytes = 0
-        self._num_framed_bytes = 0
+        self._body = ArrivingBody()
         self.scope["extensions"] = self._extensions
         is_post = self.parser.get_method() == b"POST"
         if is_post and http_version == "1.1" and is_plain_target(self.url):
@@ -343,11 +284,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _wrap_transport(self, http_version: str, *, is_post: bool) -> None:
-        """Answers to other methods than POST may have no body that the head could wait for."""
+        """Wrap the transport of answers that uvicorn sends in more than one packet, or frames for HTTP/1.1. Answers
+        to methods other than POST may have no body for the head to wait for."""
         if self.cycle is None:
             return
         if http_version == "1.0":
-            self.cycle.waiting_for_100_continue = False  # which HTTP/1.0 does not have
+            self.cycle.waiting_for_100_continue = False  # HTTP/1.0 has no such response
             self.cycle.transport = UnframedBody(self.transport)
         elif is_post and not self.expect_100_continue:
             self.cycle.transport = HeldHead(self.transport)
@@ -374,18 +316,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         )
         if before is None or before.response_complete:
             self._start_asgi_task(self.cycle, self.app)
-        else:  # the client did not wait for the answer to the request before
+        else:  # a pipelined request
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
         self._num_parts += 1
-        self._num_body_bytes += len(body)
-        self._num_content_bytes += len(body)
+        self._body.num_content_bytes += len(body)
         if self.cycle is not None and self.cycle.response_complete:
-            # The rest of a refused body is read and forgotten, so that its sender comes to read the refusal.
-            self._num_discarded_bytes += len(body)
-            if self._num_discarded_bytes > MAX_DISCARDED_BYTES:
+            # The rest of a refused body is read and dropped: many clients read the refusal only after they sent all.
+            self._body.num_discarded_bytes += len(body)
+            if self._body.num_discarded_bytes > MAX_DISCARDED_BYTES:
                 self.transport.close()
         if self.cycle is not None:
             super().on_body(body)
@@ -400,8 +341,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         self._disarm()
-        self._dismiss()
-        self.limits.count(-1)  # its new protocol counts it from here on
+        self._worker.wake()
+        self._idle.cancel()
+        self.limits.count(-1)  # the WebSocket protocol counts the connection from now on
         super().handle_websocket_upgrade()
 
     def pause_writing(self) -> None:
@@ -413,7 +355,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse_malformed(InvalidRequest("What arrived is not valid HTTP."))
+        self._refuse_malformed(InvalidRequest("The request is not valid HTTP."))
 
     def _refuse_malformed(self, error: PenstockError) -> None:
         self.limits.metrics.num_malformed += 1
@@ -429,17 +371,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _head_timed_out(self) -> None:
-        if self.flow.read_paused:  # the rest of the head may be here, behind requests that are being answered
+        if self.flow.read_paused:  # the rest of the head may wait behind requests that are being answered
             self._arm(self.limits.config.header_timeout_s, self._head_timed_out)
             return
         self._time_out("The request's headers did not arrive in time.")
 
     def _body_timed_out(self) -> None:
-        """A slow application is not the client's fault; a client that sends drop by drop is."""
-        is_paused = self.flow.read_paused
-        is_flowing = self._num_body_bytes >= MIN_BODY_BYTES
-        if is_paused or is_flowing:
-            self._num_body_bytes = 0
+        """Refuse a client that sends too slowly. A paused connection waits for the application, not for the
+        client."""
+        is_flowing = self._body.has_grown()
+        if is_flowing or self.flow.read_paused:
             self._arm(self.limits.config.body_timeout_s, self._body_timed_out)
             return
         self._time_out("The request's body did not arrive in time.")
@@ -460,16 +401,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _check_framing(self) -> None:
         """End a connection whose client sends endless trailers or chunk extensions, which the parser collects."""
-        most = MAX_FRAMING_BYTES + MAX_FRAMING_FACTOR * self._num_content_bytes
-        if self._num_framed_bytes - self._num_content_bytes > most and not self.transport.is_closing():
+        if self._body.is_mostly_framing and not self.transport.is_closing():
             self.limits.metrics.num_malformed += 1
             self._refuse(InvalidRequest("The body of the request has too much framing around it."))
 
     def _refuse(self, error: PenstockError) -> None:
-        """Answer where nothing has been answered yet, and close."""
+        """Send the error unless an answer has been sent already, and close."""
         self._disarm()
-        # An answer that came before the end of its request's body is an answer: a second one would be taken for the
-        # answer to something else.
+        # A request may be answered before its body has ended: the client would take a second answer for the answer to
+        # another request.
         is_answered = (
             self.cycle is not None
             and self.cycle.response_started
@@ -487,7 +427,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 def bounded_protocols(
     config: ServerConfig,
 ) -> tuple[type[BoundedHttpProtocol], type[BoundedWebSocketProtocol], ConnectionLimits]:
-    """Protocol classes for uvicorn, which makes the instances itself and so must find the limits on the class."""
+    """Return protocol classes for uvicorn. Uvicorn creates the instances itself, so the limits are class
+    attributes."""
     limits = ConnectionLimits.of(config)
     http = type("BoundedHttpProtocol", (BoundedHttpProtocol,), {"limits": limits})
     websocket = type("BoundedWebSocketProtocol", (BoundedWebSocketProtocol,), {"limits": limits})

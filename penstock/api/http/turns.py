@@ -1,4 +1,4 @@
-"""How much of what connections have sent is parsed before others have their turn.
+"""Fair parsing: bounds on the bytes of one connection that are parsed before other connections have their turn.
 
 One read of a socket may hold thousands of tiny requests, chunks or frames, and each costs far more than its bytes.
 A client may open hundreds of connections, so a turn of the event loop has one bound for all of them.
@@ -13,16 +13,16 @@ from collections.abc import Callable
 from uvicorn.protocols.http.flow_control import FlowControl
 
 TURN_BYTES = 16 << 10  # parsed at once
-MIN_PIECE_BYTES = 1 << 10  # parsed at once where the parts are small
-MAX_PIECE_PARTS = 8  # of which a large piece may consist
-MAX_TURN_PARTS = 64  # requests, pieces of bodies or frames, after which others have their turn
-MAX_FRESH_PARTS = 256  # in a turn, of connections that have no backlog
-PIPELINED_REQUEST_PARTS = 8  # what the answer to a request costs, beside parsing one part
+MIN_PIECE_BYTES = 1 << 10  # parsed at once if the parts are small
+MAX_PIECE_PARTS = 8  # a piece with more parts than this is followed by a small piece
+MAX_TURN_PARTS = 64  # requests, pieces of bodies or frames, after which other connections have their turn
+MAX_FRESH_PARTS = 256  # parts of connections without a backlog in one turn
+PIPELINED_REQUEST_PARTS = 8  # the cost of answering a request, in parts
 
 
 class Turns:
-    """Lets the connections with a backlog go on one after the other: for so many parts in a turn of the event loop,
-    however many connections there are. A connection without a backlog goes on at once while the turn has room."""
+    """Lets connections with a backlog proceed one after the other, with one limit on the parts that all of them parse
+    in a turn of the event loop. A connection without a backlog proceeds at once while the turn has room."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -40,7 +40,7 @@ class Turns:
             self._begin_soon(loop)
 
     def wait(self, loop: asyncio.AbstractEventLoop, go_on: Callable[[], None]) -> None:
-        """Call `go_on` when it is the connection's turn. It spends what it parses."""
+        """Call `go_on` when it is the connection's turn. `go_on` reports the parts that it parses to `spend`."""
         self._waiting.append(go_on)
         self._begin_soon(loop)
 
@@ -55,13 +55,14 @@ class Turns:
         try:
             while self._waiting and self._num_parts <= MAX_TURN_PARTS:
                 self._waiting.popleft()()
-        finally:  # a connection that fails keeps no other one waiting
+        finally:  # after an error too: the other connections must not wait forever
             if self._waiting:
                 self._begin_soon(loop)
 
 
 class HeldFlow(FlowControl):
-    """Pauses reading until it is let go, whoever resumes it meanwhile: what was read must be parsed first."""
+    """Flow control that can be held: a held connection reads nothing, even if uvicorn resumes reading, until the
+    bytes that were read are parsed."""
 
     is_held = False
 
@@ -69,8 +70,8 @@ class HeldFlow(FlowControl):
         self.is_held = True
         self.pause_reading()
 
-    def let_go(self, *, resume: bool) -> None:
-        """`resume` says whether there was no other reason to pause."""
+    def release(self, *, resume: bool) -> None:
+        """End the hold. `resume` says whether there is no other reason to pause."""
         self.is_held = False
         if resume:
             self.resume_reading()
