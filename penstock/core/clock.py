@@ -8,12 +8,12 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Return the seconds of a clock that never goes back. Only differences mean anything."""
+        """Return the seconds of a monotonic clock. Only differences between two calls have a meaning."""
         ...
 
 
 class SystemClock:
-    now = staticmethod(time.monotonic)  # no frame of Python: some callers ask once per token
+    now = staticmethod(time.monotonic)  # without a Python frame: some callers ask once per token
 
 
 class VirtualClock:

@@ -28,11 +28,12 @@ _SAYS_OTHERWISE = ("additionalProperties", "unevaluatedProperties")
 
 
 class _Unknown(Exception):
-    """The properties of an object cannot be listed: a part says otherwise, or a reference leads elsewhere."""
+    """The properties of an object cannot be listed: a part allows others, or a reference leads out of the schema."""
 
 
 def closed(schema: Any) -> Any:
-    """A copy of the schema with closed objects. Raises InvalidRequest for schemas nested beyond reason."""
+    """Return a copy of the schema with closed objects. Raises InvalidRequest for a schema that is nested too
+    deeply."""
     try:
         return _Closer(schema).closed_root()
     except RecursionError:
@@ -40,7 +41,7 @@ def closed(schema: Any) -> Any:
 
 
 class _Names:
-    """The properties that the parts of one object know, in the order of the schema."""
+    """The properties that the parts of one object define, in the order of the schema."""
 
     def __init__(self) -> None:
         self.properties: dict[str, Any] = {}
@@ -57,7 +58,7 @@ class _Names:
 
 
 class _Closer:
-    """`_own` closes an object that stands alone; `_open` leaves a part of one open. Both close what is inside."""
+    """`_own` closes a whole object; `_open` leaves a part of an object open. Both close the objects inside."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -79,7 +80,7 @@ class _Closer:
             keyword = parts[0]
             branches = schema[keyword]
             if keyword == "$ref":
-                return self._inside(schema)  # its target is closed where it stands
+                return self._inside(schema)  # the target of the reference is closed by itself
             if isinstance(branches, list) and (keyword in _CHOICES or len(branches) == 1):
                 return {**self._inside(schema), keyword: [self._own(branch) for branch in branches]}
         try:
@@ -88,7 +89,8 @@ class _Closer:
             return {**self._inside(schema), **self._opened_parts(schema)}
 
     def _together(self, schema: dict[str, Any], parts: list[str]) -> dict[str, Any]:
-        """Close an object with all its parts. Among alternatives, each is closed with what every alternative has."""
+        """Close an object with all its parts. Each alternative is closed with the properties that all alternatives
+        share."""
         choices = [keyword for keyword in parts if keyword in _CHOICES]
         if len(choices) != 1 or not isinstance(schema[choices[0]], list):
             names = self._names(schema)
@@ -123,7 +125,7 @@ class _Closer:
         return opened
 
     def _open_reference(self, reference: str) -> str:
-        """A reference to the open form of its target, which becomes a definition of its own."""
+        """Return a reference to the open form of its target, which becomes a separate definition."""
         if reference not in self._open_names:
             try:
                 target = self._target(reference)
@@ -140,7 +142,7 @@ class _Closer:
         return f"#/$defs/{self._open_names[reference]}"
 
     def _inside(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """A copy in which the schemas of properties, items and definitions are closed."""
+        """Return a copy in which the schemas of properties, items and definitions are closed."""
         copy = dict(schema)
         for keyword in _MAPS:
             if isinstance(schema.get(keyword), dict):
@@ -154,7 +156,7 @@ class _Closer:
         return copy
 
     def _names(self, schema: Any) -> _Names:
-        """Raises _Unknown where a part says otherwise."""
+        """Return the properties of a schema. Raises _Unknown if they cannot be listed."""
         names = _Names()
         if not isinstance(schema, dict):
             return names
@@ -175,7 +177,7 @@ class _Closer:
 
     def _target_names(self, reference: str) -> _Names:
         if reference not in self._names_of:
-            self._names_of[reference] = _Names()  # for a target that is a part of itself
+            self._names_of[reference] = _Names()  # for a target that refers to itself
             try:
                 self._names_of[reference] = self._names(self._target(reference))
             except _Unknown:
@@ -199,7 +201,7 @@ class _Closer:
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[Any]:
-    """The schemas that describe the same object. Conditional parts count: their properties may be meant."""
+    """Return the schemas that describe the same object. Conditional parts count, since their properties may apply."""
     for keyword in ("allOf", *_CHOICES):
         if isinstance(schema.get(keyword), list):
             yield from schema[keyword]

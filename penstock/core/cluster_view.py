@@ -1,4 +1,4 @@
-"""The view of a fleet for users and programs, and their orders. Plain data; knows no process and no policy.
+"""Views of a fleet for users and programs, and the orders of operators. Plain data; knows no process and no policy.
 
 `/admin/cluster` answers with a `ClusterView` as JSON, and `penstock top` draws one.
 """
@@ -35,7 +35,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolView(msgspec.Struct, frozen=True, kw_only=True):
-    """Replicas that stand in for each other, and the autoscaler's view of them."""
+    """Interchangeable replicas, and the autoscaler's view of them."""
 
     model: str
     role: str
@@ -85,7 +85,7 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecisionView(msgspec.Struct, frozen=True, kw_only=True):
-    """What the autoscaler decided for a pool, or an operator ordered, and the signals at that moment."""
+    """A decision of the autoscaler for a pool, or an operator's order, with the signals at that moment."""
 
     at: float  # Unix seconds
     model: str
@@ -130,7 +130,7 @@ class RoutingView(msgspec.Struct, frozen=True, kw_only=True):
     num_gateways: int = 0
     reasons: dict[str, int] = {}  # requests by reason of their routing decision
     num_prompt_tokens: int = 0
-    num_matched_tokens: int = 0  # tokens that the chosen replica was thought to hold
+    num_matched_tokens: int = 0  # tokens that the router expected in the cache of the chosen replica
 
 
 class HostView(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +149,7 @@ class GatewayView(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     version: str = ""
-    follows: bool = True  # the present directive, which says what share of requests each revision answers
+    follows: bool = True  # the current directive, which sets each revision's share of requests
 
 
 class LeaderView(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,8 +194,8 @@ class HostOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An operator's order about one replica. The autoscaler goes on: where it finds too few or too many replicas, it
-    acts as always."""
+    """An operator's order about one replica. The autoscaler stays active, and corrects the number of replicas if
+    there are too few or too many."""
 
     action: Literal["start", "drain", "resume"]
     replica_id: str | None = None  # to drain or resume
@@ -225,5 +225,5 @@ class FleetControl(Protocol):
         ...
 
     async def order_replica(self, order: ReplicaOrder) -> ClusterView:
-        """Begin to carry out an order. Returns the fleet as it is then."""
+        """Start to carry out an order. Returns the fleet at that moment."""
         ...

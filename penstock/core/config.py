@@ -27,7 +27,7 @@ Placement = Literal["pack", "strict-pack", "strict-spread"]
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of engines: how many there are, and how requests are shared out among them."""
+    """Settings of engines: how many there are, and how requests are distributed among them."""
 
     replicas: Annotated[
         int, Meta(description="Engine processes that serve the model, sharing this machine.", ge=1, le=1024)
@@ -180,16 +180,18 @@ class ExternalServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     url: str  # with or without /v1 at its end
     name: str = ""  # in logs and metrics; empty: host and port
     models: dict[str, str] = {}  # the clients' names → the server's names; empty: all listed models
-    discover: Discover | None = None  # what is behind the URL's host are the servers
+    discover: Discover | None = None  # how the URL's host is resolved to several servers
     address: str = ""  # to connect to instead of the URL's host, once it is known
     port: int | None = None  # to connect to instead of the URL's, once it is known
     region: str = ""
-    cost: float = 0.0  # per token, in any unit: cheaper servers are asked first, while they have room
+    cost: float = 0.0  # per token, in any unit: requests go to cheaper servers first, while these have room
     max_concurrent: int | None = None  # requests at a time; more wait here, by tier
-    continues: bool | None = None  # whether it completes an assistant's message; None: as known of its kind
+    continues: bool | None = (
+        None  # whether the server continues an assistant's message; None: decided by its kind
+    )
     dialect: Dialect = "openai"  # the API that the server speaks
     api_version: str = ""  # of Azure
-    api_key_header: str = ""  # "authorization" has "Bearer" before the key; empty: as the dialect has it
+    api_key_header: str = ""  # "authorization" has "Bearer" before the key; empty: the dialect's default
     takes_cache_control: bool = False  # whether marks of prompt caching are passed on; Anthropic's always are
     shows_cached_tokens: bool = (
         False  # whether clients may see cached tokens, which tell about other clients' prompts
@@ -213,7 +215,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     models: tuple[ExtraModelConfig, ...] = ()
     external: tuple[ExternalServerConfig, ...] = ()
     external_file: str | None = (
-        None  # with the tables of external servers, which are read again when it changes
+        None  # the file with the tables of external servers, which is read again when it changes
     )
     external_urls: tuple[str, ...] = ()  # of external servers that are not in the file
     runs_engines: bool = True  # False: only external servers answer

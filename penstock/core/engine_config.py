@@ -224,7 +224,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the ranks of a replica on several nodes find the first of them. Every node gets its own copy."""
+    """The address at which the ranks of a replica on several nodes find the first rank. Every node gets its own
+    copy."""
 
     host: str  # the address of the first rank's node
     port: int
@@ -297,7 +298,7 @@ class Speculate(msgspec.Struct, frozen=True):
 
 
 def parse_speculate(text: str) -> Speculate:
-    """Read the setting. Raises ConfigError for any other text than those that the error lists."""
+    """Parse the setting. Raises ConfigError, which lists the valid forms, for any other text."""
     kind, equals, argument = text.partition("=")
     if kind in get_args(SpeculateKind) and bool(equals) == bool(argument) == (kind in _ARGUMENTS):
         return Speculate(cast(SpeculateKind, kind), argument)
@@ -307,7 +308,7 @@ def parse_speculate(text: str) -> Speculate:
 
 def parse_sampling_override(text: str) -> dict[str, Any]:
     """Read `override_generation_config`. Raises ConfigError for anything but an object of sampling defaults. A null
-    takes a default of the model's makers away."""
+    removes a default of the model's makers."""
     known = SamplingDefaults.__struct_fields__
     try:
         given = msgspec.json.decode(text, type=dict[str, Any])

@@ -68,7 +68,7 @@ class PenstockError(Exception):
         self.rate_limits: RateLimits | None = None  # the caller's limits, if known
 
     def with_rate_limits(self, rate_limits: RateLimits) -> Self:
-        """Return a copy for one caller, because one error may end many requests, such as the loss of an engine."""
+        """Return a copy for one caller: a single error, such as the loss of an engine, may end many requests."""
         error = copy.copy(self)
         error.rate_limits = rate_limits
         return error
@@ -88,7 +88,7 @@ class InvalidRequest(PenstockError):
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
-    """The numbers of a request that does not fit a model's context, in tokens."""
+    """The token counts of a request that does not fit a model's context."""
 
     context: int
     prompt: int
@@ -96,7 +96,7 @@ class Overflow:
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """`overflow` is None where the numbers are known to another server or process only."""
+    """`overflow` is None if only another server or process knows the counts."""
 
     code = "context_length_exceeded"
 

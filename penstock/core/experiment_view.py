@@ -32,7 +32,7 @@ class ArmView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DifferenceView(msgspec.Struct, frozen=True, kw_only=True):
-    """The objective of the second set less that of the first, with its confidence interval."""
+    """The difference of objectives, second set minus first set, with its confidence interval."""
 
     mean: float
     low: float

@@ -11,7 +11,7 @@ from penstock.core.identity import Scope
 from penstock.core.request import Tier
 
 RedisPolicy = Literal["open", "closed"]
-# Only signatures that a public key checks: with a shared secret, a server that can check a token could also make one.
+# Asymmetric signatures only: with a shared secret, a server that can verify a token could also issue one.
 TokenAlgorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
 ]
@@ -149,7 +149,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The place of keys, usage, files and batches. Nothing is written before one of them is used."""
+    """Settings of the store of keys, usage, files and batches. Nothing is written before one of them is used."""
 
     data_dir: (
         Annotated[
@@ -217,7 +217,7 @@ class OidcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     workspace_claim: str = "workspace"
     workspaces: dict[str, str] = {}  # the claim's value → a workspace's id; empty: the claim holds the id
     default_workspace: str | None = None  # for tokens without the claim; None refuses them
-    scopes_claim: str = "scope"  # words in one text, or a list
+    scopes_claim: str = "scope"  # a text of words, or a list
     scopes: dict[str, Scope] = msgspec.field(
         default_factory=lambda: {f"penstock:{scope}": scope for scope in Scope}
     )

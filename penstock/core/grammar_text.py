@@ -1,4 +1,4 @@
-"""Writes a `Grammar` in the one language that the matcher reads. Knows neither the matcher nor a tokenizer.
+"""Translates a `Grammar` into the language of the matcher. Knows neither the matcher nor a tokenizer.
 
 The gateway checks the same text that the engine compiles. This module validates only what it needs; the matcher's
 compiler validates the rest.
@@ -26,7 +26,7 @@ _BOUNDARIES = (r"\b", r"\B")
 
 def for_matcher(pattern: str) -> str:
     r"""Rewrite a client's regular expression for the matcher, whose dialect is Rust's. `\d` and `\w` mean ASCII, as
-    in JSON Schema; the matcher alone would take the digits and letters of all scripts. `[` in a character class is a
+    in JSON Schema; the matcher's default is the digits and letters of all scripts. `[` in a character class is a
     bracket, not a class inside a class."""
     return "".join(
         r"\[" if piece == "[" and in_class else _ASCII.get(piece, piece)
@@ -35,10 +35,10 @@ def for_matcher(pattern: str) -> str:
 
 
 def without_assertions(pattern: str) -> str:
-    """The pattern without look-aheads, look-behinds and word boundaries, which no grammar can enforce. The result
-    matches everything that the pattern matches, and more."""
+    """Return the pattern without look-aheads, look-behinds and word boundaries, which no grammar can enforce. The
+    result matches everything that the pattern matches, and more."""
     kept: list[str] = []
-    depth = 0  # of groups inside an assertion that is left out
+    depth = 0  # of nested groups inside an assertion that is skipped
     for piece, in_class in _pieces(pattern):
         if depth:
             depth += 0 if in_class else piece.startswith("(") - (piece == ")")
@@ -50,8 +50,8 @@ def without_assertions(pattern: str) -> str:
 
 
 def _pieces(pattern: str) -> Iterator[tuple[str, bool]]:
-    """The characters of a pattern, with what is escaped or opens a look-around in one piece, and whether each stands
-    inside a character class. A class of Rust's own, such as `[[:alpha:]]`, is not looked into."""
+    """Split a pattern into characters, each with a flag for those inside a character class. An escape, the opening of
+    a look-around, and a named class such as `[[:alpha:]]` are one piece each."""
     class_start: int | None = None
     for match in _PIECES.finditer(pattern):
         piece = match[0]
@@ -65,20 +65,20 @@ def _pieces(pattern: str) -> Iterator[tuple[str, bool]]:
             class_start = None
 
 
-# A model may repeat a space for ever; so many spaces in a row indent any sensible answer.
+# A model may repeat spaces forever; this many spaces in a row are enough for any indentation.
 MAX_JSON_SPACES = 40
 MAX_TEXT_BEHIND = 64  # characters, behind the last structure of an answer that `stops_at_text`
 _OPTIONS = "x-guidance"  # the matcher's options in a schema
 _LENIENT = "lenient"
-# What may hold angle brackets in Lark's notation, and a token's name in them.
+# Parts of Lark's notation that may contain angle brackets, and a token's name in angle brackets.
 _LARK_PIECES = re.compile(
     r"""//[^\n]*|"(?:\\.|[^"\\\n])*"|(?P<regex>/(?:\\.|[^/\\\n])+/)|(?P<token><[^<>\[\]\s"]+>)"""
 )
 
 
 class ParameterText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How parameters are written where they are no JSON object: `start`, the name, `middle`, the value, `end`. Texts
-    stand as they are, other values are JSON."""
+    """The form of parameters that are not written as a JSON object: `start`, the name, `middle`, the value, `end`.
+    Strings are written without quotes, other values as JSON."""
 
     start: str
     middle: str
@@ -90,7 +90,8 @@ class ParameterText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TaggedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """From `begin` to `end`, with JSON of this schema between, or with its properties as `parameters`."""
+    """A structure from `begin` to `end`, with JSON of this schema in between, or with the schema's properties as
+    `parameters`."""
 
     begin: str
     schema: dict[str, Any] = {}
@@ -99,9 +100,9 @@ class TaggedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Thoughts from `start` to `end` before the answer, at most `max_tokens` long; then `end`, which is one token, is
-    the only one possible. The model may leave thoughts out unless the prompt has written `start` (`is_open`). A bound
-    answer has `answer_start` in front of it behind thoughts, and `answer_alone` without thoughts."""
+    """Thoughts from `start` to `end` before the answer, at most `max_tokens` long; then `end`, a single token, is
+    forced. The model may skip its thoughts unless the prompt has written `start` (`is_open`). A bound answer has
+    `answer_start` in front of it behind thoughts, and `answer_alone` without thoughts."""
 
     max_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] | None
     start: str
@@ -109,17 +110,17 @@ class ThinkingBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_open: bool = False
     answer_start: str = ""
     answer_alone: str = ""
-    others: tuple[str, ...] = ()  # what an answer without thoughts may begin with; empty: anything
+    others: tuple[str, ...] = ()  # possible beginnings of an answer without thoughts; empty: any
 
 
 class StructuralTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Free text in which certain openings start something structured: what `Grammar.text` holds for this kind.
+    """Free text in which certain openings start a structure: the contents of `Grammar.text` for this kind.
 
-    An opening that begins with one of the `triggers` must go on as one of the `structures`. With `at_least_one`
+    An opening that begins with one of the `triggers` must continue as one of the `structures`. With `at_least_one`
     there is no free text at all: the answer is `prefix`, at most `max_structures` structures with `separator` between
-    them, and `suffix`; or nothing of all this but JSON of the schema `otherwise`, where there is one. With
-    `stops_at_text` the model may write something else behind any structure, without any of the `triggers`. Such text
-    says that no structure follows: the answer ends there, for the reader at once and here soon after.
+    them, and `suffix`; or instead JSON of the schema `otherwise`, if there is one. With `stops_at_text` the model may
+    write free text, without any of the `triggers`, after a structure. No structure follows such text: the parser of
+    the answer stops at the text, and the grammar ends the answer soon after.
     """
 
     structures: tuple[TaggedText, ...]
@@ -133,9 +134,7 @@ class StructuralTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     suffix: str = ""
     otherwise: dict[str, Any] | None = None
     thinking: ThinkingBudget | None = None  # before everything else
-    answer: Grammar | None = (
-        None  # behind thoughts, instead of structures; without either, everything is free
-    )
+    answer: Grammar | None = None  # after thoughts, instead of structures; with neither, the text is free
 
 
 decode_tags = msgspec.json.Decoder(StructuralTags).decode
@@ -143,7 +142,7 @@ decode_tags = msgspec.json.Decoder(StructuralTags).decode
 
 def grammar_text(grammar: Grammar, special_token_ids: Mapping[str, int]) -> str:
     """Return the matcher's text of a grammar. Raises InvalidRequest when the grammar's own text cannot be read.
-    Special tokens, which have no text of their own, are told from ordinary text by `special_token_ids`."""
+    `special_token_ids` are the tokens that have no text of their own."""
     match grammar.kind:
         case "json":
             return _json_grammar({"type": "object"})
@@ -189,8 +188,8 @@ def without_options(schema: Any) -> Any:
 
 
 def _with_options(schema: Any) -> Any:
-    """The schema with closed objects and our options, which replace any in a client's own schema except for the one
-    that `lenient` sets."""
+    """Return the schema with closed objects and our options. They replace the options in a client's schema, except
+    for the option that `lenient` sets."""
     if not isinstance(schema, dict):
         return schema
     pattern = f"[ \\n]{{1,{MAX_JSON_SPACES}}}"
@@ -281,7 +280,7 @@ def _tags(tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:
 def _parameters(
     index: int, schema: dict[str, Any], tags: ParameterText, special_token_ids: Mapping[str, int]
 ) -> str:
-    """Return the rule `body_{index}`: the properties of a schema in order, those that are not required optional."""
+    """Return the rule `body_{index}`: the properties of a schema in order, optional unless required."""
     properties = schema.get("properties")
     required = schema.get("required")
     required = required if isinstance(required, list) else []
@@ -343,7 +342,7 @@ def _thinking_first(
 
 
 def _lark_of(tags: StructuralTags, special_token_ids: Mapping[str, int]) -> str:
-    """Return rules of which `answer_` describes the answer behind thoughts."""
+    """Return rules; the rule `answer_` describes the answer after thoughts."""
     grammar = tags.answer
     if grammar is None:
         return _tags(msgspec.structs.replace(tags, thinking=None), special_token_ids).replace(
@@ -383,7 +382,7 @@ def _only_structures(tags: StructuralTags, special_token_ids: Mapping[str, int])
     if tags.stops_at_text:
         end += " text_behind?"
     times = "*" if tags.max_structures is None else f"{{0,{tags.max_structures - 1}}}"
-    # A separator and what follows are one literal: alone, the separator would be taken for the text behind.
+    # A separator and the text after it are one literal: a separator alone would match as free text.
     return f"{prefix}({any_behind('')}) ({any_behind(tags.separator)}){times}{end}"
 
 

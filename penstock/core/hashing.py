@@ -23,8 +23,8 @@ _TOKEN_BYTES = array("i").itemsize
 
 
 def root_hash(salt: str) -> BlockHash:
-    """Return the start of every chain of one tenant. A personal name in the hash makes sure that no salt gives the
-    hash of a block."""
+    """Return the start of every chain of one tenant. The `person` parameter of BLAKE2b makes sure that no salt gives
+    the hash of a block."""
     return blake2b(salt.encode(), digest_size=_DIGEST_BYTES, person=b"chain root").digest()
 
 
@@ -32,7 +32,7 @@ def chain_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """Return the hash of one full block that follows `parent`."""
     try:
         data, person = array("i", token_ids).tobytes(), b""
-    except OverflowError:  # no model has ids from 2^31 on, but a client may send one
+    except OverflowError:  # no model has ids of 2^31 or more, but a client may send one
         data, person = repr(tuple(token_ids)).encode(), b"large ids"
     return blake2b(parent + data, digest_size=_DIGEST_BYTES, person=person).digest()
 

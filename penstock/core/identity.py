@@ -1,8 +1,8 @@
-"""The caller of a request, and the caller's limits. Knows neither keys nor tokens: the code that checks those makes a
-`Principal`, and the limiter fills in `RateLimits`.
+"""The caller of a request, and the caller's limits. Knows neither keys nor tokens: the code that checks those creates
+a `Principal`, and the limiter fills in `RateLimits`.
 
-Organisations own workspaces, workspaces own keys. The workspace is the wall: caches, files, batches, stored answers
-and usage belong to one workspace and are never visible from another.
+Organisations own workspaces, workspaces own keys. The workspace is the isolation boundary: caches, files, batches,
+stored answers and usage belong to one workspace and are never visible from another.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LimitState(msgspec.Struct, frozen=True):
 
     limit: int
     remaining: int
-    reset_s: float  # until the limit is whole again
+    reset_s: float  # until the limit is fully available again
 
 
 class RateLimits(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class RateLimits(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> LimitState | None:
-        """Return the token limit of which less is left."""
+        """Return the token limit with the least remaining."""
         inputs, outputs = self.input_tokens, self.output_tokens
         if inputs is None or outputs is None:
             return inputs or outputs

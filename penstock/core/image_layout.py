@@ -1,4 +1,4 @@
-"""How many prompt tokens an image has, and which, by the rule of each family of vision-language models.
+"""Rules for the prompt tokens of an image, one for each family of vision-language models.
 
 The gateway writes prompts by these rules from the size of an image alone. The engine runs the image processor of the
 model and checks that both agree. Knows no pixels.
@@ -18,14 +18,14 @@ from penstock.core.errors import InvalidRequest
 
 
 class VisionCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway must know about a model that sees images."""
+    """The facts about a vision-language model that a gateway needs."""
 
     family: str  # a key of `RULES`
     template_token: str  # as the chat template writes an image
     image_token: str  # stands for one row of the encoder's output
     image_token_id: int
     numbers: dict[str, int]  # sizes that the rule of the family needs
-    sees_both_ways: bool = False  # the tokens of an image see each other
+    sees_both_ways: bool = False  # the tokens of an image attend to each other
     shapes: tuple[tuple[int, int], ...] = ()  # heights and widths in pixels that tiles may fill together
 
 
@@ -40,7 +40,7 @@ class ImageLayout(msgspec.Struct, frozen=True):
 
 
 def image_layout(card: VisionCard, width: int, height: int) -> ImageLayout:
-    """Lay out an image of so many pixels. Raises InvalidRequest for a shape that the model cannot see."""
+    """Lay out an image of this height and width. Raises InvalidRequest for a shape that the model cannot process."""
     return RULES[card.family](card, width, height)
 
 

@@ -32,7 +32,7 @@ def _distribution() -> metadata.Distribution | None:
         for distribution in metadata.distributions()
         if any(entry.value == _ENTRY_POINT for entry in distribution.entry_points)
     ]
-    # A source checkout may lie on the path with build metadata beside the installed one, which knows its origin.
+    # A source checkout with build metadata may come first on the path; the installed distribution knows its origin.
     return max(ours, key=lambda distribution: bool(_origin(distribution)), default=None)
 
 

@@ -17,7 +17,7 @@ from penstock.core.request import Request
 
 class KVSource(msgspec.Struct, frozen=True):
     """Another engine that can send the KV of a request's first tokens. With `computes`, that engine computes the
-    missing KV; otherwise it sends only what is in its cache."""
+    missing KV; otherwise it sends only the blocks in its cache."""
 
     endpoint: str  # EngineReady.kv_endpoint
     computes: bool = True
@@ -29,13 +29,13 @@ class MemoryRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True, tag="layout"):
-    """The first message to a receiver: how to reach the sender's memory, and the place of each layer."""
+    """The first message to a receiver: how to reach the sender's memory, and the address of each layer."""
 
     agent_name: str
     agent_metadata: bytes
     memory: str  # "DRAM" or "VRAM", as NIXL calls them
     device_id: int
-    model: str  # a fingerprint: KV of other weights or another number format is of no use
+    model: str  # a fingerprint: KV of other weights or another dtype cannot be used
     layers: tuple[tuple[MemoryRegion, ...], ...]
     others: tuple[KVLayout, ...] = ()  # of the other ranks, each of which has its own part of every block
 
@@ -60,7 +60,7 @@ class BlocksRead(msgspec.Struct, frozen=True, tag="read"):
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, tag="cancel"):
-    """The request has ended, or the receiver needs no KV. Nothing is read any more; not answered."""
+    """The request has ended, or the receiver needs no KV. The receiver reads nothing more; there is no answer."""
 
     fetch: int
 
@@ -104,7 +104,7 @@ ToReceiver: TypeAlias = KVLayout | BlocksOffered | BlocksReady | CannotSend | Re
 
 
 class TransferCodec:
-    """Encoders and decoders for both directions, made once."""
+    """Encoders and decoders for both directions, created once."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()

@@ -1,9 +1,10 @@
 """Every message between a gateway process and an engine process, and the KV events that these messages carry.
 
 Applying the KV events of one replica in order to an empty set gives exactly the hashes that replica can reuse.
-`sequence` starts at 0 and rises by one per event: a reader that sees a gap has missed news and must ask again.
+`sequence` starts at 0 and rises by one per event: a reader that sees a gap has missed events and must ask for a
+restart.
 
-Messages are encoded with msgspec as tagged MessagePack; one engine→gateway message carries the news of a whole step.
+Messages are encoded with msgspec as tagged MessagePack; one engine→gateway message carries all events of a step.
 Times never cross as absolute values, because two processes need not share a clock.
 """
 
@@ -29,7 +30,7 @@ class KVStored(msgspec.Struct, frozen=True, tag="stored"):
 
 
 class KVRemoved(msgspec.Struct, frozen=True, tag="removed"):
-    """These hashes can no longer be reused. Tails come before the blocks they hang on."""
+    """These hashes can no longer be reused. The end of a chain comes before its beginning."""
 
     sequence: int
     block_hashes: tuple[bytes, ...]
@@ -64,7 +65,7 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """A gateway introduces itself and asks for EngineReady. With `wants_kv_events` it gets the engine's KV events
-    from now on, of which the first is a fresh start."""
+    from now on, which start with the whole index."""
 
     wants_kv_events: bool = False
 
@@ -86,9 +87,9 @@ class PoolerCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     source: str = ""  # the file that names the pooling; empty when no file does
     normalizes: bool = True  # whether embeddings are scaled to length 1
     matryoshka: tuple[int, ...] | None = (
-        None  # sizes that vectors may be cut to; empty: any size; None: no other
+        None  # sizes that vectors may be truncated to; empty: any size; None: no truncation
     )
-    cut_to: int | None = None  # numbers that the files keep of a vector
+    cut_to: int | None = None  # the size to which the model's files truncate vectors
     prompts: dict[str, str] = {}  # texts to put in front of an input, by name
     default_prompt: str = ""  # the name of the prompt of inputs that name none
     lower_cases: bool = False
@@ -96,12 +97,12 @@ class PoolerCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     labels: tuple[str, ...] = ()  # of a classifier, whose vectors are logits
     is_multi_label: bool = False  # whether several labels may apply to one text
     scores_pairs: bool = False  # whether the model reads a query and a document together, and gives one score
-    score_activation: Literal["sigmoid", "none"] = "sigmoid"  # from the logit of a pair to its score
+    score_activation: Literal["sigmoid", "none"] = "sigmoid"  # that turns the logit of a pair into its score
     asks_yes_or_no: bool = False  # a language model that is asked whether the document fits the query
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a gateway needs to know about a served model. It travels with EngineReady, so that a gateway needs
+    """The facts about a served model that a gateway needs. The card is sent with EngineReady, so that a gateway needs
     no model files, no torch, and may run on another machine."""
 
     name: str
@@ -125,11 +126,11 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     is_encoder: bool = False  # every token sees the whole text: no tokens are generated, and no KV is kept
     generates: bool = True  # whether the model has a head for tokens
     named_templates: dict[str, str] = {}  # further chat templates by name, such as tool_use
-    sampling_defaults: SamplingDefaults = SamplingDefaults()  # for requests that do not say
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # for requests without these settings
     implementation: str = "native"  # whose code runs the model: native or transformers
     device: str = ""  # the GPU that the model runs on, and what it can and cannot do
-    weights_id: str = ""  # differs between weights of the same shape, so that caches keep them apart
-    vision: VisionCard | None = None  # how prompts have images in them; None for a model of texts only
+    weights_id: str = ""  # differs between weights of the same shape, so that caches do not mix their results
+    vision: VisionCard | None = None  # how images are placed in prompts; None for a text-only model
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
@@ -166,7 +167,7 @@ class DrafterStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Gauges as they stand, and counters since the engine started."""
+    """Current gauges, and counters since the engine started."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -203,7 +204,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     kv_fetched_tokens: int = 0
     kv_read_bytes: int = 0  # of blocks that another engine had cached
     kv_read_s: float = 0.0  # seconds that reading them took
-    num_nan_logits: int = 0  # requests ended because the model produced no numbers for them
+    num_nan_logits: int = 0  # requests that ended because of NaN logits
     num_out_of_memory: int = 0  # requests ended because a step had no memory for them
     drafters: tuple[DrafterStats, ...] = ()  # in the order in which they first drafted
     num_images: int = 0  # in requests that began to run
@@ -229,7 +230,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
-    """The news since the last message. An engine without news sends its stats every HEARTBEAT_INTERVAL_S: silence
+    """The events since the last message. An engine without events sends its stats every HEARTBEAT_INTERVAL_S: silence
     means a long step, or trouble."""
 
     events: tuple[TokenEvent, ...]
@@ -254,7 +255,7 @@ FromEngine: TypeAlias = EngineReady | RequestRejected | StepOutputs | EngineFail
 
 
 class Codec:
-    """Encoders and decoders for both directions, made once."""
+    """Encoders and decoders for both directions, created once."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()

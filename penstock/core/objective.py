@@ -4,7 +4,7 @@
 
 The first two terms are means over requests, and each request counts with at most `MAX_RATIO` times its target: a
 single request that waited for minutes must not hide what happened to all others. A tier has its own targets. The
-objective of all tiers is the mean over their requests, weighted by tier. Pure: takes numbers, knows no clock.
+objective of all tiers is the mean over their requests, weighted by tier. Pure functions without a clock.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ObjectiveSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class TierSums(msgspec.Struct):
     """Sums over the requests of one tier. Sums of several windows or gateways can be added."""
 
-    num_requests: int = 0  # that ended; those that their client left do not count
+    num_requests: int = 0  # that ended; requests whose client disconnected do not count
     num_dropped: int = 0  # refused, failed or too late
     num_begun: int = 0  # that have a time to first token
     ttft: float = 0.0  # sum of the shares of the target
@@ -96,8 +96,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True):
-    """The terms of all tiers together, and of each tier that had requests. With no requests at all, no time and no
-    drop costs anything."""
+    """The terms of all tiers together, and of each tier that had requests. Without requests, the terms of times and
+    drops are zero."""
 
     overall: Terms
     by_tier: dict[Tier, Terms] = {}

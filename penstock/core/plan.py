@@ -91,9 +91,7 @@ class Draft(msgspec.Struct, frozen=True, array_like=True):
     grade: int = 0
 
 
-ON_DEVICE = (
-    -1
-)  # in place of a drafted token's id: the executor's device has it, and the host does not know it yet
+ON_DEVICE = -1  # stands for a drafted token whose id only the executor's device knows so far
 PREDICTION = "prediction"  # the drafter of tokens from an answer that the client has predicted
 NO_DRAFTS: Mapping[str, Draft] = MappingProxyType({})
 
@@ -196,8 +194,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ScoredChunk(msgspec.Struct, frozen=True, array_like=True):
-    """What the executor computed for one chunk with `scores_from`, or for a part of that chunk. `error` replaces the
-    log-probabilities where the model produced no numbers; the request then finishes with FinishReason.ERROR."""
+    """The executor's result for one chunk with `scores_from`, or for a part of that chunk. `error` replaces the
+    log-probabilities if the logits are NaN; the request then finishes with FinishReason.ERROR."""
 
     request_id: str
     logprobs: PromptLogprobs | None
@@ -205,7 +203,7 @@ class ScoredChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
-    """What the executor sampled for one chunk with `samples`. `error` replaces the token when the position could
+    """The executor's sample for one chunk with `samples`. `error` replaces the token when the position could
     not be sampled (NaN logits, say); the request then finishes with FinishReason.ERROR, or with FinishReason.INVALID
     where `is_callers_fault`: the request's own grammar or options allow no token.
 
@@ -256,17 +254,18 @@ class DraftUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, array_like=True):
-    """How an engine came to the first token of a request, for operators who ask why it took so long."""
+    """The history of a request's first token, for operators who look for the cause of a long wait."""
 
     seconds: float  # from the first planned chunk to the first token
     chunks: tuple[
         tuple[float, int], ...
     ]  # seconds after the first planned chunk, and tokens; the first ones only
-    waited_for: str | None = None  # what kept the request in the queue: seats, tokens, blocks or prefix
+    waited_for: str | None = None  # why the request stayed in the queue: seats, tokens, blocks or prefix
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """News about one request after a commit: tokens, its end, or both; before them, log-probabilities of the prompt.
+    """An event of one request after a commit: new tokens, the end, or both; before them, log-probabilities of the
+    prompt.
 
     A step that verified drafts brings several tokens at once, and no token behind the end of the answer. `logprobs`
     has an entry for each token, or none at all. `num_cached_tokens` is set on the first event with a token or an end

@@ -73,7 +73,7 @@ class CommitCall(msgspec.Struct, frozen=True, tag_field="call", tag="commit"):
 
 
 class BeginImportCall(msgspec.Struct, frozen=True, tag_field="call", tag="begin_import"):
-    """A request for room, for KV that another engine has."""
+    """A request for blocks to be filled with KV of another engine."""
 
     now: float
     request: Request

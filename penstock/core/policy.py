@@ -1,6 +1,6 @@
 """Policy sets: named choices of how a server schedules and routes, to be compared with each other.
 
-A set holds only what differs from the settings that the server was started with. The scheduler's part belongs to a
+A set holds only settings that differ from those of the server's start. The scheduler's part belongs to a
 replica and the routing part to a request; see docs/objective.md for the reason.
 """
 

@@ -26,12 +26,10 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # end-of-sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens or the model's context
     CONTENT_FILTER = "content_filter"  # a safety policy cut the answer short
-    ABORT = "abort"  # the client went away or cancelled
+    ABORT = "abort"  # the client disconnected or cancelled
     DEADLINE = "deadline"  # the request's own deadline passed
-    ERROR = "error"  # the engine could not go on with the request
-    INVALID = (
-        "invalid"  # nor could any other engine: its grammar grew too complex, or its options allow no token
-    )
+    ERROR = "error"  # the engine could not continue the request
+    INVALID = "invalid"  # the caller's error: the grammar grew too complex, or the options allow no token
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -42,7 +40,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 # How the hidden states of the last layer become a vector: their mean, the last token's, the first token's, the mean
-# with weights that rise with the position, the maximum of each number; "all" keeps one vector for each token.
+# with weights that rise with the position, the maximum of each element; "all" keeps one vector for each token.
 Pooling: TypeAlias = Literal["mean", "last", "first", "weighted_mean", "max", "all"]
 
 
@@ -66,7 +64,8 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The sampling settings that a model's makers recommend, for requests that do not say. None: not stated."""
+    """The sampling settings that a model's makers recommend, for requests without these settings. None: no
+    recommendation."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -89,12 +88,13 @@ class Dry(msgspec.Struct, frozen=True, omit_defaults=True):
     allowed_length: int = 2
     last_n: int | None = None  # only so many last tokens are searched; None: all
     breakers: bytes = (
-        b""  # no repetition goes across these tokens: bit i % 8 of byte i // 8 stands for token i
+        b""  # a bitmap of tokens that break a repetition: bit i % 8 of byte i // 8 stands for token i
     )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to turn logits into tokens. `n` is not here: the gateway submits n requests that share a prefix."""
+    """The settings by which logits become tokens. `n` is not here: the gateway submits n requests that share a
+    prefix."""
 
     max_tokens: int  # 0 computes the prompt alone, and samples nothing
     min_tokens: int = 0
@@ -110,10 +110,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = (
         None  # number of alternatives to report beside the sampled token; 0 reports it alone
     )
-    # The same for every prompt token but the first, which nothing predicts; None reports none of them. An answer that
+    # The same for the prompt tokens, except for the first, which has no prediction; None reports none. An answer that
     # another engine has begun does not report them again.
     prompt_logprobs: int | None = None
-    stop: tuple[str, ...] = ()  # looked for by the gateway, which alone sees text
+    stop: tuple[str, ...] = ()  # handled by the gateway, because engines see no text
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
@@ -122,8 +122,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     xtc_threshold: float = 0.1  # ... of at least this probability, except for the least probable of them
     top_n_sigma: float = 0.0  # keep tokens within so many standard deviations of the highest logit; 0: all
     dry: Dry | None = None
-    # The three penalties look at the last n tokens of prompt and answer together; None: at the whole answer, and the
-    # repetition penalty at the prompt too.
+    # The three penalties apply to the last n tokens of prompt and answer together; None: to the whole answer, and the
+    # repetition penalty to the prompt too.
     repeat_last_n: int | None = None
     allowed_token_ids: tuple[int, ...] = ()  # only these; empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the answer must not contain
@@ -142,7 +142,9 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_tiles: int = 1
     tile_patches: int = 1
     grid: tuple[int, int] = (0, 0)  # rows and columns of image tokens, where positions depend on them
-    is_whole: bool = False  # the image's tokens see each other, so that one step must compute all of them
+    is_whole: bool = (
+        False  # the image's tokens attend to each other, so that one step must compute all of them
+    )
     data: bytes = b""  # the file, as the client sent it
 
     @property
@@ -151,11 +153,11 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate; with `pooling`, a prompt to embed. `tenant` salts the prefix cache and carries
+    """One sequence to generate; with `pooling`, a prompt to embed. `tenant` salts the prefix cache and is the unit of
     fairness between users.
 
     `output_token_ids` are the start of an answer that another engine has begun: they follow the prompt and count as
-    output in every respect, and only what comes after them is emitted."""
+    output in every respect, and only later tokens are emitted."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
@@ -179,9 +181,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     images: tuple[ImageInput, ...] = ()  # in ascending order of start, without overlap
     prediction: tuple[int, ...] = ()  # the answer that the client expects; only drafters read it
     region: str = ""  # the preferred region; only the router reads this field and the next
-    affinity_key: str = (
-        ""  # a session or prompt_cache_key: requests that have it in common likely share a prefix
-    )
+    affinity_key: str = ""  # a session or prompt_cache_key: requests with the same key likely share a prefix
     # The predicted wait at which the request leaves its region; None: as the router is set, infinite: never.
     spill_over_s: float | None = None
 
@@ -195,9 +195,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def key_token_ids(self) -> tuple[int, ...]:
-        """Return the prompt as block hashes see it: the tokens of an image are replaced by numbers that stand for the
-        image's contents. Two prompts whose images differ have no block with such a token in common. The numbers are
-        negative, so that no token of a text equals one of them."""
+        """Return the prompt as block hashes see it: the tokens of an image are replaced by values derived from the
+        image's contents. Two prompts whose images differ have no block with such a token in common. These values are
+        negative, so that none equals a text token."""
         if not self.images:
             return self.prompt_token_ids
         keys = list(self.prompt_token_ids)

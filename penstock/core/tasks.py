@@ -1,4 +1,4 @@
-"""Runs tasks of an event loop beside other work, and ends them for certain."""
+"""Runs tasks of an event loop in the background, and makes sure that they end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def end_task(task: asyncio.Future[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def running(work: Awaitable[None]) -> AsyncIterator[None]:
-    """Run `work` beside the body, and cancel it behind the body."""
+    """Run `work` while the body runs, and cancel it after the body."""
     task = asyncio.ensure_future(work)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The KV cache decides which block holds what. Knows integer ids and hashes; no tensor, clock or request."""
+"""The KV cache: which block holds which tokens. Knows integer ids and hashes; no tensor, clock or request."""
 
 from penstock.core.hashing import BlockHash, chain_hash, chain_hashes, root_hash
 from penstock.kvcache.block import Block, BlockState, IntegrityError

@@ -22,12 +22,14 @@ class BlockState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RetentionTerm:
-    """Says until when a block's contents are retained. The record moves with the contents, to host memory and back.
-    On the device a pin keeps the block, and may be given up before that time."""
+    """The time until which a block's contents are retained. The record moves with the contents, to host memory and
+    back. On the device, a pin keeps the block from eviction, and may end before that time."""
 
     until: float
     depth: int  # from the root of the chain
-    entry_ttl_s: float | None = None  # set where a retained prefix ends: how long each use prolongs it
+    entry_ttl_s: float | None = (
+        None  # set at the end of a retained prefix: how long each use prolongs the retention
+    )
     was_asked_for: bool = True  # by a client; False for blocks of a preempted request
 
 
@@ -40,8 +42,8 @@ class Block:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.references = 0
-        self.block_hash: BlockHash | None = None  # set exactly while the index leads to this block
-        self.parent: BlockHash | None = None  # set together with block_hash; it need not be indexed itself
+        self.block_hash: BlockHash | None = None  # set exactly while the block is indexed
+        self.parent: BlockHash | None = None  # set together with block_hash; the parent need not be indexed
         self.pinned_until: float | None = None  # only indexed blocks carry a pin, active ones too
         self.term: RetentionTerm | None = None  # of indexed blocks; set while pinned, and may outlast the pin
         self.last_use = 0  # a counter, not a time: the order of last releases

@@ -25,7 +25,8 @@ from penstock.kvcache.windows import window_memory
 def blocks_of_context(
     num_tokens: int, block_size: int, windows: WindowLayout | None, step_tokens: int = 1
 ) -> int:
-    """Return the blocks with memory of a request of so many tokens, of which each step computes `step_tokens`."""
+    """Return the number of blocks with memory that a request of `num_tokens` needs, if each step computes
+    `step_tokens`."""
     num_blocks = -(-num_tokens // block_size)
     if windows is None:
         return num_blocks
@@ -60,7 +61,7 @@ class KVCache:
         windows: WindowLayout | None = None,
     ) -> None:
         """`halves_blocks`: the executor can keep the last tokens of two requests in one block. `states`: the model
-        has layers with a fixed state. `windows`: it has layers that give back blocks behind their window."""
+        has layers with a fixed state. `windows`: the model has layers that free the blocks behind their window."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -76,7 +77,7 @@ class KVCache:
         self.states = self.pool.states
         self.windows = self.pool.windows
         self.window_layout = windows
-        # Blocks of windows are made of the same memory as all others, or of memory of their own.
+        # Window blocks take their memory from the pool of all blocks, or have a pool of their own.
         self.has_window_memory = windows is not None and windows.num_blocks is not None
         self.retention = Retention(self.pool, max_pinned_fraction)
         self._tails = TailHalves(self.pool, enabled=halves_blocks)
@@ -98,8 +99,8 @@ class KVCache:
 
     @property
     def num_memory_blocks(self) -> int:
-        """Return the number of blocks with memory. A model in which every layer has a window uses its blocks only to
-        count tokens, and has memory beside them."""
+        """Return the number of blocks with memory. A model in which every layer has a window uses its pool blocks
+        only to count tokens; its memory is in window blocks."""
         layout = self.window_layout
         return self.num_blocks if layout is None or layout.num_blocks is None else layout.num_blocks
 
@@ -109,8 +110,8 @@ class KVCache:
         return self.num_available if self.windows is None else self.windows.memory.num_available
 
     def num_spare(self, num_blocks: int, num_window_blocks: int) -> int:
-        """Return how many blocks are left once requests got so many blocks, and so many for windows. A negative
-        result counts the missing blocks."""
+        """Return how many blocks remain after requests take these many blocks and window blocks. A negative result is
+        the number of missing blocks."""
         if not self.has_window_memory:
             return self.num_available - num_blocks - num_window_blocks
         lacking = min(0, self.num_available - num_blocks)
@@ -131,11 +132,12 @@ class KVCache:
         return self._tails.num_slots
 
     def open_table(self, found: Sequence[BlockHash] = ()) -> BlockTable:
-        """Open a table that begins with the blocks of a matched prefix, which cannot be evicted from now on."""
+        """Open a table that starts with the blocks of a matched prefix. These blocks cannot be evicted from now
+        on."""
         return BlockTable(self.pool, self._tails, found)
 
     def share_blocks(self, block_ids: Sequence[int]) -> BlockTable:
-        """Open a table of blocks that another table has too, whether or not requests can find them."""
+        """Open a table of blocks that another table has too, indexed or not."""
         self.pool.share(block_ids)
         table = BlockTable(self.pool, self._tails)
         table.block_ids = list(block_ids)
@@ -146,7 +148,7 @@ class KVCache:
         return num_blocks_to_grow(tables, self._tails)
 
     def record_lookup(self, num_tokens: int, num_hit_tokens: int) -> None:
-        """Count a request that starts with so many tokens, of which some were cached."""
+        """Count the tokens of a request that starts, and its cached tokens."""
         self.lookup_tokens += num_tokens
         self.hit_tokens += num_hit_tokens
 
@@ -161,14 +163,12 @@ class KVCache:
         return self.pool.take_copies()
 
     def take_events(self) -> list[KVEvent]:
-        """Return the changes of the index since the last call, in order. When a reader was away for so long that
-        catching up would cost more than starting anew, the events are `cleared` and then everything that is
-        indexed."""
+        """Return the changes of the index since the last call, in order. If the missed events would be more than the
+        whole index, the events are `cleared` and then the whole index."""
         return self.pool.events.take(self.pool.indexed())
 
     def restart_events(self) -> None:
-        """Make the next `take_events` return `cleared` and all that is indexed, for a reader that has missed
-        events."""
+        """Make the next `take_events` return `cleared` and the whole index, for a reader that has missed events."""
         self.pool.events.restart()
 
     def stats(self) -> EngineStats:

@@ -1,9 +1,9 @@
 """Keeps the events of the prefix index that no reader has taken yet.
 
 The log is bounded and loses nothing: when it holds more than a fresh start would need, it drops its events, and the
-next reader gets `cleared` and the whole index instead. A cache whose events have no reader thus pays
-almost nothing for them, and a reader needs no special case. Sequence numbers are given out when events are
-taken, so that they have no gaps whatever was folded together before.
+next reader gets `cleared` and the whole index instead. A cache whose events have no reader thus pays almost nothing
+for them, and a reader needs no special case. Sequence numbers are assigned when events are taken, so that merged or
+dropped events leave no gaps.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class EventLog:
         self._pending = []
 
     def take(self, index: Iterable[tuple[BlockHash, BlockHash]]) -> list[KVEvent]:
-        """Return the events since the last call. `index` gives (hash, parent) of everything indexed now, and is read
-        only when pending events were dropped."""
+        """Return the events since the last call. `index` yields (hash, parent) of every indexed block, and is read
+        only if pending events were dropped."""
         if self._restart:
             self.cleared()
             for block_hash, parent in index:

@@ -24,7 +24,7 @@ from penstock.kvcache.block import Block, BlockState, IntegrityError
 
 
 class PinHeap:
-    """Holds every pin. The pin of an active block takes effect when the block's last reference goes."""
+    """Holds every pin. The pin of an active block takes effect when the block's last reference is released."""
 
     def __init__(self, blocks: list[Block], max_blocks: int) -> None:
         """`blocks` grows up to `max_blocks`."""
@@ -111,7 +111,7 @@ class EvictionOrder:
     def __init__(self, blocks: list[Block], index: Mapping[BlockHash, Block], max_blocks: int) -> None:
         """`blocks` grows up to `max_blocks`."""
         self._blocks = blocks
-        self._index = index  # read only: finds the block that a tail hangs on
+        self._index = index  # read only: finds the parent of a tail
         self._num_cached = 0
         self._cached_children: dict[BlockHash, int] = {}  # parent hash -> cached blocks that follow it
         self._tails: list[tuple[int, int]] = []  # heap of (last_use, block id), stale entries included
@@ -160,7 +160,7 @@ class EvictionOrder:
         self._tails.clear()
 
     def check(self) -> None:
-        """Compare the counts and the heap with what the blocks say."""
+        """Compare the counts and the heap with the records of the blocks."""
         cached = [block for block in self._blocks if block.state is BlockState.CACHED]
         children: dict[BlockHash, int] = {}
         for block in cached:

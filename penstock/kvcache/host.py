@@ -1,9 +1,9 @@
 """Keeps blocks that leave the device in slots of host memory. Knows ids and hashes, no bytes.
 
 Retained blocks leave the device before their time: their slots carry a pin until the retention ends. All others are
-plain: the cache had no room for them any more. When all slots are in use, the plain block that came first is
-dropped, which is the deepest of its chain; without plain blocks, the retained block with the least time left, deepest
-first. So what is left of a chain can still be matched.
+plain: they were evicted from the device. When all slots are in use, the oldest plain block is dropped, which is the
+deepest of its chain; without plain blocks, the retained block with the least time left, deepest first. So the rest of
+a chain can still be matched.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class HostTier:
         return block if (ours.until, -ours.depth) <= (other.until, -other.depth) else held
 
     def hash_at(self, slot: int) -> BlockHash | None:
-        """Return the hash of the block that a slot holds, if it holds one."""
+        """Return the hash of the block in a slot; None if the slot is empty."""
         return self._slots[slot].block_hash
 
     def take(self, block_hash: BlockHash) -> Block:

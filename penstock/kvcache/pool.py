@@ -9,7 +9,7 @@ Every block is in exactly one state, which follows from three facts about it:
     cached   0           yes      no       active by acquire; pinned by retention; free when evicted or cleared
     pinned   0           yes      yes      active by acquire; cached when the pin ends; free when cleared
 
-"Indexed" means that the block is full, and its hash leads to it: any request with the same prefix may take a
+"Indexed" means that the block is full, and is found by its hash: any request with the same prefix may take a
 reference, also while other requests hold one, and nothing is copied. A hash leads to one block. A request that
 computes the same prefix at the same time gets a private block, which becomes free on release.
 
@@ -56,20 +56,22 @@ class BlockPool:
         self.index: dict[BlockHash, Block] = {}  # only this class changes it
         # Records are made when blocks are first handed out: a large cache, or a simulation of many, starts at once.
         self._blocks: list[Block] = []
-        self._free: list[int] = []  # of blocks that were used; a stack: the block freed last is reused first
+        self._free: list[
+            int
+        ] = []  # ids of blocks that were used before; a stack: the block freed last is reused first
         self.cached = EvictionOrder(self._blocks, self.index, num_blocks)
         self.pins = PinHeap(self._blocks, num_blocks)  # shared with Retention, which decides what is pinned
         self.host = HostTier(num_host_blocks)
         self.events = EventLog(max_pending_hashes=2 * num_blocks + 1024)
         self.states = None if states is None else StatePool(self, states)
-        self.windows: WindowPool | None = None  # whose blocks are found by the hashes of this pool's blocks
-        self._lodgers: WindowPool | None = None  # whose blocks take memory from this pool
+        self.windows: WindowPool | None = None  # window blocks that share the hashes of this pool's blocks
+        self._lodgers: WindowPool | None = None  # window blocks that take their memory from this pool
         if windows is not None:
             self._open_windows(windows)
         self.spills = (
-            False  # whether evicted blocks go to host memory that are not retained; set by the scheduler
+            False  # whether evicted blocks that are not retained go to host memory; set by the scheduler
         )
-        self.now = -inf  # the latest time that a caller mentioned
+        self.now = -inf  # the latest time that a caller has passed
         self._copies: list[KVCopy] = []  # in the order of the decisions that need them
         self._num_active = 0
         self._num_releases = 0
@@ -131,7 +133,7 @@ class BlockPool:
         return len(hashes)
 
     def find(self, block_hash: BlockHash) -> Block | None:
-        """Return the block, or the slot of host memory, to which a hash leads."""
+        """Return the block, or the slot of host memory, with this hash."""
         return self.index.get(block_hash) or self.host.index.get(block_hash)
 
     def acquire(self, hashes: Sequence[BlockHash]) -> list[int]:
@@ -174,7 +176,7 @@ class BlockPool:
 
     def restore(self, hashes: Sequence[BlockHash]) -> list[int]:
         """Bring blocks back from host memory, with one reference each. As many blocks must be available."""
-        # Their slots stay out of use meanwhile: making room may send other blocks to host memory.
+        # The slots stay reserved meanwhile, because making room may move other blocks to host memory.
         slots = [self.host.take(block_hash) for block_hash in hashes]
         block_ids = self.allocate(len(slots))
         if block_ids is None:
@@ -190,11 +192,11 @@ class BlockPool:
         self._copies.append(HalfCopy(block_id, offset, to_block_id))
 
     def copy_state(self, copy: StateCopy) -> None:
-        """Copy a state, in turn with the copies of blocks."""
+        """Copy a state, in order with the copies of blocks."""
         self._copies.append(copy)
 
     def lose(self, block_hash: BlockHash) -> None:
-        """Note that a hash leads to no block and no slot any more."""
+        """Record that no block and no slot has this hash any more."""
         self.events.removed(block_hash)
         if self.states is not None:
             self.states.forget(block_hash)
@@ -215,7 +217,7 @@ class BlockPool:
         return bool(self._copies)
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Take another reference on each of these active blocks, whether or not they can be found."""
+        """Take another reference on each of these active blocks, indexed or not."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if not block.references:
@@ -232,7 +234,7 @@ class BlockPool:
             raise IntegrityError(f"block {block_id} is published twice, with different contents")
         if not self.enable_prefix_caching or block_hash in self.index:
             return
-        if block_hash in self.host.index:  # computed again: the older copy in host memory is of no use
+        if block_hash in self.host.index:  # computed again: the copy in host memory is obsolete
             self._move_in(self.host.take(block_hash), block)
             return
         block.block_hash = block_hash
@@ -255,7 +257,7 @@ class BlockPool:
             block.block_hash = block.parent = block.term = None
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give back one reference each; ids in chain order. A block without references stays reusable
+        """Release one reference to each block; ids in chain order. A block without references stays reusable
         if indexed, and is free at once if not."""
         blocks = self._blocks
         for block_id in reversed(block_ids):
@@ -275,8 +277,8 @@ class BlockPool:
                 self.cached.add(block)
 
     def clear(self) -> None:
-        """Forget every prefix, pins included. Active blocks stay with their holders but can no longer be
-        found, and are free once released."""
+        """Forget every prefix, pins included. Active blocks stay with their holders, are no longer indexed, and are
+        free once released."""
         self.pins.clear()
         self.cached.clear()
         self.host.clear()
@@ -313,14 +315,14 @@ class BlockPool:
             raise IntegrityError(f"the count of active blocks, {self._num_active}, is wrong")
 
     def indexed(self) -> Iterator[tuple[BlockHash, BlockHash]]:
-        """Yield (hash, parent) of every block and slot that a hash leads to."""
+        """Yield (hash, parent) of every indexed block and slot."""
         for index in (self.index.items(), self.host.index.items()):
             for block_hash, block in index:
                 if block.parent is not None:
                     yield block_hash, block.parent
 
     def _make_room(self) -> None:
-        """Evict the block that is needed least."""
+        """Evict the block with the least value."""
         lodgers = self._lodgers
         if lodgers is not None and lodgers.num_evictable:
             tail = self.cached.oldest_tail() if len(self.cached) else None

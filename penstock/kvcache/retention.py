@@ -1,8 +1,8 @@
 """Decides which cached prefixes are kept, and until when. Knows hashes and times; no request and no clock.
 
-Prompt caching retains a prefix until a time, which each use may prolong. The pool honours that with a pin, which
-keeps the block from being evicted, as long as the share of pinned blocks allows. When a pin must be given up before
-its time, the retention stays: the block goes to host memory when it is evicted.
+Prompt caching retains a prefix until a time, which each use may prolong. The pool pins such blocks, which keeps them
+from eviction, up to a maximum number of pinned blocks. When a pin must be given up before its time, the retention
+stays: the block goes to host memory when it is evicted.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Retention:
         return num_pinned + num_in_host_memory + min(num_unpinned, self._pool.host.num_free)
 
     def swap_out(self, hashes: Sequence[BlockHash], until: float, now: float) -> None:
-        """Let these blocks go to host memory if they are evicted before a time. Nothing is pinned, and retention that
+        """Move these blocks to host memory if they are evicted before `until`. Nothing is pinned, and retention that
         was decided before stays as it is."""
         self.expire(now)
         for depth, block_hash in enumerate(hashes):
@@ -84,14 +84,15 @@ class Retention:
         return num_pinned
 
     def entry_ttl_s(self, block_hash: BlockHash, now: float) -> float | None:
-        """The time to live of the entry that ends with this block; None if no entry does, or its time is over."""
+        """Return the time to live of the entry that ends with this block; None if no entry does, or the entry has
+        expired."""
         block = self._pool.find(block_hash)
         term = None if block is None else block.term
         return None if term is None or term.until <= now else term.entry_ttl_s
 
     def expire(self, now: float) -> int:
-        """End the retention of blocks whose time has come; returns how many pins ended. Nothing ends before this is
-        called."""
+        """End the retention of blocks whose time has come; returns how many pins ended. Retention never ends without
+        this call."""
         if now > self._pool.now:
             self._pool.now = now
         num_expired = 0
@@ -105,8 +106,8 @@ class Retention:
         return num_expired
 
     def give_way(self, num_blocks: int, num_window_blocks: int = 0) -> None:
-        """Give up pins, the pin with the least time left first, until so many blocks are available, and so many more
-        for windows, or no pin is left."""
+        """Give up pins, the pin with the least time left first, until enough blocks and window blocks are available,
+        or no pin is left."""
         pool = self._pool
         memory = pool if pool.windows is None else pool.windows.memory
         needed = num_blocks + num_window_blocks if memory is pool else num_blocks

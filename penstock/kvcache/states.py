@@ -90,8 +90,8 @@ class StatePool:
         active."""
         source = None if start is None else self._snapshots.get(start)
         if start is not None and source is not None:
-            self._snapshots.move_to_end(start)  # so that this snapshot is the last to make room
-        # A snapshot that makes room may go to host memory, and must not take the place of this one there.
+            self._snapshots.move_to_end(start)  # so that this snapshot is evicted last
+        # An evicted snapshot may go to host memory, and must not replace this snapshot there.
         in_host = self._in_host.pop(start, None) if start is not None and source is None else None
         slot = self._take(may_drop_retained=True)
         if start is not None and in_host is not None:
@@ -104,7 +104,7 @@ class StatePool:
             return slot
         self.num_used += 1
         if source is not None:
-            if slot != source:  # else the snapshot itself made room
+            if slot != source:  # else the snapshot itself was evicted for its slot
                 self._pool.copy_state(StateCopy(slot, source))
         elif in_host is not None:
             self._pool.copy_state(StateCopy(slot, in_host, from_host=True))
@@ -123,7 +123,7 @@ class StatePool:
             self._due[block_hash] = slot
 
     def take_due(self) -> None:
-        """Take the snapshots that are due. Called before each plan decides anything."""
+        """Take the snapshots that are due. Called at the start of each plan."""
         for block_hash, source in self._due.items():
             slot = self._take(may_drop_retained=self._is_retained(block_hash))
             if slot is not None:
@@ -148,7 +148,7 @@ class StatePool:
             self.num_taken += 1
 
     def forget(self, block_hash: BlockHash) -> None:
-        """Drop the snapshot of a block that requests no longer find."""
+        """Drop the snapshot of a block that is no longer indexed."""
         self._due.pop(block_hash, None)
         slot = self._snapshots.pop(block_hash, None)
         if slot is not None:

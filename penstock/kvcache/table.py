@@ -39,7 +39,7 @@ class TailHalves:
         return len(self._spare)
 
     def suffices(self, num_tokens: int) -> bool:
-        """Say whether half a block holds so many tokens, the last of a request."""
+        """Say whether half a block has room for these last tokens of a request."""
         return self._enabled and 0 < num_tokens <= self.num_slots
 
     def take(self) -> tuple[int, int | None]:
@@ -60,7 +60,7 @@ class TailHalves:
         return block_id not in self._spare
 
     def widen(self, block_id: int, offset: int) -> int:
-        """Exchange a half for a whole block, which begins with the contents of the half. If the half's block is
+        """Replace a half by a whole block that starts with the contents of the half. If the half's block is
         shared, a block must be available."""
         pool = self._pool
         if self._spare.pop(block_id, None) is not None:
@@ -79,7 +79,7 @@ class TailHalves:
         self._pool.release((block_id,))
 
     def check_integrity(self, tails: Iterable[tuple[int, int]]) -> None:
-        """Raise unless the halves that are taken, given as (block, offset), and the spare ones make whole blocks."""
+        """Raise unless the halves in use, given as (block, offset), and the spare halves add up to whole blocks."""
         halves = sorted([*tails, *self._spare.items()])
         blocks = sorted({block_id for block_id, _ in halves})
         if halves != [(block_id, offset) for block_id in blocks for offset in (0, self.num_slots)]:
@@ -122,7 +122,7 @@ class BlockTable:
 
     @property
     def num_own_blocks(self) -> int:
-        """Return the number of blocks that certainly come free when the table is closed."""
+        """Return the number of blocks that are certain to be freed when the table is closed."""
         return len(self.block_ids) - self.num_reused_blocks - (self.half_offset is not None)
 
     @property
@@ -170,7 +170,7 @@ class BlockTable:
         return (block_id, 0) != before
 
     def open_windows(self) -> None:
-        """Take the window blocks that the token behind the found prefix sees."""
+        """Take the window blocks that the first token after the found prefix attends to."""
         if self._pool.windows is not None:
             self.windows = WindowTable(self._pool.windows, self._found)
 
@@ -217,6 +217,6 @@ def num_blocks_to_grow(tables: Iterable[BlockTable], tails: TailHalves) -> int:
             num_tails += 1
         elif tails.is_shared(table.block_ids[-1]):
             num_blocks += 1
-        else:  # it takes the other half of its block
+        else:  # the table takes the other half of its own block
             num_spare -= 1
     return num_blocks + max(0, num_tails - num_spare)

@@ -1,7 +1,7 @@
-"""Blocks of layers with a window, which see only the newest tokens of a request. Knows ids, hashes and counts of
-tokens; no tensor and no clock.
+"""Blocks of layers with a window, which attend only to the newest tokens of a request. Knows ids, hashes and counts
+of tokens; no tensor and no clock.
 
-A request gives a block of such layers back when its next token no longer sees any token of that block. So the table
+A request frees a block of such layers when its next token no longer attends to any token of that block. So the table
 of a group of layers is a short run of blocks that moves along with the request, beside the growing table of the
 layers that see everything.
 
@@ -32,7 +32,7 @@ from penstock.kvcache.block import IntegrityError
 
 
 def blocks_in_sight(group: WindowGroup, block_size: int) -> int:
-    """Return the largest number of whole blocks that the token behind them sees."""
+    """Return the largest number of whole blocks in the window of the token after them."""
     return group.window // block_size if group.in_chunks else -(-(group.window - 1) // block_size)
 
 
@@ -104,7 +104,7 @@ class WindowPool:
         return window_memory(self.groups, self.block_size, num_tokens, step_tokens)
 
     def longest(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many leading blocks of a prefix a request can start behind. Changes nothing."""
+        """Return after how many leading blocks of a prefix a request can start. Changes nothing."""
         count, before = len(hashes), -1
         while count and count != before:
             before = count
@@ -150,18 +150,18 @@ class WindowPool:
             self._offer(block)
 
     def publish(self, block: WindowBlock, block_hash: BlockHash) -> None:
-        """Let requests find a full block. If there is one with this hash, the older one stays."""
+        """Index a full block. If the hash is indexed already, the older block stays."""
         if block.block_hash is None and block_hash not in self._index[block.group]:
             block.block_hash = block_hash
             self._index[block.group][block_hash] = block
 
     def withdraw(self, block: WindowBlock) -> None:
-        """Let no request find a block of a table."""
+        """Remove a block of a table from the index."""
         if block.block_hash is not None:
             self._drop(block)
 
     def pin(self, hashes: Sequence[BlockHash]) -> None:
-        """Pin the blocks that a request needs to start behind this prefix, until `unpin` of its last hash."""
+        """Pin the blocks that a request needs to start after this prefix, until `unpin` of its last hash."""
         if not hashes or hashes[-1] in self._pinned or self.longest(hashes) < len(hashes):
             return
         end = len(hashes) * self.block_size
@@ -189,7 +189,7 @@ class WindowPool:
                     self._offer(block)
 
     def forget(self, block_hash: BlockHash) -> None:
-        """Drop the window blocks of a block that requests no longer find."""
+        """Drop the window blocks of a block that is no longer indexed."""
         self.unpin(block_hash)
         for index in self._index:
             block = index.get(block_hash)
@@ -197,14 +197,15 @@ class WindowPool:
                 self._drop(block)
 
     def clear(self) -> None:
-        """Let no request find a block any more."""
+        """Remove all blocks from the index."""
         for index in self._index:
             for block in list(index.values()):
                 self._drop(block)
         self._pinned.clear()
 
     def goes_first(self, last_use: int | None) -> bool:
-        """Say whether a window block is to be evicted before a block with this last use; None: there is no other."""
+        """Say whether a window block is evicted before a pool block with this last use; None: there is no pool
+        block."""
         if self._spent or not self._wanted or last_use is None:
             return self.num_evictable > 0
         return next(iter(self._wanted)).last_use < last_use
@@ -244,17 +245,17 @@ class WindowPool:
         return (block.block_ids for block in blocks)
 
     def _offer(self, block: WindowBlock) -> None:
-        """Let a block be evicted."""
+        """Make a block evictable."""
         (self._wanted if block.is_wanted else self._spent)[block] = None
         self.num_evictable += len(block.block_ids)
 
     def _keep(self, block: WindowBlock) -> None:
-        """Let a block not be evicted any more."""
+        """Make a block not evictable."""
         del (self._wanted if block.is_wanted else self._spent)[block]
         self.num_evictable -= len(block.block_ids)
 
     def _drop(self, block: WindowBlock) -> None:
-        """Take a block out of the index; its memory comes free unless tables have the block."""
+        """Take a block out of the index; its memory is freed unless tables have the block."""
         assert block.block_hash is not None
         del self._index[block.group][block.block_hash]
         block.block_hash = None
@@ -276,7 +277,7 @@ class WindowTable:
     __slots__ = ("_num_told", "_pool", "end", "firsts", "rows", "wanted_ends")
 
     def __init__(self, pool: WindowPool, found: Sequence[BlockHash]) -> None:
-        """Take the blocks that the token behind a prefix sees. `WindowPool.longest` has found them."""
+        """Take the blocks that the first token after a prefix attends to. `WindowPool.longest` has found them."""
         self._pool = pool
         self.end = len(found)  # in blocks
         self.firsts = [
@@ -309,8 +310,8 @@ class WindowTable:
         return max(0, min(num_tokens, (self.end + num_new) * pool.block_size - start))
 
     def advance(self, start: int, end: int) -> None:
-        """Make room for tokens `[start, end)`, and give back what no token from `start` on sees. The steps planned
-        before have read it by the time that a step planned from now on overwrites it."""
+        """Make room for tokens `[start, end)`, and free the blocks that no token from `start` on attends to. The
+        steps planned before have read it by the time that a step planned from now on overwrites it."""
         pool = self._pool
         for group, row in enumerate(self.rows):
             first = self.firsts[group]
@@ -334,14 +335,14 @@ class WindowTable:
         )
 
     def publish(self, index: int, block_hash: BlockHash) -> None:
-        """Let requests find the window blocks of a full block."""
+        """Index the window blocks of a full block."""
         for row, first in zip(self.rows, self.firsts, strict=True):
             if index >= first:
                 self._pool.publish(row[index - first], block_hash)
 
     def withdraw(self, index: int) -> set[WindowBlock]:
-        """Let no request find the blocks from the `index`-th on, because their contents were never written. Returns
-        them."""
+        """Remove the blocks from the `index`-th on from the index, because their contents were never written. Returns
+        these blocks."""
         lost = {
             row[at]
             for row, first in zip(self.rows, self.firsts, strict=True)
@@ -355,14 +356,14 @@ class WindowTable:
         return bool(blocks) and any(block in blocks for row in self.rows for block in row)
 
     def close(self) -> None:
-        """Give back all blocks. Requests that go on from here are likely."""
+        """Free all blocks. Later requests are likely to continue from here."""
         for row in self.rows:
             for block in row:
                 self._pool.release(block, is_wanted=True)
             row.clear()
 
     def _num_spare(self, start: int) -> int:
-        """Return the blocks of memory that come free for sure when the tokens from `start` on are computed."""
+        """Return the blocks of memory that are certain to be freed when the tokens from `start` on are computed."""
         spare = 0
         for group, row in enumerate(self.rows):
             count = min(len(row), self._pool.first_needed(group, start) - self.firsts[group])

@@ -7,13 +7,13 @@ from typing import TypeAlias
 Kind: TypeAlias = tuple[str, int]  # a drafter, and one of its grades
 
 _DECAY = 0.9  # of counts of one request, per draft
-_PRIOR_WEIGHT = 3.0  # as many tries as the engine's estimate counts for
+_PRIOR_WEIGHT = 3.0  # the engine's estimate counts as this many tries
 _LONGEST_PAUSE = 16  # tokens
 
 
 class Tally:
-    """Counts, by position in a draft, how often a token was tried, all tokens in front of it being accepted, and how
-    often it was accepted. Old counts fade."""
+    """Counts, by position in a draft, how often a token was tried (all tokens before it were accepted), and how often
+    it was accepted. Old counts decay."""
 
     __slots__ = ("_accepted", "_decay", "_prior_weight", "_tried")
 
@@ -34,7 +34,7 @@ class Tally:
             self._accepted[position] = self._decay * self._accepted[position] + (position < num_accepted)
 
     def chance(self, position: int, prior: float) -> float:
-        """Estimate the chance of a token, all tokens in front of it being accepted."""
+        """Estimate the chance that a token is accepted, given that all tokens before it are."""
         if position >= len(self._tried):
             return prior
         weight = self._prior_weight
@@ -42,13 +42,13 @@ class Tally:
 
 
 class Drafting:
-    """Holds what one request's drafts have taught. Kept by Speculation."""
+    """The acceptance statistics of one request's drafts. Updated by Speculation."""
 
     __slots__ = ("_pause", "paused_until", "tallies")
 
     def __init__(self) -> None:
         self.tallies: dict[Kind, Tally] = {}
-        self.paused_until = 0  # tokens that must be known
+        self.paused_until = 0  # number of known tokens at which drafting resumes
         self._pause = 0
 
     def observe(self, kind: Kind, num_drafted: int, num_accepted: int) -> None:
@@ -60,6 +60,6 @@ class Drafting:
             self._pause = 0
 
     def pause(self, num_known: int) -> None:
-        """Leave the request out for a while, longer each time."""
+        """Stop drafting for this request for a while, longer each time."""
         self._pause = min(_LONGEST_PAUSE, 2 * self._pause or 1)
         self.paused_until = num_known + self._pause

@@ -37,7 +37,7 @@ class _Group:
     def __init__(self) -> None:
         self.counts = [0] * _NUM_BINS
         self.growth_blocks = [0] * _NUM_BINS
-        self.own_blocks = [0] * _NUM_BINS  # blocks that come free when the bin's requests end
+        self.own_blocks = [0] * _NUM_BINS  # blocks that are freed when the bin's requests end
 
     def add(self, growth_blocks: int, own_blocks: int, count: int = 1) -> None:
         index = min((growth_blocks - 1).bit_length(), _NUM_BINS - 1)
@@ -75,8 +75,7 @@ class Headroom:
     def __init__(
         self, block_size: int, windows: WindowPool | None = None, *, counts_tokens: bool = False
     ) -> None:
-        """`windows`: of layers with a window, whose blocks count too. `counts_tokens`: no other blocks have
-        memory."""
+        """`windows`: the pool of window blocks, which count too. `counts_tokens`: only window blocks have memory."""
         self._block_size = block_size
         self._windows = windows
         self._counts_tokens = counts_tokens
@@ -184,7 +183,8 @@ class Admission:
         headroom: Headroom,
         worth_reading: Callable[[Prefix[BlockHash]], int],
     ) -> None:
-        """`worth_reading` returns how many leading blocks of a found prefix are not better computed again."""
+        """`worth_reading` returns how many leading blocks of a found prefix are cheaper to reuse than to compute
+        again."""
         self._cache = cache
         self._worth_reading = worth_reading
         self._sharing = sharing
@@ -194,7 +194,7 @@ class Admission:
         self._num_missing_blocks = 0
 
     def room_changed(self) -> None:
-        """Forget the request that was turned away, because blocks came free."""
+        """Forget the request that was turned away, because blocks were freed."""
         self._blocked = None
 
     def num_missing_blocks(self, sequence: Sequence) -> int:
@@ -202,8 +202,7 @@ class Admission:
         return self._num_missing_blocks if self._blocked is sequence else 0
 
     def admit(self, sequence: Sequence, *, is_alone: bool) -> Outcome:
-        """Give a request its table. A request that would run alone is admitted if at all possible: the whole cache
-        is its bound then."""
+        """Give a request its table. A request that would run alone is admitted if the whole cache has room for it."""
         if self._blocked is sequence and not is_alone:
             self._num_turned_away += 1
             if self._num_turned_away % _RETRY_AFTER_PLANS:
@@ -223,7 +222,7 @@ class Admission:
 
     def _take_blocks(self, sequence: Sequence, num_found: int, *, is_alone: bool) -> bool:
         cache = self._cache
-        # Opening the table first keeps the blocks that were found from being evicted.
+        # Opening the table first protects the found blocks from eviction.
         table = cache.open_table(sequence.hashes[:num_found])
         table.open_windows()
         num_missing = table.num_missing(sequence.num_known)

@@ -57,7 +57,7 @@ def token_event(
     now: float,
 ) -> TokenEvent:
     """Return the event of committed tokens: the first `num_taken` of a sample. The first event of a request also
-    tells of its cache and its wait."""
+    reports its cache use and its time in the queue."""
     token_ids: tuple[int, ...] = (sampled.token_id,)
     logprobs: tuple[TokenLogprobs, ...] = () if sampled.logprobs is None else (sampled.logprobs,)
     if sampled.accepted:
@@ -78,7 +78,7 @@ def token_event(
 
 
 def with_draft_use(event: TokenEvent, use: DraftUse | None) -> TokenEvent:
-    """Return an event that also tells of the drafts that its step verified. Those behind the end of the answer do not
+    """Return an event that also reports the drafts that its step verified. Drafts after the end of the answer do not
     count as accepted."""
     if use is None:
         return event

@@ -1,8 +1,8 @@
 """Manages KV blocks that move between engines, outside of any plan. Knows no other engine and no bytes.
 
-An import is room for KV that another engine has: blocks that no request reads until they are filled, and that can
-then be found like any other cached prefix. An export keeps blocks as they are while another engine reads them,
-whatever happens to the request that they were computed for. The caller that begins either must finish it.
+An import reserves blocks for KV of another engine. No request reads these blocks until they are filled; then they are
+cached like any other prefix. An export keeps blocks unchanged while another engine reads them, even if their request
+ends. The caller that begins either must finish it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from penstock.scheduler.admission import Headroom
 
 @dataclass(frozen=True, slots=True)
 class BlockImport:
-    """The leading full blocks of a request: first the blocks that were here, then the blocks to be filled."""
+    """The leading full blocks of a request: first the blocks that were cached here, then the blocks to be filled."""
 
     number: int
     parent: BlockHash  # of the first block to be filled
     hashes: tuple[BlockHash, ...]  # of the blocks to be filled
-    num_found: int  # blocks that were here
+    num_found: int  # blocks that were cached here
     block_ids: tuple[int, ...]  # to be filled
 
 
@@ -36,7 +36,7 @@ class BlockExport:
 
 class BlockExchange:
     def __init__(self, cache: KVCache, headroom: Headroom, on_room: Callable[[], None]) -> None:
-        """`on_room` is called when blocks may have come free."""
+        """`on_room` is called when blocks may have been freed."""
         self._cache = cache
         self._headroom = headroom
         self._on_room = on_room
@@ -55,7 +55,7 @@ class BlockExchange:
         return len(self._tables)
 
     def num_missing(self, request: Request) -> int:
-        """Count the leading full blocks of a request that are not here. The block of its last token does not
+        """Count the leading full blocks of a request that are not cached here. The block of its last token does not
         count."""
         hashes = self._hashes(request)
         return len(hashes) - self._cache.match_on_device(hashes)
@@ -96,7 +96,7 @@ class BlockExchange:
         return BlockExport(self._begin(self._cache.share_blocks(block_ids)), block_ids)
 
     def export_prefix(self, request: Request) -> BlockExport:
-        """Keep the leading full blocks of a request that are here. There may be none."""
+        """Keep the leading full blocks of a request that are cached here. There may be none."""
         hashes = self._hashes(request)
         table = self._cache.open_table(hashes[: self._cache.match_on_device(hashes)])
         return BlockExport(self._begin(table), tuple(table.block_ids))

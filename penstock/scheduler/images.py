@@ -1,4 +1,4 @@
-"""Plans the encoding of images: which tiles a step encodes, and whose results the executor keeps. Knows digests and
+"""Plans the encoding of images: which tiles a step encodes, and which results the executor keeps. Knows digests and
 counts of tokens, no pixel and no tensor.
 
 A chunk may compute the tokens of an image only when all tiles of the image are encoded, in the same step or before. A
@@ -62,7 +62,8 @@ class ImageEncodings:
 
     def reach(self, sequence: Sequence, num_tokens: int, most: int, step: StepBuilder) -> int:
         """Return how many of a request's next `num_tokens` tokens this step can compute, and add the encodings that
-        they need to the step. With an image that is computed as a whole, there may be up to `most` tokens."""
+        these tokens need to the step. An image that is computed as a whole may extend the result up to `most`
+        tokens."""
         start = sequence.num_computed
         end = min(start + num_tokens, sequence.num_known)
         for index, image in enumerate(sequence.request.images):
@@ -79,14 +80,14 @@ class ImageEncodings:
         return end - start
 
     def passed(self, sequence: Sequence) -> None:
-        """Let go of the images that are computed."""
+        """Release the images whose tokens are computed."""
         for image in sequence.request.images:
             if image.end > sequence.num_computed:
                 break
             self._let_go(image.digest, sequence.number)
 
     def stop(self, sequence: Sequence) -> None:
-        """Let go of all images of a request that stops running."""
+        """Release all images of a request that stops running."""
         for image in sequence.request.images:
             self._let_go(image.digest, sequence.number)
 
@@ -96,7 +97,8 @@ class ImageEncodings:
         return dropped
 
     def _encode(self, sequence: Sequence, index: int, step: StepBuilder) -> bool:
-        """Hold an image for a request, and encode what the step has time for. Returns whether the image is done."""
+        """Hold an image for a request, and encode as many tiles as the step has time for. Returns whether the image
+        is done."""
         image = sequence.request.images[index]
         entry = self._entries.get(image.digest)
         if entry is None or sequence.number not in entry.holders:

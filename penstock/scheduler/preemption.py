@@ -46,7 +46,7 @@ class Preemption:
         self._preempt = preempt
 
     def make_room(self, max_decodes: int, waiting: Sequence | None, now: float) -> tuple[Work, bool]:
-        """Preempt requests where others need their blocks or their seat. Returns what the remaining requests could
+        """Preempt requests if others need their blocks or their seat. Returns what the remaining requests could
         do, and whether blocks were missing for growth. This comes before any chunk is planned: other requests may
         share a planned chunk, so it stays planned."""
         running = self._running
@@ -76,10 +76,12 @@ class Preemption:
                 return
             self._preempt(victim, now)
             in_need.pop(victim.number, None)
-        # The most senior request runs alone, and goes before pins.
+        # The most senior request runs alone, and its need outweighs pins.
         num_window_blocks = running.num_window_blocks_to_grow(in_need.values(), prefill)
         cache.retention.give_way(running.num_blocks_to_grow(in_need.values()), num_window_blocks)
-        if running.num_spare(in_need.values(), prefill) < 0:  # other engines have blocks: the request waits
+        if (
+            running.num_spare(in_need.values(), prefill) < 0
+        ):  # exports to other engines hold blocks: the request waits
             for sequence in tuple(running.sequences):
                 self._preempt(sequence, now)
 
@@ -173,7 +175,7 @@ class Swapping:
         return len(hashes) if num_copies * self._block_copy_s <= compute_s else first
 
     def preempted(self, sequence: Sequence, now: float) -> None:
-        """Retain the blocks of a preempted request, which still holds them, where that pays."""
+        """Retain the blocks of a preempted request, which still holds them, if swapping is cheaper than computing."""
         cache, copy_s = self._cache, self._block_copy_s
         num_blocks = sequence.num_published
         if cache.states is not None:  # blocks behind the last snapshot are computed again in any case

@@ -29,7 +29,7 @@ from penstock.core.plan import CacheUse
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.sequence import Marks, Sequence
 
-MIN_SNAPSHOT_BLOCKS = 4  # a snapshot that saves less is not worth its slot and one more step of the prompt
+MIN_SNAPSHOT_BLOCKS = 4  # a snapshot of fewer blocks is not worth a slot and another step of the prompt
 _LOOKUP_BLOCKS = (
     64  # hashed and looked up at a time, so that a long prompt without a hit is not hashed in vain
 )
@@ -47,7 +47,7 @@ class PrefixSharing:
         ] = {}  # running prefills, by the next block they will publish
 
     def lookup(self, sequence: Sequence) -> int:
-        """How many leading blocks are in the cache, of those that the request may reuse."""
+        """Return how many of the leading blocks that the request may reuse are in the cache."""
         if not self._enabled:
             return 0
         limit = sequence.num_reusable_tokens // self._block_size
@@ -60,8 +60,8 @@ class PrefixSharing:
         return found
 
     def lookup_start(self, sequence: Sequence, num_found: int) -> int:
-        """Return behind how many of the leading blocks that were found a request can start: there must be a snapshot
-        of its state, and the window of its next token."""
+        """Return after how many of the found leading blocks a request can start: a snapshot of the state and the
+        window of the next token must exist there."""
         before = None
         while num_found and num_found != before:
             before = num_found
@@ -231,12 +231,12 @@ class Breakpoints:
         self._refresh(sequence, self._readable(sequence, now), now)
 
     def start(self, sequence: Sequence, now: float) -> None:
-        """Settle what a request reads, when it runs for the first time: the longest kept prefix that ends at one of
-        its breakpoints, as far as the prefix was reused."""
+        """Decide which retained prefix a request reads, when it runs for the first time: the longest kept prefix that
+        ends at one of its breakpoints, as far as the prefix was reused."""
         marks = sequence.marks
         assert marks is not None
         num_reused = sequence.blocks.num_reused_blocks
-        # The last token of a prompt is always computed, and its block with it.
+        # The last token of a prompt is always computed, so the block of that token is not reused.
         limit = (
             num_reused + 1 if (num_reused + 1) * self._cache.block_size == sequence.num_prompt else num_reused
         )

@@ -23,8 +23,8 @@ _MAX_RETRY_S = 120.0
 
 
 class WaitingQueue:
-    """Holds the waiting requests. A request stands in the tier queue of its rank, or is parked: counted, but not
-    offered by `first`."""
+    """Holds the waiting requests. A request is in the tier queue of its rank, or is parked: counted, but never
+    returned by `first`."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_requests = config.max_queue_requests
@@ -36,7 +36,7 @@ class WaitingQueue:
         self._shares = None if config.tier_shares is None else _TierShares(config.tier_shares)
         self._promotions: KeyedHeap[Sequence] = (
             KeyedHeap()
-        )  # members, by when they count as a tier more urgent
+        )  # members, by the time at which they become one tier more urgent
         self._drain = _DrainRate()
         self.num_tokens = 0  # prompt tokens of members
 
@@ -48,8 +48,8 @@ class WaitingQueue:
         return self._members.values()
 
     def check_room(self, num_prompt_tokens: int, num_free_seats: int, now: float) -> None:
-        """Raise Overloaded unless one more request may wait. As many requests as there are free seats only wait for
-        the next plan, and do not count: an idle engine accepts work whatever the bounds."""
+        """Raise Overloaded unless one more request may wait. Requests for which there are free seats wait only for
+        the next plan, and do not count: an idle engine always accepts work."""
         num_waiting = len(self._members)
         if num_waiting >= self._max_requests + num_free_seats:
             amount = f"{num_waiting} waiting requests"
@@ -213,7 +213,7 @@ class _TierQueue:
 
 
 class _TierShares:
-    """Counts the tokens of each tier that started, over the tier's share. A tier without a share goes last."""
+    """Counts the started tokens of each tier, divided by the tier's share. A tier without a share goes last."""
 
     __slots__ = ("_served", "_shares")
 
@@ -230,7 +230,7 @@ class _TierShares:
             self._served[rank] += num_tokens / self._shares[rank]
 
     def enter(self, rank: int, waiting: list[bool]) -> None:
-        """Let a tier wait again. The time in which nothing of it waited is no credit."""
+        """Record that a tier has waiting requests again. Its idle time gives no credit."""
         served = zip(self._served, waiting, strict=True)
         others = [tokens for tokens, is_waiting in served if is_waiting and tokens < inf]
         if others:
@@ -265,10 +265,10 @@ class _DrainRate:
         else:
             expected_s = (
                 now - self._last_s
-            )  # no request has left yet: at least as long again as they have waited
+            )  # no request has left yet: predict at least as long as they have waited so far
         return min(_MAX_RETRY_S, max(_MIN_RETRY_S, expected_s))
 
     def _as_of(self, now: float) -> tuple[float, float]:
-        """Return both sums, faded by the time since they last changed."""
+        """Return both sums, decayed by the time since their last change."""
         decay = exp(-max(0.0, now - self._last_s) / _DRAIN_WINDOW_S)
         return self._count * decay, self._window_s * decay + _DRAIN_WINDOW_S * (1.0 - decay)

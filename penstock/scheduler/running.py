@@ -1,4 +1,5 @@
-"""Keeps the running requests, which have blocks and a row in the executor, and says what each could do next.
+"""Keeps the running requests, which have blocks and a row in the executor, and finds the work that each could do
+next.
 
 A request runs from the plan that admits it until it ends or is preempted, and never without its blocks.
 """
@@ -18,7 +19,7 @@ from penstock.scheduler.tenants import OutputLengthEstimator
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What running requests could do in one step."""
+    """The work that running requests could do in one step."""
 
     decodes: list[Sequence]
     growing: list[Sequence]  # the decodes that need more slots first
@@ -40,8 +41,8 @@ class SlotUse:
 
 
 def _turn_to_grow(sequence: Sequence) -> int:
-    """Order the requests that grow. Requests that leave a second half grow first: the request in the first half of
-    the same block can then stay. Requests without a half grow last, and find the halves that others left."""
+    """Return the order in which requests grow. Requests in the second half of a block grow first, so that the request
+    in the first half can keep the block. Requests without a half grow last, and take the halves that others left."""
     offset = sequence.blocks.half_offset
     return 1 if offset is None else -offset
 
@@ -97,16 +98,15 @@ class RunningSet:
         sequence.has_row = False
 
     def _state_end(self, sequence: Sequence) -> BlockHash | None:
-        """Return the published block at whose end the state of a request is; None if the state is elsewhere."""
+        """Return the published block whose end is the position of the request's state; None if there is none."""
         num_blocks, rest = divmod(sequence.num_computed, self._cache.block_size)
         if rest or not 0 < num_blocks == sequence.num_published:
             return None
         return sequence.hashes[num_blocks - 1]
 
     def find_work(self, max_decodes: int) -> Work:
-        """Return what each running request could do next, with at most `max_decodes` decodes. The limit matters only
-        when requests that are not planned ahead, whose samples were in flight while others were admitted, decode
-        again."""
+        """Return the next work of each running request, with at most `max_decodes` decodes. The limit matters only
+        for requests that are not planned ahead: others may have been admitted while their samples were in flight."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self._sequences.values():
@@ -144,8 +144,8 @@ class RunningSet:
         return count
 
     def num_spare(self, growing: Collection[Sequence], prefill: Sequence | None = None) -> int:
-        """Return how many blocks are left once these requests have grown and a prefill has gone on; a negative number
-        are the blocks that they lack."""
+        """Return how many blocks are left once these requests have grown and a prefill has gone on; a negative result
+        is the number of missing blocks."""
         num_window_blocks = self.num_window_blocks_to_grow(growing, prefill)
         return self._cache.num_spare(self.num_blocks_to_grow(growing), num_window_blocks)
 
@@ -175,10 +175,10 @@ class RunningSet:
         self._slots.num_filled -= num_tokens
 
     def fit_drafts(self, sequence: Sequence, num_drafts: int, growing: list[Sequence]) -> int:
-        """Return how many of so many drafts a request has slots for, beside its next token. The request joins
+        """Return how many of `num_drafts` drafts a request has slots for, after its next token. The request joins
         `growing` if it needs more slots for them and the cache has blocks to spare."""
         num_left = sequence.blocks.num_slots - sequence.num_computed
-        if not num_left:  # it is among `growing`, for its next token
+        if not num_left:  # the request is in `growing` already, for its next token
             num_left = self._cache.tail_slots
         elif num_left <= num_drafts and self.num_spare((*growing, sequence)) > 0:
             growing.append(sequence)
@@ -207,7 +207,7 @@ class RunningSet:
 
 
 def check_records(sequences: Mapping[str, Sequence], running: RunningSet, queue: WaitingQueue) -> None:
-    """Raise AssertionError unless every request is in one place, in a state that fits it."""
+    """Raise AssertionError unless every request either runs or waits, with the matching state."""
     running.check_integrity()
     queue.check_integrity()
     assert len(running) + len(queue) == len(sequences)

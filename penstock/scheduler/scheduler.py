@@ -58,9 +58,9 @@ from penstock.scheduler.tenants import (
     TenantAccounts,
 )
 
-_STEPS_BETWEEN_DECISIONS = 16  # whether evicted blocks are worth a copy
-TOKENS_AFTER_LATE_MASK = 8  # are planned once the token before them is known
-MAX_TOLD_CHUNKS = 64  # of a prompt, to operators
+_STEPS_BETWEEN_DECISIONS = 16  # between decisions whether evicted blocks are copied to host memory
+TOKENS_AFTER_LATE_MASK = 8  # tokens that are then planned only once the previous token is known
+MAX_TOLD_CHUNKS = 64  # chunks of a prompt that are reported to operators
 _NATURAL_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -88,12 +88,12 @@ class Scheduler:
         masks_late: bool = False,
     ) -> None:
         """`block_copy_s` is the time of a copy of one block to host memory, or back; with None, preempted requests
-        compute again. `tile_tokens`: the executor takes as long for a part of so many tokens as for all of them.
-        `image_cache_tokens`: the executor keeps the encoder's output for images of so many tokens together.
-        `masks_late`: the executor samples a step once the step before it is committed, as grammars need it, so that
-        requests with a grammar too are planned ahead of commits.
+        compute again. `tile_tokens`: the executor computes tokens in tiles of this size, and a partly filled tile
+        takes as long as a full one. `image_cache_tokens`: the executor keeps the encoder's output for images of this
+        many tokens in total. `masks_late`: the executor samples a step after the previous step is committed, as
+        grammars require, so that requests with a grammar are planned ahead of commits too.
 
-        A model with states gets no drafts: a state has no place to go back to when a draft is rejected."""
+        A model with states gets no drafts, because a state cannot go back when a draft is rejected."""
         if cache.states is not None and (
             cache.states.num_slots < config.max_num_seqs or config.max_draft_tokens
         ):
@@ -137,7 +137,10 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_preemptions = 0
-        self._shortage: tuple[str, float] = ("", -1.0)  # what the queue waited for last, and when
+        self._shortage: tuple[str, float] = (
+            "",
+            -1.0,
+        )  # the resource that the queue waited for last, and the time
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request; or raise InvalidRequest or Overloaded, and leave no trace of it."""
@@ -150,7 +153,7 @@ class Scheduler:
             request,
             self._num_arrivals,
             now,
-            # A prompt that is computed alone counts a sample too, which is dropped and needs no room.
+            # With max_tokens 0, one sample is counted too; it is dropped and needs no block.
             length_limit=min(num_prompt + max_tokens, self._max_length) if max_tokens else num_prompt + 1,
             account=self._accounts.enter(request.tenant),
         )
@@ -185,7 +188,8 @@ class Scheduler:
 
     def fail(self, chunk: Chunk, error: str, now: float) -> None:
         """End the request of a chunk that was not computed, and the requests that share the blocks of that chunk,
-        with an error. The chunk is, or is the rest of, a chunk of the latest plan. Call this before the next plan."""
+        with an error. The chunk is a chunk of the latest plan, or the end of such a chunk. Call this before the next
+        plan."""
         failed = self._sequences.get(chunk.request_id)
         if failed is None or failed.state is not State.RUNNING:
             return
@@ -232,7 +236,7 @@ class Scheduler:
             assert sequence.draft is not None
             step.add_drafted(sequence, sequence.draft.token_ids[: sequence.num_drafted])
         self._running.decoded(step.load.decode_sequences + step.load.draft_tokens)
-        # After a preemption no request is admitted: the victims would come straight back.
+        # After a preemption no request is admitted, or the preempted requests would be admitted at once.
         self._add_prefills(step, work.prefills, now, may_admit=not lacks_blocks)
         # Without copies, blocks that were handed out for an import could never be filled.
         if not step.chunks and not step.encodings and not (self.exchange.lacks_copies and not self._steps):
@@ -375,7 +379,7 @@ class Scheduler:
     def _add_prefills(
         self, step: StepBuilder, prefills: list[Sequence], now: float, *, may_admit: bool
     ) -> None:
-        """Go on with running prefills, and admit waiting requests. A more urgent request goes before a prefill that
+        """Continue running prefills, and admit waiting requests. A more urgent request goes before a prefill that
         already runs, unless that prefill has been running for long enough to count as urgent too."""
         for index, sequence in enumerate(prefills):
             if may_admit:
@@ -434,7 +438,7 @@ class Scheduler:
                 self._images.passed(sequence)
 
     def _start(self, sequence: Sequence, now: float) -> None:
-        """Run a waiting request, which has its blocks by now."""
+        """Start a waiting request that has its blocks."""
         self._queue.start(sequence, now)
         self._running.start(sequence)
         sequence.state = State.RUNNING
@@ -494,21 +498,21 @@ class Scheduler:
         return event
 
     def _postpone(self, sequence: Sequence, now: float) -> None:
-        """Put a request whose sample was not taken back to where it stood before the step. A fixed state cannot go
+        """Return a request whose sample was not taken to its position before the step. A fixed state cannot go
         back: such a request starts again from its last snapshot."""
         sequence.num_expected -= 1
-        # A sample that is in flight behind this one is postponed too. A grammar that is slow once may be so again.
+        # Later samples in flight are postponed too. A grammar that was slow once may be slow again.
         sequence.ahead_from = max(sequence.ahead_from, sequence.num_known + TOKENS_AFTER_LATE_MASK)
         if sequence.state is State.RUNNING and sequence.blocks.state_slot is not None:
             self._preempt(sequence, now)
         elif sequence.state is State.RUNNING:
             self._running.take_back(sequence)
-        elif sequence.num_known == sequence.num_expected:  # it was preempted meanwhile
+        elif sequence.num_known == sequence.num_expected:  # the request was preempted meanwhile
             self._requeue(sequence)
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Take a running request's blocks and put it at the front of its queue. Samples in flight stay good: they
-        were planned before. Once they are committed, all its tokens are known, and the request may run again."""
+        """Take a running request's blocks and put it at the front of its queue. Samples in flight stay valid, because
+        they were planned before. The request may run again once they are committed."""
         self._swapping.preempted(sequence, now)
         self._stop(sequence)
         self._num_preemptions += 1

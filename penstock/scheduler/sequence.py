@@ -21,7 +21,7 @@ BATCH_RANK = TIER_RANK[Tier.BATCH]
 
 class State(enum.Enum):
     WAITING = enum.auto()  # in the queue
-    HELD = enum.auto()  # in the queue, until another request has computed the prefix that they share
+    HELD = enum.auto()  # in the queue, until another request has computed the prefix that both share
     SETTLING = enum.auto()  # preempted, while tokens sampled before that are still in flight
     RUNNING = enum.auto()  # holds blocks, and a row in the executor
     ENDED = enum.auto()
@@ -44,7 +44,7 @@ class Marks:
         self.ends = ends
         self.num_kept_before = 0  # blocks of the kept prefix that was found
         self.num_read_blocks = 0  # reused blocks among them
-        self.num_kept = 0  # breakpoints dealt with so far; they come in ascending order
+        self.num_kept = 0  # breakpoints handled so far, in ascending order
         self.written_tokens = [0] * len(ends)
 
     @property
@@ -119,10 +119,10 @@ class Sequence:
         self.number = number  # the order of arrival; never changes
         self.account = account
         self.state = State.WAITING
-        self.rank = TIER_RANK[request.tier]  # 0 is the most urgent; aging lowers it, nothing raises it
+        self.rank = TIER_RANK[request.tier]  # 0 is the most urgent; aging lowers the rank, nothing raises it
         self.min_tokens = request.sampling.min_tokens
-        # The request is planned ahead of a commit while it has at least so many known tokens. A grammar allows a next
-        # token only when the last one is known, which not every executor learns before it samples.
+        # The request is planned ahead of a commit while it has at least this many known tokens. A grammar allows a
+        # next token only when the last one is known, which not every executor learns before it samples.
         self.ahead_from = 0
         # An average over the prompt needs the hidden states of all its tokens, and the cache holds none.
         self.reads_every_token = request.pooling is not None and request.pooling != "last"
@@ -133,7 +133,7 @@ class Sequence:
 
         self.arrival_s = arrival_s
         self.queued_s = arrival_s  # when the request last entered the queue
-        self.waited_s = 0.0  # seconds in the queue, without the present stay
+        self.waited_s = 0.0  # seconds in the queue, without the current wait
         self.waited_for: str | None = None  # what the request waited for last, before it began to run
         self.first_planned_s: float | None = None
         self.prefill_chunks: list[tuple[float, int]] = []  # for operators; see `Prefill`
@@ -195,8 +195,8 @@ class Sequence:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Leading tokens whose KV may come from the cache, because nothing else of their computation is needed. The
-        last known token never counts: its logits are needed."""
+        """Return the number of leading tokens whose KV may come from the cache, because no other result of their
+        computation is needed. The last known token never counts: its logits are needed."""
         if self.reads_every_token:
             return 0
         return self.num_scored if self.num_scored < self.num_prompt - 1 else self.num_known - 1
@@ -235,7 +235,8 @@ class Sequence:
 
 
 def smallest_step(request: Request) -> int:
-    """Return the tokens that a step must be able to compute: of an image that is computed as a whole, or one."""
+    """Return the fewest tokens that a step can compute: all tokens of an image that is computed as a whole, else
+    one."""
     return max((image.num_tokens for image in request.images if image.is_whole), default=1)
 
 

@@ -36,22 +36,22 @@ from penstock.scheduler.running import RunningSet, Work
 from penstock.scheduler.sequence import Sequence, State
 from penstock.scheduler.step_builder import StepLoad, StepTimePredictor
 
-_FIRST_CHANCE = 0.6  # before anything was tried
+_FIRST_CHANCE = 0.6  # before the first draft
 _DECAY = 0.99  # of counts in the engine, per draft
-_PRIOR_WEIGHT = 6.0  # as many tries as the estimate of the position in front counts for
-_MARGIN = 1.1  # a drafted token must be worth so many times its cost, because both are estimates
+_PRIOR_WEIGHT = 6.0  # the estimate of the previous position counts as this many tries
+_MARGIN = 1.1  # the required ratio of a drafted token's value to its cost, because both are estimates
 _MIN_GAIN = 1.05  # of a step with drafts over a step that is planned ahead
 _GAIN = 0.2  # of the newest step in averages of costs
-_OUTLIER = 1.5  # no step counts for more than so many times its prediction
+_OUTLIER = 1.5  # a step's time is clipped to this multiple of its prediction
 _PATIENCE = 8  # plans without a draft, after which steps are planned ahead again
 _FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 16, 256  # plans; each trial in vain doubles the number
-_TRIAL_SHARE = 4  # one in so many requests takes part in a trial, with one token
-_FIRST_TOKENS = 2  # of each draft, before it is known what a drafted token costs
-_FADING = 0.02  # per plan without drafts, of what is known of their cost
+_TRIAL_SHARE = 4  # a trial drafts one token for one of this many requests
+_FIRST_TOKENS = 2  # of each draft, before the cost of a drafted token is known
+_FADING = 0.02  # decay of the estimated cost of drafts, per plan without drafts
 _PLANS_BETWEEN_PLAIN_STEPS = 48
 _PLANS_AFTER_RISE = 8
 _PLANS_UNTIL_FORGOTTEN = 256
-_MANY_REQUESTS = 16  # with more of them, a request whose draft was not taken is left out for a while
+_MANY_REQUESTS = 16  # with more requests, a request whose draft was rejected pauses for a while
 
 
 class _Counts:
@@ -77,11 +77,11 @@ class _PlainSteps:
     def __init__(self) -> None:
         self._num_with_drafts = 0  # plans since the last one without
         self._num_to_come = 0  # plans that alternate between drafts and none
-        self._known_decodes = 0  # with so many the two kinds of steps were compared
+        self._known_decodes = 0  # the number of decodes at which both kinds of steps were compared
         self._num_plans_with_few = 0  # plans since more than half as many ran
 
     def is_due(self, num_decodes: int) -> bool:
-        """Say whether the plan of so many decodes is to be one without drafts."""
+        """Say whether the plan of `num_decodes` decodes shall have no drafts."""
         if num_decodes > 2 * self._known_decodes:
             self._known_decodes = num_decodes
             self._num_to_come = _PLANS_AFTER_RISE
@@ -117,7 +117,7 @@ class Speculation:
         self._most_decodes = 0  # of a plan since the load last fell by half
         self._plain_ratio = 1.0  # of a step without drafts to its prediction, lately
         self._row_s: float | None = None  # seconds of a drafted token, lately; None before the first
-        self._num_observed = 0  # steps that taught the host's time
+        self._num_observed = 0  # steps that were used to estimate the host's time
         self._host_s = 0.0  # host's time per step, while the executor idles
         self.plans_ahead = False  # the driver asks for plans ahead of commits; set by the scheduler
 
@@ -189,7 +189,7 @@ class Speculation:
         elapsed_s = min(elapsed_s, _OUTLIER * self._predictor.predict(load))
         plain_s = self._predictor.predict(replace(load, draft_tokens=0))
         if plain_s <= 0.0:
-            return  # steps whose times vary without a pattern leave weights of nothing
+            return  # noisy step times can leave a weight of zero
         if not load.draft_tokens:
             self._plain_ratio += _GAIN * (elapsed_s / plain_s - self._plain_ratio)
         else:

@@ -130,8 +130,8 @@ class StepTimePredictor:
                     self._learn(index, features[index], error, total)
 
     def observe_decodes(self, rows: int, context_tokens: int, elapsed_s: float) -> None:
-        """Learn from a step of decodes alone. Adding nothing changes nothing: the sums are those of `observe` for any
-        step, to the last bit."""
+        """Learn from a step of decodes alone. The result is that of `observe`, to the last bit, because absent
+        features add zero."""
         if elapsed_s <= 0.0:
             return
         weights, variances = self._weights, self._variances
@@ -169,8 +169,10 @@ class StepTimePredictor:
 
 
 MIN_PREFILL_TOKENS = 16
-IDLE_ENCODER_S = 0.5  # for images in a step without decodes: new requests and cancellations wait for its end
-WORTHWHILE_TILES = 4  # with fewer tiles, leaving tokens out to fill the last tile costs more than it saves
+IDLE_ENCODER_S = (
+    0.5  # time for images in a step without decodes: new requests and cancellations wait for the step's end
+)
+WORTHWHILE_TILES = 4  # with fewer tiles, dropping tokens to end at a full tile costs more than it saves
 
 
 class StepBuilder:
@@ -350,7 +352,7 @@ class StepBuilder:
 
 
 def share_of_room(room: int) -> int:
-    """Return the share of a prefill when other requests wait behind it: most of the room, but not all, so that a
+    """Return the tokens of a prefill when other requests wait behind it: most of the room, but not all, so that a
     short prompt need not wait until a very long one is done."""
     if room < 2 * MIN_PREFILL_TOKENS:
         return room

@@ -4,8 +4,8 @@ Each tenant has a virtual counter of the service it received. Within a tier, the
 goes first. A tenant that becomes active starts at no less than the smallest counter of the active tenants, so that
 idle time is not credit. A tenant that becomes idle keeps its counter, so that a pause does not wipe out a debt.
 
-Lengths of answers fall into bins whose edges double, which is as much precision as such a guess deserves. Old answers
-fade, so that some hundred answers show a tenant's new habits.
+Lengths of answers fall into bins whose edges double, which is precise enough for a guess. Old answers decay, so that
+a few hundred answers are enough to learn a tenant's new behaviour.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _EDGES = tuple(_FIRST_EDGE_TOKENS << index for index in range(NUM_LENGTH_BINS))
 
 _DECAY_PER_ANSWER = 0.99
 _QUANTILE = 0.7  # above the median: a low guess costs a preemption, a high guess a little waiting
-_MIN_ANSWERS = 3.5  # at least as long as this one, before a histogram is believed
+_MIN_ANSWERS = 3.5  # answers at least as long as this one that a histogram needs to be used
 _UNKNOWN_LENGTH_TOKENS = 256
 _LARGEST_COUNT = 1e12
 _MAX_GROUPS = 8192
@@ -110,7 +110,7 @@ class _Histogram:
     def __init__(self) -> None:
         self._counts = [0.0] * NUM_LENGTH_BINS
         self._tokens = [0.0] * NUM_LENGTH_BINS
-        self._newest = 1.0  # what the newest answer counts for
+        self._newest = 1.0  # the weight of the newest answer
 
     def observe(self, num_tokens: int) -> None:
         self._newest /= _DECAY_PER_ANSWER
@@ -147,10 +147,10 @@ class OutputLengthEstimator:
 
     def __init__(self, bins: LengthBins = "prompt") -> None:
         self._bins = bins
-        self._histograms: dict[_Group, _Histogram] = {}  # least recently heard of first
+        self._histograms: dict[_Group, _Histogram] = {}  # least recently updated first
 
     def observe(self, request: Request, num_output_tokens: int) -> None:
-        """Count an answer that ended by itself or at its limit. Aborted answers say nothing about length."""
+        """Count an answer that ended by itself or at its limit. Aborted answers do not count."""
         for group in self._groups(request):
             histogram = self._histograms.pop(group, None)
             if histogram is None:
@@ -171,7 +171,7 @@ class OutputLengthEstimator:
         return min(limit, num_output_tokens + _UNKNOWN_LENGTH_TOKENS)
 
     def _groups(self, request: Request) -> tuple[_Group, ...]:
-        """Return the groups that a request belongs to, the most telling first."""
+        """Return the groups that a request belongs to, the most specific first."""
         if self._bins == "off":
             return ()
         if self._bins == "tenant":
@@ -181,8 +181,7 @@ class OutputLengthEstimator:
 
 
 def kind_of(request: Request) -> str:
-    """Return what a request asks for, as far as a scheduler can see: an answer by a grammar, about images, by an
-    adapter."""
+    """Return the kind of a request as a scheduler sees it: with a grammar, with images, with an adapter."""
     grammar = request.sampling.grammar
     adapter = "" if request.adapter is None else request.adapter.name
     return f"{'' if grammar is None else grammar.kind}/{'image' if request.images else ''}/{adapter}"
