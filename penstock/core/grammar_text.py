@@ -67,7 +67,7 @@ def _pieces(pattern: str) -> Iterator[tuple[str, bool]]:
 
 # A model may repeat spaces forever; this many spaces in a row are enough for any indentation.
 MAX_JSON_SPACES = 40
-MAX_TEXT_BEHIND = 64  # characters, behind the last structure of an answer that `stops_at_text`
+MAX_TEXT_BEHIND = 64  # characters, after the last structure of an answer that `stops_at_text`
 _OPTIONS = "x-guidance"  # the matcher's options in a schema
 _LENIENT = "lenient"
 # Parts of Lark's notation that may contain angle brackets, and a token's name in angle brackets.
@@ -102,7 +102,7 @@ class TaggedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ThinkingBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Thoughts from `start` to `end` before the answer, at most `max_tokens` long; then `end`, a single token, is
     forced. The model may skip its thoughts unless the prompt has written `start` (`is_open`). A bound answer has
-    `answer_start` in front of it behind thoughts, and `answer_alone` without thoughts."""
+    `answer_start` before it after thoughts, and `answer_alone` without thoughts."""
 
     max_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] | None
     start: str

@@ -90,7 +90,7 @@ class PoolerCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         None  # sizes that vectors may be truncated to; empty: any size; None: no truncation
     )
     cut_to: int | None = None  # the size to which the model's files truncate vectors
-    prompts: dict[str, str] = {}  # texts to put in front of an input, by name
+    prompts: dict[str, str] = {}  # texts to put before an input, by name
     default_prompt: str = ""  # the name of the prompt of inputs that name none
     lower_cases: bool = False
     similarity: Literal["cosine", "dot", "euclidean", "manhattan"] = "cosine"

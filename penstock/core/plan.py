@@ -64,7 +64,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
     `drafts` are guesses of the tokens that follow the known ones. They are the last tokens of the chunk and count in
     `num_tokens`. The chunk then samples at the last known token and at each draft: every sample up to the first one
-    that differs from the draft behind it is part of the answer. No step that knows of more tokens of this request is
+    that differs from the draft after it is part of the answer. No step that knows of more tokens of this request is
     planned before the chunk is committed. Drafts may be ON_DEVICE.
     """
 
@@ -267,7 +267,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """An event of one request after a commit: new tokens, the end, or both; before them, log-probabilities of the
     prompt.
 
-    A step that verified drafts brings several tokens at once, and no token behind the end of the answer. `logprobs`
+    A step that verified drafts brings several tokens at once, and no token after the end of the answer. `logprobs`
     has an entry for each token, or none at all. `num_cached_tokens` is set on the first event with a token or an end
     only: how many prompt tokens were reused. `cache_use` comes with it when the request has breakpoints.
     """

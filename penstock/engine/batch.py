@@ -32,14 +32,14 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The samples of one step, S of them, of N requests. A request with k drafts has k + 1 samples, one behind the
+    """The samples of one step, S of them, of N requests. A request with k drafts has k + 1 samples, one after the
     other; any other request has one."""
 
     request_ids: list[str]  # [N]
     request_rows: Int64Array  # [N]
     at: Int64Array  # [S], positions in T
     rows: Int64Array  # [S]
-    offsets: Int64Array | None = None  # [S], how many drafts are in front of the sample; None without drafts
+    offsets: Int64Array | None = None  # [S], how many drafts are before the sample; None without drafts
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by index in N
 
     def firsts(self) -> Sequence[int]:
@@ -64,7 +64,7 @@ class HostStep:
     """One step in host memory, of C chunks. Chunks with a single token come first, as in the plan.
 
     For attention a step has R sequences of queries: one for each chunk. On a GPU, each token of a chunk with drafts
-    is a separate sequence: a decode whose context includes the tokens in front of it. So the code for decodes,
+    is a separate sequence: a decode whose context includes the tokens before it. So the code for decodes,
     including CUDA graphs, also verifies drafts."""
 
     chunk_starts: Int32Array  # [C + 1], positions in T
@@ -82,7 +82,7 @@ class HostStep:
     max_query_len: int
     max_context_len: int
     num_decodes: int
-    looks_ahead: bool = False  # some contexts end behind their last query
+    looks_ahead: bool = False  # some contexts end after their last query
     spare_places: Int64Array | None = None  # [N, 3], what spare rows of the rope table mix, for image tokens
     windows: WindowTokens | None = None  # of models whose layers have windows
 
@@ -125,7 +125,7 @@ class BatchRows:
         return len(self.last_tokens) + len(self.draft_tokens)
 
     def keep_tokens_in(self, place: Tensor) -> None:
-        """Keep the newest tokens, and behind them the drafts, in this tensor from now on: int32 [num_device_tokens]
+        """Keep the newest tokens, and after them the drafts, in this tensor from now on: int32 [num_device_tokens]
         on the device."""
         self.last_tokens, self.draft_tokens = place[: self.max_rows], place[self.max_rows :]
 
@@ -154,7 +154,7 @@ class BatchRows:
         self._num_tokens[row] = have + len(token_ids)
 
     def place_drafts(self, chunk: Chunk) -> None:
-        """Write a chunk's drafts behind the tokens of its request, where the next tokens overwrite them."""
+        """Write a chunk's drafts after the tokens of its request, where the next tokens overwrite them."""
         end = chunk.start + chunk.num_tokens
         self._tokens[self._row_of[chunk.request_id], end - len(chunk.drafts) : end] = chunk.drafts
 

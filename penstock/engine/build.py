@@ -203,8 +203,8 @@ def _collaborators(
     disk: Collaborator | None,
     clock: Clock,
 ) -> list[Collaborator]:
-    """Return the collaborators, in the order in which requests pass their waiting lists. KV transfers join later, in
-    front of the others."""
+    """Return the collaborators, in the order in which requests pass their waiting lists. KV transfers join later,
+    before the others."""
     watch: list[Collaborator] = [StepWatch(ranks.check)] if ranks is not None else []
     if loaded.gpu_memory is not None:
         watch.append(MemoryWatch(loaded.gpu_memory, clock))

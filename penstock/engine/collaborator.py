@@ -3,7 +3,7 @@
 The collaborators of an engine are KV transfers between engines, LoRA adapters, grammars, the plan log and the watch
 over parallel ranks. The loop calls each of them at the same points, and does not know which of them there are.
 
-A collaborator may keep a waiting list in front of the scheduler: a request waits there until its KV has come, its
+A collaborator may keep a waiting list before the scheduler: a request waits there until its KV has come, its
 adapter is loaded or its grammar is compiled. Requests pass the collaborators in the loop's order.
 """
 

@@ -6,7 +6,7 @@ are on disk by the time that host memory drops them, unless the disk is too slow
 host memory has: then they are lost. When the engine closes, blocks that are still on the device are written
 for a few seconds, for the next start.
 
-A request whose prefix continues in files waits in front of the scheduler while threads read, if reading is predicted
+A request whose prefix continues in files waits before the scheduler while threads read, if reading is predicted
 to be faster than computing. Its blocks are brought in like blocks of another engine (`scheduler.exchange`). When a
 file is missing or damaged, the request continues with the blocks that were read before.
 """

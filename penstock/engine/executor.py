@@ -2,7 +2,7 @@
 
 `submit` queues the work on the device and starts copying the sampled tokens back; `collect` waits for that copy.
 On a CPU both are synchronous, which changes nothing for the caller. A step that was planned before a constrained
-request's newest token was known is sampled later, when the mask behind that token can be had: by the next `submit` or
+request's newest token was known is sampled later, when the mask after that token can be had: by the next `submit` or
 by its own `collect`. Its forward pass runs meanwhile.
 """
 
@@ -75,7 +75,7 @@ class LateDrafts(Protocol):
 
 
 class StepFollower(Protocol):
-    """Drafts behind steps, on the device."""
+    """Drafts after steps, on the device."""
 
     @property
     def in_use(self) -> LateDrafts | None:
@@ -90,7 +90,7 @@ class StepFollower(Protocol):
         states: Tensor | None,
         blind: Collection[str],
     ) -> Mapping[str, int]:
-        """Draft behind a step. `sampled` are its samples, int64 [S], and `states` its hidden states, if heads need
+        """Draft after a step. `sampled` are its samples, int64 [S], and `states` its hidden states, if heads need
         them, [T, ...]. The host needs no drafted tokens of the `blind` requests before they are verified. Returns
         how many states of a request, the first ones of the step, need not be kept."""
         ...
@@ -110,7 +110,7 @@ class ModelExecutor:
         states: HiddenStates | None = None,
         follower: StepFollower | None = None,
     ) -> None:
-        """`states` keeps the hidden states of every step, for heads that draft. `follower` drafts behind steps."""
+        """`states` keeps the hidden states of every step, for heads that draft. `follower` drafts after steps."""
         self.forward = forward
         self._kv = kv
         self._rows = rows
@@ -275,7 +275,7 @@ class ModelExecutor:
     def _prepare_drafts(
         self, chunks: Sequence[Chunk], step: HostStep, sampled: Tensor | None, hidden: FromHidden
     ) -> None:
-        """Let a drafter draft behind the step, and keep the hidden states that a head has not read."""
+        """Let a drafter draft after the step, and keep the hidden states that a head has not read."""
         is_whole = len(hidden.states) == 1 and len(hidden.states[0].chunks) == len(chunks)
         read: Mapping[str, int] = NOTHING
         if self._follower is not None and sampled is not None and (is_whole or self._states is None):
@@ -287,7 +287,7 @@ class ModelExecutor:
         hidden.states.clear()
 
     def _blind(self, samples: Samples) -> Collection[str]:
-        """Return the requests whose logits change neither by a grammar nor by the text in front of them."""
+        """Return the requests whose logits change neither by a grammar nor by the text before them."""
         masks, sampler = self._masks, self._sampler
         return {
             request_id

@@ -5,7 +5,7 @@ next mask is begun as soon as its newest token is known and is needed only after
 grammar and step: requests with the same grammar are masked in one call, and different grammars never wait for each
 other.
 
-The masks behind a request's drafts are computed in the same task, with a copy of the matcher. A task also finds the
+The masks after a request's drafts are computed in the same task, with a copy of the matcher. A task also finds the
 tokens that the grammar forces, which are drafts themselves.
 
 A step may be planned before the newest token of a request is known. Its masks are taken when that token is.
@@ -87,7 +87,7 @@ class CompiledGrammar:
         self.first_mask = self._next_mask(matcher)
         self.first_forced = tuple(matcher.compute_ff_tokens())
         if self.first_forced:
-            # A very long forced text is too much for the matcher only behind its first token. The refusal comes
+            # A very long forced text is too much for the matcher only after its first token. The refusal comes
             # before a stream has begun.
             behind = self.start()
             behind.consume_token(self.first_forced[0])
@@ -125,8 +125,8 @@ class CompiledGrammar:
     def masks_behind(
         self, matchers: Sequence[Any], masks: Sequence[Mask], drafts: Sequence[Sequence[int]]
     ) -> list[list[Mask]]:
-        """Return the masks behind each draft of each matcher, up to a draft that the grammar forbids. `masks` are
-        those in front of the first drafts. The matchers stay as they are: copies follow the drafts, since a matcher
+        """Return the masks after each draft of each matcher, up to a draft that the grammar forbids. `masks` are
+        those before the first drafts. The matchers stay as they are: copies follow the drafts, since a matcher
         that fails never recovers."""
         copies = [matcher.deep_copy() for matcher in matchers]
         behind: list[list[Mask]] = [[] for _ in copies]
@@ -161,7 +161,7 @@ class _Constraint:
     matcher: Any
     mask: Mask | str  # of the next token; a sentence when the matcher failed
     forced: tuple[int, tuple[int, ...]]  # so many tokens were committed, and these had to follow
-    behind: list[Mask] = field(default_factory=list)  # behind each of `drafts` that the grammar allows
+    behind: list[Mask] = field(default_factory=list)  # after each of `drafts` that the grammar allows
     drafts: tuple[int, ...] = ()  # given to the threads since the newest token
     token_ids: list[int] = field(default_factory=list)  # committed
     num_given: int = 0  # of them to the threads

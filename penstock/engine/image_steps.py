@@ -5,7 +5,7 @@ Tokens that see each other: every token of such an image becomes a sequence of i
 ends with the image. All keys of a step are written before any is read, so the token sees the whole image.
 
 Positions in three dimensions: the tokens of an image share the time of the image's first token, and have a row and a
-column. Text goes on behind the largest of them. The angles of an image token mix three rows of the rope table, so the
+column. Text goes on after the largest of them. The angles of an image token mix three rows of the rope table, so the
 token gets a spare row of the table, which is written before the step.
 """
 
@@ -30,7 +30,7 @@ Int64Array = NDArray[np.int64]
 @dataclass(frozen=True, slots=True)
 class RopePlaces:
     """The positions of a prompt with images: time, row and column of each token, and what is added to the index of a
-    token behind the prompt."""
+    token after the prompt."""
 
     places: Int64Array  # [prompt, 3]
     is_image: NDArray[np.bool_]  # [prompt]
@@ -86,7 +86,7 @@ def with_rope_places(
 def write_spare_rows(
     table: Tensor, first_spare: int, axes: Tensor, places: Int64Array, staging: Staging
 ) -> None:
-    """Write the angles of image tokens behind the rows of a rope table. `axes` says for each pair of a head which of
+    """Write the angles of image tokens after the rows of a rope table. `axes` says for each pair of a head which of
     time, row and column turns it."""
     half = len(axes)
     rows = staging.to_device(places)[:, axes]  # [tokens, pairs]

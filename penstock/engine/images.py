@@ -138,7 +138,7 @@ class RunsInner(Protocol):
 @dataclass(frozen=True, slots=True)
 class PlacedImages:
     """The rows of a step that the encoder's output replaces. Columns beyond the hidden size are added to the same
-    rows behind the first layers, one after the other."""
+    rows after the first layers, one after the other."""
 
     at: NDArray[np.int64]  # positions in T
     rows: Tensor  # [len(at), width]

@@ -56,7 +56,7 @@ class History:
 
 @dataclass(slots=True)
 class BannedSequences:
-    """Sequences of tokens whose last token is forbidden behind the others."""
+    """Sequences of tokens whose last token is forbidden after the others."""
 
     last_ids: Tensor  # int64 [W]
     prefixes: Tensor  # int64 [W, L], right-aligned, -1 where a sequence is shorter
@@ -89,7 +89,7 @@ class LogitEdits:
         return self.forbidden is not None or self.banned is not None
 
     def apply(self, logits: Tensor, position: int, history: History, *, must_end: bool) -> None:
-        """Change the logits of one position. `history` is of the tokens in front of it. `must_end`: a grammar
+        """Change the logits of one position. `history` is of the tokens before it. `must_end`: a grammar
         allows nothing but the end, which outranks a request for a longer answer."""
         params, counts = self.params, history.counts
         if params.repeat_last_n and history.context is not None:

@@ -4,8 +4,8 @@ Settings live in arrays with one entry per batch row, written once when a reques
 their logits (penalties, bias, min_tokens, a grammar) cost anything per row, and the random draw is a function of a
 request's seed and the token's index in its answer, so neither batch mates nor a resumption change what is sampled.
 
-A request with drafts is sampled at several positions at once, at each as if the drafts in front of it were part of
-the answer. The samples up to the first one that differs from the draft behind it are therefore the tokens that single
+A request with drafts is sampled at several positions at once, at each as if the drafts before it were part of
+the answer. The samples up to the first one that differs from the draft after it are therefore the tokens that single
 steps would have sampled. Such a request's state advances when its tokens are committed, any other's when it samples.
 """
 
@@ -88,7 +88,7 @@ class Sampler:
         return not self._temperature[rows].any()
 
     def knows_no_text(self, row: int) -> bool:
-        """Say whether samples of this row depend on logits alone, and not on the tokens in front of them."""
+        """Say whether samples of this row depend on logits alone, and not on the tokens before them."""
         return row not in self._edits
 
     def note_drawn(self, samples: Samples, late: Collection[int] = ()) -> None:

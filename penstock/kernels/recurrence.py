@@ -44,7 +44,7 @@ def short_conv(
     starts = batch.query_starts.long()
     tokens = torch.arange(x.shape[0], device=x.device)
     requests = torch.searchsorted(starts[1:], tokens, right=True)
-    # The inputs of all requests end to end, each behind its history.
+    # The inputs of all requests end to end, each after its history.
     places = tokens + (requests + 1) * width
     back = torch.arange(width, device=x.device)
     before = starts[:-1, None] + torch.arange(len(slots), device=x.device)[:, None] * width + back

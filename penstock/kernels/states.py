@@ -1,7 +1,7 @@
 """The memory of layers with a fixed state: for each layer some tensors with a slot for every request or snapshot.
 
 All numbers are float32, whatever the model computes in: a state sums up thousands of tokens. Steps address slots by
-an index tensor, so a CUDA graph of a step serves any requests. The slot behind the last one belongs to no request:
+an index tensor, so a CUDA graph of a step serves any requests. The slot after the last one belongs to no request:
 padded rows of a graph write there. Copies and steps take effect in the order of the calls.
 """
 

@@ -11,7 +11,7 @@ Every slot is in exactly one of three places:
     snapshot  holds the state at the end of an indexed block, and any request with that prefix may start from it
 
 `keep` asks for a snapshot of an active slot. The step that computes the state is being planned at that time, so the
-copy is made in front of the next step: until then the snapshot is *due*, and requests that need it wait for one plan.
+copy is made before the next step: until then the snapshot is *due*, and requests that need it wait for one plan.
 When a request stops at the end of a block, its slot becomes the snapshot, and nothing is copied.
 
 The least recently used snapshot is evicted first. Snapshots of retained prefixes are evicted last, and move to host

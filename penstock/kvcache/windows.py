@@ -14,9 +14,9 @@ A prefix of n blocks can be reused if the blocks of its tokens are indexed, and 
 sees. A window block can be found by the hash of the block of the same tokens, and goes when that block goes.
 
     active     one or more tables have the block
-    wanted     no table has the block, and a later request is likely to start behind it: a prompt, a cached prefix or
+    wanted     no table has the block, and a later request is likely to start after it: a prompt, a cached prefix or
                the last token of a request ended within sight of it
-    spent      no table has the block, and requests start behind it only by chance: evicted before anything else
+    spent      no table has the block, and requests start after it only by chance: evicted before anything else
     pinned     a retained prefix ends within sight of the block; the pin ends with the pin of that prefix's last block
 """
 
@@ -69,7 +69,7 @@ class WindowBlock:
         self.references = 1
         self.block_hash: BlockHash | None = None  # set exactly while the index leads to this block
         self.is_wanted = False
-        self.num_pins = 0  # retained prefixes that end within the window behind this block
+        self.num_pins = 0  # retained prefixes that end within the window after this block
         self.last_use = 0  # the pool's counter of releases
 
     @property

@@ -176,7 +176,7 @@ class ArchitectureConfig:
     rope_axes: tuple[
         int, ...
     ] = ()  # of positions in three dimensions: which of them turns each pair of a head
-    spare_rope_rows: int = 0  # behind the positions, for tokens whose angles mix several rows
+    spare_rope_rows: int = 0  # after the positions, for tokens whose angles mix several rows
     unrotated_layers: frozenset[int] = frozenset()  # layers whose attention knows no positions
     slopes: tuple[float, ...] = ()  # of ALiBi, by head: what a score gains with each position of its key
     windows: tuple[int | None, ...]  # one per layer; None sees the whole context
@@ -197,7 +197,7 @@ class ArchitectureConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     recurrent: RecurrentConfig | None = None
-    num_mtp_layers: int = 0  # layers behind the last one that predict further tokens, which a drafter can use
+    num_mtp_layers: int = 0  # layers after the last one that predict further tokens, which a drafter can use
     tie_embeddings: bool = False
     activation: ActivationName = "silu"
     plain_activation: PlainActivationName = "gelu"  # of architectures whose MLP has no gate

@@ -204,7 +204,7 @@ class Decoder(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer in Llama's style: attention and MLP, each with the norm in front of it."""
+    """One layer in Llama's style: attention and MLP, each with the norm before it."""
 
     attention_norm: RMSNorm
     attention: Attention

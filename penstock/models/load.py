@@ -185,7 +185,7 @@ def pooling_settings(path: Path) -> PoolingSettings:
 def load_pooling_head(
     path: Path, settings: PoolingSettings, model: Model, ops: Ops, load_format: LoadFormat, seed: int
 ) -> Head:
-    """Load the layers behind a decoder's pooling."""
+    """Load the layers after a decoder's pooling."""
     source: WeightSource = RandomSource(seed, norm_offset=0.0, device=ops.device)
     if load_format != "random" and settings.num_labels is not None:  # GGUF files have no such layers
         source = SafetensorsSource(path)

@@ -129,5 +129,5 @@ class TappedModel(Protocol):
         self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Return `forward`'s result, and the inputs of the layers `taps` side by side: [T, len(taps) × hidden]. The
-        layer behind the last one stands for the output of the last one."""
+        layer after the last one stands for the output of the last one."""
         ...

@@ -54,7 +54,7 @@ _DEFAULT_LABELS = 2  # of transformers, which leaves the default out of config.j
 
 @dataclass(frozen=True, slots=True)
 class DenseFile:
-    """A dense layer behind the pooling: its weights are in `path`."""
+    """A dense layer after the pooling: its weights are in `path`."""
 
     path: Path
     inputs: int

@@ -1,4 +1,4 @@
-"""Layers behind the pooling, which turn a pooled state into an embedding or into logits of labels. Knows no files but
+"""Layers after the pooling, which turn a pooled state into an embedding or into logits of labels. Knows no files but
 those of dense layers; knows no tokens.
 
 A head works on one row at a time: the result for a row does not depend on the other rows.
@@ -93,7 +93,7 @@ def dense_layer(
 
 
 def embedding_head(settings: PoolingSettings, hidden_size: int, device: torch.device) -> Head:
-    """Return the dense layers that the model's files put behind the pooling."""
+    """Return the dense layers that the model's files put after the pooling."""
     steps, size = [], hidden_size
     for file in settings.dense:
         if file.inputs != size:

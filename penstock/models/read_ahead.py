@@ -1,5 +1,5 @@
 """Asks the system to read the files of a checkpoint into the page cache before they are needed: a file that is
-opened, and the one behind it. The disk then works in parallel with the loader, with many requests at a time."""
+opened, and the one after it. The disk then works in parallel with the loader, with many requests at a time."""
 
 from __future__ import annotations
 

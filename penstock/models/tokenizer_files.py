@@ -37,7 +37,7 @@ _TIKTOKEN_RULES = {
     "ChatGLM4Tokenizer": "chatglm-bpe",
     "TikTokenTokenizer": "kimi-k2",
 }
-# Classes that put the first token in front of a text unless they are told otherwise.
+# Classes that put the first token before a text unless they are told otherwise.
 _ADD_BOS = ("Llama", "CodeLlama", "Gemma", "Mistral")
 
 

@@ -305,7 +305,7 @@ class PixtralVision(TransformersVision):
 
 class QwenVision(TransformersVision):
     """Qwen 2, 2.5 and 3 VL, and Qwen 3.5: a tower for images of any shape, and positions in three dimensions. Rows of
-    Qwen 3 VL have further columns, which are added to the hidden states behind the first layers."""
+    Qwen 3 VL have further columns, which are added to the hidden states after the first layers."""
 
     rule = "qwen_vl"
 

@@ -160,7 +160,7 @@ class Swapping:
         cache.pool.spills = swap_is_cheaper(1, cache.block_size, copy_s, self._predictor)
 
     def num_worth_reading(self, hashes: TokenIds[BlockHash]) -> int:
-        """Return how many of these leading blocks are worth reusing: all of them, or those in front of the first one
+        """Return how many of these leading blocks are worth reusing: all of them, or those before the first one
         in host memory if computing is quicker than copying from there. Retained prefixes are always reused."""
         in_host = self._cache.pool.host.index
         if not in_host or self._block_copy_s is None:
@@ -178,7 +178,7 @@ class Swapping:
         """Retain the blocks of a preempted request, which still holds them, if swapping is cheaper than computing."""
         cache, copy_s = self._cache, self._block_copy_s
         num_blocks = sequence.num_published
-        if cache.states is not None:  # blocks behind the last snapshot are computed again in any case
+        if cache.states is not None:  # blocks after the last snapshot are computed again in any case
             num_blocks = cache.states.longest(sequence.hashes[:num_blocks])
         if copy_s is None or not num_blocks or not cache.num_host_blocks or cache.windows is not None:
             return

@@ -420,7 +420,7 @@ class Scheduler:
         self._shortage = "seats", now
 
     def _prefill(self, step: StepBuilder, sequence: Sequence, room: int, now: float) -> None:
-        """Compute up to `room` tokens of a running prefill: fewer in front of an image that is not encoded yet, or if
+        """Compute up to `room` tokens of a running prefill: fewer before an image that is not encoded yet, or if
         there is no memory for more in layers with windows."""
         most = step.num_tokens_left
         if sequence.blocks.windows is not None:

@@ -5,7 +5,7 @@ to E its chance to be accepted, and to T the time of one row. So tokens are take
 as long as chance / row time exceeds E / T: no other choice has a higher rate. While few requests run, a row costs
 little and nearly every guess is taken. Under full load a row costs as much as it can bring, and none is taken.
 
-A drafted token counts only if all tokens in front of it are accepted. Its chance is a product of estimates, one for
+A drafted token counts only if all tokens before it are accepted. Its chance is a product of estimates, one for
 each position, from decayed counts: of the drafter and grade in this engine, and of the same in this request, where
 the first is what the second starts from.
 
@@ -281,7 +281,7 @@ class Speculation:
         return lengths
 
     def _chances(self, sequence: Sequence, draft: Draft) -> list[float]:
-        """Return the chance of each token to be accepted, with all in front of it."""
+        """Return the chance of each token to be accepted, with all before it."""
         kind = (draft.drafter, draft.grade)
         ours, own = self._tally(kind), sequence.drafting.tallies.get(kind)
         chances = []

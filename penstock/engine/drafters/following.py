@@ -1,4 +1,4 @@
-"""Drafts on the device right behind a step, from samples that the host has not seen yet.
+"""Drafts on the device right after a step, from samples that the host has not seen yet.
 
 The device counts how many drafts of the step were accepted, so that the next drafts follow from the newest token
 without a round trip to the host. The host gets the count and the new drafts in one copy. On a GPU each drafted token
@@ -24,7 +24,7 @@ from penstock.kernels.interface import AttentionBatch, KVStore
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Requests of a step, N of them, each with one known token and up to K drafts behind it. Tensors are on the
+    """Requests of a step, N of them, each with one known token and up to K drafts after it. Tensors are on the
     device."""
 
     request_ids: list[str]
@@ -32,7 +32,7 @@ class Verified:
     starts: Tensor  # the same
     num_drafts: Tensor  # int64 [N]
     tokens: Tensor  # int64 [N, K + 1], the known token and the drafts
-    sampled: Tensor  # int64 [N, K + 1], the samples behind them
+    sampled: Tensor  # int64 [N, K + 1], the samples after them
     at: Tensor  # int64 [N, K + 1], indices in T of the step
     num_accepted: Tensor  # int64 [N]
 
@@ -81,7 +81,7 @@ def verified(
 
 @dataclass(frozen=True, slots=True)
 class OnTheWay:
-    """Drafts that the device makes while the host commits the step in front of them. The host needs not know those of
+    """Drafts that the device makes while the host commits the step before them. The host needs not know those of
     `blind` requests before they are verified."""
 
     request_ids: list[str]
@@ -169,7 +169,7 @@ class DraftSteps:
     def draft(
         self, step: Verified, states: Tensor | None, tables: Tensor, max_context: int, count: int
     ) -> Tensor:
-        """Draft `count` tokens behind the accepted ones: int64 [N, count]. `states` is the input of a head for each
+        """Draft `count` tokens after the accepted ones: int64 [N, count]. `states` is the input of a head for each
         token of the step, [N, K + 1, ...]. `tables` is int32 [N, width(max_context)]."""
         lag, num_rows = self._guesser.lag, len(tables)
         device, bound = tables.device, self._bound(max_context)

@@ -35,7 +35,7 @@ class DraftLength:
 
     def begin(self, drafting_s: float = 0.0, num_steps: int = 1) -> int:
         """Begin a call of the drafter. Returns how many tokens to draft. There were so many steps since the last
-        call, and `drafting_s` went to drafting behind a step."""
+        call, and `drafting_s` went to drafting after a step."""
         self._began_s = now = self._clock.now()
         if self._ended_s is not None:
             step_s = max(0.0, now - self._ended_s - drafting_s) / max(num_steps, 1)

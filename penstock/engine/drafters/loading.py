@@ -67,7 +67,7 @@ class LoadedDrafter:
         self, num_blocks: int, rows: BatchRows, clock: Clock, vocab_size: int, *, follows_steps: bool
     ) -> ModelDrafter | MedusaDrafter:
         """Take memory for the KV of so many blocks, and connect the drafter. With `follows_steps` the executor lets
-        it draft behind each step, on the device."""
+        it draft after each step, on the device."""
         if self.guesser is None:
             assert self.heads is not None
             assert self.states is not None

@@ -38,7 +38,7 @@ _WINDOW = 24  # the most tokens of a departure
 _REJOINED = 2  # so many tokens must agree for a departure to end
 _MAX_EDITS = 16  # replacements of a request that are remembered
 
-PROMPT_TAIL = 32  # tokens of the prompt that are remembered in front of an answer
+PROMPT_TAIL = 32  # tokens of the prompt that are remembered before an answer
 MIN_ANSWER = 8  # shorter answers are not remembered
 TENANT_TOKENS = 1 << 15  # of answers of one tenant, 0.5 MiB
 ALL_TOKENS = 1 << 20  # of answers of all tenants, 16 MiB
@@ -162,7 +162,7 @@ class _Alignment:
         return edit if self._text.tokens[place : place + len(edit.old)] == edit.old else None
 
     def _rejoin(self, answer: array[int]) -> bool:
-        """Look for the place behind the departure where the text agrees with the answer's last tokens again."""
+        """Look for the place after the departure where the text agrees with the answer's last tokens again."""
         self._num_away += 1
         if self._num_away > _WINDOW:
             return False
@@ -254,7 +254,7 @@ class _Follower:
         return copied.draft(max_tokens) if copied is not None else None
 
     def answer(self) -> array[int]:
-        """Return the answer behind the prompt's last tokens."""
+        """Return the answer after the prompt's last tokens."""
         num_tokens = self.num_answered + min(PROMPT_TAIL, len(self._request.prompt_token_ids))
         if self._text is not None:
             return self._text.tokens[-num_tokens:]

@@ -31,7 +31,7 @@ class MedusaDrafter:
         self._heads, self._rows, self.states = heads, rows, states
         self._staging = Staging(device, 1 << 18)
         self.follows_steps = follows_steps
-        self._is_wanted = False  # drafts behind the next step
+        self._is_wanted = False  # drafts after the next step
         self._on_the_way: OnTheWay | None = None
         self._error: Exception | None = None
 
@@ -71,7 +71,7 @@ class MedusaDrafter:
         states: Tensor | None,
         blind: Collection[str],
     ) -> Mapping[str, int]:
-        """Draft behind a step, without waiting for it. Returns how many states of a request need not be kept."""
+        """Draft after a step, without waiting for it. Returns how many states of a request need not be kept."""
         is_wanted, self._is_wanted = self._is_wanted, False
         if not is_wanted or states is None or self._error is not None:
             return NOTHING

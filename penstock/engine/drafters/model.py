@@ -2,11 +2,11 @@
 
 The drafter's KV lies in a store of its own under the block ids of the served model, so that block tables, cached
 prefixes and preemption need no second bookkeeping. Drafts, and tokens whose block is shared with another request, lie
-in scratch blocks: each row has a few behind the last block id. KV that is missing or wrong lowers acceptance and
+in scratch blocks: each row has a few after the last block id. KV that is missing or wrong lowers acceptance and
 nothing else.
 
 Work is done when drafts are asked for: first the tokens that are new since the last time, for all requests in one
-pass, then one pass for each further drafted token. A drafter that follows steps does this work behind the step in
+pass, then one pass for each further drafted token. A drafter that follows steps does this work after the step in
 front (`following.py`), for all requests whose KV it has.
 """
 
@@ -38,7 +38,7 @@ from penstock.engine.staging import Staging
 from penstock.kernels.interface import AttentionBatch, HalvesBlocks, KVStore
 
 MAX_TOKENS = 8  # of a draft
-SCRATCH_BLOCKS = 3  # of a row: a shared block, and the drafts behind it
+SCRATCH_BLOCKS = 3  # of a row: a shared block, and the drafts after it
 CATCH_UP_TOKENS = 1024  # most known tokens in one call; requests with more wait for the next call
 MOST_UNASKED = 32  # steps without a question for drafts, after which prompts are not followed any more
 
@@ -46,7 +46,7 @@ MOST_UNASKED = 32  # steps without a question for drafts, after which prompts ar
 @dataclass(slots=True)
 class _Followed:
     """A request that the drafter follows. KV of the first `num_computed` positions lies where `table`, the request's
-    own blocks, and the scratch blocks behind them say. The first `num_noted` blocks can serve other requests."""
+    own blocks, and the scratch blocks after them say. The first `num_noted` blocks can serve other requests."""
 
     table: Int32Array
     row: int
@@ -79,7 +79,7 @@ class ModelDrafter:
         states: HiddenStates | None = None,
         follows_steps: bool = False,
     ) -> None:
-        """`kv` has SCRATCH_BLOCKS blocks for each row behind the blocks of the served model, and a spare block."""
+        """`kv` has SCRATCH_BLOCKS blocks for each row after the blocks of the served model, and a spare block."""
         self._name, self._guesser, self._kv, self._rows = name, guesser, kv, rows
         self._staging = Staging(device, 1 << 20)
         self._vocab_size, self._max_positions = vocab_size, max_positions
@@ -93,7 +93,7 @@ class ModelDrafter:
         records_graphs = device.type == "cuda" and guesser.records_graphs
         self._steps = DraftSteps(guesser, kv, rows.max_rows, max_positions, records_graphs=records_graphs)
         self.follows_steps = follows_steps
-        self._num_wanted = 0  # tokens to draft behind the next step
+        self._num_wanted = 0  # tokens to draft after the next step
         self._num_unasked = 0  # steps since drafts were last asked for
         self._on_the_way: OnTheWay | None = None
         self._is_latest = False  # no step has been submitted since
@@ -128,7 +128,7 @@ class ModelDrafter:
             raise self._error
         try:
             return self._propose(wanted)
-        except Exception as error:  # nothing more is drafted behind steps
+        except Exception as error:  # nothing more is drafted after steps
             self._error = error
             raise
 
@@ -167,7 +167,7 @@ class ModelDrafter:
         states: Tensor | None,
         blind: Collection[str],
     ) -> Mapping[str, int]:
-        """Draft behind a step, without waiting for it, if the next call of `propose` is likely to ask for drafts.
+        """Draft after a step, without waiting for it, if the next call of `propose` is likely to ask for drafts.
         `sampled` are its samples, int64 [S], and `states` its hidden states for a head, [T, ...]. The host can do
         without the drafts of `blind` requests. Returns how many states of a request are no longer needed."""
         self._is_latest = False
@@ -229,7 +229,7 @@ class ModelDrafter:
         return {each.request_id: each.count for each in found}
 
     def _is_ready(self, chunk: Chunk, most: int) -> bool:
-        """Say whether all positions in front of a chunk have been computed."""
+        """Say whether all positions before a chunk have been computed."""
         if chunk.request_id not in self._followed:
             return False
         followed = self._follow(chunk.request_id)
@@ -238,7 +238,7 @@ class ModelDrafter:
         return followed.num_computed >= chunk.start and end <= self._max_positions
 
     def _take_followed(self, wanted: Mapping[str, int]) -> dict[str, list[int]]:
-        """Return the drafts that were made behind the last step, of requests that got the tokens that were seen
+        """Return the drafts that were made after the last step, of requests that got the tokens that were seen
         then."""
         sent, self._on_the_way = self._on_the_way, None
         found: dict[str, list[int]] = {}

@@ -1,6 +1,6 @@
 """Finds earlier places of the latest tokens in a text: hash chains, as in LZ77. Knows no request. Imports no torch.
 
-A place is a position in the text, seen as what follows the tokens in front of it. Each run of `RUN` tokens has a slot
+A place is a position in the text, seen as what follows the tokens before it. Each run of `RUN` tokens has a slot
 by its hash. The slot has the latest place behind such a run, and each place has the place before it with the same
 slot. A token takes 4 bytes for itself, 4 for the chain and 4 to 16 for slots.
 """
@@ -59,7 +59,7 @@ class TextIndex:
         return found, best, others
 
     def _update(self) -> None:
-        """Index all places but the one behind the last token, where nothing follows yet."""
+        """Index all places but the one after the last token, where nothing follows yet."""
         first, stop = len(self._earlier), len(self.tokens)
         if first >= stop:
             return

@@ -166,7 +166,7 @@ def _rounded(rank: int) -> int:
 
 
 def _places(num_rows: int, num_slots: int) -> int:
-    """Return the size of the fields of tiles, rounded up so that what is behind them is aligned."""
+    """Return the size of the fields of tiles, rounded up so that what is after them is aligned."""
     tiles = lora.most_tiles(num_rows, num_slots)
     return -(-tiles // 4) * 4 * lora.FIELDS
 

@@ -77,7 +77,7 @@ def _prompt_kernel(
         is_row = row < end
         in_input = is_row[:, None] & is_channel[None, :]
         size = tl.load(step + row[:, None] * step_stride + channels[None, :], mask=in_input, other=0.0)
-        # A step of 0 behind the last token leaves the state as it is.
+        # A step of 0 after the last token leaves the state as it is.
         size = tl.where(in_input, softplus(size.to(tl.float32) + bias[None, :]), 0.0)
         inputs = tl.load(x + row[:, None] * x_stride + channels[None, :], mask=in_input, other=0.0)
         inputs = inputs.to(tl.float32)

@@ -121,7 +121,7 @@ def _int4_ptx(type: str, base: str, one: str, minus: str) -> str:
 
 
 def _float4_ptx(shift: int, mask: str) -> str:
-    """Eight numbers of four bytes: the bits behind the sign are shifted to where the type has exponent and
+    """Eight numbers of four bytes: the bits after the sign are shifted to where the type has exponent and
     mantissa."""
     numbers = "".join(
         f"shl.b32 c, {pair}, {shift - 4 * high}; shl.b32 d, {pair}, {12 - 4 * high};"

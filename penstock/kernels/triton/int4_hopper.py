@@ -3,7 +3,7 @@
 A warp copies tiles of codes and of the input to shared memory with the copy engine. Two or four groups of four
 warps take codes apart in registers, where they become the left operand of a tensor product in the compute type, while
 the product of the tile before runs. The input is put into the order in which codes arrive (`_arrange_kernel`), so
-that no number moves between threads; a gated product writes its outputs in that order for the product behind it. The
+that no number moves between threads; a gated product writes its outputs in that order for the product after it. The
 kernel is written in Gluon, which has no interpreter: its tests need a GPU (`tests/gpu`).
 """
 

@@ -1,5 +1,5 @@
 """Encoders in BERT's style: BERT itself and ERNIE; ELECTRA, whose embeddings may be narrower than its layers; RoBERTa
-and XLM-RoBERTa, whose positions begin behind the padding token; DistilBERT, which has no token types; MPNet, whose
+and XLM-RoBERTa, whose positions begin after the padding token; DistilBERT, which has no token types; MPNet, whose
 attention knows the distance between tokens besides."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MPNET_DISTANCE = 128  # all distances above share a bias
 class BertConfig(EncoderConfig):
     num_positions: int
     num_token_types: int = 0
-    padding_id: int | None = None  # positions of other tokens begin behind it
+    padding_id: int | None = None  # positions of other tokens begin after it
     num_distances: int = 0  # of MPNet's biases
     embedding_size: int | None = None  # if it is another than the hidden size
 

@@ -1,4 +1,4 @@
-"""ModernBERT: norms in front of each half of a layer, positions by rotation, and windows on most layers."""
+"""ModernBERT: norms before each half of a layer, positions by rotation, and windows on most layers."""
 
 from __future__ import annotations
 

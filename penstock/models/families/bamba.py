@@ -1,4 +1,4 @@
-"""Decoders whose layers are Mamba-2 or attention, each in front of an MLP: Bamba, and Granite 4, whose
+"""Decoders whose layers are Mamba-2 or attention, each before an MLP: Bamba, and Granite 4, whose
 residual is scaled."""
 
 from __future__ import annotations

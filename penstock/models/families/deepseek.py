@@ -1,5 +1,5 @@
 """DeepSeek V2 and V3, R1, Kimi K2 and GLM 4.7 Flash: attention over latents, and experts in groups with an expert for
-every token. Layers behind the last one, which predict further tokens, are read for drafts alone."""
+every token. Layers after the last one, which predict further tokens, are read for drafts alone."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Glm(PreNormDecoder):
 
 
 class Glm4(Decoder):
-    """Models of the second release, with one more norm behind attention and behind the MLP."""
+    """Models of the second release, with one more norm behind attention and after the MLP."""
 
     name = "glm4"
     huggingface_names = ("Glm4ForCausalLM", "glm4")

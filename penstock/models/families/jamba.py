@@ -1,4 +1,4 @@
-"""Jamba: layers are Mamba 1 or attention without positions, each in front of an MLP or of experts."""
+"""Jamba: layers are Mamba 1 or attention without positions, each before an MLP or of experts."""
 
 from __future__ import annotations
 

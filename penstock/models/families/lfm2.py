@@ -1,4 +1,4 @@
-"""LFM2: most layers are gated short convolutions, and some are attention. LFM2-MoE has experts behind its first
+"""LFM2: most layers are gated short convolutions, and some are attention. LFM2-MoE has experts after its first
 layers."""
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Llama4(Decoder):
             positions = torch.arange(self.max_model_len, device=load.weights.ops.device)
             scales = torch.log1p(torch.floor((positions + 1.0) / config.tuned_from)) * config.tuning + 1.0
             return TunedAttention(attention, scales)
-        # Norms behind the rotation, which does not change lengths, have no weights.
+        # Norms after the rotation, which does not change lengths, have no weights.
         ones = torch.ones(config.head_dim, device=load.weights.ops.device) if config.head_norms else None
         layer = dataclasses.replace(attention.layer, chunk=config.attention_chunk, q_norm=ones, k_norm=ones)
         return dataclasses.replace(attention, layer=layer)

@@ -85,7 +85,7 @@ class SharedBlock:
     adapter: Adapter | None
     mlp_adapter: Adapter
     activation: Callable[[Tensor], Tensor]
-    linear: PackedLinear  # behind the block
+    linear: PackedLinear  # after the block
 
     def __call__(self, ops: Ops, both: Tensor, cache: Any, batch: AttentionBatch) -> Tensor:
         products = self.products
