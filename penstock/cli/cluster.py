@@ -58,7 +58,7 @@ def status(as_json: bool, url: str, api_key: str | None) -> None:
 @json_option
 @server_options
 def cordon(host: str, as_json: bool, url: str, api_key: str | None) -> None:
-    """Place no more replicas on HOST. Its replicas go on."""
+    """Place no more replicas on HOST. Its replicas continue."""
     with closing(connect(url, api_key)) as client:
         _show(client.operate({"action": "cordon", "target": host}), as_json=as_json)
 

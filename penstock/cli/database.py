@@ -25,7 +25,7 @@ def database() -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @config_options(StoreConfig)
 def backup(config: StoreConfig, file: Path) -> None:
-    """Write a consistent copy of the database to FILE. Servers go on meanwhile."""
+    """Write a consistent copy of the database to FILE. Servers continue meanwhile."""
     from penstock.serve.backup import back_up
 
     back_up(config, file)

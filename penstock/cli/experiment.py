@@ -28,7 +28,7 @@ def experiment() -> None:
 
     Two policy sets of the settings file serve at the same time, each with replicas of its own and its share of
     requests. The experiment ends by itself: when the confidence interval of the difference between their objectives
-    excludes zero, when a guard rail is broken, or when its time is over. The server then goes on as before.
+    excludes zero, when a guard rail is broken, or when its time is over. The server then continues as before.
 
     \b
       penstock experiment start default small-chunks --share 0.5 --watch

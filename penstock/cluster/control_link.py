@@ -182,7 +182,7 @@ class ControlLink:
         return answer.release
 
     async def _ask(self, message: ToControl) -> FromControl:
-        """Send an order over a connection of its own: it may take a while, and reports go on meanwhile."""
+        """Send an order over a connection of its own: it may take a while, and reports continue meanwhile."""
         try:
             with contextlib.closing(await self._connect()) as channel:
                 line = await channel.ask(encode_line(message))

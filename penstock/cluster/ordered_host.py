@@ -2,7 +2,7 @@
 says which there should be.
 
 Orders are a state to reach, not steps: a host that missed some, or gets the same ones twice, ends in the same state.
-A host without a leader goes on with the last orders."""
+A host without a leader continues with the last orders."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A supervisor watches the processes of its own machine. The network between a gateway and that machine, and the machine
 itself, are watched here: a replica whose connection was cut, or that sends no heartbeat for too long, counts as
-unhealthy for a moment. Its requests go on elsewhere, and then the gateway connects to the replica again.
+unhealthy for a moment. Its requests continue elsewhere, and then the gateway connects to the replica again.
 """
 
 from __future__ import annotations

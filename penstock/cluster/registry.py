@@ -2,7 +2,7 @@
 
 A host publishes one record, which it renews while it lives. A gateway drops the replicas of a host whose record no
 longer names them, or was not renewed for `LEASE_S`. A gateway that cannot read the registry keeps the replicas that
-it knows: engines and gateways talk to each other directly, so requests go on.
+it knows: engines and gateways talk to each other directly, so requests continue.
 
 The registry also knows the leader, which decides for the fleet (`leadership`), and keeps the documents that the
 leader has written (`documents`). Everything in it is signed with the join token. Knows no particular registry:

@@ -1,9 +1,9 @@
 """Lets one of several servers that share a database carry out its releases: the server that holds a lease.
 
 A server asks for the lease while a release needs an owner, and renews it while its own release runs. When the owner
-dies, another server with the same settings goes on with the release after the lease has ended. While the database is
-away the owner goes on, because a bad candidate must not stay in service; if another server has owned the releases
-meanwhile, the store refuses what the earlier owner writes, and the earlier owner lets go."""
+dies, another server with the same settings continues with the release after the lease has ended. While the database
+is away the owner continues, because a bad candidate must not stay in service; if another server has owned the
+releases meanwhile, the store refuses what the earlier owner writes, and the earlier owner lets go."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ReleaseOwner:
         self._num_starting = 0
 
     async def begin(self) -> None:
-        """Show the releases that are over, and go on with an unfinished one if nobody else does."""
+        """Show the releases that are over, and continue with an unfinished one if nobody else does."""
         over = [record for record in await self._store.load() if record.state.is_over]
         await self._releases.resume(over, dict(self._base_revisions))
         await self._look_quietly()
@@ -93,7 +93,7 @@ class ReleaseOwner:
             await self._leadership.give_up(epoch)
 
     async def _follow(self, epoch: int | None) -> None:
-        """Take over the releases, go on with them, or let go of them. Every owner has another epoch, one after the
+        """Take over the releases, continue with them, or let go of them. Every owner has another epoch, one after the
         other: a gap means that another server was the owner since."""
         if self._epoch is not None and epoch not in (self._epoch, self._epoch + 1):
             logger.warning("another server has taken over the release that this server carried out")

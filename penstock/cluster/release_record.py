@@ -77,7 +77,7 @@ def changed(
     model_path = spec.model_path
     if weights is not None:
         name, model_path = weights
-        # Clients go on using the name that they know.
+        # Clients continue using the name that they know.
         model = replace(engine.model, model=name, served_model_name=spec.model)
         engine = replace(engine, model=model)
     revision = revision or revision_of(engine, model_path)

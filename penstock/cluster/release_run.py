@@ -1,5 +1,5 @@
 """Runs one active release: starts the candidate's replicas, collects evidence from gateways, and removes the revision
-that lost. `control/release` decides whether to go on; `releases` decides whether a release may begin."""
+that lost. `control/release` decides whether to continue; `releases` decides whether a release may begin."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class ReleaseRun(StagedRun):
             await pool.remove(leaving)
 
     def _tokenizers(self, specs: Sequence[ReplicaSpec]) -> set[bytes]:
-        """Return the tokenizers of serving replicas. There may be none, if all replicas have left for want of
+        """Return the tokenizers of serving replicas. There may be none, if all replicas have left for lack of
         requests."""
         members = [
             member

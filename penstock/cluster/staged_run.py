@@ -35,7 +35,7 @@ class StagedRun(ABC):
 
     @abstractmethod
     def hold_pools(self, is_held: bool) -> None:
-        """Keep the autoscaler away from the replicas, or let it go on."""
+        """Keep the autoscaler away from the replicas, or let it continue."""
 
     def begin(self) -> None:
         self.hold_pools(True)

@@ -131,7 +131,7 @@ class Supervisor:
 
     def convert(self, replica_id: str, role: Role) -> None:
         """Let a replica work in another role from now on, and its successors too. Engines do not know their roles, so
-        nothing is loaded and running requests go on."""
+        nothing is loaded and running requests continue."""
         self._slot(replica_id).process.convert(role)
 
     async def stop(self, replica_id: str) -> None:

@@ -18,7 +18,7 @@ _NEGLIGIBLE = 1e-12  # of a sum of chances that only fall
 
 
 def chance_of_share(num_events: int, count: int, share: float) -> float:
-    """Return the chance of so many events or more among `count`, if each happens with this chance."""
+    """Return the chance of this many events or more among `count`, if each happens with this chance."""
     if num_events <= 0 or share >= 1.0:
         return 1.0
     if share <= 0.0:
@@ -30,7 +30,7 @@ def chance_of_share(num_events: int, count: int, share: float) -> float:
 
 
 def chance_of_more(num_events: int, count: int, other_events: int, other_count: int) -> float:
-    """Return the chance that so many, or more, of all events are ours, if events strike both sides alike (Fisher's
+    """Return the chance that this many, or more, of all events are ours, if events strike both sides alike (Fisher's
     exact test)."""
     all_events = num_events + other_events
     total = _log_choose(count + other_count, all_events)
@@ -41,8 +41,8 @@ def chance_of_more(num_events: int, count: int, other_events: int, other_count: 
 
 
 def chance_of_slower(ours: Sequence[float], allowed: Sequence[float], percent: float) -> float:
-    """Return the chance that so many of our times, or more, exceed the percentile of the allowed times, if both come
-    from one distribution (a precedence test). Both are in the order in which they were observed."""
+    """Return the chance that this many of our times, or more, exceed the percentile of the allowed times, if both
+    come from one distribution (a precedence test). Both are in the order in which they were observed."""
     ordered = sorted(allowed)
     place = max(0, ceil(len(ordered) * percent / 100.0) - 1)
     is_above = [time_s > ordered[place] for time_s in ours]

@@ -169,7 +169,7 @@ class Experiments:
         self.other_weights = other_weights
 
     def with_window(self, state: ExperimentState, window: Window) -> ExperimentState:
-        """Add a window. A last window with too few requests of an arm goes on instead."""
+        """Add a window. A last window with too few requests of an arm continues instead."""
         windows = state.windows
         least = self.config.min_window_requests
         if windows and min(windows[-1].a.num_requests, windows[-1].b.num_requests) < least:
@@ -205,7 +205,7 @@ class Experiments:
 
     def judged(self, state: ExperimentState, evidence: Evidence, now: float) -> ExperimentState:
         """End a running experiment by its guard rails, by its interval or by its time. Returns the same state while
-        it goes on."""
+        it continues."""
         if state.stage is not ExperimentStage.RUNNING:
             return state
         failed = [report for report in self.guards(evidence) if report.result is GateResult.FAILED]

@@ -53,7 +53,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     stage_number: int
     num_stable_requests: int = 0
     num_candidate_requests: int = 0
-    next_look: int = 0  # at so many requests of each revision
+    next_look: int = 0  # at this many requests of each revision
     errors: Finding | None = None
     ttft: Finding | None = None  # of the 95th percentiles, in seconds
     itl: Finding | None = None
@@ -82,7 +82,7 @@ class Looks:
         self.next = max(1, first)
 
     def is_due(self, count: int) -> bool:
-        """Say whether to look at so many samples, and count the look."""
+        """Say whether to look at this many samples, and count the look."""
         if count < self.next:
             return False
         self.number += 1

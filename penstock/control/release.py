@@ -1,6 +1,7 @@
 """A release as a state machine in a table: warm up, shadow, canary by steps, then promotion or rollback. Pure.
 
-Gates stand between the stages, see `gates`. A release goes on when all gates pass, and is rolled back when one fails.
+Gates stand between the stages, see `gates`. A release continues when all gates pass, and is rolled back when one
+fails.
 
 The state is plain data that survives a restart as JSON; its times are of the clock that the caller passes as `now`,
 which must survive a restart too. The cluster room carries the state out: it starts replicas, mirrors and splits
@@ -162,7 +163,7 @@ class Releases:
         return TrafficSplit(0.0, 0.0)
 
     def num_replicas(self, state: ReleaseState, num_stable: int) -> int:
-        """Return how many replicas the candidate needs beside so many of the stable revision, for the same load per
+        """Return how many replicas the candidate needs beside this many of the stable revision, for the same load per
         replica: gates that compare unequal loads find what the candidate is not to blame for."""
         share = self.split(state).candidate_share
         if state.stage in (Stage.WARMING, Stage.SHADOW):

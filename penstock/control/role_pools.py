@@ -98,7 +98,7 @@ class RolePools:
         return least_loaded(msgspec.structs.replace(signals, replicas=ready), count)
 
     def _scaler(self, role: PoolRole, signals: Signals, num_more: int) -> Autoscaler:
-        """Return the autoscaler of a pool that may grow by so many replicas."""
+        """Return the autoscaler of a pool that may grow by this many replicas."""
         config = self._configs[role]
         ceiling = max(config.min_replicas, _num_serving(signals) + num_more)
         return Autoscaler(msgspec.structs.replace(config, max_replicas=ceiling))

@@ -86,7 +86,7 @@ class Dry(msgspec.Struct, frozen=True, omit_defaults=True):
     multiplier: float
     base: float = 1.75
     allowed_length: int = 2
-    last_n: int | None = None  # only so many last tokens are searched; None: all
+    last_n: int | None = None  # only this many last tokens are searched; None: all
     breakers: bytes = (
         b""  # a bitmap of tokens that break a repetition: bit i % 8 of byte i // 8 stands for token i
     )
@@ -120,7 +120,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     typical_p: float = 1.0  # keep the most typical tokens, up to this share of the probability
     xtc_probability: float = 0.0  # of leaving out, at a position, the most probable tokens ...
     xtc_threshold: float = 0.1  # ... of at least this probability, except for the least probable of them
-    top_n_sigma: float = 0.0  # keep tokens within so many standard deviations of the highest logit; 0: all
+    top_n_sigma: float = 0.0  # keep tokens within this many standard deviations of the highest logit; 0: all
     dry: Dry | None = None
     # The three penalties apply to the last n tokens of prompt and answer together; None: to the whole answer, and the
     # repetition penalty to the prompt too.

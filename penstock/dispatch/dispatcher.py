@@ -11,8 +11,8 @@
     tick(now)                                 the time of the last WakeAt has come
 
 Every method returns the actions that its driver must carry out, in order; see `actions`. A request that loses its
-replica before its first token is sent to another one; an answer that has begun goes on elsewhere after the last token
-that the client got. A request that finds no replica waits for one that starts, if there is room.
+replica before its first token is sent to another one; an answer that has begun continues elsewhere after the last
+token that the client got. A request that finds no replica waits for one that starts, if there is room.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 the registry says         the dispatcher treats the replica as
 starting, warming         requests may wait for the replica
 ready, not connected      warming
-ready, much too slow      unhealthy: no new requests, the running ones go on
+ready, much too slow      unhealthy: no new requests, the running ones continue
 ready                     ready
-draining                  no new requests, the running ones go on
-unhealthy                 lost: its requests go on elsewhere, and requests may wait for its successor
+draining                  no new requests, the running ones continue
+unhealthy                 lost: its requests continue elsewhere, and requests may wait for its successor
 gone                      lost
 """
 

@@ -198,7 +198,7 @@ class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 class Verdict(enum.StrEnum):
     RESTART = "restart"  # start again: nothing reached the client
-    CONTINUE = "continue"  # replay the prompt and the emitted tokens, and go on from there
+    CONTINUE = "continue"  # replay the prompt and the emitted tokens, and continue from there
     NO_ATTEMPTS_LEFT = "no_attempts_left"
     NO_TIME_LEFT = "no_time_left"
     NO_BUDGET_LEFT = "no_budget_left"

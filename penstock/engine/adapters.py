@@ -2,7 +2,7 @@
 
 At most `max_loras` adapters are loaded. An adapter that no live request uses makes room for another, the longest
 unused first. `AdapterQueue` holds the requests that wait for their adapter, before the scheduler: a thread reads an
-adapter from disk while steps go on, and the engine's loop packs its weights, which is short work. A request that
+adapter from disk while steps continue, and the engine's loop packs its weights, which is short work. A request that
 waits can be aborted and has its deadline, like any other.
 """
 
@@ -249,7 +249,7 @@ class AdapterQueue(Collaborator, Generic[Weights]):
                 del self._in_use[digest]
 
     def ready(self, now: float, *, is_idle: bool) -> Iterator[tuple[Arrival, PenstockError | None]]:
-        """Return the requests that can go on, in order of arrival."""
+        """Return the requests that can continue, in order of arrival."""
         if is_idle and self._waiting:
             wait(self._reading.values(), _IDLE_WAIT_S, FIRST_COMPLETED)
         self._forget_unwanted()

@@ -169,7 +169,7 @@ def _disk_cache(
     recorder: PlanRecorder | None,
     clock: Clock,
 ) -> Collaborator | None:
-    """Open the files of KV blocks. Where that is impossible, the engine goes on without, and says so."""
+    """Open the files of KV blocks. Where that is impossible, the engine continues without, and says so."""
     if config.cache.kv_disk_cache is None:
         return None
     reason = ""

@@ -42,7 +42,7 @@ class Arrival:
 class Collaborator:
     """An optional part of an engine. Every method does nothing by default: a collaborator overrides what it needs."""
 
-    # Whether a socket wakes the worker when a waiting request can go on, so that the worker need not poll.
+    # Whether a socket wakes the worker when a waiting request can continue, so that the worker need not poll.
     wakes_worker = False
 
     def __len__(self) -> int:
@@ -57,15 +57,15 @@ class Collaborator:
         """Put a request on the waiting list. Raises InvalidRequest or Overloaded, and then leaves no trace."""
 
     def ready(self, now: float, *, is_idle: bool) -> Iterable[tuple[Arrival, PenstockError | None]]:
-        """Take the requests off the waiting list that can go on, or must end with an error. `is_idle`: the engine has
-        nothing to compute, so this call may sleep for a moment."""
+        """Take the requests off the waiting list that can continue, or must end with an error. `is_idle`: the engine
+        has nothing to compute, so this call may sleep for a moment."""
         return ()
 
     def forget(self, request_id: str) -> None:
         """A request has ended, was aborted or was rejected. Unknown ids are ignored."""
 
     def before_step(self) -> None:
-        """Raise if the engine cannot go on."""
+        """Raise if the engine cannot continue."""
 
     def added(self, request: Request, now: float) -> None:
         """The scheduler has accepted a request."""
@@ -119,7 +119,7 @@ class Refusal(Collaborator):
 
 
 class StepWatch(Collaborator):
-    """Calls a function before every step, which raises when the executor cannot go on."""
+    """Calls a function before every step, which raises when the executor cannot continue."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self.before_step = check  # type: ignore[method-assign]

@@ -142,11 +142,11 @@ class GrammarQueue(Collaborator):
         self._waiting[request.id] = _Waiting(arrival, compiled, gives_up_s)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request. Its compilation goes on: another request may need the same grammar."""
+        """Forget a request. Its compilation continues: another request may need the same grammar."""
         self._waiting.pop(request_id, None)
 
     def ready(self, now: float, *, is_idle: bool) -> Iterator[tuple[Arrival, PenstockError | None]]:
-        """Return the requests that can go on, in order of arrival."""
+        """Return the requests that can continue, in order of arrival."""
         if is_idle and self._waiting:
             wait([each.compiled for each in self._waiting.values()], _IDLE_WAIT_S, FIRST_COMPLETED)
         for request_id, waiting in tuple(self._waiting.items()):

@@ -160,7 +160,7 @@ class _Constraint:
     grammar: CompiledGrammar
     matcher: Any
     mask: Mask | str  # of the next token; a sentence when the matcher failed
-    forced: tuple[int, tuple[int, ...]]  # so many tokens were committed, and these had to follow
+    forced: tuple[int, tuple[int, ...]]  # this many tokens were committed, and these had to follow
     behind: list[Mask] = field(default_factory=list)  # after each of `drafts` that the grammar allows
     drafts: tuple[int, ...] = ()  # given to the threads since the newest token
     token_ids: list[int] = field(default_factory=list)  # committed
@@ -189,7 +189,7 @@ class StepMasks:
     masked: list[int]
     words: Words  # [len(masked), W]
     must_end: frozenset[int]
-    num_masked: dict[int, int]  # so many of a request's samples, from its first on, have a mask
+    num_masked: dict[int, int]  # this many of a request's samples, from its first on, have a mask
     late: frozenset[int]
     failed: dict[int, str]
 

@@ -253,7 +253,7 @@ class DecodeGraphs:
 
 
 def padded_rows(count: int, largest: int) -> int:
-    """Return the number of rows of the graph for so many rows."""
+    """Return the number of rows of the graph for this many rows."""
     return next(size for size in _sizes(largest) if size >= count)
 
 
@@ -409,7 +409,7 @@ class _Recording:
             self.graph.capture_end()
 
     def _begin(self) -> None:
-        # Other threads may go on: they copy blocks and compile grammars.
+        # Other threads may continue: they copy blocks and compile grammars.
         self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
 

@@ -5,8 +5,8 @@ Tokens that see each other: every token of such an image becomes a sequence of i
 ends with the image. All keys of a step are written before any is read, so the token sees the whole image.
 
 Positions in three dimensions: the tokens of an image share the time of the image's first token, and have a row and a
-column. Text goes on after the largest of them. The angles of an image token mix three rows of the rope table, so the
-token gets a spare row of the table, which is written before the step.
+column. Text continues after the largest of them. The angles of an image token mix three rows of the rope table, so
+the token gets a spare row of the table, which is written before the step.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ class ImageEncoder:
                 self._pixels.pop(image.digest, None)
 
     def run(self, encodings: Sequence[Encoding], dropped: Sequence[bytes]) -> None:
-        """Carry out a plan. An image that cannot be encoded for want of memory is encoded when a chunk needs it."""
+        """Carry out a plan. An image that cannot be encoded for lack of memory is encoded when a chunk needs it."""
         for digest in dropped:
             self._parts.pop(digest, None)
             self._pixels.pop(digest, None)

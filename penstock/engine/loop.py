@@ -57,7 +57,7 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> tuple[Chunk, ...]:
-        """Start a plan. Returns the chunks that were not computed for want of memory: the first missing piece of each
+        """Start a plan. Returns the chunks that were not computed for lack of memory: the first missing piece of each
         such request. The sample of such a request, if it has one, carries an error."""
         ...
 
@@ -193,7 +193,7 @@ class EngineLoop:
             collaborator.close()
 
     def _admit_ready(self) -> None:
-        """Let requests go on that have waited for a collaborator."""
+        """Let requests continue that have waited for a collaborator."""
         for index, collaborator in enumerate(self._collaborators):
             collaborator.before_step()
             is_idle = not self._in_flight and not self.scheduler.has_work

@@ -27,7 +27,7 @@ def truncate(logits: Tensor, params: SamplingParams, seed: int, position: int) -
 
 
 def keep_near_top(logits: Tensor, num_sigmas: float) -> None:
-    """Forbid the tokens whose logits are more than so many standard deviations below the highest logit. Tokens that
+    """Forbid the tokens whose logits are more than this many standard deviations below the highest logit. Tokens that
     are forbidden already do not count."""
     allowed = logits > -inf
     count = allowed.sum()

@@ -30,7 +30,7 @@ SHORT_CHUNK = 256  # ... also in chunks that our own attention is best at
 
 @dataclass(frozen=True, slots=True)
 class WarmUpStep:
-    """A step of so many requests, each with so many new tokens, beside requests with contexts of up to `span`."""
+    """A step of this many requests, each with this many new tokens, beside requests with contexts of up to `span`."""
 
     num_requests: int
     tokens_each: int
@@ -52,7 +52,7 @@ DECODES = tuple(WarmUpStep(count, 1, LONG_CONTEXT) for count in (1, 2, 8, 32, 64
 
 
 def warm_up(model: Model, ops: Ops, *, block_size: int, max_rows: int, max_tokens: int) -> None:
-    """Compile all kernels that steps of at most so many requests and tokens need."""
+    """Compile all kernels that steps of at most this many requests and tokens need."""
     model = model.with_distinct_layers()
     kv = allocate_kv(model, ops, 1, block_size)
     many = min(MANY_TOKENS, max_tokens)

@@ -272,7 +272,7 @@ class Gateway:
             raise
 
     def leave(self) -> None:
-        """Report that the server is no longer ready, and go on taking requests until `drain`."""
+        """Report that the server is no longer ready, and continue taking requests until `drain`."""
         self._is_leaving = True
 
     async def drain(self, timeout_s: float) -> bool:

@@ -114,7 +114,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
     thinks: bool | None = None  # None leaves it to the model's template
     max_thinking_tokens: int | None = None
     add_generation_prompt: bool = True
-    continues_last: bool = False  # the answer goes on where the last message, the assistant's, ends
+    continues_last: bool = False  # the answer continues where the last message, the assistant's, ends
     template_options: dict[str, Any] = {}  # extra variables for the model's template
     template_name: str | None = None  # of several templates of the model; None: the one for such a chat
 

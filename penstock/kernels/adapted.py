@@ -27,7 +27,8 @@ CopyInto = Callable[[Tensor, NDArray[Any]], None]  # overwrites the beginning of
 
 @dataclass(frozen=True, slots=True)
 class AdaptedProduct:
-    """A matrix of the model that adapters may change: several matrices, of so many outputs each, that are stacked."""
+    """A matrix of the model that adapters may change: several matrices, of this many outputs each, that are
+    stacked."""
 
     packed: PackedLinear
     heights: tuple[int, ...]

@@ -181,7 +181,7 @@ def _attend_chosen(queries: Tensor, entries: Tensor, layer: LatentLayer, chosen:
 
 
 def _later(first_position: int, count: int, length: int, device: torch.device) -> Tensor:
-    """bool [count, length]: which of a request's positions come after each of so many from the first one on."""
+    """bool [count, length]: which of a request's positions come after each of this many from the first one on."""
     at = torch.arange(first_position, first_position + count, device=device)
     return torch.arange(length, device=device) > at.unsqueeze(1)
 

@@ -155,7 +155,7 @@ class AttentionBatch:
     num_requests: int
     max_query_len: int
     max_context_len: int
-    num_decodes: int = 0  # so many of the first requests have exactly one token in this step
+    num_decodes: int = 0  # this many of the first requests have exactly one token in this step
     halves_blocks: bool = True  # the last tokens of a request may begin in the middle of a block
     lengths: tuple[Tensor, Tensor] | None = None  # `query_starts` and `context_lens` once more, on the host
     states: StateBatch | None = None  # of models whose layers have a fixed state
@@ -220,7 +220,7 @@ class KVStore(Protocol):
         ...
 
     def reserve_host(self, num_slots: int) -> None:
-        """Take host memory for so many blocks; once, before the first copy."""
+        """Take host memory for this many blocks; once, before the first copy."""
         ...
 
     def copy_to_host(self, block_id: int, slot: int) -> None: ...

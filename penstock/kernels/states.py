@@ -40,7 +40,7 @@ class StateStore:
         return self._layers[index]
 
     def reserve_host(self, num_slots: int) -> None:
-        """Take host memory for so many slots; once, before the first copy."""
+        """Take host memory for this many slots; once, before the first copy."""
         self._host = [
             torch.empty(
                 (num_slots, *tensor.shape[1:]), dtype=STATE_TYPE, pin_memory=tensor.device.type == "cuda"

@@ -135,12 +135,12 @@ class BlockTable:
         return None if self.half_offset is None else (self.block_ids[-1], self.half_offset)
 
     def num_missing(self, num_tokens: int) -> int:
-        """Return the number of blocks needed to fill the table for so many tokens. Half a block counts as a whole
+        """Return the number of blocks needed to fill the table for this many tokens. Half a block counts as a whole
         one."""
         return -(-num_tokens // self._pool.block_size) - len(self.block_ids)
 
     def fill(self, num_tokens: int) -> None:
-        """Add the missing blocks for so many tokens: from host memory, or with unknown contents. The last
+        """Add the missing blocks for this many tokens: from host memory, or with unknown contents. The last
         tokens get half a block where that is enough."""
         pool = self._pool
         if len(self.block_ids) < len(self._found):

@@ -39,7 +39,7 @@ def blocks_in_sight(group: WindowGroup, block_size: int) -> int:
 def window_memory(
     groups: Iterable[WindowGroup], block_size: int, num_tokens: int, step_tokens: int = 1
 ) -> int:
-    """Return the blocks of memory that windows need for a request of so many tokens, of which each step computes at
+    """Return the blocks of memory that windows need for a request of this many tokens, of which each step computes at
     most `step_tokens`."""
     num_blocks, step = -(-num_tokens // block_size), -(-step_tokens // block_size) + 1
     return sum(each.num_parts * min(num_blocks, blocks_in_sight(each, block_size) + step) for each in groups)
@@ -96,7 +96,7 @@ class WindowPool:
         self.num_pinned = 0  # blocks of memory
 
     def first_needed(self, group: int, num_tokens: int) -> int:
-        """Return the first block that a request with so many computed tokens still needs."""
+        """Return the first block that a request with this many computed tokens still needs."""
         return self.groups[group].first_seen(num_tokens) // self.block_size
 
     def blocks_of_memory(self, num_tokens: int, step_tokens: int) -> int:

@@ -54,7 +54,7 @@ class RopeScaling:
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn and longrope; None derives it from `factor`
     truncate: bool = True  # yarn: round the band limits to whole dimensions
-    rotated_pairs: int | None = None  # proportional: pairs after so many of them are not rotated
+    rotated_pairs: int | None = None  # proportional: pairs after this many of them are not rotated
     short_divisors: tuple[float, ...] = ()  # longrope: of frequencies, in contexts up to the original length
     long_divisors: tuple[float, ...] = ()  # longrope: in longer contexts
 
@@ -84,7 +84,7 @@ class ExpertsConfig:
     scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     num_groups: int = 1  # of experts, of which a token uses the best `kept_groups`
     kept_groups: int = 1
-    groups_ranked_by: int = 1  # so many of the best experts of a group
+    groups_ranked_by: int = 1  # this many of the best experts of a group
     weight_scale: float = 1.0
     least_sum: float = 1e-20  # of weights, before they are normalized
     jitter: float = 0.0  # of sparsemixer

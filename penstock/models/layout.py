@@ -147,7 +147,7 @@ def by_head(rows: Tensor, order: Tensor) -> Tensor:
 
 
 def fused_rows(name: str, parts: Mapping[str, int]) -> dict[str, StoredRows]:
-    """Return the rows of matrices that are stored one below the other, with so many rows each."""
+    """Return the rows of matrices that are stored one below the other, with this many rows each."""
     total, start, rows = sum(parts.values()), 0, {}
     for part, size in parts.items():
         rows[part] = StoredRows(name, total, torch.arange(start, start + size))

@@ -34,7 +34,7 @@ def quantize(weight: DenseWeight, method: Quantization) -> WeightData:
 
 def quantize_fp8(weight: DenseWeight, block: tuple[int, int] | None = None) -> WeightData:
     """float8 (e4m3) with a scale for each row, which takes the row's largest value to the format's largest; or with a
-    scale for each block of so many outputs and inputs. A matrix that blocks do not fill stays as it is."""
+    scale for each block of this many outputs and inputs. A matrix that blocks do not fill stays as it is."""
     values = weight.values.to(torch.float32)
     if block is None:
         scales = values.abs().amax(dim=1).clamp_min(1e-12) / _LARGEST_FLOAT8

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from penstock.core.errors import ConfigError
 from penstock.models.config import ArchitectureConfig
 
-# Quantized weights share a scale between so many inputs of a row. A cut between two such groups needs no new scales.
+# Quantized weights share a scale between this many inputs of a row. A cut between two such groups needs no new
+# scales.
 _GROUPS = (256, 128, 64, 32, 16)
 
 
@@ -118,7 +119,7 @@ WHOLE = Shard()
 
 
 def balanced(total: int, parts: int) -> tuple[range, ...]:
-    """Split `total` neighbours into so many ranges; the first ranges are longer by one if the split is uneven."""
+    """Split `total` neighbours into this many ranges; the first ranges are longer by one if the split is uneven."""
     size, longer = divmod(total, parts)
     starts = [index * size + min(index, longer) for index in range(parts + 1)]
     return tuple(range(starts[index], starts[index + 1]) for index in range(parts))

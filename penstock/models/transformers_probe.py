@@ -31,7 +31,7 @@ from penstock.models.transformers_model import (
 RECORDING = "penstock-recording"  # our attention's name while calls are recorded
 _BLOCK_SIZE = 16
 _NUM_TOKENS = 21  # of the longer text: more than a block
-# Steps over both texts: so many tokens of each. Single tokens show states that are lost between steps.
+# Steps over both texts: this many tokens of each. Single tokens show states that are lost between steps.
 _STEPS = ((6, 5), (1, 7), (1, 0), (12, 1), (1, 1))
 
 
@@ -256,7 +256,7 @@ def _largest_error(expected: list[_Answer], got: list[_Answer]) -> float:
 def _paged(
     model: TransformersModel, ops: Ops, texts: list[list[int]], steps: Sequence[Sequence[int]]
 ) -> list[_Answer]:
-    """Run the texts over a small KV store. A step computes so many tokens of each."""
+    """Run the texts over a small KV store. A step computes this many tokens of each."""
     kv = ops.allocate_kv(model.num_layers, 4, _BLOCK_SIZE, model.num_kv_heads, model.head_dim)
     tables = [[1, 3], [2, 0]]
     done = [0] * len(texts)

@@ -53,7 +53,7 @@ class VisionModel(Protocol):
         ...
 
     def largest(self, max_tokens: int) -> Pixels:
-        """Return the pixels of a plain image, as large as the model sees images of at most so many tokens."""
+        """Return the pixels of a plain image, as large as the model sees images of at most this many tokens."""
         ...
 
 

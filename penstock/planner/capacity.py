@@ -77,7 +77,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A replica with so many requests at once, which are replaced when they end."""
+    """A replica with this many requests at once, which are replaced when they end."""
 
     decode: StepWork
     decode_s: float
@@ -137,7 +137,7 @@ def _binding(cost: StepCost, load: Load) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """The outcome of a simulation of so many replicas."""
+    """The outcome of a simulation of this many replicas."""
 
     num_replicas: int
     share: float  # of requests that met the targets
@@ -191,7 +191,7 @@ def best_layout(
 def attained(
     layout: Layout, cost: StepCost, traffic: Traffic, targets: Targets, num_replicas: int, seed: int = 0
 ) -> Attainment:
-    """Simulate so many replicas under the traffic, or a part of both in proportion."""
+    """Simulate this many replicas under the traffic, or a part of both in proportion."""
     simulated = min(num_replicas, _MOST_SIMULATED)
     rate = traffic.requests_per_s * simulated / num_replicas
     outcomes: list[Outcome] = []

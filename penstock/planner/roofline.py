@@ -65,7 +65,7 @@ class Layout:
         return max(0, int(self.kv_memory_bytes / self.context_bytes(context) * context))
 
     def contexts(self, num_tokens: int) -> int:
-        """The most contexts of so many tokens that fit at once."""
+        """The most contexts of this many tokens that fit at once."""
         return max(0, int(self.kv_memory_bytes / self.context_bytes(num_tokens)))
 
     @property

@@ -64,7 +64,7 @@ class ModelShape:
         return self.read_parameters(1)
 
     def read_parameters(self, num_tokens: int) -> int:
-        """Parameters that a step of so many tokens reads. Each token chooses its experts by itself, so a few tokens
+        """Parameters that a step of this many tokens reads. Each token chooses its experts by itself, so a few tokens
         leave most experts alone and many tokens read all of them."""
         if not self.num_experts:
             return self.embedding_parameters + self._dense_parameters + self.reread_parameters

@@ -34,7 +34,7 @@ class Candidates(list[ReplicaLoad]):
         return Candidates(loads, self._columns)
 
     def with_at_most(self, recent_requests: float) -> Candidates:
-        """Return the replicas that got at most so many requests lately."""
+        """Return the replicas that got at most this many requests lately."""
         keeps = [recent <= recent_requests for recent in self._of_these(self._columns.recent_requests)]
         part = self.part(())
         part.extend(compress(self, keeps))
@@ -84,7 +84,7 @@ class Candidates(list[ReplicaLoad]):
         return sum(self._of_these(self._columns.recent_requests))
 
     def have_free(self, num_blocks: float) -> bool:
-        """Say whether each of these replicas has so many blocks free. False may mean that it is not known."""
+        """Say whether each of these replicas has this many blocks free. False may mean that it is not known."""
         if self._columns.least_free < num_blocks and self._some is None:
             self._columns.least_free = min(
                 [load.blocks_free for load in self]
@@ -92,7 +92,7 @@ class Candidates(list[ReplicaLoad]):
         return self._columns.least_free >= num_blocks
 
     def have_room(self, num_blocks: float) -> bool:
-        """Say whether each of these replicas has room for so many blocks. False may mean that it is not known."""
+        """Say whether each of these replicas has room for this many blocks. False may mean that it is not known."""
         if self._columns.least_room < num_blocks and self._some is None:
             self._columns.least_room = min([load.room_blocks for load in self])
         return self._columns.least_room >= num_blocks

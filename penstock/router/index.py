@@ -117,7 +117,7 @@ class PrefixIndex:
 
     def match(self, hashes: Sequence[bytes], bits: int) -> list[tuple[int, int]]:
         """Return which of these replicas hold a leading part of the chain: numbers of blocks, in ascending order,
-        each with the bits of the replicas that hold so many."""
+        each with the bits of the replicas that hold this many."""
         old = self._old
         found: list[tuple[int, int]] = []
         holding = bits

@@ -227,8 +227,8 @@ class ReplicaLoad:
         self._derive()
 
     def predict_s(self, uncached_tokens: float, num_blocks: int) -> float:
-        """Predict the seconds until the first token of a request with so many tokens to compute and so many blocks to
-        fill."""
+        """Predict the seconds until the first token of a request with this many tokens to compute and this many
+        blocks to fill."""
         predicted_s = self.queue_s + uncached_tokens * self.token_s
         if num_blocks > self.blocks_free:
             predicted_s += (num_blocks - self.blocks_free) * self.wait_per_block_s
@@ -283,7 +283,7 @@ class ReplicaLoad:
     def _derive(self) -> None:
         replica, fit = self.replica, self._fit
         self.num_requests = self.own_requests + self._others_requests
-        # Every request that runs adds a token to each step, and so many tokens fit in a step.
+        # Every request that runs adds a token to each step, and this many tokens fit in a step.
         step_s = fit.base_s + self.num_requests * fit.token_s
         self.token_s = fit.token_s + step_s / replica.max_step_tokens
         self.queue_s = step_s + (self._own_tokens + self._others_tokens) * self.token_s

@@ -40,7 +40,7 @@ class HolderSets(Mapping[ReplicaLoad, int]):
         self._limit = limit
 
     def with_at_most(self, recent_requests: float) -> HolderSets:
-        """Return the matches of replicas that got at most so many requests lately."""
+        """Return the matches of replicas that got at most this many requests lately."""
         return HolderSets(self.sets, self._by_bit, self._most, self.block_size, recent_requests)
 
     def tokens(self, num_blocks: int, block_size: int) -> int:
@@ -90,7 +90,7 @@ class HolderSets(Mapping[ReplicaLoad, int]):
         return found.items()
 
     def among(self, num_blocks: int, bits: int) -> Generator[tuple[ReplicaLoad, int]]:
-        """Return the loads of these bits, from the lowest bit on, and what they hold in so many blocks."""
+        """Return the loads of these bits, from the lowest bit on, and what they hold in this many blocks."""
         for load in self._among(bits):
             yield load, self.tokens(num_blocks, load.replica.block_size)
 

@@ -7,7 +7,7 @@ between which running requests decode.
 
 Results are cached by the digest of the image. A running request holds the image that it is about to compute, from the
 first tile until its chunks are past the image. Room for all tokens of an image is taken with the first tile, so that
-every holder can go on; images that no request holds are dropped in order of their last use.
+every holder can continue; images that no request holds are dropped in order of their last use.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class PrefixSharing:
         return num_found
 
     def is_due(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Say whether the snapshot at the end of so many blocks exists only from the next plan on."""
+        """Say whether the snapshot at the end of this many blocks exists only from the next plan on."""
         return (
             self._states is not None
             and num_blocks > 0
@@ -147,7 +147,7 @@ class PrefixSharing:
         return self._served_followers(sequence)
 
     def stop(self, sequence: Sequence) -> list[Sequence]:
-        """Forget a request that stops running. Returns the followers that must go on without it."""
+        """Forget a request that stops running. Returns the followers that must continue without it."""
         sequence.num_published = 0
         sequence.publish_at = None
         self._drop_frontier(sequence)

@@ -81,8 +81,8 @@ def with_api_workers(config: ServeConfig, *, has_keys: bool) -> ServeConfig:
 
     Passing requests on to external servers takes the gateway's own processor time, and a process uses one core. But
     several processes keep stored answers in the database, so there is one process where no keys have been made, and
-    so perhaps no database. There is one, too, where an external server takes only so many requests at a time, because
-    requests that wait for it are best in one queue."""
+    so perhaps no database. There is one, too, where an external server takes only this many requests at a time,
+    because requests that wait for it are best in one queue."""
     if config.server.api_workers is not None or config.runs_engines or not has_keys:
         return config
     if any(server.max_concurrent is not None for server in config.external):

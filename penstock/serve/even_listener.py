@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 SLACK = 2  # connections that a process may hold beyond another before it leaves new ones to the other
 PATIENCE_S = 0.002  # for another process to take a connection
-# When nobody else came so many times, the others are busy or stopped: connections are then taken at once for a while.
+# When nobody else came this many times, the others are busy or stopped: connections are then taken at once for a
+# while.
 MAX_VAIN_WAITS = 5
 IMPATIENCE_S = 0.1
 RETRY_S = 1.0  # when the system has no file or memory left for a connection

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.core.errors import Overloaded, RateLimited
 
-WORKSPACE_SHARE = 4  # a workspace may hold one part in so many
+WORKSPACE_SHARE = 4  # a workspace may hold one part in this many
 RETRY_AFTER_S = 5.0
 MIN_BODY_BYTES = 16 << 10  # that must arrive in each `body_timeout_s`
 MAX_DISCARDED_BYTES = 64 << 20

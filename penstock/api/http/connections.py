@@ -148,7 +148,7 @@ class IdleTimer:
             self._look_after(self._limit_s)
 
     def stop(self) -> None:
-        """End the idle time. The timer itself may go on: it then finds that the connection is in use."""
+        """End the idle time. The timer itself may continue: it then finds that the connection is in use."""
         self._since_s = None
 
     def cancel(self) -> None:

@@ -198,7 +198,7 @@ class ResponsesEndpoints:
         wire: ResponseRequest,
         recent: Mapping[str, StoredResponse] | None = None,
     ) -> BegunResponse:
-        """Submit a request. `recent` are responses that are not stored and that it may go on with."""
+        """Submit a request. `recent` are responses that are not stored and that it may continue with."""
         history = History(self._responses, self._objects, principal_of(connection), recent)
         own_items = await history.own_items(wire.input, request_id_of(connection))
         earlier = await history.earlier_items(wire.previous_response_id, wire.conversation_id)

@@ -75,7 +75,7 @@ class History:
         self._recent = recent or {}
 
     async def earlier_items(self, previous_id: str | None, conversation_id: str | None) -> list[InputItem]:
-        """The items of the responses, or of the conversation, that the request goes on with."""
+        """The items of the responses, or of the conversation, that the request continues with."""
         items: list[InputItem] = []
         if previous_id is not None:
             for response in await self._continued(previous_id):

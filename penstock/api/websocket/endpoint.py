@@ -55,7 +55,7 @@ POLICY_VIOLATION = 1008
 MESSAGE_TOO_BIG = 1009
 IDLE_TOO_LONG = 4408
 TOO_SLOW = 4409
-MAX_BAD_MESSAGES = 100  # after so many that make no sense, the client does not speak this protocol
+MAX_BAD_MESSAGES = 100  # after this many that make no sense, the client does not speak this protocol
 
 
 class SocketMetrics(Collector):

@@ -1,7 +1,7 @@
 """`response.steer`: input that a client sends while a response is being made over a WebSocket.
 
-Steering input waits until the response has ended, and the server then makes a response that goes on with the input. A
-response that ends with calls of the client's tools keeps the input for the request that brings the results.
+Steering input waits until the response has ended, and the server then makes a response that continues with the input.
+A response that ends with calls of the client's tools keeps the input for the request that brings the results.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Steering:
         return self._held.popitem(last=False)[1] if len(self._held) > MAX_HELD else []
 
     def release(self, response_id: str | None) -> list[InputItem]:
-        """The inputs that were kept for a request that goes on with the response."""
+        """The inputs that were kept for a request that continues with the response."""
         return items_of(self._held.pop(response_id or "", []))
 
     def _refusal(

@@ -37,7 +37,7 @@ def build_drafter(speculate: Speculate, from_model: Sequence[Drafter] = ()) -> D
 
 class Drafters:
     """Asks drafters in their order, and takes the first draft for each request. A drafter that raises an error is
-    switched off, with a warning in the log; the others go on."""
+    switched off, with a warning in the log; the others continue."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         self._drafters = list(drafters)

@@ -163,7 +163,7 @@ class DraftSteps:
         self._pool = torch.cuda.graph_pool_handle() if records_graphs else None
 
     def width(self, max_context: int) -> int:
-        """Return the number of blocks in a table for contexts of up to so many tokens."""
+        """Return the number of blocks in a table for contexts of up to this many tokens."""
         return -(-self._bound(max_context) // self._kv.block_size)
 
     def draft(

@@ -33,7 +33,7 @@ class HiddenStates:
     def take_step(
         self, request_ids: Sequence[str], step: HostStep, hidden: Tensor, read: Mapping[str, int] = NOTHING
     ) -> None:
-        """Keep the hidden states of a step: [T, ...], except the first ones of each request of which so many have
+        """Keep the hidden states of a step: [T, ...], except the first ones of each request of which this many have
         been `read`. With too many, those of requests that came first go."""
         found = [
             (request_id, begin, end)

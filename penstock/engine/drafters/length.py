@@ -8,11 +8,11 @@ _DECAY = 0.97  # of counts, per draft
 _WEIGHT = 4.0  # as many drafts as the first guess counts for
 _FIRST_CHANCE = 0.7
 _SMOOTHING = 0.2  # of a new measurement of seconds
-_MARGIN = 1.05  # a draft must be worth so many times its seconds
+_MARGIN = 1.05  # a draft must be worth this many times its seconds
 _CALLS_BETWEEN_TRIALS = 64
 _TRIAL_TOKENS = 2
 _CALLS_TO_WARM_UP = 2  # the first calls compile kernels, and say nothing about later ones
-_OUTLIER = 2.0  # no call counts for more than so many times the usual time of a token
+_OUTLIER = 2.0  # no call counts for more than this many times the usual time of a token
 _FEW_TOKENS = 12  # known tokens of a request, after a step with drafts
 _LONGEST_PAUSE = 4.0  # times the usual step: an idle engine is no step
 
@@ -34,7 +34,7 @@ class DraftLength:
         self._num_idle = 0  # calls since tokens were last drafted
 
     def begin(self, drafting_s: float = 0.0, num_steps: int = 1) -> int:
-        """Begin a call of the drafter. Returns how many tokens to draft. There were so many steps since the last
+        """Begin a call of the drafter. Returns how many tokens to draft. There were this many steps since the last
         call, and `drafting_s` went to drafting after a step."""
         self._began_s = now = self._clock.now()
         if self._ended_s is not None:
@@ -51,7 +51,8 @@ class DraftLength:
         return length
 
     def end(self, num_drafted: int, num_known: int, num_requests: int) -> None:
-        """End a call that drafted so many tokens for so many requests, and computed so many known tokens before."""
+        """End a call that drafted this many tokens for this many requests, and computed this many known tokens
+        before."""
         self._ended_s = self._clock.now()
         # A call that catches up with a prompt says little about the next one.
         if num_requests and num_known <= _FEW_TOKENS * num_requests:
@@ -65,7 +66,7 @@ class DraftLength:
             self._token_s = _smoothed(self._token_s, min(token_s, _OUTLIER * usual_s))
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Count a draft, of which so many tokens were accepted."""
+        """Count a draft, of which this many tokens were accepted."""
         for position in range(min(num_drafted, num_accepted + 1, len(self._tried))):
             self._tried[position] = self._tried[position] * _DECAY + 1
             self._accepted[position] = self._accepted[position] * _DECAY + (position < num_accepted)

@@ -66,7 +66,7 @@ class LoadedDrafter:
     def build(
         self, num_blocks: int, rows: BatchRows, clock: Clock, vocab_size: int, *, follows_steps: bool
     ) -> ModelDrafter | MedusaDrafter:
-        """Take memory for the KV of so many blocks, and connect the drafter. With `follows_steps` the executor lets
+        """Take memory for the KV of this many blocks, and connect the drafter. With `follows_steps` the executor lets
         it draft after each step, on the device."""
         if self.guesser is None:
             assert self.heads is not None

@@ -35,7 +35,7 @@ _ANSWER_MATCH = 6  # the shortest match in another answer
 
 _MIN_COPIED = 12  # an alignment of fewer tokens ends where the answer departs from the text
 _WINDOW = 24  # the most tokens of a departure
-_REJOINED = 2  # so many tokens must agree for a departure to end
+_REJOINED = 2  # this many tokens must agree for a departure to end
 _MAX_EDITS = 16  # replacements of a request that are remembered
 
 PROMPT_TAIL = 32  # tokens of the prompt that are remembered before an answer

@@ -274,7 +274,8 @@ def train_head(
     *,
     resume: bool = False,
 ) -> Trainer:
-    """Train a head for a model and write it to the output folder. With `resume`, an interrupted training goes on."""
+    """Train a head for a model and write it to the output folder. With `resume`, an interrupted training
+    continues."""
     folder = settings.output
     has_texts = (folder / TEXTS).exists()
     if has_texts and not resume:

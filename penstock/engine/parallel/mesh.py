@@ -99,7 +99,7 @@ class TensorGroup:
         return received
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send so many rows to each rank, in order. Returns the received rows, in the order of the ranks."""
+        """Send this many rows to each rank, in order. Returns the received rows, in the order of the ranks."""
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self._group)
         return arrived

@@ -79,7 +79,7 @@ class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The rank cannot go on, and ends after this."""
+    """The rank cannot continue, and ends after this."""
 
     code: str
     message: str

@@ -71,7 +71,7 @@ def _connect(arguments: list[str]) -> tuple[Connection, Rendezvous | None]:
 
 
 def _run(begin: Begin, connection: Connection, rendezvous: Rendezvous | None) -> Failed | None:
-    """Run the rank until it is told to leave, or cannot go on."""
+    """Run the rank until it is told to leave, or cannot continue."""
     try:
         model_path = Path(begin.model_path)
         store_access: Path | StoreAccess = Path(begin.store_file)

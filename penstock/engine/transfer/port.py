@@ -73,7 +73,7 @@ TransferKey: TypeAlias = tuple[bytes, int]  # the receiver, and the number it ga
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A fetch has ended: nothing writes to its blocks any more, and so many of them are filled."""
+    """A fetch has ended: nothing writes to its blocks any more, and this many of them are filled."""
 
     number: int
     num_filled: int

@@ -5,7 +5,7 @@ KV is computed for a receiver by an ordinary request for a single token, which n
 from its first step on. While a step runs, the receiver learns layer by layer what the step has written.
 
 Requests that wait for an import hold up no other request. A request that waits can be aborted and has its deadline,
-like any other. When the transfer fails, the request goes on, and this engine computes the missing KV.
+like any other. When the transfer fails, the request continues, and this engine computes the missing KV.
 """
 
 from __future__ import annotations
@@ -293,8 +293,8 @@ class KVImports:
         self._computed_elsewhere[request_id] = num_fetched - num_cached_there
 
     def served(self, now: float, *, may_wait: bool) -> Iterator[tuple[Request, PenstockError | None]]:
-        """Return the requests whose wait is over, each with an error if it cannot go on. `may_wait`: other requests
-        run, so that blocks may come free for imports without room."""
+        """Return the requests whose wait is over, each with an error if it cannot continue. `may_wait`: other
+        requests run, so that blocks may come free for imports without room."""
         for waiting in tuple(self._waiting.values()):
             deadline_s = waiting.request.deadline_s
             if deadline_s is not None and deadline_s <= now:

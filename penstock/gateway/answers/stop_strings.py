@@ -63,7 +63,7 @@ class StopMatcher:
         return held
 
     def fork(self) -> StopMatcher:
-        """Return a matcher that goes on from here by itself."""
+        """Return a matcher that continues from here by itself."""
         forked = copy.copy(self)
         forked._matched_lengths = list(self._matched_lengths)
         return forked

@@ -6,8 +6,8 @@ alone, so that repeating a batch changes nothing. On start, and every so often, 
 recovered.
 
 When the journal cannot be written (a full disk, or a database that has been away until the journal is full), the
-policy decides: `serve` keeps the row in memory and goes on, `refuse` lets no new request begin. Both count it and say
-so in the log. Knows no HTTP.
+policy decides: `serve` keeps the row in memory and continues, `refuse` lets no new request begin. Both count it and
+say so in the log. Knows no HTTP.
 """
 
 from __future__ import annotations

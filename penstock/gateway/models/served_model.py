@@ -249,8 +249,8 @@ class ServedModel:
     async def prepare(
         self, prompt: Prompt, grammar: Grammar | None = None, *, truncates_to: int | None = None
     ) -> PreparedPrompt:
-        """`grammar` is what the request itself demands of its answers. With `truncates_to`, only so many of the last
-        tokens are taken, and a text may be longer than the context."""
+        """`grammar` is what the request itself demands of its answers. With `truncates_to`, only this many of the
+        last tokens are taken, and a text may be longer than the context."""
         prepared = await self._prepare(prompt, grammar, truncates_to)
         if truncates_to is None or len(prepared.token_ids) <= truncates_to:
             return prepared

@@ -5,7 +5,7 @@ Levels are changed under a lock on the file, which the kernel releases when a pr
 money that they reserve are written by their own process only, into its own column; a process that starts clears the
 column of its predecessor.
 
-A process that is stopped while it holds the lock stops nobody: after `LOCK_TIMEOUT_S` the others go on without the
+A process that is stopped while it holds the lock stops nobody: after `LOCK_TIMEOUT_S` the others continue without the
 lock, and decisions made at the same moment may then overlook each other. When no slot is free for a subject, which
 needs thousands of subjects that were active within the last minute, each process counts that subject for itself.
 """

@@ -72,7 +72,7 @@ class ResponseStore(Protocol):
         self, workspace_id: str, response_id: str, *, keep_until: float
     ) -> list[StoredResponse] | None:
         """A response and all that it continues, oldest first; None when one of them is not there. All of them are
-        kept until `keep_until` at least: a conversation that goes on does not lose its beginning."""
+        kept until `keep_until` at least: a conversation that continues does not lose its beginning."""
         ...
 
     async def delete(self, workspace_id: str, response_id: str) -> bool: ...

@@ -29,7 +29,7 @@ class Detokenizer(Protocol):
         ...
 
     def fork(self) -> Detokenizer:
-        """Return a detokenizer that goes on from here by itself."""
+        """Return a detokenizer that continues from here by itself."""
         ...
 
 

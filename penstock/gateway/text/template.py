@@ -97,7 +97,7 @@ DIRECT_RENDER_MESSAGES = 200
 DIRECT_RENDER_CHARACTERS = 1 << 16
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"  # as the hub names several templates of one model
 _SHORT_ID_LENGTH = 9
-_LAST_WORD = "\U0010ffff"  # never a character; stands where an answer is to go on
+_LAST_WORD = "\U0010ffff"  # never a character; stands where an answer is to continue
 
 
 class _Compiled(msgspec.Struct, frozen=True):
@@ -275,7 +275,7 @@ class ChatTemplate:
 
 
 def _add_last_word(turn: dict[str, Any]) -> None:
-    """Mark the place where an answer is to go on."""
+    """Mark the place where an answer is to continue."""
     if isinstance(turn["content"], str):
         turn["content"] += _LAST_WORD
     elif turn["content"] and "text" in turn["content"][-1]:

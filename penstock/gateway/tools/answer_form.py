@@ -24,7 +24,7 @@ from penstock.gateway.tools.parser import (
     ReasoningSplitter,
 )
 
-# A model that must call, and may call again, would otherwise go on until its tokens run out.
+# A model that must call, and may call again, would otherwise continue until its tokens run out.
 MAX_FORCED_CALLS = 16
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 

@@ -50,7 +50,7 @@ class HarmonyParser(SteppedParser):
         self._buffer = ""
 
     def _step_start(self) -> bool:
-        """The prompt ends where the header of a message goes on; a plain text has none."""
+        """The prompt ends where the header of a message continues; a plain text has none."""
         if self._buffer.startswith(_HEADER_STARTS):
             self._state = "header"
         elif any(start.startswith(self._buffer) for start in _HEADER_STARTS):

@@ -23,7 +23,7 @@ SCATTER_TILE = 256
 FEW_PAIRS = (512, 4096)
 # The pairs that a program of `_group_kernel` places, times experts: what it compares.
 COMPARED = 4096
-SPARSE = 8  # Up to one pair for so many experts, few experts are chosen twice, and grouping does not pay.
+SPARSE = 8  # Up to one pair for this many experts, few experts are chosen twice, and grouping does not pay.
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from penstock.kernels.triton.targets import current, tile
 
 MAX_ROWS = 64  # of the kernel here
 MAX_ROWS_BESIDE_CUBLAS = 32  # the same, where cuBLAS takes blocks
-CUBLAS_ROWS = 16  # cuBLAS refuses odd numbers of rows: so many at a time
+CUBLAS_ROWS = 16  # cuBLAS refuses odd numbers of rows: this many at a time
 SHORTEST_SHARE = 8  # blocks
 BLOCK = tl.constexpr(FLOAT8_BLOCK)
 

@@ -202,7 +202,7 @@ class Tiles:
         Tensor  # int32 [most tiles × FIELDS]; a slot of -1 has no adapter; tiles past the last have no rows
     )
     arrivals: Tensor  # int32, zero between launches: one for each tile and block of outputs
-    count: int  # programs are launched for so many tiles
+    count: int  # programs are launched for this many tiles
     rows: int  # of a tile
 
 
@@ -211,7 +211,7 @@ def tile_rows(num_rows: int) -> int:
 
 
 def most_tiles(num_rows: int, num_slots: int) -> int:
-    """Return the most tiles that so many rows of up to so many adapters, or of none, can make."""
+    """Return the most tiles that this many rows of up to this many adapters, or of none, can make."""
     return min(num_rows, num_rows // tile_rows(num_rows) + num_slots + 1)
 
 
@@ -268,8 +268,8 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any)
 
 
 def compile_for(table: DeltaTable, num_rows: int, width: int, num_slots: int) -> None:
-    """Compile the kernels of a step of so many rows, of so many inputs, without a launch: as layers in Llama's style
-    need them, in which a gate comes after two stacked matrices."""
+    """Compile the kernels of a step of this many rows, of this many inputs, without a launch: as layers in Llama's
+    style need them, in which a gate comes after two stacked matrices."""
     base = table.base
     count = most_tiles(num_rows, num_slots)
     tiles = Tiles(table.ranks, table.ranks, table.ranks, count, tile_rows(num_rows))

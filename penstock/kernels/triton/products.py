@@ -155,7 +155,7 @@ def _few_rows(x: Tensor, weight: TorchLinear, product: RowProduct, *, beside: bo
 
 
 def _with_surroundings(weight: Packed, rows: int) -> Callable[[Tensor, Any, RowProduct], Tensor] | None:
-    """The kernel for so many rows and weights of this format, with the norm, the gate and the sum fused in."""
+    """The kernel for this many rows and weights of this format, with the norm, the gate and the sum fused in."""
     match weight:
         case Float8Linear() if rows == 1:
             return float8.one_row

@@ -22,7 +22,7 @@ from penstock.models.config import Fields
 from penstock.models.pooling_head import Head, LayerNorm
 from penstock.models.weights import WeightLoader
 
-QUERIES_AT_ONCE = 512  # rows of attention with a window, which need a mask of so many rows only
+QUERIES_AT_ONCE = 512  # rows of attention with a window, which need a mask of this many rows only
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
