@@ -37,7 +37,7 @@ def backup(config: StoreConfig, file: Path) -> None:
 @click.option("--replace", is_flag=True, help="Replace a database that exists. Stop its servers first.")
 @config_options(StoreConfig)
 def restore(config: StoreConfig, file: Path, replace: bool) -> None:
-    """Bring back the copy in FILE. The tables of an older version are brought up to date."""
+    """Bring back the copy in FILE. The tables of an older version are migrated."""
     from penstock.serve.backup import restore as bring_back
 
     bring_back(config, file, replace=replace)

@@ -173,7 +173,7 @@ class ExperimentRun(StagedRun):
         began_s = time.monotonic()
         while self.state.stage is ExperimentStage.RUNNING:
             await asyncio.sleep(self._interval_s)
-            # A host that joins a shared fleet brings replicas, with which an arm would have less load than the other.
+            # A host that joins a shared fleet adds replicas, and one arm would then have less load than the other.
             await self._remove_others(record.a.revision, record.b.revision)
             if self._is_arm_lost():
                 await self._end(Verdict.FAILED, "an arm has no replica that is ready")

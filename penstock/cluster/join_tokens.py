@@ -1,5 +1,5 @@
-"""The secrets that the machines of a shared fleet have in common: they sign what is in the registry, and open the way
-to engines."""
+"""The secrets that the machines of a shared fleet have in common: they sign the records of the registry, and open the
+way to engines."""
 
 from __future__ import annotations
 

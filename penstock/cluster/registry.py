@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 10.0  # how long a host counts as alive after it renewed its record
 RENEW_S = 3.0
 RETRY_S = 1.0
-POLL_S = 0.5  # between two readings of a registry that cannot tell of changes
+POLL_S = 0.5  # between two reads of a registry that cannot report changes
 
 
 class RegistryError(Exception):

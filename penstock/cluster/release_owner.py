@@ -3,7 +3,7 @@
 A server asks for the lease while a release needs an owner, and renews it while its own release runs. When the owner
 dies, another server with the same settings continues with the release after the lease has ended. While the database
 is away the owner continues, because a bad candidate must not stay in service; if another server has owned the
-releases meanwhile, the store refuses what the earlier owner writes, and the earlier owner lets go."""
+releases meanwhile, the store refuses what the earlier owner writes, and the earlier owner gives them up."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ReleaseOwner:
             await self._leadership.give_up(epoch)
 
     async def _follow(self, epoch: int | None) -> None:
-        """Take over the releases, continue with them, or let go of them. Every owner has another epoch, one after the
+        """Take over the releases, continue with them, or give them up. Every owner has another epoch, one after the
         other: a gap means that another server was the owner since."""
         if self._epoch is not None and epoch not in (self._epoch, self._epoch + 1):
             logger.warning("another server has taken over the release that this server carried out")

@@ -147,7 +147,7 @@ class ReleaseService:
         return tuple(run.view() for run in self._runs.values())
 
     async def let_go(self) -> None:
-        """Stop what is unfinished, and leave it to whoever owns the releases now. Replicas stay as they are."""
+        """Stop the unfinished releases, and leave them to their current owner. Replicas stay as they are."""
         for model, run in tuple(self._runs.items()):
             if not run.state.is_over:
                 await run.close()

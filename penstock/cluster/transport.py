@@ -236,7 +236,7 @@ class ZmqEngineClient:
         if self._on_lost is not None:
             self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._loop.add_reader(int(self._monitor.getsockopt(zmq.FD)), self._read_monitor)
-            self._read_monitor()  # the descriptor signals news only to a reader that found nothing
+            self._read_monitor()  # the descriptor signals new messages only to a reader that found none
         connect(socket, self._endpoint, self._client_keys)
         self._socket = socket
         self._fd = int(socket.getsockopt(zmq.FD))

@@ -26,9 +26,11 @@ class Stage(enum.StrEnum):
     WARMING = "warming"  # the candidate's replicas start
     SHADOW = "shadow"  # mirrored requests; answers are compared and dropped
     CANARY = "canary"  # a share of requests, by steps
-    LAME_DUCK = "lame_duck"  # the candidate serves everything; the old revision finishes what it has
+    LAME_DUCK = "lame_duck"  # the candidate serves everything; the old revision finishes its requests
     PROMOTED = "promoted"
-    ROLLING_BACK = "rolling_back"  # the stable revision serves everything; the candidate finishes what it has
+    ROLLING_BACK = (
+        "rolling_back"  # the stable revision serves everything; the candidate finishes its requests
+    )
     ROLLED_BACK = "rolled_back"
 
 

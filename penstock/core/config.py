@@ -155,7 +155,7 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names beside the first model's name. `ServeConfig.models` holds the `[[models]]` of a file."""
+    """Names in addition to the first model's name. `ServeConfig.models` holds the `[[models]]` of a file."""
 
     also_serve: Annotated[
         tuple[str, ...], Meta(description="Another model to serve, as MODEL or NAME=MODEL; can be repeated.")
@@ -202,7 +202,7 @@ class ExternalServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 
 
 class ExtraModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model that is served beside the first, by engines of its own."""
+    """A model that is served in addition to the first, by engines of its own."""
 
     engine: EngineConfig
     replicas: int = 1

@@ -289,7 +289,7 @@ SpeculateKind: TypeAlias = Literal["auto", "off", "lookup", "draft", "heads"]
 
 # What must follow the kind and an equals sign.
 _ARGUMENTS = {"draft": "MODEL", "heads": "FOLDER"}
-OWN_HEADS = "mtp"  # in place of a folder: the layer for multi-token prediction that the checkpoint brings
+OWN_HEADS = "mtp"  # in place of a folder: the checkpoint's own layer for multi-token prediction
 
 
 class Speculate(msgspec.Struct, frozen=True):

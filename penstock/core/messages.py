@@ -200,7 +200,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     busy_s: float = 0.0  # seconds of all steps
     plan_s: float = 0.0  # seconds spent in scheduler.plan and commit for the latest step
     kv_fetches: int = 0  # requests whose KV was to come from another engine
-    kv_fetches_failed: int = 0  # fetches that brought too little
+    kv_fetches_failed: int = 0  # fetches that delivered too few blocks
     kv_fetched_tokens: int = 0
     kv_read_bytes: int = 0  # of blocks that another engine had cached
     kv_read_s: float = 0.0  # seconds that reading them took

@@ -267,7 +267,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """An event of one request after a commit: new tokens, the end, or both; before them, log-probabilities of the
     prompt.
 
-    A step that verified drafts brings several tokens at once, and no token after the end of the answer. `logprobs`
+    A step that verified drafts gives several tokens at once, and no token after the end of the answer. `logprobs`
     has an entry for each token, or none at all. `num_cached_tokens` is set on the first event with a token or an end
     only: how many prompt tokens were reused. `cache_use` comes with it when the request has breakpoints.
     """

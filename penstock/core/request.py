@@ -108,7 +108,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     logprobs: int | None = (
-        None  # number of alternatives to report beside the sampled token; 0 reports it alone
+        None  # number of alternatives to report besides the sampled token; 0 reports it alone
     )
     # The same for the prompt tokens, except for the first, which has no prediction; None reports none. An answer that
     # another engine has begun does not report them again.
@@ -164,7 +164,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: SamplingParams
     tenant: str = ""
     tier: Tier = Tier.DEFAULT
-    cache_salt: str = ""  # must be equal, beside the tenant, for a cached prefix to be reused
+    cache_salt: str = ""  # must be equal, besides the tenant, for a cached prefix to be reused
     cache_breakpoints: tuple[CacheBreakpoint, ...] = ()  # in ascending order of num_tokens
     min_cacheable_tokens: int | None = (
         None  # of a prefix that a breakpoint keeps; None: as the engine was started
@@ -187,7 +187,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def prefix_salt(self) -> str:
-        """Return the salt that two requests must have in common, beside their tokens, to share KV. No name of a
+        """Return the salt that two requests must have in common, besides their tokens, to share KV. No name of a
         tenant holds a NUL, so the parts of a salt cannot be mistaken for each other."""
         if self.adapter is not None:
             return f"{self.tenant}\0{self.cache_salt}\0{self.adapter.digest}"

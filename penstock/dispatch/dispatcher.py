@@ -1,4 +1,4 @@
-"""The fleet's state machine: requests, news of replicas and passing time go in, actions come out. Does no I/O.
+"""The fleet's state machine: requests, events of replicas and the time go in, actions come out. Does no I/O.
 
     update(status, now)                       replicas came, went or changed
     route_by(weights, now)                    some revisions have routing weights of their own
@@ -7,7 +7,7 @@
     news(replica_id, events, now)             a replica sent events of answers
     failed(replica_id, request_id, error, now)  a replica refused a request or lost it
     heartbeat(replica_id, stats, now)         a replica reported its load
-    kv_events(replica_id, events, now)        a replica reported what it has cached
+    kv_events(replica_id, events, now)        a replica reported changes of its cache
     tick(now)                                 the time of the last WakeAt has come
 
 Every method returns the actions that its driver must carry out, in order; see `actions`. A request that loses its

@@ -45,7 +45,7 @@ class Way(enum.StrEnum):
     """The source of a prompt's KV."""
 
     HERE = "here"
-    FETCH = "fetch"  # another replica sends what it has cached; the rest is computed here
+    FETCH = "fetch"  # another replica sends its cached blocks; the rest is computed here
     PREFILL = "prefill"  # a prefill replica computes the prompt
 
 

@@ -61,7 +61,7 @@ def _model_card(config: EngineConfig, model_path: Path, model: Model, ops: Ops) 
 def kv_facts(
     config: EngineConfig, card: ModelCard, model: Model, ops: Ops, kv: KVStore
 ) -> tuple[object, ...]:
-    """Return what the bytes of a KV block depend on, beside its tokens and its tenant."""
+    """Return the facts that the bytes of a KV block depend on, besides its tokens and its tenant."""
     formats = card.dtype, card.quantization, str(ops.kv_dtype), ops.name, kv.block_bytes
     return card.weights_id, card.architecture, card.implementation, model.max_model_len, *formats
 

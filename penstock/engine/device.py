@@ -265,7 +265,7 @@ def _state_slots(
 
 
 def _num_host_states(config: EngineConfig, num_slots: int, slot_bytes: int) -> int:
-    """Return the number of states that host memory holds, beside blocks: half of what --kv-host-memory gives."""
+    """Return the number of states that fit into the half of --kv-host-memory that blocks do not use."""
     if not config.cache.enable_prefix_caching:
         return 0
     if config.cache.kv_host_memory is not None:

@@ -7,7 +7,7 @@ host memory has: then they are lost. When the engine closes, blocks that are sti
 for a few seconds, for the next start.
 
 A request whose prefix continues in files waits before the scheduler while threads read, if reading is predicted
-to be faster than computing. Its blocks are brought in like blocks of another engine (`scheduler.exchange`). When a
+to be faster than computing. Its blocks are imported like blocks of another engine (`scheduler.exchange`). When a
 file is missing or damaged, the request continues with the blocks that were read before.
 """
 

@@ -2,7 +2,7 @@
 
 `submit` queues the work on the device and starts copying the sampled tokens back; `collect` waits for that copy.
 On a CPU both are synchronous, which changes nothing for the caller. A step that was planned before a constrained
-request's newest token was known is sampled later, when the mask after that token can be had: by the next `submit` or
+request's newest token was known is sampled later, when the mask after that token is known: by the next `submit` or
 by its own `collect`. Its forward pass runs meanwhile.
 """
 

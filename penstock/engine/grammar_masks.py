@@ -36,7 +36,7 @@ from penstock.engine.batch import Samples
 _ALONE_WAIT_S = 0.01
 # So many requests have a task of their own for each committed token, so that forced tokens are known a step earlier.
 _MOST_STARTED_ALONE = 4
-# Forced tokens are worth a wait that is short beside a step, unless a request's tasks often take longer.
+# Forced tokens are worth a wait that is short compared with a step, unless a request's tasks often take longer.
 _FORCED_WAIT_S = 0.0005
 _MOST_VAIN_WAITS = 4  # in a row, for a request
 

@@ -84,7 +84,7 @@ class DecodeGraphs:
         device = rows.last_tokens.device
         largest = self._sizes[-1]
         self._query_starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        # One array for all that a step needs, so that one copy brings it: where each token comes from, positions,
+        # One array for all inputs of a step, so that one copy is enough: where each token comes from, positions,
         # slots, context lengths, then block tables. In front of it the rows' newest tokens and drafts on the device,
         # and after those the tokens that the host knows: `sources` are indices into these.
         first = rows.num_device_tokens

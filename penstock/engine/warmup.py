@@ -30,7 +30,8 @@ SHORT_CHUNK = 256  # ... also in chunks that our own attention is best at
 
 @dataclass(frozen=True, slots=True)
 class WarmUpStep:
-    """A step of this many requests, each with this many new tokens, beside requests with contexts of up to `span`."""
+    """A step of this many requests, each with this many new tokens, together with requests with contexts of up to
+    `span`."""
 
     num_requests: int
     tokens_each: int

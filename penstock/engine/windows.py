@@ -1,10 +1,10 @@
 """KV storage of models whose layers have windows, and the block tables of their requests. Does not know the
 scheduler.
 
-Layers with a window give back the blocks behind it (`kvcache.windows`). So that all layers share one pool of blocks,
+Layers with a window free the blocks behind it (`kvcache.windows`). So that all layers share one pool of blocks,
 a block of memory has room for a few layers only: as many as see everything. Layers with a window are divided into
 parts of that size, each with a block table of its own. To attention, a request in such a part is a shorter request,
-which begins at the first block that its tokens see; only the rotation of heads goes by the true positions.
+which begins at the first block that its tokens see; only the rotary embedding uses the true positions.
 """
 
 from __future__ import annotations

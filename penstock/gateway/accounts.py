@@ -1,4 +1,5 @@
-"""What a request may use and what it did use: taken from its limits in two halves, settled exactly once at its end.
+"""The reserved and the actual usage of a request: taken from its limits in two halves, settled exactly once at its
+end.
 
 `Accounts.admit` takes one request and one place among the running ones, before anything costly happens;
 `Admission.open` reserves tokens and money once the prompts are tokenized. Limits and the ledger are protocols with
@@ -88,7 +89,7 @@ class Limiter(Protocol):
         ...
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
-        """Return what is left of the limits now, and take nothing. Without a model, only the limits that hold for all
+        """Return the remaining limits, and take nothing. Without a model, only the limits that apply to all
         models count."""
         ...
 

@@ -121,8 +121,8 @@ def resolve_max_tokens(
     refuses_long_outputs: bool = False,
 ) -> int:
     """The number of tokens an answer may have: what was asked for, or the default, cut to what fits the context and
-    the server's cap. With `refuses_long_outputs`, a number that a client asked for is never cut, but refused.
-    `param` is what the client calls that number."""
+    the server's cap. With `refuses_long_outputs`, a `max_tokens` of the client that is too large is refused, never
+    reduced. `param` is what the client calls that number."""
     context = engine.model.max_model_len
     if num_prompt_tokens < 1:
         raise InvalidRequest("The prompt is empty: it must have at least one token.", param=prompt_param)

@@ -282,7 +282,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_param: str = "max_tokens"  # what the client calls it
     text: AnswerText = AnswerText()
     truncates_to: int | None = None  # the last tokens of a longer prompt; -1: as many as fit
-    cache_salt: str = ""  # must be equal, beside the workspace, for a cached prefix to be reused
+    cache_salt: str = ""  # must be equal, besides the workspace, for a cached prefix to be reused
     is_read_whole: bool = False  # the client sees nothing of an answer before its end
 
     @property
@@ -302,4 +302,4 @@ class Usage(msgspec.Struct, frozen=True):
     cache_write_1h_tokens: int = 0
     reasoning_tokens: int = 0  # of the completion
     accepted_prediction_tokens: int = 0  # of the completion: copied from the client's prediction
-    rejected_prediction_tokens: int = 0  # tried in vain, and not part of the completion
+    rejected_prediction_tokens: int = 0  # tried without success, and not part of the completion

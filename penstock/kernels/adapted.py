@@ -81,7 +81,7 @@ def _padded(rank: int) -> int:
 class Adapters(Protocol):
     """The adapters on a device, by slot, and the adapters of the step that comes next."""
 
-    version: int  # changes when steps that were recorded before are of no use any more
+    version: int  # changes when recorded graphs become invalid
     records_graphs: bool  # whether a recorded step serves other adapters too
 
     def pack(self, deltas: Mapping[int, Delta]) -> Any:

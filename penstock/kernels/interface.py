@@ -333,7 +333,7 @@ RunLayers = Callable[[Tensor, AttentionBatch], None]
 
 @runtime_checkable
 class JoinsLayers(Protocol):
-    """Backends that run all decoder layers in one call, because the calls themselves take a share of the time."""
+    """Backends that run all decoder layers in one call, because the overhead of single calls is noticeable."""
 
     def join_layers(
         self, layers: Sequence[GatedLayer], eps: float, activation: Activation, kv: KVStore

@@ -1,9 +1,9 @@
 """Attention over latents (MLA): a token's keys and values of all heads are products of one small latent vector.
 
 The cache holds the latent, normed, and one rotated key that all heads share: [latent | rotated key] for every token.
-Keys are never made. A head's query is brought into the space of latents instead, scores are products with latents,
-and the weighted sum of latents becomes the head's value at the end. These functions are the definition, in plain
-torch for any device. The CPU runs them too, since all of the work is in a few matrix products for each request.
+Keys are never computed. A head's query is projected into the space of latents instead, scores are products with
+latents, and the weighted sum of latents becomes the head's value at the end. These functions are the definition, in
+plain torch for any device. The CPU runs them too, since all of the work is in a few matrix products for each request.
 
 With an indexer (DeepSeek sparse attention), a token attends to the few tokens that small heads of the indexer choose.
 The entries in the cache have the indexer's key too: [latent | rotated key | indexer's key].

@@ -124,8 +124,8 @@ class LatentLayer:
     rope: Tensor  # float32 [max positions, R], as of `AttentionLayer`
     norm: Tensor  # float32 [C], RMS norm of latents
     norm_eps: float
-    key_up: Tensor  # [H, N, C] in the compute type: brings queries into the space of latents
-    value_up: Tensor  # [H, C, V]: brings weighted latents into the space of values
+    key_up: Tensor  # [H, N, C] in the compute type: projects queries into the space of latents
+    value_up: Tensor  # [H, C, V]: projects weighted latents into the space of values
 
 
 @dataclass(frozen=True, slots=True)

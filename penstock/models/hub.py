@@ -397,7 +397,7 @@ def _disk_error(model: CatalogModel, cache_dir: Path, error: OSError) -> UsageEr
 
 def _checked_local_path(path: Path) -> Path:
     if path.is_dir():
-        # Repositories of GGUF files may bring the original's config.json along.
+        # Repositories of GGUF files may include the original's config.json.
         has_weights = any(path.glob("*.safetensors")) or not any(path.rglob("*.gguf"))
         if not (path / "config.json").is_file() or not has_weights:
             path = _gguf_in(path)

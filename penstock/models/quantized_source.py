@@ -6,7 +6,7 @@ so (`qweight`, `weight_packed`, or a `weight_scale` beside it) and plain everywh
 settings need not be read.
 
 Where a checkpoint was made for int8 activations, the weight says so, and a backend may round them. Scales of
-activations that a checkpoint brings (`input_scale`) are not read: each row gets its own scale.
+activations that a checkpoint has (`input_scale`) are not read: each row gets its own scale.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path) -> None:
         self._opened: tuple[Path, Any] | None = None
-        self._mapped_until = 0  # of `bytes_read`: then the mapping is let go
+        self._mapped_until = 0  # of `bytes_read`, after which the mapping is released
         self._ahead: ReadAhead | None = None
         self.bytes_read = 0
         # Multimodal checkpoints keep their text model one level down; its tensors get the names they would have

@@ -29,7 +29,7 @@ class RandomSource:
     def __init__(
         self, seed: int, *, norm_offset: float, device: torch.device, stored: QuantizeMatrix | None = None
     ) -> None:
-        """`stored` brings a matrix of this name into the form in which a checkpoint would hold it."""
+        """`stored` converts a matrix of this name to the form in which a checkpoint would hold it."""
         self._seed = seed
         self._device = device  # drawn where they are used: a GPU fills itself in seconds
         self._norm_weight = 1.0 - norm_offset

@@ -109,7 +109,7 @@ class TransformersCheckpoint:
 
 
 def _both_reasons(unknown: ModelLoadError, error: ModelLoadError) -> ModelLoadError:
-    """Say why a model runs neither natively nor by transformers' code, and what is left."""
+    """Return an error that says why a model runs neither natively nor by transformers' code, and what to do."""
     hint = error.hint or "Run the model in another server, and name that server with --external."
     return ModelLoadError(f"{unknown.message} {error.message}", hint=hint)
 

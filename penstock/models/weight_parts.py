@@ -81,7 +81,7 @@ def take_columns(weight: WeightData, columns: range) -> WeightData:
             )
         case GroupQuantWeight(input_order=None, group=group) if (
             group == weight.shape[1] and len(columns) % _GROUP_UNIT == 0
-        ):  # one scale for a whole row holds for any part of the row
+        ):  # one scale for a whole row is valid for any part of the row
             return replace(weight, codes=weight.codes[:, taken].contiguous(), group=len(columns))
         case Float8Weight() | GroupQuantWeight():
             return DenseWeight(weight.dequantize()[:, taken].contiguous())

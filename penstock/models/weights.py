@@ -311,6 +311,6 @@ class WeightLoader:
         self.num_parameters += num_parameters
         self._num_loaded += 1
         if self._on_progress is not None:
-            # A checkpoint may hold tensors that the model does not use, and the other way round.
+            # A checkpoint may hold tensors that the model does not use, and lack tensors that the model has.
             num_expected = max(1, len(self._names) // self.shard.num_stages)
             self._on_progress("Loading weights", min(1.0, self._num_loaded / num_expected))

@@ -19,7 +19,7 @@ _EXPERT_LAYER = 1.8  # least times of a layer that experts add: choosing, sortin
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One replica: a model in a format on devices of one kind. Each of `pipeline_parallel` stages has a part of the
-    layers, cut over `tensor_parallel` devices."""
+    layers, sharded over `tensor_parallel` devices."""
 
     model: ModelShape
     hardware: Hardware

@@ -42,7 +42,7 @@ class ModelShape:
     window: int | None = None
     num_window_layers: int = 0
     max_positions: int = 1 << 17
-    lookup_parameters: int = 0  # of tables beside the embedding that are looked up, not multiplied
+    lookup_parameters: int = 0  # of tables besides the embedding that are looked up, not multiplied
     reread_parameters: int = 0  # that a step reads again: blocks that several layers share
 
     @property

@@ -181,7 +181,7 @@ class ReplicaLoad:
         self._hold_s = _GUESSED_HOLD_S  # how long a request keeps its blocks
         self._uncached_share = 1.0
         self._has_told_steps = False
-        self._num_steps = 0  # by the last heartbeat that told of one
+        self._num_steps = 0  # by the last heartbeat that reported one
         self.columns, self.place = LoadColumns(1), 0
         # The following fields are derived, and are all that a policy reads.
         self.num_requests = 0  # unfinished, of all gateways

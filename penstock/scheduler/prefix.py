@@ -31,7 +31,7 @@ from penstock.scheduler.sequence import Marks, Sequence
 
 MIN_SNAPSHOT_BLOCKS = 4  # a snapshot of fewer blocks is not worth a slot and another step of the prompt
 _LOOKUP_BLOCKS = (
-    64  # hashed and looked up at a time, so that a long prompt without a hit is not hashed in vain
+    64  # hashed and looked up at a time, so that a long prompt without a hit is not hashed completely
 )
 
 

@@ -533,7 +533,7 @@ class Scheduler:
         del self._sequences[sequence.request_id]
 
     def _stop(self, sequence: Sequence) -> None:
-        """Stop a running request, for now or for good."""
+        """Stop a running request: preempted or ended."""
         self._running.stop(sequence)
         self._images.stop(sequence)
         self._admission.room_changed()

@@ -157,8 +157,8 @@ class Sequence:
         self.table: BlockTable | None = None  # set exactly while running
         self.turn = 0  # the order in which requests last began to run
         self.has_row = False  # running, and a chunk was planned: the executor knows the table
-        # Written by Headroom, while running: blocks that the table is predicted to need beside its present ones, and
-        # blocks that come free when the request ends.
+        # Written by Headroom, while running: blocks that the table is predicted to need besides its current ones, and
+        # blocks that are freed when the request ends.
         self.growth_blocks = 0
         self.own_blocks = 0
 

@@ -3,7 +3,7 @@
 The rate of a step with drafts is its expected tokens over its predicted seconds, E / T. One more drafted token adds
 to E its chance to be accepted, and to T the time of one row. So tokens are taken in the order of their chances, for
 as long as chance / row time exceeds E / T: no other choice has a higher rate. While few requests run, a row costs
-little and nearly every guess is taken. Under full load a row costs as much as it can bring, and none is taken.
+little and nearly every guess is taken. Under full load a row costs as much as it can gain, and none is taken.
 
 A drafted token counts only if all tokens before it are accepted. Its chance is a product of estimates, one for
 each position, from decayed counts: of the drafter and grade in this engine, and of the same in this request, where
@@ -44,7 +44,7 @@ _MIN_GAIN = 1.05  # of a step with drafts over a step that is planned ahead
 _GAIN = 0.2  # of the newest step in averages of costs
 _OUTLIER = 1.5  # a step's time is clipped to this multiple of its prediction
 _PATIENCE = 8  # plans without a draft, after which steps are planned ahead again
-_FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 16, 256  # plans; each trial in vain doubles the number
+_FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 16, 256  # plans; each failed trial doubles the number
 _TRIAL_SHARE = 4  # a trial drafts one token for one of this many requests
 _FIRST_TOKENS = 2  # of each draft, before the cost of a drafted token is known
 _FADING = 0.02  # decay of the estimated cost of drafts, per plan without drafts

@@ -35,13 +35,13 @@ _PRIOR_SPREAD = 30.0
 
 @dataclass(slots=True)
 class StepLoad:
-    """The work of a step: the features of the model, beside a constant."""
+    """The work of a step: the features of the model, besides a constant."""
 
     prefill_tokens: int = 0
     decode_sequences: int = 0
     decode_context_tokens: int = 0  # KV entries that decodes read
     prefill_pairs: int = 0  # of query and key, in the attention of prefills
-    draft_tokens: int = 0  # of decodes, beside one token for each
+    draft_tokens: int = 0  # of decodes, besides one token for each
     encoder_patches: int = 0  # of images
 
     @property

@@ -1,7 +1,7 @@
 """Copies the database of a server to a file and back, while the server runs or before it starts again.
 
-SQLite is copied by its own backup interface, which gives a consistent copy beside writers. PostgreSQL has `pg_dump`
-and `pg_restore`, which are called. Files of uploads and batches are not in the database."""
+SQLite is copied by its own backup interface, which gives a consistent copy while others write. PostgreSQL has
+`pg_dump` and `pg_restore`, which are called. Files of uploads and batches are not in the database."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Plans which replicas a server starts, builds the control plane of a server, and links a gateway with it.
 
-An explicit setting holds for each replica. A default is divided, so that several replicas together take as much
+An explicit setting applies to each replica. A default is divided, so that several replicas together take as much
 memory and as many threads as one replica alone would take. Releases are stored in the database, so that they survive
 a restart.
 """

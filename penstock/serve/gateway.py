@@ -62,7 +62,8 @@ logger = logging.getLogger(__name__)
 WEBSOCKET_PING_S = 30.0  # both the time between pings and the time allowed for an answer
 # The time after the drain in which slow clients may receive the last bytes, before their connections are closed.
 CLOSE_TIMEOUT_S = 5
-# A request makes hundreds of objects and hardly a cycle among them: looking for cycles at every 700th is in vain.
+# A request makes hundreds of objects and hardly a cycle among them: a search for cycles at every 700th object finds
+# nothing.
 GC_THRESHOLDS = (20_000, 20, 50)
 
 

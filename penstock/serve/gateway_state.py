@@ -86,7 +86,7 @@ def build_limiter(
 
 @dataclass(frozen=True, slots=True)
 class GatewayState:
-    """`ledger` is None if usage is not recorded. `follower` tells of changes in the database."""
+    """`ledger` is None if usage is not recorded. `follower` reports changes of the database."""
 
     shared: SharedSettings
     follower: Follower

@@ -1,6 +1,6 @@
 """Requests to /v1/messages and /v1/messages/count_tokens, and their translation into the gateway's types.
 
-Field names, defaults and refusals are Anthropic's. The gateway checks the bounds that hold for every API.
+Field names, defaults and refusals are Anthropic's. The gateway checks the bounds that apply to every API.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Application(Starlette):
     """The outermost middleware must answer every exception: Starlette's own handler is left out, because it answers
     in the shape of no API."""
 
-    max_body_bytes = 0  # of requests; set by whoever builds the application, as the next one
+    max_body_bytes = 0  # of requests; set by the code that builds the application, like the next field
     pending_bodies = PendingBodies(0, 0)
 
     def build_middleware_stack(self) -> ASGIApp:

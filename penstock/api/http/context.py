@@ -25,7 +25,7 @@ _HEADERS = "penstock.headers"
 
 
 def watch_of(scope: Scope) -> ConnectionWatch | None:
-    """The server's watch over the client's connection. Other servers tell of a departure by `receive` alone."""
+    """The server's watch over the client's connection. Other servers report a disconnect by `receive` alone."""
     found = (scope.get("extensions") or {}).get(ON_DEPARTURE)
     return found["watch"] if found else None
 

@@ -31,7 +31,7 @@ def tells_limits(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 def retry_headers(error: PenstockError) -> Headers:
-    """Return headers that say when to retry, or that a retry is of no use. Both SDKs prefer the milliseconds."""
+    """Return headers that say when to retry, or that a retry cannot succeed. Both SDKs prefer the milliseconds."""
     if isinstance(error, RateLimited) and not error.waiting_helps:
         never = [(b"x-should-retry", b"false")]
         return never if error.retry_after_s is None else [*never, *_retry_after(error.retry_after_s)]

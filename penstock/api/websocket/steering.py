@@ -1,7 +1,7 @@
 """`response.steer`: input that a client sends while a response is being made over a WebSocket.
 
 Steering input waits until the response has ended, and the server then makes a response that continues with the input.
-A response that ends with calls of the client's tools keeps the input for the request that brings the results.
+A response that ends with calls of the client's tools keeps the input for the request with the results.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class LoadedDrafter:
     has_latents: bool = False  # the KV is one vector of the head size for each token
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes of KV beside one block of the served model."""
+        """Return the bytes of the drafter's KV for one block of the served model."""
         return self._allocate(1, block_size).block_bytes if self.kv_sizes[0] else 0
 
     def _allocate(self, num_blocks: int, block_size: int) -> KVStore:

@@ -23,7 +23,7 @@ _FEW = 48  # tokens that are indexed one by one; more are indexed with numpy
 
 
 class TextIndex:
-    """Tokens, to which more are appended, and an index of them that is brought up to date by searches only."""
+    """Tokens, to which more are appended, and an index of them that only searches update."""
 
     def __init__(self, token_ids: Iterable[int] = ()) -> None:
         self.tokens = array("i", token_ids)

@@ -104,7 +104,7 @@ def without_samples(plan: StepPlan) -> StepPlan:
 
 
 def _spread(chunk: Chunk, parts: list[_Part], share: int) -> None:
-    """Fill each part up to its share with the next piece of the prompt; the last takes what is left."""
+    """Fill each part up to its size with the next piece of the prompt; the last part takes the rest."""
     done = 0
     for part in parts:
         left = chunk.num_tokens - done

@@ -50,8 +50,8 @@ News: TypeAlias = Added | Appended | Removed | AdapterLoaded | AdapterDropped
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
-    """Take the news, in order, then run the plan. `in_flight` holds tokens that the plan needs and that no news has
-    brought yet, by request."""
+    """Apply the updates, in order, then run the plan. `in_flight` holds tokens that the plan needs and that no update
+    has delivered yet, by request."""
 
     news: tuple[News, ...]
     plan: StepPlan

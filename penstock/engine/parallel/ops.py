@@ -76,7 +76,7 @@ class TensorParallelOps(DelegatingOps):
 
 
 FEW_TOKENS = 32
-# As a router's logit, this number leaves all other experts a share of exactly 0.
+# As a router's logit, this value gives all other experts a weight of exactly 0.
 _CERTAIN = 1e4
 
 
@@ -124,7 +124,8 @@ class PlacedExperts:
         top_k = chosen.shape[1]
         is_own = (chosen >= own.span.start) & (chosen < own.span.stop)
         if x.is_cuda:
-            # No size may depend on values: pairs of other ranks are computed too, in vain, by an expert of this rank.
+            # No size may depend on values: pairs of other ranks are computed too, by an expert of this rank, and not
+            # used.
             chosen = torch.where(is_own, chosen, own.span.start)
             pairs = torch.arange(chosen.numel(), device=x.device)
         else:

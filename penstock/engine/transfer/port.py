@@ -127,5 +127,5 @@ class KVPort(Protocol):
     def order(self, order: Order) -> None: ...
 
     def news(self) -> list[News]:
-        """Return the news since the last call."""
+        """Return the events since the last call."""
         ...

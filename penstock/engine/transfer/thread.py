@@ -68,7 +68,7 @@ class Sender:
     def __init__(
         self, socket: zmq.Socket[bytes], layout: KVLayout, tell: Callable[[News], None], now: float
     ) -> None:
-        """`socket` is a ROUTER that is bound; `tell` passes news on to the loop."""
+        """`socket` is a ROUTER that is bound; `tell` passes events on to the loop."""
         self._socket = socket
         self._layout = layout
         self._tell = tell
@@ -170,7 +170,7 @@ class TransferThread:
         name = uuid4().hex
         self._order_bell = self._bell(f"inproc://orders-{name}", bind=True)
         self._heard_orders = self._bell(f"inproc://orders-{name}", bind=False)
-        self.news_bell = self._bell(f"inproc://news-{name}", bind=True)  # readable when there is news
+        self.news_bell = self._bell(f"inproc://news-{name}", bind=True)  # readable when there are events
         self._tell_bell = self._bell(f"inproc://news-{name}", bind=False)
         self._wire = wire
         self._stopping = False
@@ -191,7 +191,7 @@ class TransferThread:
         _ring(self._order_bell)
 
     def news(self) -> list[News]:
-        """Return the news. Raises EngineUnavailable when the thread has failed, since blocks may then be in use for
+        """Return the events. Raises EngineUnavailable when the thread has failed, since blocks may then be in use for
         ever."""
         if not self._thread.is_alive():
             raise EngineUnavailable("The transfer of KV between engines has failed.")

@@ -219,7 +219,7 @@ class FetchCounters:
     """Counters since the engine started."""
 
     num_begun: int = 0
-    num_failed: int = 0  # fetches that brought too few blocks
+    num_failed: int = 0  # fetches that delivered too few blocks
     num_tokens: int = 0
     num_read_bytes: int = 0  # of blocks that senders had cached
     read_s: float = 0.0
@@ -294,7 +294,7 @@ class KVImports:
 
     def served(self, now: float, *, may_wait: bool) -> Iterator[tuple[Request, PenstockError | None]]:
         """Return the requests whose wait is over, each with an error if it cannot continue. `may_wait`: other
-        requests run, so that blocks may come free for imports without room."""
+        requests run, so that blocks may be freed for imports without room."""
         for waiting in tuple(self._waiting.values()):
             deadline_s = waiting.request.deadline_s
             if deadline_s is not None and deadline_s <= now:

@@ -101,7 +101,7 @@ def merged(batches: Iterable[Sequence[Delta]]) -> list[Delta]:
 
 @dataclass(slots=True)
 class _Part:
-    """Consecutive news of one kind."""
+    """Consecutive output of one kind."""
 
     kind: Literal["reasoning", "text", "calls"]
     pieces: list[str] = field(default_factory=list)
@@ -161,7 +161,8 @@ class ParsedAnswer:
         calls[-1][1].append(text)
 
     def add_details(self, take: Callable[[], Iterable[TokenDetail]]) -> None:
-        """Add the details of tokens to the news that came of them. Tokens without news go with the next news."""
+        """Add the details of tokens to the output that they produced. Tokens without output go with the next
+        output."""
         if self._has_changed:
             self._parts[-1].details += take()
             self._has_changed = False
@@ -247,7 +248,7 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
-        self.is_dirty = False  # whether the owner has it on its list of choices with news
+        self.is_dirty = False  # whether the owner lists this choice as one with new output
         self.buffered_bytes = 0
         self.prompt_scores: PromptScores | None = None  # shared by all answers to the prompt
         self._is_announced = False

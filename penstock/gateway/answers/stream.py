@@ -93,7 +93,7 @@ class AnyChoice(Protocol):
     finish_reason: FinishReason | None
     first_token_at: float | None
     last_token_at: float
-    is_dirty: bool  # whether the owner has it on its list of choices with news
+    is_dirty: bool  # whether the owner lists this choice as one with new output
     buffered_bytes: int
 
     @property
@@ -114,7 +114,7 @@ class MeteredAnswer(Generic[ChoiceT]):
     """An AnswerStream whose tokens are timed, and whose account is settled before the end is seen.
 
     Iterate for deltas as they come, or `collect` the whole; `cancel` at any moment. A subclass makes the answers: it
-    calls `_tell` for news, `_close` for an end and `fail` for an error, and stops when `_abandon` says so.
+    calls `_tell` for new output, `_close` for an end and `fail` for an error, and stops when `_abandon` says so.
     """
 
     cache_status: CacheStatus | None = None
@@ -205,7 +205,7 @@ class MeteredAnswer(Generic[ChoiceT]):
         self._end_early(error)
 
     def _tell(self, choice: ChoiceT) -> None:
-        """There is news of this one."""
+        """A choice has new output."""
         if not choice.is_dirty:
             choice.is_dirty = True
             self._dirty.append(choice)

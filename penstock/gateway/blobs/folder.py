@@ -1,6 +1,6 @@
 """Blobs as files of a folder, which several gateways may share over a network file system.
 
-Bytes are written beside, flushed to the disk and then renamed.
+Bytes are written to a temporary file, flushed to the disk and then renamed.
 """
 
 from __future__ import annotations

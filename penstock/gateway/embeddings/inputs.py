@@ -34,7 +34,7 @@ _HAS_ROLES = tuple(re.compile(rf"""["']{role}["']""") for role in ("query", "doc
 
 
 class RoledText(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A text, and what it is for: it gets the prompt that the model has for its role."""
+    """A text with its role: it gets the prompt that the model has for this role."""
 
     text: str
     role: Role

@@ -141,7 +141,7 @@ def numbers(vector: bytes) -> list[float]:
 
 
 def shortened(vector: bytes, dimensions: int) -> bytes:
-    """The first `dimensions` numbers, brought back to length 1."""
+    """Return the first `dimensions` elements, normalized to length 1."""
     kept = numbers(vector[: dimensions * BYTES_PER_NUMBER])
     length = math.sqrt(math.fsum(number * number for number in kept)) or 1.0
     values = array("f", [number / length for number in kept])

@@ -40,14 +40,14 @@ _FINISH_REASONS = {
 
 
 class ExternalChoice:
-    """One answer of an external server, whose news is buffered until the reader takes it."""
+    """One answer of an external server, whose output is buffered until the reader takes it."""
 
     def __init__(self, index: int, estimated_prompt_tokens: int) -> None:
         self.index = index
         self.ending: FinishReason | None = None  # as the server told; more about the answer may follow
         self.finish_reason: FinishReason | None = None  # when nothing follows any more
         self.buffered_bytes = 0
-        self.is_dirty = False  # whether the owner has it on its list of choices with news
+        self.is_dirty = False  # whether the owner lists this choice as one with new output
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
         self._usage: WireUsage | None = None
@@ -262,7 +262,7 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
             except asyncio.CancelledError:
                 if self._num_open:  # somebody else cancelled the reader
                     raise
-                reader.uncancel()  # this answer ended early, and let go of the server
+                reader.uncancel()  # this answer ended early, and released the server
             finally:
                 self._tasks.clear()
         if self._error is not None:

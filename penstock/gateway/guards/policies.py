@@ -186,7 +186,7 @@ class GuardedAnswer(WrappedAnswer):
             for delta in shown:
                 self._seen[delta.index].append(delta)
         if self._is_over:
-            self._answer.cancel()  # frees what the engine still holds for an answer that was cut short
+            self._answer.cancel()  # frees the engine's resources of an answer that was cut short
         return shown
 
     async def _first_sign(self) -> list[Delta]:

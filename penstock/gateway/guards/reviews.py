@@ -153,7 +153,7 @@ def injection_score(signs: list[Sign]) -> float:
     return 1.0 - chance_of_none
 
 
-PIECE_CHARS = 6000  # a longer text is judged piece by piece, so that it fits beside the constitution
+PIECE_CHARS = 6000  # a longer text is judged piece by piece, so that it fits together with the constitution
 OVERLAP_CHARS = 300
 MAX_REASON_CHARS = 300
 

@@ -63,7 +63,7 @@ class Scanner:
         self._notes = Scanner(hides=notes) if notes else None
         self._buffer = ""  # begins with one character that is out already, for patterns that look behind
         self._base = 0
-        self._released = 0  # how much of the whole text was let go or hidden
+        self._released = 0  # how much of the whole text was passed on or hidden
         self._hidden_until = 0
         self._is_in_json_string = False
         self._is_after_backslash = False

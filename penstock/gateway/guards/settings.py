@@ -1,4 +1,4 @@
-"""Safety policies as an operator writes them, and which workspace each holds for.
+"""Safety policies as an operator writes them, and the workspaces that each applies to.
 
     [guards]
     default_policy = "standard"

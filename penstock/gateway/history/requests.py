@@ -84,7 +84,7 @@ _decode = msgspec.json.Decoder(list[RequestView]).decode
 
 
 class RecentRequests:
-    """An `accounts.Observer`. Gateways tell of a request when its account opens and ends; the fleet tells of every
+    """An `accounts.Observer`. Gateways report a request when its account opens and ends; the fleet reports every
     replica that the request goes to."""
 
     def __init__(

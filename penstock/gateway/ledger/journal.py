@@ -155,7 +155,7 @@ class Journal:
             os.close(descriptor)
 
     def close(self, *, delete: bool) -> None:
-        """Release the lock. Another process recovers what is not deleted."""
+        """Release the lock. Another process recovers the files that are not deleted."""
         self._room = None
         self._close_segment(self._file, self._number)
         if delete:
@@ -172,7 +172,7 @@ class Journal:
 
     def _close_segment(self, file: int, number: int) -> None:
         """Give back the room that no line needed."""
-        with contextlib.suppress(OSError):  # what is left is zeros, which no reader minds
+        with contextlib.suppress(OSError):  # the rest is zeros, which readers skip
             os.truncate(file, min(self._sizes[number], os.fstat(file).st_size))
         os.close(file)
 

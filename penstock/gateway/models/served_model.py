@@ -380,8 +380,8 @@ class ServedModel:
     async def with_checked_grammar(
         self, sampling: SamplingParams
     ) -> tuple[SamplingParams, tuple[RequestWarning, ...]]:
-        """The grammar as engines take it, and what it does not enforce. Raises InvalidRequest when no engine could
-        compile the grammar."""
+        """Return the grammar as engines take it, and warnings about the parts that it does not enforce. Raises
+        InvalidRequest when no engine could compile the grammar."""
         if sampling.grammar is None:
             return sampling, ()
         checked = await self._grammars.check(sampling.grammar, self._special_token_ids)

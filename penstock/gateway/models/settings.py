@@ -102,7 +102,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """`question` is what is asked now; `context` everything before it. Prompts of token ids have a length only."""
+    """`question` is the last message; `context` everything before it. Prompts of token ids have a length only."""
 
     question: str
     context: str = ""

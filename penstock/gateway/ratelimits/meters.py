@@ -248,7 +248,7 @@ class CallerMeters:
             bucket.refill(now)
 
     def rate_limits(self) -> RateLimits:
-        """The limits and what is left of them, as of the last decision or `refill`."""
+        """The limits and their remaining amounts, as of the last decision or `refill`."""
         return RateLimits(_tightest(self._requests), _tightest(self._inputs), _tightest(self._outputs))
 
 

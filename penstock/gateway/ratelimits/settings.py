@@ -132,7 +132,7 @@ class LimitResolver:
         self._scopes = tuple(scope for scope in LimitScope if settings.scope(scope) != ScopeLimits())
 
     def limits_of_caller(self, principal: Principal, model: str | None) -> CallerLimits:
-        """Without a model, only what holds for all of them."""
+        """Without a model, only the limits that apply to all models."""
         names = ((scope, _name(scope, principal, model)) for scope in self._scopes)
         subjects = (Subject(scope, name) for scope, name in names if name is not None)
         pairs = (Applying(subject, self.limits_of(subject)) for subject in subjects)

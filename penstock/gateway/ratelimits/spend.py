@@ -78,7 +78,7 @@ def budgets_of(limits: ResolvedLimits, spend: Spend, wall_s: float) -> list[Budg
 
 
 def day_of(wall_s: float) -> int:
-    """The UTC day as a number that grows, such as 20260131."""
+    """Return the UTC day as an increasing integer, such as 20260131."""
     moment = datetime.fromtimestamp(wall_s, UTC)
     return moment.year * 10_000 + moment.month * 100 + moment.day
 
@@ -101,7 +101,7 @@ class Demand(NamedTuple):
     microdollars: float
 
     def without_input(self, num_tokens: int) -> tuple[int, Demand]:
-        """Return how many of `num_tokens` are reserved here, and what is left without them."""
+        """Return how many of `num_tokens` are reserved here, and the remaining amount without them."""
         taken = min(num_tokens, self.input_tokens)
         return taken, self._replace(input_tokens=self.input_tokens - taken)
 

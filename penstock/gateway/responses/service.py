@@ -43,7 +43,7 @@ class EventLog:
         self._num_written = 0
         self._written_at = time.monotonic()
         self._is_closed = False
-        self._news = asyncio.Event()  # replaced at each piece of news
+        self._news = asyncio.Event()  # replaced at each event
 
     def add(self, events: bytes) -> None:
         if events:
@@ -68,7 +68,7 @@ class EventLog:
         self._tell()
 
     async def follow(self, first: int) -> AsyncIterator[bytes]:
-        """The events from the number `first` on, until the last one; comments while there is no news."""
+        """The events from the number `first` on, until the last one; comments while there are no new events."""
         while True:
             news = self._news
             if first < len(self._events):

@@ -143,7 +143,7 @@ async def open_replay(work: PreparedRequest) -> Account:
 
 
 class IdempotentAnswers:
-    """Used from the event loop only. With a database, `run` must run beside it."""
+    """Used from the event loop only. With a database, `run` must run in the background."""
 
     def __init__(
         self,

@@ -332,7 +332,7 @@ class SharedAnswer:
         await self._on_over(encode_answer(self.answer, self.batches) if is_whole else None)
 
     def _tell(self) -> None:
-        """Wake the readers that wait now. Later readers wait for the next news."""
+        """Wake the readers that wait now. Later readers wait for the next part."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 

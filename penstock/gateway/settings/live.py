@@ -2,7 +2,7 @@
 
 Each part that has settings attaches a function that takes over new settings. All functions run in one turn of the
 event loop, so that no request ever sees half of a change. Settings that are refused leave the old ones in use. Does
-not know where settings come from: `file` and `shared` bring them.
+not know where settings come from: `file` and `shared` supply them.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _LOCK_NUMBER = 0x70656E73746F636B  # "penstock": any number that all our process
 
 
 def migrate(connection: Connection) -> None:
-    """Create the tables of a new database, or bring the tables of an older one up to date. The transaction locks out
+    """Create the tables of a new database, or migrate the tables of an older one. The transaction locks out
     other migrations, so that several starting gateways take turns."""
     # Alembic is slow to import, and most commands touch no database.
     from alembic import command
@@ -151,7 +151,7 @@ class Database:
     async def run(self, work: Work[T], *, reads_only: bool = False) -> T:
         """Run `work` and return its result. The work is committed as a whole, or rolled back when it raises.
 
-        With `reads_only`, SQLite lets the work run beside a writer."""
+        With `reads_only`, SQLite lets the work run concurrently with a writer."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, lambda: self.run_now(work, reads_only=reads_only))
 

@@ -142,7 +142,7 @@ class Follower:
         self._seen[kind] = seen
 
     async def look(self) -> None:
-        """Ask for the current versions, and tell of those that are new. Raises StoreUnavailable."""
+        """Ask for the current versions, and report the new ones. Raises StoreUnavailable."""
         async with self._looking:
             if not self._database.exists:
                 return

@@ -76,7 +76,7 @@ class Authenticator:
 
 
 class Tenants:
-    """Everything about tenants that lives as long as the server. `close` writes what is not yet written, and leaves
+    """Everything about tenants that lives as long as the server. `close` writes the pending records, and leaves
     the database open."""
 
     def __init__(

@@ -125,7 +125,7 @@ class KeyRing:
         try:
             await self._database.run(lambda connection: write_uses(connection, uses))
         except PenstockError as error:
-            # The database itself tells of an outage, once.
+            # The database itself logs an outage, once.
             logger.debug("the last uses of keys could not be written yet: %s", error.message)
             self._uses = {**uses, **self._uses}
 

@@ -2,7 +2,7 @@
 
 The browser makes the secrets of one sign-in (state, nonce, code verifier) and keeps them in its tab. The gateway only
 exchanges the code for a token, so that the page speaks to nobody but the gateway, and a client secret stays here. The
-gateway keeps nothing: the token is checked again with every request, like a token that a program brings.
+gateway keeps nothing: the token is checked again with every request, like a token that a program sends.
 """
 
 from __future__ import annotations

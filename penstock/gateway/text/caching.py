@@ -1,4 +1,4 @@
-"""Cache marks on a chat to token positions in its prompt. Knows templates only by what they make of a chat.
+"""Cache marks on a chat to token positions in its prompt. Knows a template only by its output for a chat.
 
 A client marks pieces of content: a tool, a part of a turn, a turn. What is to be kept is the prompt up to the end of
 that piece, and where that is in the rendered text only the model's template knows. So the chat is rendered a second

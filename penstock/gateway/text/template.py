@@ -1,6 +1,6 @@
 """Chat messages and tools to prompt text, by the template that came with the model.
 
-Templates are untrusted code from a checkpoint: they run in a sandbox that cannot change what it is given. The text of
+Templates are untrusted code from a checkpoint: they run in a sandbox that cannot change its inputs. The text of
 clients is untrusted too: a message that spells out a control token, `<|im_end|>` for example, must not end its own
 turn and speak as another role. `PlainTextMarks` replaces such spellings by marks that no tokenizer knows before a
 template is rendered, puts them back afterwards, and remembers their places, which are tokenized as plain text.
@@ -190,7 +190,7 @@ class ChatTemplate:
         return await asyncio.to_thread(self.render, prompt)
 
     def _retold(self, chosen: _Compiled, prompt: ChatPrompt) -> Iterator[tuple[ChatPrompt, bool]]:
-        """Other ways to tell of earlier calls: some templates take arguments as text only, some take only one call
+        """Other forms of earlier calls: some templates take arguments as text only, some take only one call
         in a turn, and some take no thoughts beside a text and a call."""
         if not chosen.knows_tools or not any(message.tool_calls for message in prompt.messages):
             return

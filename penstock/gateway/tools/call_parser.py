@@ -222,7 +222,7 @@ class PythonCall(msgspec.Struct, frozen=True):
 
 
 def python_calls(source: str, known_names: frozenset[str]) -> list[PythonCall] | None:
-    """The calls in `source`; None when it holds anything else, or calls what is not known."""
+    """Return the calls in `source`; None if it holds anything else, or calls an unknown tool."""
     if len(source) > _MAX_CHARS:
         return None
     try:

@@ -32,7 +32,7 @@ class OutputParser(Protocol):
     def push(self, text: str) -> None: ...
 
     def finish(self) -> None:
-        """The answer is over: let go of everything held back."""
+        """End the answer: return everything that was held back."""
         ...
 
 

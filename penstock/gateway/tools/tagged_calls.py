@@ -206,7 +206,8 @@ def _compiled(head: str) -> re.Pattern[str]:
 
 
 class _ParameterValue:
-    """One value on its way from tagged text to JSON. Values that are texts for sure are passed on as they come."""
+    """One value, translated from tagged text to JSON piece by piece. A value that is certainly a string is passed on
+    as it arrives."""
 
     __slots__ = ("_has_begun", "_held", "_tags", "_types", "is_complete")
 

@@ -197,7 +197,7 @@ def _tile(head_size: int, bytes_each: int, *, is_small: bool) -> KeyTile:
 def split_length(programs: int, span: int, processors: int) -> int:
     """Return the number of keys for one program, so that the programs fill the chip evenly whatever the lengths of
     contexts. `programs` is their number without splitting."""
-    # Where contexts may be long, most are likely short: no request should wait for one program that walks over
+    # Where contexts may be long, most are likely short: no request should wait for one program that loops over
     # thousands of keys.
     keys = LONGEST_SPLIT if span <= LONGEST_SPLIT else LONGEST_SPLIT // 4
     shortest = max(triton.next_power_of_2(span // FEW_SPLITS), SHORTEST_SPLIT)

@@ -30,7 +30,7 @@ SPARSE = 8  # Up to one pair for this many experts, few experts are chosen twice
 class Groups:
     """Pairs in the order of their experts. An expert's pairs in `order` fill whole tiles; the last tile is padded."""
 
-    order: Tensor  # int32 [tiles × rows]: pairs; what is in the padding says nothing
+    order: Tensor  # int32 [tiles × rows]: pairs; the padding has any values
     tile_expert: Tensor  # int32 [tiles]: the expert of a tile, or -1 past the last
     tile_pairs: Tensor  # int32 [tiles]: how many pairs it really holds
     rows: int  # of a tile

@@ -76,7 +76,7 @@ def _can_run(q: Tensor, cache: PagedLayer) -> bool:
 
 
 def _plan(planned: _Planned, kind: _Kind, block_size: int, batch: AttentionBatch, dtype: torch.dtype) -> None:
-    """Plan a step. This does not wait for the device if the batch brings its lengths."""
+    """Plan a step. This does not wait for the device if the batch has its lengths on the host."""
     prompts = slice(batch.num_decodes, batch.num_requests)
     query_starts, context_lens = batch.lengths or (batch.query_starts.cpu(), batch.context_lens.cpu())
     lengths = context_lens[prompts]

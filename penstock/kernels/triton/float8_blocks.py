@@ -32,7 +32,7 @@ def _few_rows_kernel(
     x, x_scales, weight, scales, bias, residual, out, M, N, K,
     SPLIT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Each program multiplies a share of the blocks. With SPLIT, `out` has a plane for each share."""
+    """Each program multiplies some of the blocks. With SPLIT (split-K), `out` has a plane for each part."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = tl.minimum(outputs, N - 1)
     columns = tl.arange(0, BLOCK)

@@ -129,7 +129,7 @@ def _few_rows_kernel(
     x, sums, codes, pairs, partial, M, N, K,
     OUTPUTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Each program multiplies a share of the groups. `_add_shares_kernel` adds up the results."""
+    """Each program multiplies some of the groups (split-K). `_add_shares_kernel` adds up the results."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = tl.minimum(outputs, N - 1).to(tl.int64)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -240,7 +240,7 @@ def few_rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
         shape.num_stages, weight.group * int(code_bytes * shape.outputs + x.element_size() * tile_rows)
     )
     tiles = triton.cdiv(num_made, shape.outputs), triton.cdiv(rows, tile_rows)
-    # A program walks over its groups one after the other, and waits for each: many short walks are faster.
+    # A program loops over its groups one after the other, and waits for each: many short loops are faster.
     programs = (4 if tile_rows == 16 else 2) * num_processors(x.device.index or 0)
     shares = max(1, min(num_groups // 4, programs // (tiles[0] * tiles[1])))
     partial = torch.empty(shares, rows, num_made, dtype=torch.float32, device=x.device)

@@ -254,10 +254,10 @@ def _rows_kernel(
     REGISTERS: gl.constexpr, SPLIT: gl.constexpr, GATED: gl.constexpr, IS_SILU: gl.constexpr,
     ADD: gl.constexpr, BIAS: gl.constexpr, PARTS: gl.constexpr, TURNS: gl.constexpr, NEXT_GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A program multiplies a tile of rows with PARTS tiles of outputs, over a share of the width. With SPLIT, `out`
-    has a plane for each share. With GATED, N is half the number of outputs, and the second part is of the second
-    half. For each part there are TURNS groups of warps, which take turns along the width. With NEXT_GROUP, outputs
-    are arranged for a product whose groups have that size."""
+    """A program multiplies a tile of rows with PARTS tiles of outputs, over a part of the width (split-K). With
+    SPLIT, `out` has a plane for each share. With GATED, N is half the number of outputs, and the second part is of
+    the second half. For each part there are TURNS groups of warps, which take turns along the width. With NEXT_GROUP,
+    outputs are arranged for a product whose groups have that size."""
     row_tiles = (M + ROWS - 1) // ROWS
     tile = gl.program_id(0) // shares
     share = gl.program_id(0) - tile * shares

@@ -4,7 +4,7 @@ The instructions around such a product cost more than its bytes, so the kernel u
 with four inputs at once. For that the inputs become numbers in fixed point of 16 bits, in two planes of a byte each,
 with a unit of their own for every 32 inputs. This is finer than the rounding of the inputs before.
 
-Each program holds the whole input in registers, prepares it once, and walks over outputs.
+Each program holds the whole input in registers, prepares it once, and loops over outputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction that some checkpoints bring after their last layer, as a head that drafts.
+"""The layer for multi-token prediction that some checkpoints have after their last layer, as a head that drafts.
 
 DeepSeek V3, GLM 4.5 and their relatives store it as one more layer, with `enorm`, `hnorm`, `eh_proj` and
 `shared_head`; MiMo under names of its own, which its layout translates. The layer is the family's own decoder layer.

@@ -29,7 +29,7 @@ def config_without_attention(
         hidden_size=hidden,
         intermediate_size=hidden,
         num_layers=num_layers,
-        # There is no attention: these heads only say over how many ranks the model can be shared out.
+        # There is no attention: these heads only bound the number of ranks of the model.
         num_heads=num_shares,
         num_kv_heads=num_shares,
         head_dim=2,

@@ -68,7 +68,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_settings(checkpoint: Checkpoint, folder: Path, quantization: dict[str, Any]) -> None:
-    """Write config.json and the tokenizer: everything that a folder needs beside its weights."""
+    """Write config.json and the tokenizer: everything that a folder needs besides its weights."""
     if checkpoint.gguf is not None:
         settings = _settings_of_gguf(checkpoint)
         _write_tokenizer(checkpoint.path, folder)
