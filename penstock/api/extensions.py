@@ -93,7 +93,8 @@ class ExtensionFields(msgspec.Struct, kw_only=True):
         return StructuredOutputs(json=json, regex=regex, choice=choice, grammar=grammar).to_grammar("guided")
 
     def extended_request(self, request: GenerationRequest, *, has_tier: bool) -> GenerationRequest:
-        """The request with what these fields ask for besides sampling. An explicit tier outranks `priority`."""
+        """Return the request with what these fields ask for besides sampling. An explicit tier outranks
+        `priority`."""
         limit = self.truncate_prompt_tokens
         if limit is not None and (limit == 0 or not -1 <= limit < 2**63):
             raise InvalidRequest(

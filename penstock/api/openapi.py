@@ -201,7 +201,7 @@ Schemas = Mapping[type[msgspec.Struct], dict[str, Any]]
 
 
 def _schemas(operations: Sequence[Operation]) -> tuple[Schemas, dict[str, Any]]:
-    """A reference to each shape, and what the references stand for."""
+    """Return a reference to each shape, and what the references stand for."""
     shapes: list[type[msgspec.Struct]] = [ErrorBody, *_ERRORS.values()]
     for operation in operations:
         shapes += [

@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def time_per_token_s(self) -> float | None:
-        """The mean time between tokens; None for an answer of one token."""
+        """Return the mean time between tokens; None for an answer of one token."""
         if self.first_token_s is None or self.last_token_s is None or self.num_output_tokens < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)

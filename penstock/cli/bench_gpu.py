@@ -139,7 +139,7 @@ def check_loads(loads: Sequence[str], vocabulary: IntRange) -> None:
 
 
 def read_vocabulary(folder: Path) -> IntRange:
-    """The token ids that prompts are drawn from, for the model that the folder's config.json describes."""
+    """Return the token ids that prompts are drawn from, for the model that the folder's config.json describes."""
     try:
         last = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]) - 1
     except (OSError, ValueError, KeyError, TypeError) as error:

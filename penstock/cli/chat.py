@@ -219,7 +219,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: IO[str]) 
 
 
 def _last_error(log: IO[str]) -> UsageError:
-    """The error that the server printed before it ended, with its hint."""
+    """Return the error that the server printed before it ended, with its hint."""
     log.seek(0)
     lines = [line.strip() for line in log if line.strip()]
     printed = {

@@ -144,7 +144,8 @@ def keys_were_made(config: ServeConfig) -> bool:
     from penstock.gateway.tenants.directory import Directory
 
     async def were_made(directory: Directory) -> bool:
-        """A key that has expired or was revoked counts: a server that once asked for keys never opens by itself."""
+        """Say whether keys were ever made. Expired and revoked keys count: a server that once asked for keys never
+        opens by itself."""
         was_made = await directory.has_keys()
         if was_made and not await directory.has_keys(only_live=True):
             logger.warning("every key has expired or was revoked; make one with: penstock keys create")
@@ -191,7 +192,8 @@ def describe_kv_cache(ready: EngineReady) -> str:
 
 
 def describe_weights(card: ModelCard) -> str:
-    """The number of parameters, the precision in which the weights are kept and computed, and what is rounded."""
+    """Return the number of parameters, the precision in which the weights are kept and computed, and what is
+    rounded."""
     if not card.num_parameters:
         return "none"
     units = ((1e9, " B"), (1e6, " M"), (1e3, " K"), (1, ""))

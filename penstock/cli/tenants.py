@@ -226,7 +226,7 @@ def _print_page(page: Page[Any], as_json: bool, heads: Sequence[str], rows: Sequ
 
 
 def actor() -> Actor:
-    """The user who runs the command, for the audit log."""
+    """Return the user who runs the command, for the audit log."""
     from penstock.gateway.tenants.directory import Actor
 
     return Actor(actor_name())

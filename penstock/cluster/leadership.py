@@ -54,7 +54,7 @@ class Leadership:
 
     @property
     def latest_epoch(self) -> int:
-        """The latest epoch that this process knows of, whether it leads or not; 0 before the first."""
+        """Return the latest epoch that this process knows of, whether it leads or not; 0 before the first."""
         return self._known_epoch
 
     def know(self, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs the fleet without I/O: which replica serves a request, which requests wait, what is tried again. Time and
+"""Runs the fleet without I/O: which replica serves a request, which requests wait, and which are retried. Time and
 randomness are arguments; `cluster` and `simulator` are the two drivers that carry out the actions. Imports core and
 router only."""
 

@@ -45,7 +45,7 @@ class Send(msgspec.Struct, frozen=True, tag_field="action", tag="send"):
     timeout_s: float | None
     kv_source: KVSource | None  # another replica that has, or computes, the KV of the prompt
     reason: str = ""  # why the router chose this replica
-    matched_tokens: int = 0  # of the prompt, that the replica is thought to hold
+    matched_tokens: int = 0  # of the prompt, expected in the replica's cache
 
 
 class Cancel(msgspec.Struct, frozen=True, tag_field="action", tag="cancel"):
@@ -54,7 +54,7 @@ class Cancel(msgspec.Struct, frozen=True, tag_field="action", tag="cancel"):
 
 
 class Deliver(msgspec.Struct, frozen=True, tag_field="action", tag="deliver"):
-    """Delivers the events of one step, of any number of requests: an action for each event would cost too much."""
+    """Delivers the events of one step, for any number of requests: an action for each event would cost too much."""
 
     events: tuple[TokenEvent, ...]
 

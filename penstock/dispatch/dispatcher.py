@@ -59,7 +59,7 @@ from penstock.dispatch.requests import (
 )
 from penstock.router import Decision, RandomSource, Router, RoutingRequest, hash_tokens, policy_named
 
-_EXPECTED_OUTPUT_TOKENS = 128  # unless the request allows less
+_EXPECTED_OUTPUT_TOKENS = 128  # unless the request's limit is lower
 # Hashing takes one or two microseconds per block, on the event loop. Requests that share more than this many tokens
 # are routed together because of these tokens.
 _MAX_HASHED_TOKENS = 32_768
@@ -72,9 +72,9 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     routing_policy: RoutingPolicy = "prefix-aware"
     routing: RoutingWeights = RoutingWeights()  # of that policy
-    # The death of one replica must not use up the budget: everything that it ran, and much of what waited there,
-    # continues on other replicas. Several replicas that die at once, of which gateways hear one by one, must not use
-    # up the attempts of one request.
+    # The death of one replica must not use up the budget: all its running requests, and most of its waiting ones,
+    # continue on other replicas. Several replicas that die at once are reported one by one, and must not use up the
+    # attempts of one request.
     retries: RetryConfig = RetryConfig(max_attempts=4, max_budget=2_000.0)
     breaker: BreakerConfig = BreakerConfig()
     outliers: OutlierConfig = OutlierConfig(max_ejected_share=0.34)  # at least one of three
@@ -114,13 +114,13 @@ class Dispatcher:
         actions = self._after_change(now)
         gone = EngineUnavailable("The engine that served this request is gone.", retry_after_s=5.0)
         for record in tuple(self._requests.values()):
-            record.failed_on -= lost.keys()  # one that comes back is as good as new
+            record.failed_on -= lost.keys()  # a replica that comes back may be tried again
             if record.replica_id in lost:
                 self._fail_attempt(record, lost[record.replica_id], gone, now, actions)
         return self._with_wakeup(actions)
 
     def route_by(self, weights: Mapping[str, RoutingWeights], now: float) -> Sequence[Action]:
-        """Route requests for these revisions by weights of their own; all others as configured."""
+        """Route requests for these revisions by the given weights; all others as configured."""
         policy = self.config.routing_policy
         self.router.policies = {name: policy_named(policy, each) for name, each in weights.items()}
         return _NOTHING
@@ -183,7 +183,7 @@ class Dispatcher:
                 self._note_first_token(record, now, actions)
             record.emitted += event.token_ids
         if record.num_emitted_before:
-            # Another replica told the client about the beginning of this answer.
+            # Another replica has reported the beginning of this answer to the client.
             event = msgspec.structs.replace(
                 event, num_cached_tokens=None, queue_s=None, cache_use=None, prefill=None
             )

@@ -96,15 +96,14 @@ class CircuitBreaker:
         )
 
     def abandoned(self, state: BreakerState) -> BreakerState:
-        """Note a request that ended in a way that says nothing about the replica, for example because its client
-        left."""
+        """Record a request whose end says nothing about the replica, for example because its client disconnected."""
         return replace(state, probing=max(0, state.probing - 1)) if state.probing else state
 
 
 LOOK_INTERVAL_S = 2.0
 _GUESSED_STEP_TOKENS = 64
 _FADING = 0.9
-_MIN_OBSERVED = 5  # intervals of work between heartbeats, before a speed means anything
+_MIN_OBSERVED = 5  # busy intervals between heartbeats before a speed is used
 
 
 class OutlierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

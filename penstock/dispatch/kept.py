@@ -1,9 +1,9 @@
 """The prefixes that clients have asked a fleet to keep (cache breakpoints), whichever replica keeps them.
 
-A request whose prefix one replica keeps may go to another, which computes the prefix and keeps it as well. For the
-client that is a read of what it has paid for already, so the event that tells of it is corrected: tokens that the
-fleet was keeping elsewhere count as read, not as written. What a replica says of its own entries stands. Each
-dispatcher knows the requests that it has sent itself.
+A request whose prefix one replica keeps may go to another, which computes the prefix and keeps it as well. The client
+has paid for this prefix already, so the event that reports the write is corrected: tokens that the fleet was keeping
+elsewhere count as read, not as written. A replica's report of its own entries is not changed. Each dispatcher knows
+the requests that it has sent itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Entry:
     num_tokens: int  # of the prefix, cut to whole blocks
     ttl_s: float
     expires_s: float
-    holders: set[str] = field(default_factory=set)  # replicas that were said to keep it
+    holders: set[str] = field(default_factory=set)  # replicas that have reported to keep it
 
 
 class KeptPrefixes:
@@ -35,8 +35,8 @@ class KeptPrefixes:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the least recently used first
 
     def settled(self, request: Request, replica_id: str, event: TokenEvent, arrived_s: float) -> TokenEvent:
-        """Note what a replica read and wrote for a request that arrived at `arrived_s`, and return the event as the
-        client is to see it."""
+        """Record the cache reads and writes of a replica for a request that arrived at `arrived_s`, and return the
+        event for the client."""
         use = event.cache_use
         if use is None or not request.cache_breakpoints:
             return event
@@ -77,7 +77,7 @@ class KeptPrefixes:
 
 
 def _with_read(use: CacheUse, num_promised: int) -> CacheUse:
-    """Count what was written of the first `num_promised` tokens as read."""
+    """Count writes within the first `num_promised` tokens as reads."""
     start = use.read_tokens
     num_moved = 0
     written = []
@@ -90,7 +90,7 @@ def _with_read(use: CacheUse, num_promised: int) -> CacheUse:
 
 
 def _digests(request: Request) -> dict[int, bytes]:
-    """A digest of the prompt up to each place where a kept prefix may end, by its number of tokens."""
+    """Return a digest of the prompt up to each place where a kept prefix may end, by its number of tokens."""
     lengths = {
         length
         for breakpoint in request.cache_breakpoints
@@ -101,7 +101,7 @@ def _digests(request: Request) -> dict[int, bytes]:
     token_ids, start = request.key_token_ids, 0
     for length in sorted(lengths):
         piece = token_ids[start:length]
-        # The numbers that stand for images are larger than any machine word.
+        # The values that stand for images do not fit into machine words.
         running.update(repr(piece).encode() if request.images else array("q", piece).tobytes())
         digests[length] = running.copy().digest()
         start = length

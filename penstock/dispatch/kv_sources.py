@@ -33,7 +33,7 @@ class TransferConfig:
     # Until a transfer has been measured. Too fast a guess costs one fetch; too slow a guess would never be corrected.
     first_bytes_per_s: float = 1e10
     speed_half_life_s: float = 60.0  # of a measurement, without newer ones
-    # How much longer a first token may take by way of a prefill replica: a busy pool is not waited for.
+    # How much longer a first token may take with a prefill replica; a busier pool is not used.
     max_slowdown: float = 2.0
     allowed_delay_s: float = 0.25
 
@@ -85,13 +85,13 @@ def cheapest_way(options: Options, config: TransferConfig) -> Way:
 
 @dataclass(slots=True)
 class _Measured:
-    num_bytes: float  # read lately; what was read earlier counts less
+    num_bytes: float  # read recently; earlier reads decay
     seconds: float
     at_s: float
 
 
 class TransferSpeeds:
-    """How fast replicas read KV of others, by what their heartbeats report."""
+    """The speeds at which replicas read KV of others, as their heartbeats report."""
 
     def __init__(self, config: TransferConfig) -> None:
         self._config = config
@@ -104,7 +104,7 @@ class TransferSpeeds:
             return
         self._totals[replica_id] = stats.kv_read_bytes, stats.kv_read_s
         new_bytes, new_s = stats.kv_read_bytes - num_bytes, stats.kv_read_s - seconds
-        if new_bytes <= 0 or new_s <= 0.0:  # the replica has begun anew
+        if new_bytes <= 0 or new_s <= 0.0:  # the replica has restarted
             return
         before = self._measured.get(replica_id)
         kept = 0.0 if before is None else _KEPT_SHARE
@@ -120,7 +120,7 @@ class TransferSpeeds:
         self._measured = {name: found for name, found in self._measured.items() if name in replica_ids}
 
     def bytes_per_s(self, replica_id: str, now: float) -> float:
-        """Return the measured speed. Without newer measurements it moves back to the first guess, so that a way which
+        """Return the measured speed. Without newer measurements it returns to the initial guess, so that a link that
         was slow once is tried again."""
         first = self._config.first_bytes_per_s
         found = self._measured.get(replica_id)
@@ -189,7 +189,7 @@ class KVSources:
             self._table.prefill_router.ended(request_id, now)
 
     def _best_lender(self, request: RoutingRequest, record: ReplicaRecord) -> tuple[str | None, int]:
-        """Return the replica that could lend most of the prompt, and the number of tokens that it has."""
+        """Return the replica that has most of the prompt cached, and the number of tokens that it has."""
         best, most = None, 0
         for router in (self._table.router, self._table.prefill_router):
             for replica_id, num_tokens in _matches(router, request).items():

@@ -1,4 +1,4 @@
-"""Keeps what the dispatcher knows about replicas: state, circuit breaker, load and cache. Sends no request.
+"""Records of the dispatcher about replicas: state, circuit breaker, load and cache. Sends no request.
 
 the registry says         the dispatcher treats the replica as
 starting, warming         requests may wait for the replica
@@ -22,7 +22,7 @@ from penstock.core.messages import EngineStats, KVEvent
 from penstock.dispatch.health import BreakerState, Circuit, CircuitBreaker, OutlierConfig, SlowReplicas
 from penstock.router import Replica, ReplicaState, Router
 
-# The work of a replica: everything, or one half where prefill and decode are kept apart.
+# The work of a replica: everything, or only prefill or decode, if these are disaggregated.
 Role: TypeAlias = Literal["both", "prefill", "decode"]
 RESYNC_INTERVAL_S = 1.0  # before KV events are asked for again: the last answer may have been lost too
 _COMING = (ReplicaState.STARTING, ReplicaState.WARMING)
@@ -84,7 +84,7 @@ class ReplicaTable:
     def __init__(self, router: Router, outliers: OutlierConfig) -> None:
         self.status = FleetStatus()
         self.records: dict[str, ReplicaRecord] = {}  # by replica id
-        self.serving: tuple[Replica, ...] = ()  # a new tuple whenever something changed, and only then
+        self.serving: tuple[Replica, ...] = ()  # a new tuple exactly when something has changed
         self.prefilling: tuple[
             Replica, ...
         ] = ()  # the same, of replicas that only compute prompts for others

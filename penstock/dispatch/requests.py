@@ -1,5 +1,5 @@
 """The requests that a dispatcher holds: their records, the waiting room for requests whose replica is still starting,
-and the decision whether a request that lost its replica is tried again. Sends nothing.
+and the decision whether a request that lost its replica is retried. Sends nothing.
 
 Retries are bounded by attempts per request, the request's own deadline, and a budget that all requests share. The
 budget is a bucket: each first attempt puts in a fraction of a token, each retry takes one out. When everything fails,
@@ -130,7 +130,7 @@ class WaitingRoom:
         )
 
     def give_up_s(self, since_s: float, deadline_s: float | None) -> float:
-        """Return the time until which a request may wait that has waited since `since_s`."""
+        """Return the time until which a request that has waited since `since_s` may wait."""
         latest_s = since_s + self.config.max_wait_s
         return latest_s if deadline_s is None else min(latest_s, deadline_s)
 

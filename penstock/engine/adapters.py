@@ -80,7 +80,7 @@ class LoRAModel:
 
     @property
     def version(self) -> int:
-        """A number that changes when recorded steps become invalid."""
+        """Return a number that changes when recorded steps become invalid."""
         return self._adapters.version
 
     @property

@@ -79,7 +79,7 @@ class StepFollower(Protocol):
 
     @property
     def in_use(self) -> LateDrafts | None:
-        """The drafts that the latest plan may have as ON_DEVICE."""
+        """Return the drafts that the latest plan may have as ON_DEVICE."""
         ...
 
     def follow(

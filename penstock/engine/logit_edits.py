@@ -31,7 +31,7 @@ class History:
         return self.counts is not None or self.tail is not None or self.context is not None
 
     def followed_by(self, token_id: int) -> History:
-        """A copy with one more token."""
+        """Return a copy with one more token."""
         copies = (None if each is None else each.clone() for each in (self.counts, self.tail, self.context))
         after = History(*copies)
         after.add_known(token_id)
@@ -85,7 +85,7 @@ class LogitEdits:
 
     @property
     def forbids(self) -> bool:
-        """Whether tokens are forbidden at every position, so that none may be left."""
+        """Say whether tokens are forbidden at every position, so that none may be left."""
         return self.forbidden is not None or self.banned is not None
 
     def apply(self, logits: Tensor, position: int, history: History, *, must_end: bool) -> None:

@@ -47,7 +47,7 @@ def match_lengths(context: Tensor, breakers: Tensor) -> Tensor:
 
 
 def recent_counts(context: Tensor, num_last: int, vocab_size: int) -> Tensor:
-    """How often each token stands among the last ones of the context: int64 [W] → float32 [V]."""
+    """Return how often each token stands among the last ones of the context: int64 [W] → float32 [V]."""
     counts = torch.zeros(vocab_size, dtype=torch.float32, device=context.device)
     recent = context[max(0, len(context) - num_last) :]
     return counts.index_add_(0, recent.clamp_min(0), (recent >= 0).to(torch.float32))
@@ -63,8 +63,8 @@ def make_penalty(dry: Dry, vocab_size: int, device: torch.device) -> RepetitionP
 def context_window(
     dry: Dry | None, repeat_last_n: int | None, prompt: tuple[int, ...], output: list[int], max_tokens: int
 ) -> list[int] | None:
-    """The last tokens that these options look at, with -1 in front where there are fewer yet; None: they look at
-    none. The window is as long as it will ever have to be."""
+    """Return the last tokens that these options look at, with -1 in front where there are fewer yet; None: they look
+    at none. The window is as long as it will ever have to be."""
     if dry is None and not repeat_last_n:
         return None
     longest = len(prompt) + max_tokens

@@ -59,6 +59,7 @@ def exclude_top(logits: Tensor, threshold: float) -> None:
 
 
 def _chance(seed: int, position: int) -> float:
-    """A number from 0 to 1 that depends on a request's seed and the position alone, apart from the sampled one."""
+    """Return a number from 0 to 1 that depends on a request's seed and the position alone, apart from the sampled
+    one."""
     digest = hashlib.blake2b(f"xtc/{seed}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64

@@ -288,7 +288,7 @@ class Accounts:
             lease.settle(Outcome(usage=NOTHING_USED, status="completed"))
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
-        """A caller's limits as they stand, for answers that opened no account."""
+        """Return a caller's limits as they stand, for answers that opened no account."""
         return await self._limiter.peek(principal, model)
 
 

@@ -85,8 +85,8 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, *, param: str) 
 def too_long(
     context: int, num_prompt_tokens: int, param: str, *, is_lower_bound: bool = False
 ) -> ContextLengthExceeded:
-    """The error for a prompt that leaves no room for an answer. The sentence is OpenAI's, because clients parse it.
-    With `is_lower_bound` the prompt was not tokenized, and may have more tokens."""
+    """Return the error for a prompt that leaves no room for an answer. The sentence is OpenAI's, because clients
+    parse it. With `is_lower_bound` the prompt was not tokenized, and may have more tokens."""
     part = "messages" if param == "messages" else "prompt"
     if num_prompt_tokens == context and not is_lower_bound:
         return _too_long_together(Overflow(context, num_prompt_tokens), part, param)
@@ -120,9 +120,9 @@ def resolve_max_tokens(
     param: str = "max_tokens",
     refuses_long_outputs: bool = False,
 ) -> int:
-    """The number of tokens an answer may have: what was asked for, or the default, cut to what fits the context and
-    the server's cap. With `refuses_long_outputs`, a `max_tokens` of the client that is too large is refused, never
-    reduced. `param` is what the client calls that number."""
+    """Return the number of tokens an answer may have: what was asked for, or the default, cut to what fits the
+    context and the server's cap. With `refuses_long_outputs`, a `max_tokens` of the client that is too large is
+    refused, never reduced. `param` is what the client calls that number."""
     context = engine.model.max_model_len
     if num_prompt_tokens < 1:
         raise InvalidRequest("The prompt is empty: it must have at least one token.", param=prompt_param)

@@ -108,7 +108,7 @@ class Gateway:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the server will end soon. New requests are still taken until the drain begins."""
+        """Say whether the server will end soon. New requests are still taken until the drain begins."""
         return self._is_leaving
 
     @property
@@ -117,7 +117,8 @@ class Gateway:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new clients should come here: a request would be accepted now, and the server is not leaving."""
+        """Say whether new clients should come here: a request would be accepted now, and the server is not
+        leaving."""
         return not self._is_leaving and self.catalogue.is_ready
 
     @property
@@ -127,7 +128,7 @@ class Gateway:
         return not self._is_draining and (self.catalogue.is_ready or not self.catalogue.has_served)
 
     def model(self, name: str | None = None) -> ServedModel:
-        """The model that serves requests for `name`; None stands for the first there is."""
+        """Return the model that serves requests for `name`; None stands for the first there is."""
         return self.catalogue.find(name)
 
     async def count_tokens(self, model: ServedModel, prompt: Prompt, principal: Principal) -> int:
@@ -139,14 +140,15 @@ class Gateway:
         return len(await model.token_ids(prompt))
 
     def submit(self, request: GenerationRequest) -> Coroutine[Any, Any, AnswerStream]:
-        """The answer to a client's request. Raises the PenstockError that keeps the request from running."""
+        """Return the answer to a client's request. Raises the PenstockError that keeps the request from running."""
         if self.catalogue.is_auto(request.model):
             return self.auto.answer(request)  # asks one model after another, each by `ask`
         return self.routes.answer(request)
 
     async def ask(self, request: GenerationRequest, *, is_internal: bool = False) -> AnswerStream:
-        """The way of every request to one model. Whatever costs more than a lookup comes after `admit`. `is_internal`
-        is a request that the gateway makes for an admitted one: neither limited nor guarded, but in the ledger."""
+        """Answer a request to one model. This is the path of every request: any work that costs more than a lookup
+        comes after `admit`. `is_internal` is a request that the gateway makes for an admitted one: neither limited
+        nor guarded, but in the ledger."""
         work = self._authorize(request, is_internal=is_internal)
         let_go = self._hold_drain()
         try:
@@ -165,7 +167,7 @@ class Gateway:
         return answer
 
     async def _generate(self, work: PreparedRequest) -> AnswerStream:
-        """The second half of the way, for a request that no earlier answer will do for."""
+        """Run a request that no stored answer fits: the second half of its path."""
         await self._prepare(work)
         account = await self._reserve(work)
         return self._dispatch(work, account)
@@ -300,7 +302,7 @@ class Gateway:
         return self._queue_times.drain_s(stats, self.metrics.mean_answer_tokens)
 
     async def metrics_page(self) -> bytes:
-        """The metrics of all gateway processes of this server."""
+        """Return the metrics of all gateway processes of this server."""
         if self.metrics_exchange is not None:
             return await self.metrics_exchange.page()
         return self.render_own_metrics()
@@ -359,5 +361,5 @@ def _nothing() -> None:
 
 
 def granted_tier(request: GenerationRequest) -> Tier:
-    """The tier asked for, or the best that the caller's key allows."""
+    """Return the tier asked for, or the best that the caller's key allows."""
     return least_urgent(request.tier, request.principal.best_tier)

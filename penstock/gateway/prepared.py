@@ -208,8 +208,9 @@ def prepare_for_server(work: PreparedRequest, model: ExternalModel) -> None:
 
 
 def _may_ask_whole(work: PreparedRequest) -> bool:
-    """Whether a server should be asked for the answer in one piece, which costs both sides much less than a stream. A
-    long answer would be silent for too long for what lies between, and at a deadline only a stream leaves a part."""
+    """Say whether a server should be asked for the answer in one piece, which costs both sides much less than a
+    stream. A long answer would be silent for too long for what lies between, and at a deadline only a stream leaves a
+    part."""
     max_tokens = work.request.sampling.max_tokens or work.default_max_tokens
     is_short = max_tokens is not None and max_tokens <= MAX_WHOLE_TOKENS
     return work.request.is_read_whole and is_short and work.deadline is None
@@ -239,8 +240,9 @@ def _for_sibling(sampling: SamplingParams, sibling: int) -> SamplingParams:
 
 
 async def _cut_to_fit(prompt: Prompt, model: ServedModel, max_tokens: int | None) -> Prompt:
-    """The chat without as many of its oldest turns as the context has no room for. System messages at the beginning
-    and the last message stay. Room for the answer is at most half of the context: clients ask for more than fits."""
+    """Return the chat without as many of its oldest turns as the context has no room for. System messages at the
+    beginning and the last message stay. Room for the answer is at most half of the context: clients ask for more than
+    fits."""
     if not isinstance(prompt, ChatPrompt):
         return prompt
     context = model.card.max_model_len

@@ -120,7 +120,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def num_characters(prompt: ChatPrompt) -> int:
-    """The number of characters of the messages' own text, which every template writes."""
+    """Return the number of characters of the messages' own text, which every template writes."""
     return sum(
         len(message.content)
         if isinstance(message.content, str)
@@ -287,7 +287,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences are generated for each prompt."""
+        """Return how many sequences are generated for each prompt."""
         return self.n if self.beams is None else self.beams.width
 
 

@@ -68,7 +68,7 @@ class SimulationOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 raise InvalidRequest(f"{param} is too long.", param=param)
 
     def scenario(self, replicas: int) -> str:
-        """The TOML of one fleet. A JSON string is a TOML string, too."""
+        """Return the TOML of one fleet. A JSON string is a TOML string, too."""
         quoted = {name: json.dumps(getattr(self, name)) for name in ("model", "hardware", "format")}
         prefix = f"prefix = {self.prefix}\n" if self.prefix else ""
         return (

@@ -72,7 +72,7 @@ class RequestRecord:
 
     @property
     def own_account(self) -> tuple[Claim, Outcome] | None:
-        """The generation that the client asked for, once it is settled."""
+        """Return the generation that the client asked for, once it is settled."""
         return next((account for account in self.accounts if account[0].request_id == self.request_id), None)
 
 
@@ -80,7 +80,7 @@ current_record: ContextVar[RequestRecord | None] = ContextVar("penstock_request"
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """A prompt as people read it."""
+    """Return a prompt as people read it."""
     if isinstance(prompt, TextPrompt):
         return prompt.text
     if isinstance(prompt, ChatPrompt):

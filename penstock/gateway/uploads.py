@@ -123,7 +123,7 @@ class Uploads:
     async def complete(
         self, workspace_id: str, upload_id: str, part_ids: Sequence[str], md5: str | None = None
     ) -> tuple[StoredFile, StoredFile]:
-        """The upload, and the file that its parts make in this order."""
+        """Return the upload, and the file that its parts make in this order."""
         upload = await self.pending(workspace_id, upload_id)
         plan, parts = plan_of(upload), await self._parts(upload)
         for part_id in part_ids:
@@ -175,7 +175,7 @@ class Uploads:
         return digest.hexdigest()
 
     async def _end(self, upload: StoredFile, status: str, file: StoredFile | None) -> StoredFile:
-        """The file takes the place of the parts in one transaction, so that the quota never counts both."""
+        """Replace the parts by the file in one transaction, so that the quota never counts both."""
         plan = msgspec.structs.replace(
             plan_of(upload), status=status, file_id=None if file is None else file.id
         )

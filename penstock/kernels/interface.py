@@ -54,7 +54,8 @@ class Ops(Protocol):
 
     @property
     def rounding(self) -> str:
-        """What the products packed so far round, in a few words for the operator; empty where `dtype` says it all."""
+        """Return what the products packed so far round, in a few words for the operator; empty where `dtype` says it
+        all."""
         ...
 
     def pack_linear(self, parts: Sequence[WeightData], bias: Tensor | None = None) -> PackedLinear:
@@ -214,8 +215,8 @@ class Ops(Protocol):
         ...
 
     def add_up(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the ranks that hold parts of a layer; `x` itself where there is one. For layers made of
-        `linear` and `attend`, whose results are this rank's part."""
+        """Return the sum of `x` over the ranks that hold parts of a layer; `x` itself where there is one. For layers
+        made of `linear` and `attend`, whose results are this rank's part."""
         ...
 
     def short_conv(
@@ -338,8 +339,8 @@ class JoinsLayers(Protocol):
     def join_layers(
         self, layers: Sequence[GatedLayer], eps: float, activation: Activation, kv: KVStore
     ) -> RunLayers | None:
-        """A function that applies the blocks of all layers to a residual in one call, with the same bits as one block
-        after the other. None if the weights or the KV store are not the backend's own."""
+        """Return a function that applies the blocks of all layers to a residual in one call, with the same bits as
+        one block after the other. None if the weights or the KV store are not the backend's own."""
         ...
 
 
@@ -353,7 +354,7 @@ class CutsAtAttention(Protocol):
     dtype: torch.dtype
 
     def cut_at_attention(self, cut: Callable[[Attend], None], queries: Tensor, out: Tensor) -> Ops:
-        """The same operations, except that attention is handed to `cut` in the place where it belongs. To be called
-        there for a step of as many tokens or fewer. `queries` and `out`, [most tokens, H, D], are where it reads and
-        writes, in all layers."""
+        """Return the same operations, except that attention is handed to `cut` in the place where it belongs. To be
+        called there for a step of as many tokens or fewer. `queries` and `out`, [most tokens, H, D], are where it
+        reads and writes, in all layers."""
         ...

@@ -210,8 +210,8 @@ _FUNCTIONS = (
 
 
 def interface_stamp() -> int:
-    """A number that stands for the C interface as this file describes it. setup.py compiles the number into the
-    library, and `load` compares the two."""
+    """Return a number that stands for the C interface as this file describes it. setup.py compiles the number into
+    the library, and `load` compares the two."""
     layouts = (AttentionLayerStruct, AttentionBatchStruct, NormStruct, DecoderLayerStruct, SamplingStruct)
     fields = [(kind.__name__, [(name, of.__name__) for name, of, *_ in kind._fields_]) for kind in layouts]
     functions = [
@@ -273,7 +273,7 @@ def stale_sentence(path: Path) -> str:
 
 
 def find_stale() -> Path | None:
-    """The library's file, if the library is not used because it was built from other sources."""
+    """Return the library's file, if the library is not used because it was built from other sources."""
     if load() is not None:
         return None
     for path in _candidates():

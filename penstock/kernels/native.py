@@ -368,14 +368,14 @@ class NativeOps(ComposedOps):
     def _describe(
         self, layer: AttentionLayer, batch: AttentionBatch, block_size: int
     ) -> AttentionLayerStruct:
-        """The layer in C form; the batch's is left in `_batch_struct`."""
+        """Return the layer in C form; the batch's is left in `_batch_struct`."""
         batch = within_chunks(batch, layer.chunk, block_size)
         if batch is not self._batch:
             self._describe_batch(batch)
         return self._describe_layer(layer)
 
     def _describe_layer(self, layer: AttentionLayer) -> AttentionLayerStruct:
-        """The C form of a layer, made once. Holds the layer, so that its id stays its own, and the tensors."""
+        """Return the C form of a layer, made once. Holds the layer, so that its id stays its own, and the tensors."""
         known = self._layers.get(id(layer))
         if known is not None:
             return known[0]
@@ -420,12 +420,12 @@ class NativeOps(ComposedOps):
 
 
 def _is_attended_apart(layer: AttentionLayer, qkv: Any, output: Any) -> bool:
-    """Whether the library has no single call for attention with the products around it."""
+    """Say whether the library has no single call for attention with the products around it."""
     return qkv.input_order is not None or output.input_order is not None or layer.head_dim > MAX_HEAD_DIM
 
 
 def _is_not_fused(gate_up: Any, down: Any, activation: Activation) -> bool:
-    """Whether the library has no single call for an MLP."""
+    """Say whether the library has no single call for an MLP."""
     reordered = gate_up.input_order is not None or down.input_order is not None
     return reordered or activation not in ACTIVATION_CODES
 

@@ -211,7 +211,7 @@ class NativeKVStore:
         )
 
     def _pieces(self, slot: int, block_id: int) -> Iterator[tuple[int, int]]:
-        """Where each layer's part of a block lies, in the slot and in the store."""
+        """Yield where each layer's part of a block lies, in the slot and in the store."""
         in_slot = self._slots_address + slot * self.block_bytes
         in_block = self.address + block_id * self._layer_block_bytes
         for layer in range(self._num_layers):

@@ -90,7 +90,7 @@ class Routing:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is the softmax and nothing more."""
+        """Say whether this is the softmax and nothing more."""
         return self == Routing(self.num_experts, self.top_k, self.normalizes)
 
 
@@ -209,14 +209,14 @@ class KVStore(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """The bytes of one block in all layers together."""
+        """Return the bytes of one block in all layers together."""
         ...
 
     def layer(self, index: int) -> Any: ...
 
     def regions(self, layer: int) -> tuple[KVRegion, ...]:
-        """Where the blocks of a layer lie, for transfers to another process. Stores whose regions have the same sizes
-        can exchange blocks."""
+        """Return where the blocks of a layer lie, for transfers to another process. Stores whose regions have the
+        same sizes can exchange blocks."""
         ...
 
     def reserve_host(self, num_slots: int) -> None:

@@ -287,8 +287,8 @@ def _delta(
 
 
 def _decayed_products(lefts: tuple[Tensor, ...], keys: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
-    """The products of vectors with earlier keys of their segment, [S, H, L, K] → [S, H, L, L], as far as the keys
-    are left: `sums` are running sums of log decays, [S, H, L, 1 or K]."""
+    """Return the products of vectors with earlier keys of their segment, [S, H, L, K] → [S, H, L, L], as far as the
+    keys are left: `sums` are running sums of log decays, [S, H, L, 1 or K]."""
     if sums.shape[-1] == 1:
         decays = _decays(sums.squeeze(-1))
         return tuple(left @ keys.transpose(-1, -2) * decays for left in lefts)

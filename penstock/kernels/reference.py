@@ -282,7 +282,7 @@ def _mix(state: Tensor) -> Tensor:
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """A logical shift of an int64, whose own shift is arithmetic."""
+    """Return a logical shift of an int64, whose own shift is arithmetic."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -34,7 +34,7 @@ def select_ops(
     integer_products: bool = False,
     attention_backend: AttentionBackend = "auto",
 ) -> Ops:
-    """The backend for a device and a type of activations.
+    """Return the backend for a device and a type of activations.
 
     With `integer_products`, a CPU that multiplies bytes fast multiplies quantized weights with 16-bit
     activations. `kv_dtype` is the type of the KV cache, unless that is `dtype`. `attention_backend` chooses
@@ -69,7 +69,7 @@ def capabilities() -> Capabilities:
 
 
 def preferred_cpu_dtype() -> torch.dtype:
-    """The type that `--dtype auto` computes in on this CPU: bfloat16 with AMX, float32 on all others."""
+    """Return the type that `--dtype auto` computes in on this CPU: bfloat16 with AMX, float32 on all others."""
     return torch.bfloat16 if capabilities().isa == "amx" else torch.float32
 
 

@@ -57,12 +57,13 @@ class GroupQuantWeight:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the codes, two to a byte where they have four bits, and of scales and offsets in 16 bits."""
+        """Return the bytes of the codes, two to a byte where they have four bits, and of scales and offsets in 16
+        bits."""
         tables = self.scales.numel() + (0 if self.offsets is None else self.offsets.numel())
         return self.codes.numel() * (4 if self.is_float4 else self.bits) // 8 + 2 * tables
 
     def regrouped(self, group: int) -> GroupQuantWeight:
-        """The same weights in smaller groups, several of which share a scale."""
+        """Return the same weights in smaller groups, several of which share a scale."""
         times = self.group // group
         scales, offsets = (
             None if table is None else table.repeat_interleave(times, dim=1)

@@ -211,7 +211,7 @@ class ArchitectureConfig:
 
     @property
     def cached_head_dim(self) -> int:
-        """The size of a head in the KV cache."""
+        """Return the size of a head in the KV cache."""
         return self.head_dim + (ALIBI_COLUMNS if self.slopes else 0)
 
     def __post_init__(self) -> None:

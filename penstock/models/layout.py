@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def is_writable(self) -> bool:
-        """Whether other names are all that differs in folders that hold each matrix by itself."""
+        """Say whether other names are all that differs in folders that hold each matrix by itself."""
         stacked = any(
             part.transposed or not part.weight.startswith("mlp.experts.") for part in self.experts.values()
         )

@@ -57,9 +57,9 @@ SAMPLE_BYTES = 1 << 10
 
 
 def weights_identity(path: Path) -> str:
-    """A digest over the names, sizes, headers and samples of the weight files. Reading all of the weights would take
-    as long as loading them; training changes nearly all of them, so that samples tell two versions apart. Copies of
-    the same files on other machines have the same identity."""
+    """Return a digest over the names, sizes, headers and samples of the weight files. Reading all of the weights
+    would take as long as loading them; training changes nearly all of them, so that samples tell two versions apart.
+    Copies of the same files on other machines have the same identity."""
     files = [*split_parts(path)]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)

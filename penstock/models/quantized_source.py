@@ -434,5 +434,5 @@ def _ceil(size: int, unit: int) -> int:
 
 
 def _is_vector(shape: Sequence[int], size: int) -> bool:
-    """Whether a tensor is a vector of this size but for further dimensions of 1."""
+    """Say whether a tensor is a vector of this size but for further dimensions of 1."""
     return max(shape) == prod(shape) == size

@@ -162,7 +162,7 @@ class WeightLoader:
         return values.to(self.ops.device)
 
     def dense(self, name: str, rows: int, columns: int, own: range) -> Tensor:
-        """The rows `own` of a matrix in the compute type, on the backend's device, for products that are not
+        """Return the rows `own` of a matrix in the compute type, on the backend's device, for products that are not
         packed."""
         weight = self._matrix(name, rows, columns, Part(own, range(columns)))
         dtype = self.ops.dtype

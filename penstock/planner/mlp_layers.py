@@ -84,7 +84,7 @@ def _intermediate(reader: Sizes, hidden: int) -> int:
 
 
 def _num_dense(reader: Sizes, counts: LayerCounts, num_layers: int) -> int:
-    """The number of layers whose MLP has no experts, in a model with experts."""
+    """Return the number of layers whose MLP has no experts, in a model with experts."""
     values = reader.values
     if counts.experts is not None:
         return counts.mlp - counts.experts

@@ -56,16 +56,17 @@ class Layout:
 
     @property
     def kv_memory_bytes(self) -> float:
-        """The memory that is left for KV in the whole replica; not positive if the weights do not fit."""
+        """Return the memory that is left for KV in the whole replica; not positive if the weights do not fit."""
         usable = self.hardware.memory_bytes * (1 - _ACTIVATION_SHARE) * self.num_devices
         return usable - self.weight_bytes
 
     def kv_tokens(self, context: int) -> int:
-        """The tokens that fit in contexts of this length. With windows or states, a longer context has more."""
+        """Return the tokens that fit in contexts of this length. With windows or states, a longer context has
+        more."""
         return max(0, int(self.kv_memory_bytes / self.context_bytes(context) * context))
 
     def contexts(self, num_tokens: int) -> int:
-        """The most contexts of this many tokens that fit at once."""
+        """Return the most contexts of this many tokens that fit at once."""
         return max(0, int(self.kv_memory_bytes / self.context_bytes(num_tokens)))
 
     @property
@@ -98,7 +99,7 @@ class StepTimes:
 
     @property
     def binds(self) -> str:
-        """What takes most of the step."""
+        """Return what takes most of the step."""
         parts = {
             "weight bandwidth": self.weights_s,
             "compute": self.products_s,

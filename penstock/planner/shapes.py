@@ -86,7 +86,7 @@ class ModelShape:
         )
 
     def kv_bytes(self, num_tokens: int, bytes_per_number: float) -> float:
-        """The KV cache of one context, if layers with a window keep no more than their window."""
+        """Return the KV cache of one context, if layers with a window keep no more than their window."""
         seen = min(num_tokens, self.window or num_tokens)
         whole = (self.num_attention_layers - self.num_window_layers) * num_tokens
         return (whole + self.num_window_layers * seen) * self.kv_numbers * bytes_per_number

@@ -47,7 +47,7 @@ class StateLayers:
 
 
 def layer_kinds(values: Mapping[str, Any]) -> Sequence[Any]:
-    """The kind of each layer, where the settings tell: words, or letters of one text."""
+    """Return the kind of each layer, where the settings tell: words, or letters of one text."""
     for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         kinds = values.get(key)
         if kinds and isinstance(kinds, list | str):

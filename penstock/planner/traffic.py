@@ -91,7 +91,7 @@ class Trace:
         )
 
     def _prefix_share(self) -> float:
-        """The share of prefix blocks that an earlier request had, with a cache that forgets nothing."""
+        """Return the share of prefix blocks that an earlier request had, with a cache that forgets nothing."""
         seen: set[int] = set()
         known = total = 0
         for line in self.lines:

@@ -283,7 +283,7 @@ class Router:
         return everywhere
 
     def _bound_to_region(self, request: RoutingRequest) -> EngineUnavailable:
-        """The error for a request that no replica of its region can take now, and no other may."""
+        """Return the error for a request that no replica of its region can take now, and no other may."""
         regions = {
             known.replica.region for known in self._known.values() if request.model in known.replica.models
         }

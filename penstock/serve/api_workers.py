@@ -31,7 +31,7 @@ FIRST_RESTART_DELAY_S = 0.5
 LAST_RESTART_DELAY_S = 30.0
 START_TIMEOUT_S = 60.0
 LEAVE_TIMEOUT_S = 5.0  # for a worker to end after its drain
-MAX_API_WORKERS = 4  # unless the operator says more
+MAX_API_WORKERS = 4  # unless the operator sets more
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -77,7 +77,7 @@ decode_to_worker = msgspec.json.Decoder(ToWorker).decode
 
 
 def with_api_workers(config: ServeConfig, *, has_keys: bool) -> ServeConfig:
-    """Decide how many processes a server has whose operator does not say.
+    """Choose the number of API processes if the operator has not set it.
 
     Passing requests on to external servers takes the gateway's own processor time, and a process uses one core. But
     several processes keep stored answers in the database, so there is one process where no keys have been made, and
@@ -92,7 +92,8 @@ def with_api_workers(config: ServeConfig, *, has_keys: bool) -> ServeConfig:
 
 
 def num_cores(quota: Path = CPU_QUOTA) -> int:
-    """The cores that this process may use: a container may have less time than the cores of its machine give."""
+    """Return the cores that this process may use: a container may have less time than the cores of its machine
+    give."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
         allowed_us, period_us = map(int, quota.read_text().split())

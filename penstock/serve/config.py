@@ -83,12 +83,12 @@ class Setting:
 
     @property
     def has_default(self) -> bool:
-        """Whether there is a default to show in `--help`."""
+        """Say whether there is a default to show in `--help`."""
         return self.default not in (None, ())
 
     @property
     def is_list(self) -> bool:
-        """Whether the flag can be repeated."""
+        """Say whether the flag can be repeated."""
         return isinstance(self.value_type, types.VarTupleType)
 
     @property
@@ -255,7 +255,7 @@ def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeCo
 
 
 def external_servers_of(config: ServeConfig) -> tuple[ExternalServerConfig, ...]:
-    """The external servers, as the file with their tables has them now. Raises ConfigError."""
+    """Return the external servers, as the file with their tables has them now. Raises ConfigError."""
     if config.external_file is None:
         return config.external
     tables = read_config_file(Path(config.external_file)).get(EXTERNAL_TABLES, ())

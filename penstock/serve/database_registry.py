@@ -22,7 +22,7 @@ class DatabaseRegistry:
 
     def __init__(self, database: Database, lease: str = LEADER) -> None:
         self._database = database
-        self._lease = lease  # its name; leases of different names have nothing to do with each other
+        self._lease = lease  # its name; leases with different names are independent
 
     async def publish(self, name: str, record: bytes, lease_s: float) -> None:
         def work(connection: Connection) -> None:

@@ -155,7 +155,7 @@ def _s3_access() -> S3Access:
 
 
 def model_hub() -> ModelHub:
-    """The cache of models on this machine, with the user's Hugging Face token."""
+    """Return the cache of models on this machine, with the user's Hugging Face token."""
     from penstock.models.hub import ModelHub
 
     return ModelHub(cache_dir(), hub_token=hub_token())

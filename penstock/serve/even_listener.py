@@ -37,7 +37,7 @@ class ConnectionCounts:
     def __init__(self, path: Path, num_processes: int, number: int) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, num_processes * _COUNT_BYTES)  # zeros, where there was nothing
+            os.ftruncate(descriptor, num_processes * _COUNT_BYTES)  # a new file is filled with zeros
             self._counts = memoryview(mmap.mmap(descriptor, num_processes * _COUNT_BYTES)).cast("q")
         finally:
             os.close(descriptor)
@@ -53,7 +53,7 @@ class ConnectionCounts:
 
     @property
     def fewest(self) -> int:
-        """The number of connections of the process that holds the fewest."""
+        """Return the number of connections of the process that holds the fewest."""
         return min(self._counts)
 
 
@@ -124,7 +124,8 @@ class EvenListener:
         return self._counts.own + len(self._starting) > self._counts.fewest + SLACK
 
     def _note_vain_wait(self, now: float) -> None:
-        """Nobody else took the connection. If the emptiest process took no other one either, count that."""
+        """Count a wait in which no other process took the connection, and the process with the fewest connections
+        took no other one."""
         self._waited_until_s = -math.inf
         self._num_vain_waits = self._num_vain_waits + 1 if self._counts.fewest == self._fewest_then else 0
         if self._num_vain_waits == MAX_VAIN_WAITS:

@@ -39,7 +39,7 @@ class ExternalServers:
         tables = self._tables
         stamp = await asyncio.to_thread(self._read_stamp)
         if stamp is not None and stamp != self._stamp:
-            self._stamp = stamp  # also of a bad file: it is read again when it changes again
+            self._stamp = stamp  # also of an invalid file: the file is read again when it changes
             tables = await asyncio.to_thread(external_servers_of, self._config)
         await self._pool.replace(await self._discovery.servers(tables), tables)
         self._tables = tables

@@ -31,7 +31,7 @@ def prepare_process(config: ServeConfig) -> ServeConfig:
 
 
 def within_file_limit(server: ServerConfig) -> ServerConfig:
-    """Raise the limit on open files to what the connections need, because every connection is an open file and the
+    """Raise the limit on open files to the number of connections, because every connection is an open file and the
     usual limit is 1,024. If the system refuses, return a lower number of connections."""
     wanted = server.max_connections + RESERVED_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,6 +1,6 @@
 """The servers that run on this machine, for `penstock ps`: a file for each, which the server's process holds locked.
 
-The lock ends with the process, however it ends, so that a file without a lock stands for a server that has gone.
+The lock ends with the process, however it ends, so that a file without a lock belongs to a server that has ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def announced(folder: Path | None = None) -> Iterator[Announce]:
     def announce(url: str, models: Sequence[str]) -> None:
         try:
             files.append(_write(_folder(folder), RunningServer(os.getpid(), url, tuple(models), time.time())))
-        except OSError as error:  # a server runs as well without this
+        except OSError as error:  # the server can run without this file
             logger.debug("penstock ps will not list this server: %s", error)
 
     try:
@@ -53,7 +53,7 @@ def announced(folder: Path | None = None) -> Iterator[Announce]:
 
 
 def running_servers(folder: Path | None = None) -> list[RunningServer]:
-    """The servers that run now, oldest first. Files of servers that were killed are removed."""
+    """Return the servers that run now, oldest first. Files of servers that were killed are removed."""
     found = []
     for path in _folder(folder).glob("*.json"):
         with suppress(OSError), path.open("rb") as file:
@@ -68,7 +68,7 @@ def running_servers(folder: Path | None = None) -> list[RunningServer]:
 
 
 def _write(folder: Path, server: RunningServer) -> tuple[Path, BinaryIO]:
-    """The file appears under its name only when it is whole and locked."""
+    """Write the file. It appears under its name only when it is complete and locked."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path, unfinished = folder / f"{server.pid}.json", folder / f"{server.pid}.new"
     file = unfinished.open("wb")

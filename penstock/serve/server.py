@@ -83,7 +83,7 @@ def run(
 
     def announce(ready: EngineReady | None) -> None:
         if early is not None:
-            early.close()  # if no engine had a use for it
+            early.close()  # if no engine has used the process
         if on_ready is not None:
             host, port = listener.getsockname()[:2]
             scheme = "http" if config.server.ssl_certfile is None else "https"

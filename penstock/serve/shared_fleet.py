@@ -44,11 +44,12 @@ from penstock.serve.telemetry import configure_server_logging
 
 logger = logging.getLogger(__name__)
 
-NOTICE_AFTER_S = 10.0  # without an engine, before a gateway says what it waits for
+NOTICE_AFTER_S = 10.0  # without an engine, before a gateway logs that it waits
 
 
 def registry_kind(cluster: ClusterConfig) -> Literal["redis", "database"]:
-    """Return what the registry's URL names. Raises UsageError without a URL, and ConfigError for another kind."""
+    """Return the kind of registry that the URL names. Raises UsageError without a URL, and ConfigError for another
+    kind."""
     url = cluster.registry
     if url is None:
         raise UsageError(

@@ -95,7 +95,7 @@ class SettingsEndpoints:
         )
 
     async def replace(self, request: Request) -> Response:
-        """The body is JSON, or TOML as in a file; mistakes in TOML are told with their line."""
+        """Replace all settings. The body is JSON, or TOML as in a file; errors in TOML name their line."""
         expected = _expected(request)
         body = await read_body(request, MAX_BODY_BYTES)
         is_toml = headers_of(request).get(b"content-type", b"").startswith(_TOML)
@@ -103,8 +103,8 @@ class SettingsEndpoints:
         return await self._done(await self._shared.store.replace(actor_of(request), document, expected))
 
     async def change(self, request: Request) -> Response:
-        """The body is a JSON merge patch. Where the database has no settings, it changes those of this gateway's
-        file."""
+        """Change some settings. The body is a JSON merge patch, which applies to the settings of this gateway's file
+        if the database has none."""
         expected = _expected(request)
         patch = parse_json(await read_body(request, MAX_BODY_BYTES))
         base = self._shared.live.source.document
@@ -147,12 +147,12 @@ class SettingsEndpoints:
         return json_response(reloaded)
 
     async def _done(self, made: SettingsVersion) -> Response:
-        await self._shared.catch_up()  # the gateway that made the change does not wait to hear of it
+        await self._shared.catch_up()  # the gateway that made the change need not wait for the notification
         return _answer(_shown(made), made.version)
 
 
 def _expected(request: Request) -> int | None:
-    """The version that a change was made from; None for any."""
+    """Return the version that a change was made from; None for any."""
     given = headers_of(request).get(b"if-match", b"").decode("latin-1").strip()
     if not given:
         raise PreconditionRequired(
@@ -168,7 +168,8 @@ def _expected(request: Request) -> int | None:
 
 
 def _answer(shown: msgspec.Struct, version: int | None = None) -> Response:
-    """Prices keep their digits as numbers. The answer may hold private texts, which no cache on the way may keep."""
+    """Return the settings as JSON, with all digits of prices. The answer may hold private texts, so no proxy may
+    cache it."""
     return _private(encode(shown), "application/json", version)
 
 

@@ -95,7 +95,7 @@ def message_usage(usage: Usage, tier: Tier) -> MessageUsage:
 
 
 def message(answer: AnswerStream, delta: Delta) -> Message:
-    """The whole answer, whose only choice ended with `delta`."""
+    """Return the whole answer, whose only choice ended with `delta`."""
     content: list[Content] = []
     if delta.reasoning:
         signature = _signature(hashlib.sha256(delta.reasoning.encode()))
@@ -230,7 +230,7 @@ class MessageEvents:
 
 
 def tool_use_id(call_id: str) -> str:
-    """The same call as OpenAI's and Anthropic's clients know it."""
+    """Translate the id of a call from OpenAI's form to Anthropic's."""
     return f"toolu_{call_id.removeprefix('call_')}"
 
 
@@ -239,7 +239,7 @@ def _message_id(answer: AnswerStream) -> str:
 
 
 def _stop_reason(delta: Delta, *, has_tool_use: bool) -> StopReason:
-    """A deadline is a limit like max_tokens to a client that has part of its answer."""
+    """Return Anthropic's word. A deadline counts as max_tokens, because the client has part of its answer."""
     if delta.finish_reason is FinishReason.CONTENT_FILTER:
         return "refusal"
     if delta.finish_reason is not FinishReason.STOP:
@@ -258,7 +258,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _signature(digest: hashlib._Hash) -> str:
-    """A digest of the thinking. Clients must send it back, and it is accepted whatever it says."""
+    """Return a digest of the thinking. Clients must send it back; any value is accepted."""
     return base64.b64encode(digest.digest()).decode()
 
 

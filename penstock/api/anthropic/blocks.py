@@ -40,7 +40,7 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """Another server's secret: it is taken, and the model does not see it."""
+    """Encrypted thinking of another server: accepted, and not shown to the model."""
 
     data: str
 
@@ -112,8 +112,8 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
 
 
 class HostedBlock(msgspec.Struct, tag_field="type"):
-    """A call of a tool that a provider's server ran, or the result. The model does not see it: the text that the
-    provider's model made of it stands beside it."""
+    """A call of a tool that a provider's server ran, or the result. It is not shown to the model: the provider's
+    model has written the same as text."""
 
 
 class ServerToolUse(HostedBlock, tag="server_tool_use"): ...
@@ -199,7 +199,7 @@ def chat_messages(turns: Sequence[Turn]) -> tuple[ChatMessage, ...]:
 
 
 def system_message(system: str | Sequence[TextBlock] | None) -> tuple[ChatMessage, ...]:
-    """The system prompt as a turn of its own; an empty one is as good as none."""
+    """Return the system prompt as a turn of its own; an empty one counts as none."""
     if not system:
         return ()
     blocks = [TextBlock(system)] if isinstance(system, str) else system
@@ -208,7 +208,7 @@ def system_message(system: str | Sequence[TextBlock] | None) -> tuple[ChatMessag
 
 
 class _TurnReader:
-    """Converts the blocks of one turn; knows where in the request they stand, for the sake of its errors."""
+    """Converts the blocks of one turn; knows their position in the request, for its errors."""
 
     def __init__(self, position: int, *, is_last: bool) -> None:
         self._place = f"messages.{position}"

@@ -74,7 +74,8 @@ class AnthropicEndpoints:
 
 
 def check_version(request: Request) -> None:
-    """Versions differ in what they take; what they answer has been the same since the oldest that is supported."""
+    """Check the API version. Versions differ in the requests that they accept; responses are the same in all
+    supported versions."""
     version = request.headers.get("anthropic-version", OLDEST_VERSION)
     if not _VERSION.fullmatch(version) or version < OLDEST_VERSION:
         raise InvalidRequest(

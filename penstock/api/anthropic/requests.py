@@ -50,7 +50,7 @@ _EDITS = {
 
 class ClientTool(msgspec.Struct, frozen=True):
     """A tool that Anthropic names and the client runs. Clients send its type instead of a schema, because Anthropic's
-    models know it by heart; other models read this description and schema."""
+    models were trained with it; other models read this description and schema."""
 
     description: str
     properties: dict[str, Any]
@@ -125,7 +125,7 @@ class ToolDefinition(msgspec.Struct):
 
     @property
     def is_hosted(self) -> bool:
-        """Whether a provider's server would run the tool. This server runs none, skips the tool and says so."""
+        """Say whether a provider's server would run the tool. This server runs none, skips the tool and says so."""
         return self.type not in (None, "custom") and self.client_tool is None
 
     def to_tool(self, place: str) -> Tool:
@@ -157,7 +157,7 @@ class ToolChoiceParam(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """`adaptive` leaves it to the model."""
+    """The client's choice of thinking; `adaptive` lets the model decide."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -263,7 +263,7 @@ class CountTokensRequest(ExtensionFields, kw_only=True):
         )
 
     def _continues_last(self, last: ChatMessage, *, thinks: bool) -> bool:
-        """Whether the last message is the beginning of the answer, written by the client."""
+        """Say whether the last message is the beginning of the answer, written by the client."""
         if last.role != "assistant":
             return False
         if thinks:
@@ -291,7 +291,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     def to_generation(self) -> GenerationRequest:
         if self.thread is not None:
-            # Ignoring it would lose the conversation: a client that is told sends all of it from then on.
+            # Ignoring the id would lose the conversation. After this error, clients send the whole conversation.
             raise ThreadsUnsupported(
                 "thread: the server keeps no conversations.",
                 param="thread",
@@ -339,7 +339,7 @@ def _skipped(name: str, param: str) -> RequestWarning:
 
 
 def _marked_at_end(message: ChatMessage, mark: CacheMark) -> ChatMessage:
-    """The mark of a whole request stands at the end of its last block, unless that block has its own."""
+    """Put the cache mark of the whole request on the last block, unless that block has a mark of its own."""
     last = message.content[-1] if message.content and not isinstance(message.content, str) else None
     has_own = message.cache or (last and last.cache) or (message.tool_calls and message.tool_calls[-1].cache)
     return message if has_own else msgspec.structs.replace(message, cache=mark)

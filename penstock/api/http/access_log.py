@@ -32,7 +32,7 @@ class RequestLog:
     def begin(
         self, request_id: str, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]
     ) -> RequestRecord:
-        """The record becomes the current one of the running task."""
+        """Open a record, and make it the current record of the running task."""
         header = next((value for name, value in headers if name == b"traceparent"), None)
         parent = parse_traceparent(header.decode("latin-1")) if header is not None else None
         record = RequestRecord(request_id, parent, self._keeps_prompts)

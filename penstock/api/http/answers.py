@@ -36,7 +36,7 @@ def json_response(shape: object) -> Response:
 
 
 def private_json(shape: object) -> Response:
-    """An answer with secrets or names of tenants, which no cache on the way may keep."""
+    """Return an answer with secrets or names of tenants, which no proxy may cache."""
     return Response(
         msgspec.json.encode(shape), headers={"cache-control": "no-store"}, media_type="application/json"
     )
@@ -47,8 +47,8 @@ class Cancellable(Protocol):
 
 
 class Departure:
-    """Cancels the work for a client that goes away: what was handed over, or before that the task of the request. The
-    request body must have been read."""
+    """Cancels the work for a client that disconnects: the work that was handed over, or before that the task of the
+    request. The request body must have been read."""
 
     def __init__(self, request: Request) -> None:
         self._work: Cancellable | None = None
@@ -172,10 +172,10 @@ class EventWriter(Protocol):
 class EventStream:
     """An ASGI response that writes encoded events straight to the server.
 
-    `open` waits for the engine's first word, so that a request refused by then still gets its proper status. When
-    that takes more than a few seconds from the parsed request on, the status and the headers are sent meanwhile, and
-    an error comes as the stream's last event. `keep_alive` is sent with the headers of a stream that still waits, and
-    whenever nothing else was for a while. A stream costs one timer.
+    `open` waits for the engine's first output, so that a request that is refused by then still gets its proper
+    status. When that takes more than a few seconds from the parsed request on, the status and the headers are sent
+    meanwhile, and an error comes as the stream's last event. `keep_alive` is sent with the headers of a stream that
+    still waits, and whenever nothing else was for a while. A stream costs one timer.
     """
 
     stream_headers = _STREAM_HEADERS

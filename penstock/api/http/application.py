@@ -66,7 +66,7 @@ async def answer_unknown_path(scope: Scope, receive: Receive, send: Send) -> Non
 
 
 class ShortWay:
-    """Calls what takes a POST at a fixed path, as every request for tokens does, straight away: the router would try
+    """Calls the endpoint of a POST to a fixed path, such as every request for tokens, directly: the router would try
     one pattern after the other, and the layers around it cost as much again. The rest goes on to `app`."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
@@ -85,7 +85,7 @@ class ShortWay:
         except PenstockError as error:
             answer = error_response_for(scope, error)
         except ReaderGone:
-            answer = Response(status_code=CLIENT_CLOSED_REQUEST)  # which only logs will see
+            answer = Response(status_code=CLIENT_CLOSED_REQUEST)  # seen by logs only
         await answer(scope, receive, send)
 
 
@@ -93,7 +93,7 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
 def posted_endpoints(routes: Sequence[Route]) -> dict[str, Endpoint]:
-    """The endpoints that take a POST, by path."""
+    """Return the endpoints that take a POST, by path."""
     return {route.path: route.endpoint for route in routes if route.methods and "POST" in route.methods}
 
 
@@ -115,7 +115,7 @@ async def call_endpoint(
         "state": {},
         "extensions": {
             ON_DEPARTURE: {"watch": lambda on_departure: None}
-        },  # a caller from inside never hangs up
+        },  # a caller inside the server never disconnects
     }
     set_principal(scope, principal)
     set_request_id(scope, request_id)
@@ -152,8 +152,8 @@ _DEPLOYED_PATHS = (
 
 
 def _make_path_plain(scope: Scope) -> None:
-    """Leave out a slash at the end, and read the path of another provider as the path of OpenAI that it stands for.
-    The model in a path of Azure's is noted."""
+    """Remove a slash at the end, and map the path of another provider to OpenAI's path. The model in a path of
+    Azure's is recorded."""
     path: str = scope["path"]
     if path.endswith("/") and len(path) > 1:
         path = path.rstrip("/") or "/"
@@ -234,7 +234,7 @@ class CallerLimits:
         return limit_headers(rate_limits, is_anthropic=is_anthropic(scope))
 
     def _model(self, name: str | None) -> str | None:
-        """The name under which limits count the model. A name that is not served has no limits:
+        """Return the name under which limits count the model. A name that is not served has no limits:
         they would otherwise be kept for any name."""
         try:
             return None if name is None else self._gateway.catalogue.answering(name).name

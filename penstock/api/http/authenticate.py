@@ -38,7 +38,8 @@ _POLICY_VIOLATION = 1008  # a WebSocket's close code
 
 
 class Authenticate:
-    """A server without keys also refuses the pages of other sites, except those of `origins`."""
+    """ASGI middleware that authenticates and authorizes. A server without keys also refuses pages of other sites,
+    except those of `origins`."""
 
     def __init__(
         self, app: ASGIApp, authenticator: Authenticator, origins: AllowedOrigins | None = None
@@ -65,7 +66,7 @@ class Authenticate:
             await _refuse(scope, receive, send, error)
         else:
             set_principal(scope, principal)
-            if scope["type"] == "websocket":  # outlives the key, perhaps
+            if scope["type"] == "websocket":  # a connection may outlive the key
                 set_identify(scope, partial(self._authenticator.authorize, credential, needed))
             await self._app(scope, receive, send)
 

@@ -25,14 +25,15 @@ _HEADERS = "penstock.headers"
 
 
 def watch_of(scope: Scope) -> ConnectionWatch | None:
-    """The server's watch over the client's connection. Other servers report a disconnect by `receive` alone."""
+    """Return the server's watch over the client's connection. Other servers report a disconnect by `receive`
+    alone."""
     found = (scope.get("extensions") or {}).get(ON_DEPARTURE)
     return found["watch"] if found else None
 
 
 def headers_of(connection: HTTPConnection) -> dict[bytes, bytes]:
-    """The headers by their names in lower case; the first of several with one name. Looking up several headers costs
-    less in a dictionary than in Starlette's list. Callers must not change it."""
+    """Return the headers by their names in lower case; the first of several with one name. Looking up several headers
+    costs less in a dictionary than in Starlette's list. Callers must not change it."""
     scope = connection.scope
     found: dict[bytes, bytes] | None = scope.get(_HEADERS)
     if found is None:
@@ -64,7 +65,7 @@ def refusal_of(scope: Scope) -> str | None:
 
 
 def note_deployment(scope: Scope, name: str) -> None:
-    """The path names the model, which the body need not name then."""
+    """Record the model that the path names; the body need not name it then."""
     scope["state"]["deployment"] = name
 
 
@@ -74,7 +75,7 @@ def deployment_of(connection: HTTPConnection) -> str | None:
 
 
 def note_limits_told(scope: Scope) -> None:
-    """The answer says what its caller's limits are, if there are any."""
+    """Record that the answer has its caller's rate-limit headers."""
     scope.setdefault("state", {})["limits_told"] = True
 
 
@@ -87,7 +88,7 @@ def request_id_of(connection: HTTPConnection) -> str:
 
 
 def principal_of(connection: HTTPConnection) -> Principal:
-    """The caller that the key belongs to; on a server without keys, the owner of the machine."""
+    """Return the caller that the key belongs to; on a server without keys, the owner of the machine."""
     principal: Principal = connection.scope["state"].get("principal", OPEN_PRINCIPAL)
     return principal
 

@@ -111,19 +111,19 @@ class CohereErrorBody(msgspec.Struct, frozen=True):
 
 
 def is_cohere(scope: Scope) -> bool:
-    """Whether a request was made to Cohere's API."""
+    """Say whether a request was made to Cohere's API."""
     path: str = scope["path"]
     return path.startswith(_COHERE_PATHS)
 
 
 def is_ollama(scope: Scope) -> bool:
-    """Whether a request was made to Ollama's API."""
+    """Say whether a request was made to Ollama's API."""
     path: str = scope["path"]
     return path.startswith(_OLLAMA_PATHS)
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Whether a request was made to the Anthropic API."""
+    """Say whether a request was made to the Anthropic API."""
     path: str = scope["path"]
     if path.startswith(_MESSAGES_PATH):
         return path[len(_MESSAGES_PATH) :][:1] in ("", "/")
@@ -137,7 +137,8 @@ def _names_anthropic_version(scope: Scope) -> bool:
 
 
 def error_response_for(scope: Scope, error: PenstockError, *, is_unknown_path: bool = False) -> Response:
-    """The answer to a request that failed before its answer began. Where the path tells no API, a header does."""
+    """Return the answer to a request that failed before its answer began. If both APIs have the path, a header
+    decides."""
     note_refusal(scope, error.code)
     for_anthropic = is_anthropic(scope) or (is_unknown_path and _names_anthropic_version(scope))
     headers = _error_headers(error, for_anthropic=for_anthropic)
@@ -219,7 +220,8 @@ def sentence(error: PenstockError) -> str:
 
 
 def named_params(endpoint: Endpoint[AnswerT], names: Mapping[str, str]) -> Endpoint[AnswerT]:
-    """The endpoint of an API that has other names than the gateway for some parameters: errors say the API's."""
+    """Return the endpoint of an API that has other names than the gateway for some parameters: errors use the API's
+    names."""
 
     async def named(request: Request) -> AnswerT:
         try:
@@ -238,7 +240,7 @@ async def on_penstock_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """The framework's own refusals: an unknown path or a wrong method."""
+    """Answer the framework's own errors: an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
     if error.status_code == 404:
@@ -266,8 +268,8 @@ async def on_reader_gone(request: Request, error: Exception) -> Response:
 
 
 def _hint(request: Request) -> str | None:
-    """Why a path of the providers is not here, or the path that was probably meant: clients differ in whether a base
-    URL ends with /v1."""
+    """Return why a provider's path is not served here, or the path that was probably meant: clients differ in whether
+    a base URL ends with /v1."""
     path = request.scope["path"]
     for start, reason in _NOT_SERVED.items():
         if path == start or path.startswith(f"{start}/"):

@@ -26,7 +26,7 @@ def limit_headers(rate_limits: RateLimits, *, is_anthropic: bool) -> Headers:
 
 
 def tells_limits(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether an answer already has rate limit headers."""
+    """Say whether an answer already has rate limit headers."""
     return any(name.startswith(_LIMIT_HEADERS) for name, _ in headers)
 
 
@@ -101,7 +101,7 @@ def _anthropic_headers(rate_limits: RateLimits, wall_s: float) -> Headers:
 
 
 def _moment(state: LimitState, wall_s: float) -> bytes:
-    """The time when the limit is full again, rounded up."""
+    """Return the time when the limit is full again, rounded up."""
     return timestamp(math.ceil(wall_s + state.reset_s)).encode()
 
 

@@ -58,7 +58,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def _next_part(request: Request) -> tuple[bytes, bool]:
-    """The next part of a body, and whether there are more."""
+    """Return the next part of a body, and whether there are more."""
     message = await request.receive()
     if message["type"] == "http.disconnect":
         raise ReaderGone

@@ -68,7 +68,7 @@ _NOTHING = Delta(0, "")
 
 
 def loaded_part(shape: AnyPart, model: str, *, unloads: bool) -> bytes:
-    """The answer to a request without a prompt. Models stay loaded as long as the server runs."""
+    """Return the answer to a request without a prompt. Models stay loaded as long as the server runs."""
     part = _new_part(shape, model, _NOTHING, ())
     part.done, part.done_reason = True, "unload" if unloads else "load"
     return msgspec.json.encode(part)
@@ -176,7 +176,7 @@ class AnswerWriter:
         return part
 
     def _take_calls(self) -> list[Call]:
-        """The calls that came so far, each put together from its pieces."""
+        """Return the calls that came so far, each put together from its pieces."""
         pieces, self._calls = self._calls, []
         if not pieces:
             return []
@@ -190,7 +190,7 @@ class LineStream(EventStream):
 
 
 def keep_alive_line(shape: AnyPart, model: str) -> bytes:
-    """A part with nothing in it: a line of JSON has no comments."""
+    """Return a part with nothing in it: a line of JSON has no comments."""
     return _line(_new_part(shape, model, _NOTHING, ()))
 
 

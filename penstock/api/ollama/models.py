@@ -76,7 +76,8 @@ class PullStatus(msgspec.Struct):
 
 
 def model_name(gateway: Gateway, asked: str | None) -> str | None:
-    """The name as the catalogue knows it. The tag `:latest`, which clients add by themselves, may be left out."""
+    """Return the name as the catalogue knows it. The tag `:latest`, which clients add by themselves, may be left
+    out."""
     if not asked or not asked.endswith(_TAG):
         return asked or None
     try:
@@ -204,7 +205,7 @@ def _capabilities(model: AnsweringModel) -> list[str]:
 
 
 def _size(num_parameters: int) -> str:
-    """A number of parameters as Ollama writes it: 134.52M, 1.5B."""
+    """Return a number of parameters as Ollama writes it: 134.52M, 1.5B."""
     amount = float(num_parameters)
     for unit in ("", "K", "M", "B"):
         if amount < _UNIT:

@@ -122,7 +122,7 @@ class AnswerFields(msgspec.Struct, kw_only=True):
 
     @property
     def unloads(self) -> bool:
-        """Whether a request without a prompt asks to unload the model. Otherwise it asks to load the model."""
+        """Say whether a request without a prompt asks to unload the model. Otherwise it asks to load the model."""
         return self.keep_alive in (0, "0", "0s")
 
     @property
@@ -345,7 +345,7 @@ class _UnansweredCalls:
             self._by_name.setdefault(call.name, deque()).append(call)
 
     def take(self, tool_name: str | None) -> ToolCall | None:
-        """The first call of a tool, else the first of all."""
+        """Return the first call of a tool, else the first of all."""
         for queue in (self._by_name.get(tool_name or "", ()), self._in_order):
             while queue:
                 call = queue.popleft()
@@ -356,7 +356,7 @@ class _UnansweredCalls:
 
 
 def _answered_call(result: OllamaMessage, unanswered: _UnansweredCalls) -> str:
-    """The id of the call that a result answers: the named one, else the first of its tool, else the first."""
+    """Return the id of the call that a result answers: the named one, else the first of its tool, else the first."""
     if result.tool_call_id:
         return result.tool_call_id
     call = unanswered.take(result.tool_name)

@@ -184,7 +184,7 @@ def wire_usage(usage: Usage) -> WireUsage:
 def wire_finish_reason(
     reason: FinishReason, *, called_tools: bool, calls: CallStyle = PLAIN_CALLS
 ) -> WireFinishReason:
-    """A deadline is a limit like max_tokens to a client that has part of its answer."""
+    """Return OpenAI's word. A deadline counts as a length limit, because the client has part of its answer."""
     if reason is FinishReason.CONTENT_FILTER:
         return "content_filter"
     if reason is not FinishReason.STOP:
@@ -262,7 +262,8 @@ def completion(
 
 
 def best_answers(deltas: Sequence[Delta], best_of: int, n: int) -> list[Delta]:
-    """The `n` most probable of each prompt's `best_of` answers, by the mean log-probability of their tokens."""
+    """Return the `n` most probable of each prompt's `best_of` answers, by the mean log-probability of their
+    tokens."""
     best: list[Delta] = []
     for start in range(0, len(deltas), best_of):
         ranked = sorted(deltas[start : start + best_of], key=_mean_logprob, reverse=True)
@@ -311,8 +312,8 @@ def chat_logprobs(details: Iterable[TokenDetail]) -> ChatLogprobs:
 
 
 def completion_logprobs(details: Sequence[TokenDetail], prompt_length: int = 0) -> CompletionLogprobs:
-    """The shape of the older endpoint, where alternatives include the sampled token and none means null. Offsets
-    count from the beginning of an echoed prompt."""
+    """Return log-probabilities in the shape of the older endpoint, where alternatives include the sampled token and
+    none means null. Offsets count from the beginning of an echoed prompt."""
     has_alternatives = any(detail.alternatives for detail in details)
     return CompletionLogprobs(
         text_offset=[prompt_length + detail.text_offset for detail in details],

@@ -44,7 +44,7 @@ class ChatTool(msgspec.Struct):
     custom: CustomDefinition | None = None
 
     def flat(self, param: str) -> ResponseTool:
-        """The tool as the Responses API writes tools."""
+        """Return the tool as the Responses API writes tools."""
         if self.type == "custom" and self.custom is not None:
             form = self.custom.format or CustomFormat("text")
             grammar = form.grammar or TextGrammar("", "")
@@ -112,7 +112,7 @@ class CallStyle(msgspec.Struct, frozen=True):
         return cls(frozenset(custom), is_older)
 
     def fields(self, calls: Sequence[ToolCallDelta], *, is_whole: bool) -> dict[str, Any]:
-        """The fields of a message or of a delta that tell `calls`."""
+        """Return the fields of a message or of a delta that tell `calls`."""
         if self.is_older:
             function = _present(name=calls[0].name, arguments=calls[0].arguments)
             return {"function_call": function}
@@ -144,7 +144,7 @@ class StreamedCalls:
         self._held: ToolCallDelta | None = None
 
     def ready(self, calls: Iterable[ToolCallDelta], *, is_end: bool) -> list[ToolCallDelta]:
-        """The parts of calls that can be written now."""
+        """Return the parts of calls that can be written now."""
         ready: list[ToolCallDelta] = []
         for call in calls:
             held = self._held

@@ -102,7 +102,7 @@ class ConversationEndpoints:
         return json_response(_shown(found))
 
     async def delete_conversation(self, request: Request) -> Response:
-        """The responses that were made in the conversation stay."""
+        """Delete a conversation. Its responses stay."""
         conversation_id = request.path_params["conversation_id"]
         workspace_id = principal_of(request).workspace_id
         if not await self._objects.delete(workspace_id, CONVERSATION, conversation_id):
@@ -148,7 +148,7 @@ class ConversationEndpoints:
         return History(self._responses, self._objects, principal_of(request))
 
     async def _checked(self, request: Request, history: History, given: list[InputItem]) -> list[InputItem]:
-        """The items in their full form. Raises InvalidRequest for items that no prompt could be made of."""
+        """Return the items in their full form. Raises InvalidRequest for items that no prompt could be made of."""
         items = await history.own_items(given, request_id_of(request), "items")
         messages_of(items, None, [], "items")
         return items

@@ -214,7 +214,7 @@ async def run_job(job: Job[AnswerT], request: Request) -> AnswerT:
 
 
 async def _body(answer: EmbeddingAnswer, *, as_text: bool) -> bytes:
-    """An EmbeddingList. Millions of numbers take a while to write, so others get their turn in between."""
+    """Return an EmbeddingList. Millions of numbers take a while to write, so others get their turn in between."""
     entries = []
     for index, vector in enumerate(answer.vectors):
         embedding = base64.b64encode(vector).decode() if as_text else numbers(vector)

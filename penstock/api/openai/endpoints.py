@@ -135,7 +135,7 @@ class ChatChunks:
 
 
 def _token_ids(frame: _ChunkFrame, delta: Delta, body: bytes) -> bytes:
-    """A chunk that tells token ids: of the prompt with the first one, and of the answer."""
+    """Return a chunk that tells token ids: of the prompt with the first one, and of the answer."""
     shown: dict[str, tuple[int, ...]] = {"token_ids": delta.token_ids}
     if delta.prompt_token_ids:
         shown["prompt_token_ids"] = delta.prompt_token_ids

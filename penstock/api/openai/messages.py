@@ -78,12 +78,13 @@ _decode_arguments = msgspec.json.Decoder(_CustomArguments).decode
 
 
 def custom_arguments_of(text: str) -> str:
-    """The arguments of the function that a custom tool is to the model."""
+    """Return the arguments of the function that a custom tool is to the model."""
     return msgspec.json.encode(_CustomArguments(text)).decode()
 
 
 def custom_input_of(arguments: str) -> str:
-    """The text that the model passed to a custom tool. A call that was cut off gives what was written of it."""
+    """Return the text that the model passed to a custom tool. A call that was cut off gives what was written of
+    it."""
     try:
         return _decode_arguments(arguments).input
     except msgspec.DecodeError:

@@ -44,7 +44,7 @@ class ShownPrompts:
     scored_top: int | None = None
 
     def text(self, index: int) -> str:
-        """The prompt that an answer begins with. The n answers of a prompt follow each other."""
+        """Return the prompt that an answer begins with. The n answers of a prompt follow each other."""
         return self.texts[index // self.n] if self.texts else ""
 
 
@@ -122,7 +122,7 @@ def _render(prompt: ScoredPrompt, text: str, shown: ShownPrompts, token_bytes: T
 def echoed_logprobs(
     prompt: ScoredPrompt, text: str, num_top: int, token_bytes: TokenBytes
 ) -> CompletionLogprobs:
-    """The shape of completions: the first token has null in place of numbers."""
+    """Return log-probabilities in the shape of completions: the first token has null."""
     logprobs: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     tokens = []

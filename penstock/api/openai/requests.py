@@ -111,7 +111,7 @@ class SamplingFields(ExtensionFields, kw_only=True):
         return 1 if self.n is None else self.n
 
     def beam_options(self) -> BeamOptions | None:
-        """The width is `best_of`, or else `n`."""
+        """Return the options of beam search. Its width is `best_of`, or else `n`."""
         if not self.use_beam_search:
             return None
         return BeamOptions(
@@ -171,7 +171,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def keeps_best(self) -> bool:
-        """Whether more answers are sampled than returned."""
+        """Say whether more answers are sampled than returned."""
         return self.best_of not in (None, self.num_answers) and not self.use_beam_search
 
     def to_generation(self) -> GenerationRequest:
@@ -376,7 +376,7 @@ def thinking_of(effort: ReasoningEffort | None) -> tuple[bool | None, dict[str, 
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
-    """A text, a list of texts, a list of token ids, or a list of lists of token ids."""
+    """Read the prompts: a text, a list of texts, a list of token ids, or a list of lists of token ids."""
     if isinstance(prompt, str):
         return (TextPrompt(prompt),)
     if prompt and set(map(type, prompt)) == {int}:  # millions may be given

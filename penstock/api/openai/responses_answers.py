@@ -121,7 +121,7 @@ NOTHING_STATED = SamplingDefaults()
 def new_response(
     request: ResponseRequest, answer: AnswerStream, stated: SamplingDefaults = NOTHING_STATED
 ) -> ResponseBody:
-    """A response to `request` that has just begun."""
+    """Return a response to `request` that has just begun."""
     options = request.text or TextOptions()
     return ResponseBody(
         id=f"{_ID_PREFIX}{answer.id}",  # the same when an idempotent request is answered again
@@ -254,7 +254,7 @@ class ResponseEvents:
         self.body.error = ResponseError(_error_code(error), sentence(error))
 
     def event(self, kind: str, **fields: Any) -> bytes:
-        """An event about the response that is not part of its output, numbered like the others."""
+        """Return an event about the response that is not part of its output, numbered like the others."""
         return self._event(kind, **fields)
 
     def _end(self, reason: FinishReason) -> bytes:

@@ -237,7 +237,8 @@ class ResponsesEndpoints:
     async def begin_nothing(
         self, connection: HTTPConnection, wire: ResponseRequest, recent: Mapping[str, StoredResponse]
     ) -> BegunResponse:
-        """A response without output, to be continued on the same connection. Checks the request as `begin` does."""
+        """Return a response without output, to be continued on the same connection. Checks the request as `begin`
+        does."""
         principal = principal_of(connection)
         history = History(self._responses, self._objects, principal, recent)
         own_items = await history.own_items(wire.input, request_id_of(connection))

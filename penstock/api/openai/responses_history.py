@@ -75,7 +75,7 @@ class History:
         self._recent = recent or {}
 
     async def earlier_items(self, previous_id: str | None, conversation_id: str | None) -> list[InputItem]:
-        """The items of the responses, or of the conversation, that the request continues with."""
+        """Return the items of the responses, or of the conversation, that the request continues with."""
         items: list[InputItem] = []
         if previous_id is not None:
             for response in await self._continued(previous_id):
@@ -88,8 +88,8 @@ class History:
     async def own_items(
         self, wire: str | list[InputItem], owner: str, param: str = "input"
     ) -> list[InputItem]:
-        """The items of the request, with the items in place that it only refers to. `owner` is the request's id, from
-        which items without an id get one."""
+        """Return the items of the request, with the items in place that it only refers to. `owner` is the request's
+        id, from which items without an id get one."""
         known: dict[str, dict[str | None, InputItem]] = {}  # of the responses referred to, by item id
         bound = HistoryBound(param)
         items: list[InputItem] = []
@@ -156,15 +156,16 @@ class History:
         bound.add(sum(len(_to_json(item)) + ROW_BYTES for item in (*earlier, *items)))
 
     def unstored(self, previous_id: str | None) -> tuple[list[InputItem], str | None]:
-        """The items of a response that only this connection has, and the stored response that it continues. Of a
-        stored response: nothing, and itself."""
+        """Return the items of a response that only this connection has, and the stored response that it continues. Of
+        a stored response: nothing, and itself."""
         recent = self._recent.get(previous_id or "")
         if recent is None:
             return [], previous_id
         return [*decode_items(recent.input_items), *_decode_output(recent.body).output], recent.previous_id
 
     async def _continued(self, response_id: str) -> list[StoredResponse]:
-        """The responses from the first to this one. A recent response holds the items of all that are not stored."""
+        """Return the responses from the first to this one. A recent response holds the items of all that are not
+        stored."""
         recent = self._recent.get(response_id)
         if recent is None:
             return await self._responses.history(self._principal, response_id)
@@ -173,7 +174,7 @@ class History:
         return [*await self._responses.history(self._principal, recent.previous_id), recent]
 
     async def _items_of(self, response_id: str, bound: HistoryBound) -> dict[str | None, InputItem]:
-        """The items that a response was made from and those that it put out, by their ids."""
+        """Return the items that a response was made from and those that it put out, by their ids."""
         found = self._recent.get(response_id)
         try:
             found = found or await self._responses.find(self._principal, response_id)
@@ -191,7 +192,7 @@ def no_conversation(conversation_id: str) -> NotFound:
 
 
 def page_of(items: list[InputItem], after: str | None, limit: int) -> tuple[list[InputItem], bool]:
-    """The items behind the one with the id `after`, and whether there are more of them."""
+    """Return the items behind the one with the id `after`, and whether there are more of them."""
     if after is not None:
         ids = [item.id for item in items]
         if after not in ids:

@@ -166,7 +166,7 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall | C
 
 
 def client_call(kind: CallKind, item: OutputCall) -> ClientCall | None:
-    """The call of a function that stands for a tool with a type of its own. None when the call was cut off."""
+    """Return the call of a function that stands for a tool with a type of its own. None when the call was cut off."""
     try:
         given = msgspec.json.decode(item.arguments, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -182,7 +182,7 @@ def client_call(kind: CallKind, item: OutputCall) -> ClientCall | None:
 
 
 def compaction_item(item_id: str, summary: str) -> InputItem:
-    """An item that stands for all that it summarizes. Its content is opaque to clients."""
+    """Return an item that stands for all that it summarizes. Its content is opaque to clients."""
     content = _COMPACTED + base64.urlsafe_b64encode(summary.encode()).decode()
     return InputItem(type="compaction", id=item_id, encrypted_content=content)
 
@@ -202,7 +202,7 @@ def new_id(kind: str) -> str:
 
 
 def response_id_of(item_id: str) -> str | None:
-    """The id of the response that an item belongs to. Items to which a client gave an id have no such ids."""
+    """Return the id of the response that an item belongs to. Items to which a client gave an id have no such ids."""
     found = _RESPONSE_OF_ITEM.fullmatch(item_id)
     return None if found is None else f"resp_{found[1]}"
 
@@ -231,7 +231,7 @@ def _full(item: InputItem, name: str) -> InputItem:
 def messages_of(
     items: Iterable[InputItem], instructions: str | None, warnings: list[RequestWarning], param: str = "input"
 ) -> tuple[ChatMessage, ...]:
-    """The chat that the items stand for. What the model cannot be shown is added to `warnings`."""
+    """Return the chat that the items stand for. What the model cannot be shown is added to `warnings`."""
     chat = _Chat()
     if instructions:
         chat.messages.append(ChatMessage("system", instructions))

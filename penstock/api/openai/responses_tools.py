@@ -95,7 +95,7 @@ class CalledTool(msgspec.Struct, frozen=True):
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The name that the model sees of a tool in a namespace."""
+    """Return the name that the model sees of a tool in a namespace."""
     return name if namespace is None else f"{namespace.rstrip('_')}__{name}"
 
 
@@ -113,7 +113,7 @@ class Toolbox:
     def choice(
         self, wire: ToolMode | ResponseToolChoice | None, *, parallel: bool
     ) -> tuple[tuple[Tool, ...], ToolChoice]:
-        """The tools that remain, and the choice among them."""
+        """Return the tools that remain, and the choice among them."""
         tools = tuple(self.tools)
         if isinstance(wire, ResponseToolChoice):
             if wire.type in ("function", "custom") and wire.name is not None:
@@ -148,7 +148,8 @@ class Toolbox:
         return allowed_choice(AllowedTools(remaining, mode), tools, parallel=parallel)
 
     def _flat(self, name: str) -> str:
-        """The flat name for a name that the client uses. A name that several namespaces have stays as it is."""
+        """Return the flat name for a name that the client uses. A name that several namespaces have stays as it
+        is."""
         found = [flat for flat, called in self.called.items() if called.name == name]
         return found[0] if name not in self.called and len(found) == 1 else name
 
@@ -191,8 +192,8 @@ class Toolbox:
         self.tools.append(tool)
 
     def _custom(self, tool: Tool, form: ToolFormat, param: str) -> Tool:
-        """A custom tool as a function with one text. A regular expression binds the text; a Lark grammar is only
-        shown to the model, because the text is written inside JSON."""
+        """Return a custom tool as a function with one text. A regular expression binds the text; a Lark grammar is
+        only shown to the model, because the text is written inside JSON."""
         text: dict[str, Any] = {"type": "string"}
         description = tool.description
         if form.type == "grammar" and form.definition is not None and form.syntax in ("lark", "regex"):

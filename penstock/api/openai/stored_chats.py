@@ -83,7 +83,7 @@ class KeptAnswer(WrappedAnswer):
 
 
 def kept_metadata(metadata: dict[str, Any] | None) -> dict[str, str]:
-    """The metadata of a request whose answer is stored, which must be texts."""
+    """Return the metadata of a request whose answer is stored, which must be texts."""
     given = metadata or {}
     if not all(isinstance(value, str) for value in given.values()):
         raise InvalidRequest("The values of metadata must be texts.", param="metadata")

@@ -130,8 +130,8 @@ class WebSocketEndpoint:
 
 
 def subprotocol_of(socket: WebSocket) -> str | None:
-    """The first subprotocol that the client offers, except those that carry a key: no key is repeated. A browser
-    gives up where it offered some and none is chosen."""
+    """Return the first subprotocol that the client offers, except those that carry a key: no key is repeated. A
+    browser gives up where it offered some and none is chosen."""
     offered: list[str] = socket.scope.get("subprotocols", [])
     return next((each for each in offered if not each.startswith(KEY_SUBPROTOCOL)), None)
 
@@ -157,7 +157,7 @@ class SocketSession:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _receive(self) -> bytes | None:
-        """The next message; None when the connection is over."""
+        """Return the next message; None when the connection is over."""
         while True:
             try:
                 async with asyncio.timeout(self._endpoint.config.websocket_idle_timeout_s):

@@ -189,7 +189,7 @@ class ResponsesSession(SocketSession):
         return None
 
     async def _connection(self, name: str) -> HTTPConnection:
-        """The connection as one request sees it: with an id, and a caller whose key is still valid."""
+        """Return the connection as one request sees it: with an id, and a caller whose key is still valid."""
         principal = await current_principal_of(self._socket)
         scope = {**self._socket.scope, "state": {**self._socket.scope["state"]}}
         set_principal(scope, principal)

@@ -69,7 +69,7 @@ class Steering:
         self._live[events.response_id] = Steered(lane, events, is_steerable)
 
     def end(self, events: ResponseEvents) -> list[Steer]:
-        """The response has ended. Returns the inputs that wait for the end."""
+        """Note that the response has ended, and return the inputs that waited for the end."""
         steered = self._live.pop(events.response_id, None)
         self._ended[events.response_id] = None
         while len(self._ended) > MAX_PENDING:
@@ -105,7 +105,7 @@ class Steering:
         return self._held.popitem(last=False)[1] if len(self._held) > MAX_HELD else []
 
     def release(self, response_id: str | None) -> list[InputItem]:
-        """The inputs that were kept for a request that continues with the response."""
+        """Return the inputs that were kept for a request that continues with the response."""
         return items_of(self._held.pop(response_id or "", []))
 
     def _refusal(
@@ -122,7 +122,7 @@ def items_of(steers: list[Steer]) -> list[InputItem]:
 
 
 def failed_event(failure: dict[str, Any]) -> bytes:
-    """A failure without a response whose events it could be numbered among."""
+    """Return a failure without a response whose events it could be numbered among."""
     event = {"type": "response.steer.failed", "sequence_number": 0, **failure}
     return b"data: " + msgspec.json.encode(event) + b"\n\n"
 

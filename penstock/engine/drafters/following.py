@@ -106,7 +106,7 @@ class OnTheWay:
 
     @property
     def elapsed_s(self) -> float | None:
-        """The seconds that the GPU took, once done."""
+        """Return the seconds that the GPU took, once done."""
         if self.events is None:
             return None
         self.events[1].synchronize()

@@ -69,8 +69,8 @@ class BeamSearch:
 
     @property
     def num_wanted(self) -> int:
-        """How many of the most probable tokens after each beam a step needs. So many tokens may end the answer that
-        enough others must be among them."""
+        """Return how many of the most probable tokens after each beam a step needs. So many tokens may end the answer
+        that enough others must be among them."""
         num_live_and_ended = self._options.width + max(self._options.width, len(self._stop_ids))
         return max(num_live_and_ended, self._num_shown or 0)
 
@@ -93,13 +93,13 @@ class BeamSearch:
         self.is_over = not self.live or not self._may_improve()
 
     def best(self, n: int) -> list[Beam]:
-        """The best beams. Those of a search that was cut short compete as if their answers had ended."""
+        """Return the best beams. Those of a search that was cut short compete as if their answers had ended."""
         cut = [replace(beam, score=self._score(beam)) for beam in self.live if not self.is_over]
         ranked = sorted((*self._finished, *cut), key=attrgetter("score"), reverse=True)
         return ranked[:n]
 
     def _candidates(self, found: Sequence[TokenLogprobs]) -> list[_Candidate]:
-        """All beams with one more token each, the most probable first."""
+        """Return all beams with one more token each, the most probable first."""
         may_end = self.num_steps > self._min_tokens
         candidates = [
             _Candidate(beam.total + logprob, beam, after, rank)
@@ -134,7 +134,7 @@ class BeamSearch:
         return float(total / num_tokens**self._options.length_penalty)
 
     def _may_improve(self) -> bool:
-        """Whether a live beam may become better than the worst finished one. Except with "never", that is guessed
+        """Say whether a live beam may become better than the worst finished one. Except with "never", that is guessed
         from the score that the best live beam would have now."""
         options = self._options
         if len(self._finished) < options.width:

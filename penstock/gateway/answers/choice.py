@@ -69,7 +69,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 def merge_deltas(deltas: Sequence[Delta]) -> Delta:
-    """All deltas of one answer, in order, as one."""
+    """Return all deltas of one answer, in order, as one."""
     if len(deltas) == 1:
         return deltas[0]
     calls: dict[int, ToolCallDelta] = {}
@@ -299,7 +299,7 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        """Whether a reader would see a difference. The first event counts even without text: it says that the
+        """Say whether a reader would see a difference. The first event counts even without text: it says that the
         answer has begun. The answer is not shown before the scores of its prompt."""
         if self.prompt_scores is not None and not self.prompt_scores.is_over:
             return False
@@ -350,7 +350,7 @@ class Choice:
         self.buffered_bytes = 0
 
     def stop_watch(self) -> StopWatch | None:
-        """What looks for the stop strings in an answer that has not begun yet; None if there are none."""
+        """Return what looks for the stop strings in an answer that has not begun yet; None if there are none."""
         if self._matcher is None:
             return None
         return StopWatch(self._detokenizer, self._matcher, self._min_tokens)

@@ -162,8 +162,8 @@ class Generation(MeteredAnswer[Choice]):
         return replace(outcome, draft_tokens=self._num_drafted, accepted_draft_tokens=self._num_accepted)
 
     def _early_end(self, event: TokenEvent, choice: Choice) -> PenstockError | None:
-        """The error that a last event stands for; None when it is an ordinary end, such as a deadline with an answer
-        to show for it."""
+        """Return the error that a last event stands for; None when it is an ordinary end, such as a deadline with an
+        answer to show for it."""
         match event.finish_reason:
             case FinishReason.ERROR if (
                 not choice.num_tokens and event.queue_s is None

@@ -34,8 +34,8 @@ class ScoredPrompt(msgspec.Struct, frozen=True):
         return 4 * len(self.token_ids) + sum(len(piece.values) + len(piece.ids) for piece in self.pieces)
 
     def scores(self, num_top: int) -> Iterator[tuple[int, TokenScore | None]]:
-        """Each token of the prompt with its score. Nothing predicts the first token; an engine that does not score
-        prompts leaves all others without a score too."""
+        """Return each token of the prompt with its score. Nothing predicts the first token; an engine that does not
+        score prompts leaves all others without a score too."""
         unscored = (None for _ in self.token_ids)
         scored = chain.from_iterable(_scores(piece, num_top) for piece in self.pieces)
         return zip(self.token_ids, chain([None], scored, unscored), strict=False)

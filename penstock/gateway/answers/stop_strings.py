@@ -41,7 +41,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that is now known to come before any stop string. After a match nothing more comes out."""
+        """Return the text that is now known to come before any stop string. After a match nothing more comes out."""
         if self.matched is not None:
             return ""
         if not self._held and self._first_characters.isdisjoint(text):
@@ -97,7 +97,7 @@ class StopWatch:
         return self._matcher.matched is not None
 
     def after(self, token_id: int) -> StopWatch:
-        """The watch of the sequence with one token more."""
+        """Return the watch of the sequence with one token more."""
         detokenizer, matcher = self._detokenizer.fork(), self._matcher
         text = detokenizer.push((token_id,))
         if text and not self._min_tokens:

@@ -57,7 +57,7 @@ class AnswerStream(Protocol):
     def id(self) -> str: ...
     @property
     def model(self) -> str:
-        """The model that answers, which need not be the name that was asked for."""
+        """Return the model that answers, which need not be the name that was asked for."""
         ...
 
     @property
@@ -70,18 +70,18 @@ class AnswerStream(Protocol):
     def usage(self) -> Usage: ...
     @property
     def cache_status(self) -> CacheStatus | None:
-        """Whether the response cache had the answer; None when the cache was not asked."""
+        """Say whether the response cache had the answer; None when the cache was not asked."""
         ...
 
     @property
     def warnings(self) -> tuple[RequestWarning, ...]:
-        """What the answer does not do as it was asked. Complete when the first delta has come."""
+        """Return what the answer does not do as it was asked. Complete when the first delta has come."""
         ...
 
     def __aiter__(self) -> AnswerStream: ...
     async def __anext__(self) -> list[Delta]: ...
     async def collect(self) -> list[Delta]:
-        """All answers in order, whole."""
+        """Return all answers in order, whole."""
         ...
 
     def cancel(self) -> None: ...
@@ -167,7 +167,7 @@ class MeteredAnswer(Generic[ChoiceT]):
 
     @property
     def usage(self) -> Usage:
-        """The tokens used so far. A prompt counts once, however many answers share it."""
+        """Return the tokens used so far. A prompt counts once, however many answers share it."""
         raise NotImplementedError
 
     def _abandon(self, choices: Sequence[ChoiceT]) -> None:
@@ -189,7 +189,7 @@ class MeteredAnswer(Generic[ChoiceT]):
             await self._waiter
 
     async def collect(self) -> list[Delta]:
-        """All answers in order, whole. Their reader is not woken before the end, and has no byte limit."""
+        """Return all answers in order, whole. Their reader is not woken before the end, and has no byte limit."""
         self._wants_all_at_once = True
         deltas = await anext(self)
         if self._error is not None:

@@ -89,7 +89,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def input_id(self) -> str:
-        """The id of the batch's own copy of its lines, which no client can delete while the batch runs."""
+        """Return the id of the batch's own copy of its lines, which no client can delete while the batch runs."""
         return f"{self.id}-input"
 
     @property
@@ -97,8 +97,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.id}-results"
 
     def output_file_id(self, part: str) -> str:
-        """The id of an output file. The id is the same after a restart, so that writing again replaces what a crash
-        left."""
+        """Return the id of an output file. The id is the same after a restart, so that writing again replaces what a
+        crash left."""
         return f"file-{hashlib.sha256(f'{self.id}:{part}'.encode()).hexdigest()[:24]}"
 
 
@@ -141,7 +141,7 @@ class BatchDialect(Protocol):
         ...
 
     def refusal(self, error: PenstockError, request_id: str) -> LineAnswer:
-        """The answer of the endpoint to an error."""
+        """Return the answer of the endpoint to an error."""
         ...
 
     def result_line(self, batch: Batch, result: LineResult) -> bytes:
@@ -150,7 +150,7 @@ class BatchDialect(Protocol):
 
 
 def batch_values(batch: Batch) -> dict[str, Any]:
-    """A batch as a row of its table."""
+    """Return a batch as a row of its table."""
     return {
         "id": batch.id,
         "workspace_id": batch.workspace_id,

@@ -15,13 +15,13 @@ MAX_ERRORS_SHOWN = 100
 
 
 def lines_of(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> Iterator[BatchLine]:
-    """Every line of a valid batch. Blank lines do not count."""
+    """Yield every line of a valid batch. Blank lines do not count."""
     for number, raw in _raw_lines(batch, blobs):
         yield dialect.read_line(batch, number, raw)
 
 
 def validate(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> tuple[int, list[LineError]]:
-    """The number of lines, and what is wrong with them."""
+    """Return the number of lines, and what is wrong with them."""
     try:
         return _validate(batch, blobs, dialect)
     except _TooManyBlankLines:

@@ -188,7 +188,7 @@ class BatchRun:
             task.add_done_callback(lambda _: slots.release())
 
     async def _next_line(self, pending: AsyncIterator[BatchLine]) -> tuple[BatchLine, int] | None:
-        """The next line to run and how often it was tried, or None when every line is recorded."""
+        """Return the next line to run and how often it was tried, or None when every line is recorded."""
         while True:
             if self._again:
                 return self._again.popleft()

@@ -97,8 +97,8 @@ def check_lease(connection: Connection, holder: str) -> None:
 
 
 def _process_namespace() -> str:
-    """A name for the space in which this process's id is valid: one boot of one machine, and on Linux one container.
-    A process that cannot tell gets a name of its own, so that no other process ever takes it for dead."""
+    """Return a name for the space in which this process's id is valid: one boot of one machine, and on Linux one
+    container. A process that cannot tell gets a name of its own, so that no other process ever takes it for dead."""
     if sys.platform != "linux":
         parts = [os.uname().nodename]  # no containers share this kernel
     else:
@@ -146,7 +146,7 @@ class BatchStore:
         after: str | None = None,
         before: str | None = None,
     ) -> tuple[Sequence[Batch], bool]:
-        """A page of batches, newest first, and whether there are more."""
+        """Return a page of batches, newest first, and whether there are more."""
         query = select(tables.batches).where(
             tables.batches.c.workspace_id == workspace_id, tables.batches.c.kind == kind
         )
@@ -184,7 +184,7 @@ class BatchStore:
         return await self._database.run(remove)
 
     async def active(self) -> list[Batch]:
-        """Every batch that is not over, oldest first."""
+        """Return every batch that is not over, oldest first."""
         query = (
             select(tables.batches)
             .where(tables.batches.c.status.in_(sorted(ACTIVE)))
@@ -259,7 +259,7 @@ class BatchStore:
         return await self._database.run(change)
 
     async def current(self, holder: str, batch_id: str) -> Batch:
-        """The batch as it is now, for the process that runs it."""
+        """Return the batch as it is now, for the process that runs it."""
 
         def read(connection: Connection) -> Batch:
             check_lease(connection, holder)

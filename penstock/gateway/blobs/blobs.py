@@ -31,7 +31,7 @@ class BlobWriter(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether it was published or abandoned."""
+        """Say whether it was published or abandoned."""
         ...
 
     def write(self, data: bytes | bytearray, /) -> object: ...

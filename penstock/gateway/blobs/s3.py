@@ -85,11 +85,11 @@ class S3Client:
         self._ask("DELETE", key, expected=(200, 204, 404))
 
     def begin_parts(self, key: str) -> str:
-        """The id of an upload in parts."""
+        """Return the id of an upload in parts."""
         return _element(self._ask("POST", key, {"uploads": ""}).text, "UploadId")
 
     def put_part(self, key: str, upload_id: str, number: int, body: bytes) -> str:
-        """The tag of the part, for `complete_parts`."""
+        """Return the tag of the part, for `complete_parts`."""
         query = {"partNumber": str(number), "uploadId": upload_id}
         return str(self._ask("PUT", key, query, body=body).headers["etag"])
 
@@ -105,8 +105,8 @@ class S3Client:
         self._ask("DELETE", key, {"uploadId": upload_id}, expected=(200, 204, 404))
 
     def unfinished_parts(self) -> list[tuple[str, str, float]]:
-        """The keys and ids of uploads in parts that were not completed, with the Unix times of their beginnings; at
-        most a thousand."""
+        """Return the keys and ids of uploads in parts that were not completed, with the Unix times of their
+        beginnings; at most a thousand."""
         page = self._ask("GET", None, {"prefix": self._prefix, "uploads": ""}).text
         found = []
         for upload in re.findall(r"<Upload>(.*?)</Upload>", page, re.DOTALL):
@@ -218,7 +218,7 @@ def _parsed(url: str) -> tuple[str, str]:
 
 
 def _address(bucket: str, access: S3Access) -> tuple[str, str]:
-    """The address of the server, and the beginning of every path. Own servers want the bucket in the path."""
+    """Return the address of the server, and the beginning of every path. Own servers want the bucket in the path."""
     if access.endpoint is None:
         return f"https://{bucket}.s3.{access.region}.amazonaws.com", ""
     parts = urlsplit(access.endpoint)

@@ -49,7 +49,7 @@ def checked_inputs(
 
 
 def num_tokens_of(given: PlainInput) -> int:
-    """An estimate for a text: the server has the tokenizer."""
+    """Return an estimate for a text: the server has the tokenizer."""
     return estimated_tokens(given) if isinstance(given, str) else len(given)
 
 

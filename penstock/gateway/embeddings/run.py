@@ -47,8 +47,8 @@ class EmbeddingRun:
         self.queue_s: float | None = None  # of the first text, as the engine measured it
 
     async def vectors(self) -> list[bytes]:
-        """The vectors in the order of the requests. Raises the PenstockError that ended the run, or ReaderGone after
-        `cancel`."""
+        """Return the vectors in the order of the requests. Raises the PenstockError that ended the run, or ReaderGone
+        after `cancel`."""
         timer = None
         if self._deadline_s is not None:
             timer = self._loop.call_at(self._deadline_s + ENGINE_GRACE_S, self.fail, _too_late())
@@ -63,7 +63,7 @@ class EmbeddingRun:
 
     @property
     def num_embedded_tokens(self) -> int:
-        """How many tokens the texts have that got their vector, also when the run fails for others."""
+        """Return how many tokens the texts have that got their vector, also when the run fails for others."""
         return sum(self._num_tokens[request_id] for request_id in self._vectors)
 
     def cancel(self) -> None:
@@ -86,7 +86,7 @@ class EmbeddingRun:
             self._done.set_result(None)
 
     def _time_left_s(self) -> float | None:
-        """The seconds left for texts that start now. All texts share the request's time."""
+        """Return the seconds left for texts that start now. All texts share the request's time."""
         return None if self._deadline_s is None else max(0.0, self._deadline_s - self._loop.time())
 
     def _on_event(self, request_id: str, event: TokenEvent) -> None:
@@ -118,7 +118,7 @@ def _too_late() -> DeadlineExceeded:
 
 
 def _error_of(event: TokenEvent) -> PenstockError:
-    """The error that stands for a text which got no vector."""
+    """Return the error that stands for a text which got no vector."""
     match event.finish_reason:
         case FinishReason.DEADLINE:
             return _too_late()

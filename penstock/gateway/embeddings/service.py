@@ -104,7 +104,8 @@ class Embeddings:
         return self._gateway.catalogue.permitted(principal, name)
 
     async def vector_of(self, text: str, request: GenerationRequest, model: str) -> tuple[bytes, bytes]:
-        """The vector of a text that belongs to an admitted request, and the identity of the model that made it."""
+        """Return the vector of a text that belongs to an admitted request, and the identity of the model that made
+        it."""
         wanted = EmbeddingRequest(
             inputs=(text,),
             endpoint="semantic_cache",
@@ -343,7 +344,7 @@ class EmbeddingJob:
 
 
 async def _unhurried(inputs: Sequence[Input]) -> AsyncIterator[tuple[int, Input]]:
-    """All inputs, with pauses for others: many short texts are as much work as a long one."""
+    """Yield all inputs, with pauses for others: many short texts are as much work as a long one."""
     num_waiting_characters = 0
     for index, given in enumerate(inputs):
         num_waiting_characters += num_characters(given)
@@ -420,7 +421,7 @@ def _prompt(given: Input) -> TextPrompt | TokenPrompt:
 
 
 def _as_generation(request: EmbeddingRequest) -> GenerationRequest:
-    """The same request as limits and tiers know requests."""
+    """Return the same request as limits and tiers know requests."""
     return GenerationRequest(
         prompts=tuple(map(_prompt, request.inputs)),
         sampling=SamplingOptions(),

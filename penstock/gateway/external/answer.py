@@ -65,7 +65,7 @@ class ExternalChoice:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The server's own count, once the server has reported it; an estimate before."""
+        """Return the server's own count, once the server has reported it; an estimate before."""
         return self._estimated_prompt_tokens if self._usage is None else self._usage.prompt_tokens
 
     @property
@@ -75,7 +75,8 @@ class ExternalChoice:
 
     @property
     def num_tokens(self) -> int:
-        """The server's own count. Until it is reported, each chunk counts as one token, as most servers send them."""
+        """Return the server's own count. Until it is reported, each chunk counts as one token, as most servers send
+        them."""
         told = None if self._usage is None else self._usage.completion_tokens
         return self._num_chunks if told is None else told
 
@@ -271,8 +272,8 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
 
     @property
     def usage(self) -> Usage:
-        """The usage as servers report it, or as it is estimated. A prompt counts once, however many answers share
-        it."""
+        """Return the usage as servers report it, or as it is estimated. A prompt counts once, however many answers
+        share it."""
         choices = self._choices
         if len(choices) == 1:
             only = choices[0]

@@ -57,7 +57,8 @@ class ExternalModel:
 
     @property
     def fingerprint(self) -> bytes:
-        """The identity of the model, which is its name only, because servers do not report a change of weights."""
+        """Return the identity of the model, which is its name only, because servers do not report a change of
+        weights."""
         return hashlib.blake2b(f"external\0{self.name}".encode(), digest_size=32).digest()
 
     def check(self, request: GenerationRequest) -> None:
@@ -92,7 +93,7 @@ class ExternalModel:
         )
 
     def refuse(self) -> InvalidRequest:
-        """The error for operations that need more than the model's name."""
+        """Return the error for operations that need more than the model's name."""
         return InvalidRequest(
             f"The model {self.name!r} runs on another server, which is only asked for answers.", param="model"
         )
@@ -124,8 +125,8 @@ class ExternalModels(Collector):
         return [ExternalModel(name, length) for name, length in self.pool.models.items()]
 
     def replica_views(self) -> list[ReplicaView]:
-        """The servers in the form in which replicas are shown. The load counts all clients of a server that reports
-        it."""
+        """Return the servers in the form in which replicas are shown. The load counts all clients of a server that
+        reports it."""
         views = []
         for server in self.pool.views():
             load = server.load or ServerLoad(server.num_running, 0)
@@ -288,8 +289,8 @@ def _marked(part: dict[str, Any], mark: CacheMark | None) -> dict[str, Any]:
 
 
 def _content(message: ChatMessage) -> str | list[dict[str, Any]]:
-    """The content as one text, because not every server takes parts; as parts if there are images or marks of prompt
-    caching."""
+    """Return the content as one text, because not every server takes parts; as parts if there are images or marks of
+    prompt caching."""
     content, mark = message.content, message.cache
     if isinstance(content, str):
         is_plain = mark is None or not content
@@ -396,7 +397,7 @@ def _grammar(grammar: Grammar) -> dict[str, Any]:
 
 
 def _text_of(prompt: Prompt) -> str:
-    """The text of a prompt in the order in which a model reads it: tools before messages."""
+    """Return the text of a prompt in the order in which a model reads it: tools before messages."""
     if isinstance(prompt, TextPrompt):
         return prompt.text
     if not isinstance(prompt, ChatPrompt):

@@ -50,7 +50,7 @@ class PatternShape:
     every: re.Pattern[str]
 
     def first_undecided(self, text: str) -> int:
-        """The first position of `text` at which a match might begin that depends on what follows the text; the
+        """Return the first position of `text` at which a match might begin that depends on what follows the text; the
         length of the text when there is none."""
         tail_start = 0 if self.max_chars is None else max(0, len(text) - self.max_chars)
         reversed_tail = text[: tail_start - 1 if tail_start else None : -1]
@@ -122,7 +122,7 @@ def _opening_of(items: Sequence[Any]) -> list[list[str]]:
 
 
 def _characters_of(items: Sequence[Any]) -> Iterator[str]:
-    """Every character that these nodes can consume, as patterns of one character."""
+    """Yield every character that these nodes can consume, as patterns of one character."""
     for operation, argument in items:
         if _is_character(operation):
             yield _character(operation, argument)
@@ -256,7 +256,7 @@ class Detector:
             )
 
     def find(self, text: str, start: int) -> tuple[int, int] | None:
-        """The leftmost match at or after `start` that passes the check."""
+        """Return the leftmost match at or after `start` that passes the check."""
         while True:
             match = self.compiled.search(text, start)
             if match is None:
@@ -315,7 +315,8 @@ class Guard(Protocol):
     def reviews(self) -> bool: ...
 
     async def review(self, subject: Subject, asker: Asker) -> Review | None:
-        """What the guard holds against a text; None for nothing. Raises GuardFailed when the guard cannot decide."""
+        """Return what the guard holds against a text; None for nothing. Raises GuardFailed when the guard cannot
+        decide."""
         ...
 
 

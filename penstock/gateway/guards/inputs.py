@@ -49,13 +49,13 @@ class Passage:
 
     @property
     def text(self) -> str:
-        """The pieces as a template writes them."""
+        """Return the pieces as a template writes them."""
         return PART_SEPARATOR.join(self.pieces)
 
 
 def passages(prompt: Prompt) -> list[Passage]:
-    """The texts of a prompt, in the order in which `replaced` expects them back. Token prompts have none: the caller
-    must decode them."""
+    """Return the texts of a prompt, in the order in which `replaced` expects them back. Token prompts have none: the
+    caller must decode them."""
     if isinstance(prompt, TextPrompt):
         texts = (prompt.text,) if prompt.suffix is None else (prompt.text, prompt.suffix)
         return [Passage((text,), is_trusted=False) for text in texts]
@@ -82,7 +82,7 @@ def _message_passages(message: ChatMessage) -> Iterator[Passage]:
 
 
 def _odd_role(message: ChatMessage) -> str | None:
-    """The role of a message if a client invented the role; None for usual roles, which need no check."""
+    """Return the role of a message if a client invented the role; None for usual roles, which need no check."""
     return None if message.role in USUAL_ROLES else message.role
 
 
@@ -110,8 +110,8 @@ def _tools_of(prompt: ChatPrompt) -> list[Any]:
 
 
 def _texts_of(given: Any) -> list[str]:
-    """Every text in what a client gives to the model's template, names included. Without recursion, because the value
-    is a client's."""
+    """Return every text in what a client gives to the model's template, names included. Without recursion, because
+    the value is a client's."""
     found: list[str] = []
     waiting: list[Any] = [given]
     while waiting:
@@ -159,8 +159,8 @@ def _replaced_message(message: ChatMessage, passages: Iterator[tuple[str, ...]])
 
 
 def spans_across_edges(pieces: Sequence[str], spans: Sequence[Span]) -> list[Span]:
-    """The findings that an edge between two pieces cuts in two. `spans` are positions in the pieces joined without
-    separators; the result has positions in the text with separators."""
+    """Return the findings that an edge between two pieces cuts in two. `spans` are positions in the pieces joined
+    without separators; the result has positions in the text with separators."""
     edges = list(accumulate(len(piece) for piece in pieces))[:-1]
     found = []
     for span in spans:
@@ -208,7 +208,7 @@ def subject_of(prompts: Sequence[Sequence[Passage]]) -> Subject:
 
 
 def _readings_of(passage: Passage) -> list[str]:
-    """The text of a passage with line breaks between its parts, and without, because a model may ignore line
+    """Return the text of a passage with line breaks between its parts, and without, because a model may ignore line
     breaks."""
     return [passage.text] if len(passage.pieces) == 1 else [passage.text, "".join(passage.pieces)]
 
@@ -244,8 +244,8 @@ def failure() -> SafetyCheckFailed:
 async def check_input(
     case: Case, request: GenerationRequest, decode: Decode, run_later: RunLater
 ) -> GenerationRequest:
-    """The request as it may run. Raises ContentRefused, or SafetyCheckFailed when a check that must be made failed.
-    `run_later` takes reviews whose result the request does not wait for."""
+    """Return the request as it may run. Raises ContentRefused, or SafetyCheckFailed when a check that must be made
+    failed. `run_later` takes reviews whose result the request does not wait for."""
     stage = case.policy.input
     if not stage.rules:
         return request
@@ -287,7 +287,8 @@ async def watch(
 
 
 async def reviewed(case: Case, rule: PolicyRule, subject: Subject, direction: Direction) -> Review | None:
-    """The review of a rule's guard. When the guard fails, the policy decides: no finding, or SafetyCheckFailed."""
+    """Return the review of a rule's guard. When the guard fails, the policy decides: no finding, or
+    SafetyCheckFailed."""
     try:
         review = await rule.guard.review(subject, case)
     except GuardFailed as error:
@@ -358,8 +359,8 @@ def _scan(case: Case, passage: Passage, check_time: Callable[[], None]) -> _Scan
 def _spans_of_parts(
     case: Case, passage: Passage, found: Sequence[Span], check_time: Callable[[], None]
 ) -> tuple[Span, ...]:
-    """What was found in a message of several parts with line breaks between them, and what is found only without line
-    breaks."""
+    """Return what was found in a message of several parts with line breaks between them, and what is found only
+    without line breaks."""
     scanner = case.policy.input.scanner()
     scan_whole("".join(passage.pieces), scanner, between_slices=check_time)
     every = [*found, *spans_across_edges(passage.pieces, scanner.spans)]

@@ -43,7 +43,7 @@ class GuardedChoice:
         self.is_over = False
 
     def push(self, delta: Delta) -> Delta | None:
-        """The part of a delta that the reader may see; None when there is none."""
+        """Return the part of a delta that the reader may see; None when there is none."""
         if self.is_over:
             return None
         is_last = delta.finish_reason is not None

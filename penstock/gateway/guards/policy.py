@@ -89,7 +89,8 @@ def passes_luhn(digits: str) -> bool:
 
 
 def card_end(text: str, start: int, end: int) -> int | None:
-    """A number may be followed by another (an expiry date), so groups are dropped from the end until one fits."""
+    """Return the end of a card number. Another number (an expiry date) may follow, so groups are dropped from the end
+    until the rest is valid."""
     groups = re.split(r"[ \-]", text[start:end])
     digits = "".join(groups)
     if len(set(digits)) == 1:
@@ -105,7 +106,8 @@ def card_end(text: str, start: int, end: int) -> int | None:
 
 
 def ip_end(text: str, start: int, end: int) -> int | None:
-    """An address may end a sentence, so a dot or colon after it is dropped. Part of a longer word is no address."""
+    """Return the end of an address. A dot or colon after it, such as at the end of a sentence, is dropped. Part of a
+    longer word is no address."""
     if start > 0 and (text[start - 1].isalnum() or text[start - 1] in ".:"):
         return None
     if end < len(text) and text[end].isalnum():
@@ -159,7 +161,7 @@ class PolicyRule:
 
     @property
     def decides(self) -> bool:
-        """Whether a finding changes the request or the answer, so that the request must wait for the review."""
+        """Say whether a finding changes the request or the answer, so that the request must wait for the review."""
         return self.action not in (Action.ALLOW, Action.FLAG)
 
 
@@ -171,7 +173,7 @@ class DirectionRules:
 
     @cached_property
     def rule_of(self) -> dict[int, PolicyRule]:
-        """The rule of each detector, by the detector's identity."""
+        """Return the rule of each detector, by the detector's identity."""
         return {id(detector): rule for rule in self.rules for detector in rule.guard.detectors}
 
     @cached_property
@@ -184,7 +186,7 @@ class DirectionRules:
 
     @cached_property
     def hides_text(self) -> bool:
-        """Whether a reader may see less than the model wrote."""
+        """Say whether a reader may see less than the model wrote."""
         return any(rule.action in (Action.REDACT, Action.REFUSE) for rule in self.rules)
 
     @cached_property
@@ -285,7 +287,7 @@ class _Terms:
         return text.lower() if self._ignore_case else text
 
     def _stands_alone(self, text: str, start: int, end: int) -> bool:
-        """A word ends where letters and digits end, in every script. RE2 knows ASCII words only."""
+        """Say whether a match is a whole word, in every script. RE2 knows ASCII words only."""
         begins = start == 0 or not (text[start - 1].isalnum() and text[start].isalnum())
         ends = end >= len(text) or not (text[end].isalnum() and text[end - 1].isalnum())
         return begins and ends

@@ -236,7 +236,7 @@ class JudgeGuard:
 
 
 def parse_verdict(answer: str) -> Verdict:
-    """The first verdict in an answer, which may have words or a code fence around it. An unclear answer raises
+    """Return the first verdict in an answer, which may have words or a code fence around it. An unclear answer raises
     GuardFailed: a judge that was talked out of its form must not count as a judge that allowed the text."""
     for candidate in re.findall(r"\{[^{}]*\}", answer):
         try:

@@ -72,8 +72,8 @@ class Scanner:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether every match has a longest length. If not, nothing is decided before the end, and slices would be
-        gone over again and again."""
+        """Say whether every match has a longest length. If not, nothing is decided before the end, and slices would
+        be gone over again and again."""
         notes_are_bounded = self._notes is None or self._notes.is_bounded
         return notes_are_bounded and all(detector.shape.max_chars is not None for detector in self._holding)
 
@@ -82,7 +82,7 @@ class Scanner:
         return self._base + len(self._buffer) - self._released
 
     def push(self, text: str, *, is_json: bool = False) -> str:
-        """The text that is now known to be fit to be seen."""
+        """Return the text that is now known to be fit to be seen."""
         return self._advance(text, is_final=False, is_json=is_json)
 
     def finish(self, *, is_json: bool = False) -> str:
@@ -154,8 +154,8 @@ def scan_whole(
     is_json: bool = False,
     between_slices: Callable[[], None] = lambda: None,
 ) -> str:
-    """All of a text that is there already, as `push` and `finish` would show it. `between_slices` may raise to end
-    a scan that takes too long."""
+    """Return all of a text that is there already, as `push` and `finish` would show it. `between_slices` may raise to
+    end a scan that takes too long."""
     pieces = []
     slice_chars = SLICE_CHARS if scanner.is_bounded else max(1, len(text))
     for start in range(0, len(text), slice_chars):

@@ -233,8 +233,8 @@ def show(
 
 
 def _narrowed(sample: Sample, model: str | None, tier: str | None) -> Sample:
-    """The part of a sample that is about one model, or one tier, or both. Engines have no tiers, and refusals have
-    neither."""
+    """Return the part of a sample that is about one model, or one tier, or both. Engines have no tiers, and refusals
+    have neither."""
     if model is None and tier is None:
         return sample
     traffic = {

@@ -134,7 +134,7 @@ class RecentRequests:
     async def latest(
         self, limit: int, *, status: str | None = None, model: str | None = None
     ) -> list[RequestView]:
-        """The last requests of all processes, the newest first."""
+        """Return the last requests of all processes, the newest first."""
         answers = await self._siblings.ask(TOPIC)
         found = chain.from_iterable(map(_decode, answers))
         wanted = [

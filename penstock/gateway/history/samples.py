@@ -76,7 +76,7 @@ class EngineUse(msgspec.Struct, array_like=True):
         )
 
     def mean(self) -> EngineUse:
-        """The same as one look."""
+        """Return the same as one look."""
         looks = max(1, self.looks)
         means = (self.running / looks, self.waiting / looks, self.kv_usage / looks)
         return EngineUse(1, *means, self.cache_queries, self.cache_hits)
@@ -196,7 +196,7 @@ class Sampler:
 
 
 def read_traffic(metrics: GatewayMetrics) -> dict[tuple[str, str], Traffic]:
-    """All that was counted since the process began, by model and tier."""
+    """Return all that was counted since the process began, by model and tier."""
     return {
         (name, tier.value): Traffic(
             of_tier.num_ended,

@@ -57,7 +57,7 @@ class HistoryStore:
         return True
 
     async def load(self, span: str, start: int) -> Told:
-        """All samples of a span since `start`, of all processes. Empty while the database is away."""
+        """Return all samples of a span since `start`, of all processes. Empty while the database is away."""
         columns = history_samples.c
         query = select(columns.server, columns.process, columns.at, columns.body)
         query = query.where(columns.span == span, columns.at >= start)

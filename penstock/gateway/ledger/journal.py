@@ -126,7 +126,8 @@ class Journal:
     def read(
         self, start: Position, end: Position, max_bytes: int = _READ_BYTES
     ) -> tuple[list[bytes], Position]:
-        """The next whole lines from `start` on, of one segment, up to `end`; and where the next read begins."""
+        """Return the next whole lines from `start` on, of one segment, up to `end`; and where the next read
+        begins."""
         limit = end.num_bytes if start.segment == end.segment else self._sizes[start.segment]
         with (self.folder / _segment_name(start.segment)).open("rb") as file:
             file.seek(start.num_bytes)
@@ -205,7 +206,8 @@ class OrphanedJournal:
         self.num_damaged_lines = 0
 
     def entries(self) -> Iterator[JournalEntry]:
-        """Every entry in the order of writing. A last line without an end was being written when the process died."""
+        """Yield every entry in the order of writing. A last line without an end was being written when the process
+        died."""
         self.num_damaged_lines = 0
         for segment in sorted(self.folder.glob(f"*{_SUFFIX}")):
             with segment.open("rb") as file:

@@ -296,8 +296,8 @@ class UsageLedger:
 
 
 def recovered_rows(entries: Iterator[JournalEntry]) -> Iterator[UsageRow]:
-    """The rows of a dead process's journal: a row for each settled request, and a row for each request that only
-    began."""
+    """Yield the rows of a dead process's journal: a row for each settled request, and a row for each request that
+    only began."""
     begun: dict[str, BegunRequest] = {}
     for entry in entries:
         if isinstance(entry, BegunRequest):

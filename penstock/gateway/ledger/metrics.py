@@ -36,8 +36,8 @@ class TokensPerHour:
     output: float
 
     def dollars_per_million(self, dollars_per_hour: Decimal) -> float | None:
-        """The cost of a million input and output tokens together; None while nothing runs, since an idle hour has no
-        price per token."""
+        """Return the cost of a million input and output tokens together; None while nothing runs, since an idle hour
+        has no price per token."""
         total = self.input + self.output
         return float(dollars_per_hour) * 1e6 / total if total else None
 

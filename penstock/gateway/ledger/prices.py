@@ -121,7 +121,7 @@ class TokenRates(msgspec.Struct, frozen=True, kw_only=True):
     cache_write_1h: int = 0
 
     def cost_of(self, usage: Usage) -> int:
-        """The cost in picodollars. Every prompt token is charged once: written to the cache, read from it, or
+        """Return the cost in picodollars. Every prompt token is charged once: written to the cache, read from it, or
         plain."""
         written = usage.cache_write_5m_tokens + usage.cache_write_1h_tokens
         read = max(usage.cache_read_tokens, min(usage.cached_tokens, usage.prompt_tokens - written))
@@ -154,7 +154,7 @@ class PriceTable:
         self._default = _rates_by_tier(settings.default) if settings.default else dict.fromkeys(Tier, FREE)
 
     def dollars_per_hour(self, model: str) -> Dollars | None:
-        """The cost of the accelerators of a model; None if its prices do not follow from accelerators."""
+        """Return the cost of the accelerators of a model; None if its prices do not follow from accelerators."""
         return self._dollars_per_hour.get(model)
 
     def rates(self, model: str, tier: Tier) -> TokenRates:

@@ -152,6 +152,6 @@ def subjects_of(workspace: str, key: str, model: str) -> tuple[Subject, ...]:
 
 
 def first_day_of_month(day: int) -> int:
-    """The first day of the month of `day`, both in days since the epoch."""
+    """Return the first day of the month of `day`, both in days since the epoch."""
     moment = datetime.fromtimestamp(day * SECONDS_PER_DAY, UTC)
     return day - (moment.day - 1)

@@ -139,7 +139,8 @@ def _insert_unless_there(connection: Connection, rows: Sequence[UsageRow]) -> fr
 
 
 def _groups(rows: Sequence[UsageRow]) -> list[list[UsageRow]]:
-    """The rows in their order, in as few groups as hold no request twice: one statement cannot write a row twice."""
+    """Return the rows in their order, in as few groups as hold no request twice: one statement cannot write a row
+    twice."""
     groups: list[list[UsageRow]] = []
     num_seen: Counter[str] = Counter()
     for row in rows:

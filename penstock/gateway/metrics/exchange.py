@@ -36,7 +36,7 @@ class MetricsExchange:
             yield
 
     async def page(self) -> bytes:
-        """The page of all processes that answer in time."""
+        """Return the page of all processes that answer in time."""
         others = [path for index, path in enumerate(self._sockets) if index != self._number]
         pages = await asyncio.gather(*map(_ask, others))
         return merge([self._render(), *(page for page in pages if page)])

@@ -77,12 +77,12 @@ class GatewayMetrics(Collector):
 
     @property
     def models(self) -> Mapping[str, ModelMetrics]:
-        """The counters of every model and adapter that was asked for."""
+        """Return the counters of every model and adapter that was asked for."""
         return self._models
 
     @property
     def engine_models(self) -> tuple[str, ...]:
-        """The models that engines report on."""
+        """Return the models that engines report on."""
         return self._engine_models
 
     def of(self, model_name: str) -> ModelMetrics:
@@ -93,7 +93,7 @@ class GatewayMetrics(Collector):
 
     @property
     def mean_answer_tokens(self) -> float:
-        """The mean number of tokens of an answer; 0 when nothing was answered."""
+        """Return the mean number of tokens of an answer; 0 when nothing was answered."""
         answers = [model.request_generation_tokens for model in self._models.values()]
         count = sum(sum(histogram.counts) for histogram in answers)
         return sum(histogram.total for histogram in answers) / count if count else 0.0
@@ -232,7 +232,7 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """The mean of the observations; 0 when nothing was observed."""
+        """Return the mean of the observations; 0 when nothing was observed."""
         return self.total / count if (count := sum(self.counts)) else 0.0
 
     def cumulative(self) -> list[tuple[str, float]]:
@@ -294,12 +294,12 @@ class ModelMetrics:
 
     @property
     def first_token_s(self) -> Histogram:
-        """The times to the first token of all tiers, as they stand now."""
+        """Return the times to the first token of all tiers, as they stand now."""
         return added_up([each.first_token_s for each in self.latencies_by_tier.values()])
 
     @property
     def inter_token_s(self) -> Histogram:
-        """The times between tokens of all tiers, as they stand now."""
+        """Return the times between tokens of all tiers, as they stand now."""
         return added_up([each.inter_token_s for each in self.latencies_by_tier.values()])
 
     def latencies(self, tier: Tier) -> Latencies:

@@ -283,14 +283,14 @@ METRICS = {row.name: row for row in (*_ENGINES, *_REQUESTS, *_WAY_IN, *_FLEET, *
 
 
 def metric(name: str, value: float) -> Metric:
-    """A metric without labels."""
+    """Return a metric without labels."""
     family = METRICS[name].family()
     add(family, (), value)
     return family
 
 
 def metric_by(name: str, values: Mapping[LabelsT, float]) -> Metric:
-    """A metric with a value for each combination of its labels, in the order of the table."""
+    """Return a metric with a value for each combination of its labels, in the order of the table."""
     family = METRICS[name].family()
     for labels, value in values.items():
         add(family, (labels,) if isinstance(labels, str) else labels, value)

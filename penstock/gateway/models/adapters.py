@@ -162,7 +162,7 @@ async def register(name: str, folder: str, base_model: str | None = None) -> Reg
 
 
 async def open_adapters(names: NamesConfig, folder: Path, database: Database) -> AdapterRegistry:
-    """The adapters given at the start, and those in the database. Raises ConfigError."""
+    """Return the adapters given at the start, and those in the database. Raises ConfigError."""
     try:
         given = [await register(name, path, base_model) for name, path, base_model in names.adapters]
     except InvalidRequest as error:

@@ -76,7 +76,7 @@ class AutoModel(Collector):
     async def _ask(
         self, larger: list[str], request: GenerationRequest, asked_at: float
     ) -> AnswerStream | None:
-        """The next larger model's answer; None when there is none that takes the request, or no time left."""
+        """Return the next larger model's answer; None when there is none that takes the request, or no time left."""
         while larger:
             name = larger.pop(0)
             if request.timeout_s is not None:
@@ -96,8 +96,8 @@ class AutoModel(Collector):
         return None
 
     def _usable(self, request: GenerationRequest, names: Sequence[str]) -> list[str]:
-        """The models that are served and that the caller may use. A caller who is allowed `auto` by name may use
-        all."""
+        """Return the models that are served and that the caller may use. A caller who is allowed `auto` by name may
+        use all."""
         principal = None if request.model_is_given else request.principal
         usable = []
         for name in names:
@@ -178,19 +178,19 @@ class CascadingAnswer(WrappedAnswer):
 
 
 def mean_logprob(answer: Delta) -> float | None:
-    """The mean log-probability of an answer's tokens; None without tokens."""
+    """Return the mean log-probability of an answer's tokens; None without tokens."""
     logprobs = [detail.logprob for detail in answer.details]
     return sum(logprobs) / len(logprobs) if logprobs else None
 
 
 def asked_of(model: str, request: GenerationRequest) -> GenerationRequest:
-    """The same request for one model. To a client that repeats it, two models' answers are two requests."""
+    """Return the same request for one model. To a client that repeats it, two models' answers are two requests."""
     key = None if request.idempotency_key is None else f"{request.idempotency_key}:{model}"
     return msgspec.structs.replace(request, model=model, idempotency_key=key)
 
 
 def asked_again_of(model: str, request: GenerationRequest) -> GenerationRequest:
-    """The same request for another model, under an id of its own in the ledger."""
+    """Return the same request for another model, under an id of its own in the ledger."""
     request_id = f"{request.request_id}-{model}" if request.request_id else ""
     return msgspec.structs.replace(asked_of(model, request), request_id=request_id)
 

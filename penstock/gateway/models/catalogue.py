@@ -67,12 +67,12 @@ class Catalogue:
 
     @property
     def has_served(self) -> bool:
-        """Whether some engine was ready once."""
+        """Say whether some engine was ready once."""
         return bool(self._served)
 
     @property
     def is_ready(self) -> bool:
-        """Whether any engine or external server could answer now."""
+        """Say whether any engine or external server could answer now."""
         return self._engine.ready is not None or (self.external is not None and self.external.is_ready)
 
     @property
@@ -81,7 +81,7 @@ class Catalogue:
         return {**self._config.names.aliases, **self.settings.aliases, **self._split_names()}
 
     def _meant_by(self, name: str) -> str:
-        """The model that a name stands for, which may be the name itself."""
+        """Return the model that a name stands for, which may be the name itself."""
         settings = self.settings
         if not settings.aliases and not settings.splits:
             return self._config.names.aliases.get(name, name)
@@ -100,8 +100,8 @@ class Catalogue:
         return name == AUTO and self.settings.auto is not None and AUTO not in self._engine.models
 
     def find(self, name: str | None = None) -> ServedModel:
-        """The model that serves requests for `name`; None stands for the first there is, `auto` for the smallest
-        that it may choose. Raises ModelNotFound or EngineUnavailable."""
+        """Return the model that serves requests for `name`; None stands for the first there is, `auto` for the
+        smallest that it may choose. Raises ModelNotFound or EngineUnavailable."""
         if name is None:
             return self._first()
         models = self._engine.models
@@ -125,7 +125,7 @@ class Catalogue:
         )
 
     def answering(self, name: str | None, principal: Principal | None = None) -> AnsweringModel:
-        """The model that answers requests for `name`, our own or external. With a principal, permission is
+        """Return the model that answers requests for `name`, our own or external. With a principal, permission is
         checked."""
         model = self._elsewhere(name) or self.find(name)
         if principal is not None:
@@ -144,7 +144,7 @@ class Catalogue:
         return self.settings.allows(principal, names)
 
     def listed(self, principal: Principal) -> list[ListedModel]:
-        """All that a caller may ask for: models, their adapters, aliases, and `auto`."""
+        """Return all that a caller may ask for: models, their adapters, aliases, and `auto`."""
         first = self._config.names.first
         readies = sorted(self._engine.models.values(), key=lambda ready: ready.model.name != first)
         models = [self._of_engine(ready) for ready in readies]
@@ -171,7 +171,7 @@ class Catalogue:
         return [entry for entry in entries if self.allows(principal, entry.model, entry.name)]
 
     def base_of(self, entry: RegisteredAdapter) -> ServedModel:
-        """The model that an adapter changes."""
+        """Return the model that an adapter changes."""
         if entry.base_model is None:
             return self._first()
         ready = self._engine.models.get(entry.base_model)
@@ -193,7 +193,7 @@ class Catalogue:
             raise PermissionDenied(f"This key may not use the model {model.name!r}.", param="model")
 
     def _elsewhere(self, name: str | None) -> ExternalModel | None:
-        """The external model of this name. A model of our own engines with the name goes first."""
+        """Return the external model of this name. A model of our own engines with the name goes first."""
         if self.external is None or self.is_auto(name):
             return None
         models = self._engine.models

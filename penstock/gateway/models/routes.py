@@ -42,7 +42,7 @@ _SERVER_ERROR = 500
 
 
 def reason_of(error: PenstockError) -> FallbackReason | None:
-    """The kind of failure that another model might not have; None for the caller's own mistakes."""
+    """Return the kind of failure that another model might not have; None for the caller's own mistakes."""
     if isinstance(error, ContextLengthExceeded):
         return "context"
     if isinstance(error, QuotaExceeded):
@@ -55,7 +55,7 @@ def reason_of(error: PenstockError) -> FallbackReason | None:
 
 
 def chosen_by_weight(weights: Mapping[str, float], key: bytes) -> str:
-    """The model that a key falls to; by their weights, in the long run."""
+    """Return the model that a key falls to; by their weights, in the long run."""
     place = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) / 2**64 * sum(weights.values())
     models = tuple(weights)
     for model in models:
@@ -105,7 +105,7 @@ class ModelRoutes(Collector):
         left = list(fallbacks.models)
 
         async def ask_next(error: PenstockError) -> AnswerStream:
-            """The answer of the next model that takes the request. Raises the error where there is none."""
+            """Return the answer of the next model that takes the request. Raises the error where there is none."""
             while (reason := reason_of(error)) in fallbacks.on and left:
                 name = left.pop(0)
                 try:

@@ -78,7 +78,7 @@ class Dialect:
         self._shown_token_ids = tokenizer.special_ids_of(texts)
 
     def unbound_thoughts(self, prompt: Prompt) -> RequestWarning | None:
-        """The warning that nothing can enforce the prompt's budget for thoughts."""
+        """Return the warning that nothing can enforce the prompt's budget for thoughts."""
         if not isinstance(prompt, ChatPrompt) or prompt.max_thinking_tokens is None:
             return None
         if self.reasoning is None or self._bounds_thinking:
@@ -156,17 +156,17 @@ class ServedModel:
 
     @property
     def can_infill(self) -> bool:
-        """Whether the model can fill in the middle of a text."""
+        """Say whether the model can fill in the middle of a text."""
         return self._infill is not None
 
     @property
     def base_name(self) -> str:
-        """The name of the model whose engines serve requests for this one."""
+        """Return the name of the model whose engines serve requests for this one."""
         return self.engine.model.name
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """What answers depend on besides the request."""
+        """Return what answers depend on besides the request."""
         weights = b"" if self.adapter is None else self.adapter.digest.encode()
         card = msgspec.msgpack.encode(self.card)  # the identity of the base model's weights is in the card
         return hashlib.blake2b(card, digest_size=32).digest() + weights
@@ -235,13 +235,14 @@ class ServedModel:
             )
 
     def _last_part(self, text: str, num_tokens: int) -> str:
-        """The end of a text that is sure to hold its last tokens. Where the text is cut may change a few tokens."""
+        """Return the end of a text that is sure to hold its last tokens. Where the text is cut may change a few
+        tokens."""
         num_kept = (num_tokens + CUT_MARGIN_TOKENS) * self.tokenizer.max_characters_per_token
         return text[-num_kept:]
 
     def known(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:
-        """The same token ids. A tokenizer may know tokens that the model has no embedding for; a text that spells
-        one out is refused with InvalidRequest, since no engine could compute it."""
+        """Return the same token ids. A tokenizer may know tokens that the model has no embedding for; a text that
+        spells one out is refused with InvalidRequest, since no engine could compute it."""
         if self.tokenizer.max_token_id >= self.card.vocab_size:
             check_token_ids(token_ids, self.card.vocab_size, param=param)
         return token_ids
@@ -367,7 +368,7 @@ class ServedModel:
         return self.known(token_ids[: self.max_model_len], "prediction")
 
     async def sampling_options(self, options: SamplingOptions) -> dict[str, Any]:
-        """The fields of `SamplingParams` that a request or the model's makers state."""
+        """Return the fields of `SamplingParams` that a request or the model's makers state."""
         filled = options.with_defaults(self.card.sampling_defaults)
         fields = {name: value for name, value in msgspec.structs.asdict(filled).items() if value is not None}
         del fields["fallback"]
@@ -388,7 +389,7 @@ class ServedModel:
         return msgspec.structs.replace(sampling, grammar=checked.grammar), checked.warnings
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """A prompt of token ids as text, for guards."""
+        """Return a prompt of token ids as text, for guards."""
         check_token_ids(token_ids, self.card.vocab_size, param="prompt")
         return await self.tokenizer.decode_later(token_ids)
 

@@ -165,7 +165,8 @@ def _share(count: float, full: float) -> float:
 
 
 def _foreign_share(text: str) -> float:
-    """How little a text looks like English: by letters of other scripts, or by the lack of everyday English words."""
+    """Return how little a text looks like English: by letters of other scripts, or by the lack of everyday English
+    words."""
     words: list[str] = _WORD.findall(text.lower())
     letters = sum(map(len, words))
     if not letters:
@@ -199,11 +200,11 @@ class AutoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def models(self) -> tuple[str, ...]:
-        """All that are named, smallest first."""
+        """Return all that are named, smallest first."""
         return self.models_from(Complexity.SMALL)
 
     def models_from(self, complexity: Complexity) -> tuple[str, ...]:
-        """The models that are large enough for a prompt, smallest first; the largest model when none is."""
+        """Return the models that are large enough for a prompt, smallest first; the largest model when none is."""
         sizes = (self.small, self.medium, self.large)
         first = tuple(Complexity).index(complexity)
         found = [name for name in sizes[first:] if name is not None]
@@ -241,7 +242,7 @@ class RegionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
 
     def applied(self, region: str) -> tuple[str, float | None]:
-        """The region of a request that would be served in `region`, and the wait at which it leaves."""
+        """Return the region of a request that would be served in `region`, and the wait at which it leaves."""
         if self.policy == "pin":
             return self.region or region, math.inf
         return region or self.region, self.spill_over_s
@@ -276,14 +277,14 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return all(access.allows(names) for access in self._access(principal))
 
     def region_of(self, principal: Principal) -> str:
-        """The region that the key or the workspace prefers; empty for none."""
+        """Return the region that the key or the workspace prefers; empty for none."""
         if not self.keys and not self.workspaces:
             return ""
         return next((access.region for access in self._access(principal) if access.region), "")
 
     def placed(self, region: str, principal: Principal, model: str) -> tuple[str, float | None]:
-        """Where a request that names `region` is served, and the predicted wait at which it goes elsewhere: None as
-        the router is set, infinite for never."""
+        """Return where a request that names `region` is served, and the predicted wait at which it goes elsewhere:
+        None as the router is set, infinite for never."""
         region = region or self.region_of(principal)
         policy = self.regions.get(model)
         return (region, None) if policy is None else policy.applied(region)

@@ -59,7 +59,7 @@ class TokenBucket:
         return amount <= self.level + TOLERANCE
 
     def wait_s(self, amount: int, now: float) -> float:
-        """The seconds until `amount` fits: 0 for now, infinity for never."""
+        """Return the seconds until `amount` fits: 0 for now, infinity for never."""
         if self.fits(amount, now):
             return 0.0
         if amount > self.limit:
@@ -75,12 +75,12 @@ class TokenBucket:
 
     @property
     def remaining(self) -> int:
-        """How much of the limit was left at the last `refill`."""
+        """Return how much of the limit was left at the last `refill`."""
         return max(0, int(self.level + TOLERANCE))
 
     @property
     def reset_s(self) -> float:
-        """The seconds from the last `refill` until the bucket is full again."""
+        """Return the seconds from the last `refill` until the bucket is full again."""
         return (self.limit - self.level) / self._refill_per_s
 
     @property
@@ -139,7 +139,7 @@ class Meter:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many requests run as may."""
+        """Say whether as many requests run as may."""
         most = self.max_running
         return most is not None and self.num_running + self.running_elsewhere >= most
 
@@ -229,7 +229,7 @@ class CallerMeters:
             meter.reserved_microdollars = left
 
     def refusals(self, num_requests: int, demand: Demand, now: float) -> list[Refusal]:
-        """The reasons why buckets refuse the demand."""
+        """Return the reasons why buckets refuse the demand."""
         found = []
         for meter in self.meters:
             for figure, bucket, amount in (
@@ -248,7 +248,7 @@ class CallerMeters:
             bucket.refill(now)
 
     def rate_limits(self) -> RateLimits:
-        """The limits and their remaining amounts, as of the last decision or `refill`."""
+        """Return the limits and their remaining amounts, as of the last decision or `refill`."""
         return RateLimits(_tightest(self._requests), _tightest(self._inputs), _tightest(self._outputs))
 
 
@@ -306,7 +306,7 @@ def _present(buckets: Iterable[TokenBucket | None]) -> tuple[TokenBucket, ...]:
 
 
 def _resized(bucket: TokenBucket | None, limit: int | None, now: float) -> TokenBucket | None:
-    """The same bucket under another limit; a new one is full."""
+    """Return the same bucket under another limit; a new one is full."""
     if limit is None:
         return None
     if bucket is None:

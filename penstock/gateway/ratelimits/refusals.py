@@ -93,7 +93,7 @@ def _number(value: float) -> str:
 
 
 def _dollars(value: float) -> str:
-    """A budget in words. A budget of less than a cent is not rounded to nothing."""
+    """Return a budget in words. A budget of less than a cent is not rounded to nothing."""
     return f"${value:,.2f}" if value >= 0.01 or not value else f"${value:.6f}".rstrip("0")
 
 

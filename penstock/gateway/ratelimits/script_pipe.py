@@ -106,7 +106,7 @@ class ScriptPipe:
         await self._client.aclose()
 
     async def call(self, script: str, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
-        """The script's answer, or RedisGone."""
+        """Return the script's answer, or RedisGone."""
         if not self._is_up:
             raise RedisGone(may_have_run=False)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -173,8 +173,8 @@ class ScriptPipe:
         self._metrics.settlements_pending = len(self._queue)
 
     async def _execute(self, batch: Sequence[_Call]) -> list[Any]:
-        """An answer, or an error of its own, for each call. Raises when Redis cannot serve, after which any number
-        of calls may have been carried out."""
+        """Return an answer, or an error of its own, for each call. Raises when Redis cannot serve, after which any
+        number of calls may have been carried out."""
         replies = await self._pipelined(batch)
         if any(isinstance(reply, NoScriptError) for reply in replies):  # Redis was restarted, or flushed
             await self._load_scripts()

@@ -117,7 +117,7 @@ class CallerLimits(NamedTuple):
 
     @property
     def reserves(self) -> bool:
-        """Whether any of them counts tokens or money, which are reserved apart from the request."""
+        """Say whether any of them counts tokens or money, which are reserved apart from the request."""
         return self.has_budget or any(
             limits.input_tokens_per_minute is not None or limits.output_tokens_per_minute is not None
             for _, limits in self.applying
@@ -168,7 +168,7 @@ def _name(scope: LimitScope, principal: Principal, model: str | None) -> str | N
 
 
 def _matching(overrides: dict[str, Limits], name: str) -> list[Limits]:
-    """The most specific first."""
+    """Return the limits that match, the most specific first."""
     exact = [overrides[name]] if name in overrides else []
     patterns = (pattern for pattern in overrides if not _PATTERN_CHARACTERS.isdisjoint(pattern))
     return exact + [overrides[pattern] for pattern in patterns if fnmatchcase(name, pattern)]

@@ -114,7 +114,7 @@ class RedisLease:
 
     @property
     def name(self) -> str:
-        """The name of the lease in Redis, which ends with the money that the lease reserves; scripts read it
+        """Return the name of the lease in Redis, which ends with the money that the lease reserves; scripts read it
         there."""
         return self.name_with(self._reserved)
 
@@ -371,7 +371,7 @@ class RedisLimiter:
 
 
 def _amount(figure: Figure, demand: Demand) -> int:
-    """The part of a limit that a request needs. A budget refuses no request for its size alone."""
+    """Return the part of a limit that a request needs. A budget refuses no request for its size alone."""
     tokens = {Figure.INPUT_TOKENS: demand.input_tokens, Figure.OUTPUT_TOKENS: demand.output_tokens}
     return tokens.get(figure, 1 if figure in (Figure.REQUESTS, Figure.CONCURRENCY) else 0)
 

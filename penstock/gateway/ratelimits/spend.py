@@ -125,8 +125,9 @@ def used_by(claim: Claim, outcome: Outcome, limits: CallerLimits, spending: Spen
 
 
 def _input_tokens_used(outcome: Outcome) -> int:
-    """A request that we failed to serve before its first token used none. A request that its client cancelled or
-    gave too little time is charged: its prompt may have been computed, and cancelling must not make prompts free."""
+    """Return the input tokens that a request is charged for. A request that failed on our side before its first token
+    is charged none. A request that its client cancelled or gave too little time is charged: its prompt may have been
+    computed, and cancelling must not make prompts free."""
     ended_by_us = outcome.status == "failed" and outcome.error_code != DeadlineExceeded.code
     if outcome.is_cached or (ended_by_us and outcome.first_token_s is None):
         return 0

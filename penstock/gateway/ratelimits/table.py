@@ -129,14 +129,14 @@ class MeterTable:
         self._is_broken_until_s = max(self._is_broken_until_s, now + _BROKEN_S)
 
     def _is_of(self, slot: int, meter: Meter) -> bool:
-        """Whether a slot is still that of a meter's subject: another process may have given it away."""
+        """Say whether a slot is still that of a meter's subject: another process may have given it away."""
         first, second = meter.key
         place = slot * _SLOT_CELLS
         return self._keys[place] == first and self._keys[place + 1] == second
 
     def _find(self, meter: Meter, now: float) -> int | None:
-        """The slot of a subject: its own, an empty one, or that of a subject which a new slot would describe as well;
-        None where no slot is free."""
+        """Return the slot of a subject: its own, an empty one, or that of a subject which a new slot would describe
+        as well; None where no slot is free."""
         first, second = meter.key = key_of(meter.subject.scope, meter.subject.name)
         free: int | None = None
         for step in range(min(_WINDOW, self._num_slots)):
@@ -194,6 +194,6 @@ class SharedCallerMeters(CallerMeters):
 
 
 def key_of(scope: str, name: str) -> tuple[int, int]:
-    """The name of a subject in the table; never (0, 0), which is no subject."""
+    """Return the name of a subject in the table; never (0, 0), which is no subject."""
     digest = blake2b(f"{scope}\0{name}".encode(), digest_size=16).digest()
     return int.from_bytes(digest[:8]) | 1, int.from_bytes(digest[8:])

@@ -122,7 +122,7 @@ class ObjectStore:
     async def children(
         self, workspace_id: str, kind: str, parent_id: str, *, keep_until: float, param: str
     ) -> list[StoredObject] | None:
-        """All that belongs to an object, in order; None when the object is not there. Both are kept until
+        """Return all that belongs to an object, in order; None when the object is not there. Both are kept until
         `keep_until` at least. Raises InvalidRequest when that is more than a conversation may have."""
         if not self._could_exist(parent_id):
             return None
@@ -163,7 +163,7 @@ class ObjectStore:
         model: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectPage:
-        """The objects after the cursor that have this model and at least these metadata."""
+        """Return the objects after the cursor that have this model and at least these metadata."""
 
         def read(connection: Connection) -> ObjectPage:
             of_kind = self._of(workspace_id, kind, parent_id)

@@ -68,7 +68,7 @@ class EventLog:
         self._tell()
 
     async def follow(self, first: int) -> AsyncIterator[bytes]:
-        """The events from the number `first` on, until the last one; comments while there are no new events."""
+        """Yield the events from the number `first` on, until the last one; comments while there are no new events."""
         while True:
             news = self._news
             if first < len(self._events):
@@ -93,7 +93,7 @@ def split_events(events: bytes) -> list[bytes]:
 
 
 def unpacked(chunks: Sequence[tuple[int, bytes]], first: int) -> list[bytes]:
-    """The stored events from the number `first` on."""
+    """Return the stored events from the number `first` on."""
     if not chunks:
         return []
     start = chunks[0][0]
@@ -116,13 +116,13 @@ class ResponseBuilder(Protocol):
     def response_id(self) -> str: ...
 
     def opening(self, answer: AnswerStream) -> bytes:
-        """The stream events before the first delta."""
+        """Return the stream events before the first delta."""
         ...
 
     def chunk(self, delta: Delta) -> bytes: ...
 
     def ending(self) -> bytes:
-        """The last stream event, after `finish` or `fail`."""
+        """Return the last stream event, after `finish` or `fail`."""
         ...
 
     def finish(self, usage: Usage) -> None:
@@ -132,21 +132,21 @@ class ResponseBuilder(Protocol):
     def fail(self, error: PenstockError) -> None: ...
 
     def to_json(self, model: str) -> bytes:
-        """The body so far. `model` is the model that answers, which may be known only at the end."""
+        """Return the body so far. `model` is the model that answers, which may be known only at the end."""
         ...
 
 
 class ResponseFormat(Protocol):
     def failed(self, body: bytes) -> bytes:
-        """The body of a response whose gateway has gone."""
+        """Return the body of a response whose gateway has gone."""
         ...
 
     def cancelled(self, body: bytes) -> bytes | None:
-        """The body of a cancelled response; None if it does not run in the background."""
+        """Return the body of a cancelled response; None if it does not run in the background."""
         ...
 
     def ending(self, body: bytes, last_event: bytes, number: int) -> bytes:
-        """The stream event that ends a response whose gateway has gone; empty when `last_event` did so."""
+        """Return the stream event that ends a response whose gateway has gone; empty when `last_event` did so."""
         ...
 
 
@@ -250,7 +250,7 @@ class Responses:
         return built
 
     def follow(self, found: StoredResponse, first: int) -> AsyncIterator[bytes]:
-        """The stream events of a response in the background, from the number `first` on, until its end."""
+        """Return the stream events of a response in the background, from the number `first` on, until its end."""
         log = self._logs.get(found.id)
         return log.follow(first) if log is not None else self._follow_stored(found, first)
 
@@ -297,7 +297,8 @@ class Responses:
         return known
 
     async def history(self, principal: Principal, response_id: str) -> list[StoredResponse]:
-        """A response and all that it continues, oldest first. The whole conversation is stored for longer by this."""
+        """Return a response and all that it continues, oldest first. The whole conversation is stored for longer by
+        this."""
         history = await self._store.history(
             principal.workspace_id, response_id, keep_until=time.time() + self.ttl_s
         )
@@ -316,7 +317,7 @@ class Responses:
         self._stop(response_id)
 
     async def cancel(self, principal: Principal, response_id: str) -> bytes:
-        """The body of the response, which by then is final. A response that ended before is left as it is."""
+        """Return the body of the response, which by then is final. A response that ended before is left as it is."""
         found = await self.find(principal, response_id)
         body = self._wire.cancelled(found.body)
         if body is None:

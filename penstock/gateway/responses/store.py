@@ -42,7 +42,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether its stream events are kept."""
+        """Say whether its stream events are kept."""
         return self.num_event_bytes is not None
 
     def is_lost(self, now: float) -> bool:
@@ -71,8 +71,8 @@ class ResponseStore(Protocol):
     async def history(
         self, workspace_id: str, response_id: str, *, keep_until: float
     ) -> list[StoredResponse] | None:
-        """A response and all that it continues, oldest first; None when one of them is not there. All of them are
-        kept until `keep_until` at least: a conversation that continues does not lose its beginning."""
+        """Return a response and all that it continues, oldest first; None when one of them is not there. All of them
+        are kept until `keep_until` at least: a conversation that continues does not lose its beginning."""
         ...
 
     async def delete(self, workspace_id: str, response_id: str) -> bool: ...

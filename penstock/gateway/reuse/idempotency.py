@@ -262,7 +262,7 @@ class IdempotentAnswers:
             )
 
     async def _claim(self, claim: KeyClaim) -> Answered | None:
-        """The answer that another gateway made; None when this gateway is to run the request."""
+        """Return the answer that another gateway made; None when this gateway is to run the request."""
         if self._database is None:
             return None
         deadline = self._wall_clock() + MAX_WAIT_S

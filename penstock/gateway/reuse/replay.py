@@ -45,7 +45,7 @@ class AnswerCache:
         self._entries: OrderedDict[tuple[str, bytes], _Entry] = OrderedDict()
 
     def get(self, workspace_id: str, fingerprint: bytes, now: float, max_age_s: float) -> bytes | None:
-        """The answer of this fingerprint, unless it is older than the writer or the reader allows."""
+        """Return the answer of this fingerprint, unless it is older than the writer or the reader allows."""
         key = workspace_id, fingerprint
         entry = self._entries.get(key)
         if entry is None:

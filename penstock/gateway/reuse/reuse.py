@@ -153,7 +153,7 @@ class AnswerReuse(Collector):
     async def _find_shared(
         self, workspace_id: str, fingerprint: bytes, ttl_s: float
     ) -> RecordedAnswer | None:
-        """An answer that another gateway, or an earlier life of this one, has kept."""
+        """Return an answer that another gateway, or an earlier life of this one, has kept."""
         if self._shared is None or not self._settings.shared:
             return None
         entry = await self._shared.get(_SHARED_KIND, entry_name(workspace_id, fingerprint))
@@ -171,8 +171,8 @@ class AnswerReuse(Collector):
         return request.idempotency_key is not None and self.idempotency.settings.enabled
 
     def _ttl_s(self, request: GenerationRequest) -> float:
-        """How old a cached answer may be; 0 if the cache is not used. A header of the request overrides the setting
-        of the key."""
+        """Return how old a cached answer may be; 0 if the cache is not used. A header of the request overrides the
+        setting of the key."""
         if not self._settings.enabled:
             return 0.0
         if request.cache_response_s is not None:
@@ -194,7 +194,8 @@ class AnswerReuse(Collector):
 
 
 def request_fingerprint(request: GenerationRequest, model_fingerprint: bytes) -> bytes:
-    """The fingerprint of a request: 32 bytes over the prompts, the sampling, the number of answers and the model.
+    """Return the fingerprint of a request: 32 bytes over the prompts, the sampling, the number of answers and the
+    model.
 
     The caller, the tier and the request id do not matter; the caches keep workspaces apart. Order matters everywhere,
     also of the keys of a tool's schema, because a model sees it."""

@@ -112,7 +112,7 @@ class SemanticCache:
         self._next = 0
 
     def find(self, probe: Probe, threshold: float, now: float, max_age_s: float) -> bytes | None:
-        """The answer to the most similar text, if it is similar and young enough."""
+        """Return the answer to the most similar text, if it is similar and young enough."""
         import numpy as np
 
         for number in [

@@ -40,7 +40,7 @@ _NAMES_AT_ONCE = 256
 
 
 def entry_name(*content: Any) -> str:
-    """The name of an entry. `content` is everything that it depends on, the workspace first."""
+    """Return the name of an entry. `content` is everything that it depends on, the workspace first."""
     digest = hashlib.blake2b(msgspec.msgpack.encode((__version__, content)), digest_size=24)
     return digest.hexdigest()
 
@@ -103,7 +103,7 @@ class SharedCaches(Collector):
         return (await self.get_many(kind, [name]))[0]
 
     async def get_many(self, kind: str, names: Sequence[str]) -> list[SharedEntry | None]:
-        """The entries of these names; None for those that are not there, or cannot be read now."""
+        """Return the entries of these names; None for those that are not there, or cannot be read now."""
         found: list[SharedEntry | None] = []
         for start in range(0, len(names), _NAMES_AT_ONCE):
             chunk = names[start : start + _NAMES_AT_ONCE]

@@ -59,8 +59,8 @@ Path: TypeAlias = tuple[str | int, ...]
 
 
 def key_lines(text: str) -> dict[Path, int]:
-    """The line, from 1, of every key and table in a text that parses. What stands inside a value of several lines
-    has the line on which the value begins."""
+    """Return the line, from 1, of every key and table in a text that parses. What stands inside a value of several
+    lines has the line on which the value begins."""
     found: dict[Path, int] = {}
     table: Path = ()
     lengths: dict[Path, int] = {}  # of arrays of tables
@@ -77,7 +77,7 @@ def key_lines(text: str) -> dict[Path, int]:
 
 
 def nearest_line(lines: Mapping[Path, int], path: Sequence[str | int]) -> int | None:
-    """The line of a key, or of the closest table around it."""
+    """Return the line of a key, or of the closest table around it."""
     for depth in range(len(path), 0, -1):
         line = lines.get(tuple(path[:depth]))
         if line is not None:
@@ -107,7 +107,7 @@ def _parses(source: str) -> bool:
 
 
 def _table_path(statement: dict[str, Any], lengths: dict[Path, int], *, is_array: bool) -> Path:
-    """The path of a header. A step through an array of tables goes to its last element so far."""
+    """Return the path of a header. A step through an array of tables goes to its last element so far."""
     path: Path = ()
     inside: Any = statement
     while inside:
@@ -189,7 +189,8 @@ def parse_file(text: str, file_name: str) -> tuple[Document, Settings]:
 
 
 def check_document(document: Document, file_name: str, text: str = "") -> Settings:
-    """The settings of a document. Raises ConfigError with the key, and with the line in `text`, if there is one."""
+    """Return the settings of a document. Raises ConfigError with the key, and with the line in `text`, if there is
+    one."""
     try:
         settings = msgspec.convert(document, Settings)
     except msgspec.ValidationError as error:
@@ -233,8 +234,8 @@ def _refusal(document: dict[str, Any], text: str, file_name: str, message: str) 
 
 
 def _resolve(document: dict[str, Any], place: str, message: str) -> Path:
-    """The path that a validation error is about. The error writes `[...]` in place of a dictionary's key; that key is
-    found by validating each entry of the dictionary alone, until one gives the same error."""
+    """Return the path that a validation error is about. The error writes `[...]` in place of a dictionary's key; that
+    key is found by validating each entry of the dictionary alone, until one gives the same error."""
     path: Path = ()
     inside: Any = document
     for name, index, unnamed in _PATH_STEP.findall(place):
@@ -255,7 +256,7 @@ def _fails_alone(document: dict[str, Any], path: Path, key: str, message: str) -
 
 
 def _with_only(value: Any, path: Path, key: str) -> Any:
-    """A copy in which the dict at `path` has one key."""
+    """Return a copy in which the dict at `path` has one key."""
     if not path:
         return {key: value[key]}
     copy: Any = list(value) if isinstance(value, list) else dict(value)
@@ -279,7 +280,7 @@ def _mentioned_line(error: ConfigError, text: str) -> int | None:
 
 
 def _known_path(dotted: str, lines: dict[Path, int]) -> Path | None:
-    """The longest key that `dotted` begins with. Names may hold dots themselves."""
+    """Return the longest key that `dotted` begins with. Names may hold dots themselves."""
     known = [path for path in lines if f"{dotted}.".startswith(f"{_dotted(path)}.")]
     return max(known, key=len, default=None)
 

@@ -59,7 +59,7 @@ class SettingsChange(msgspec.Struct, frozen=True):
 
 
 def parse_json(body: bytes | str) -> Document:
-    """A JSON object whose fractions keep their digits. Raises InvalidRequest."""
+    """Return a JSON object whose fractions keep their digits. Raises InvalidRequest."""
     try:
         document = json.loads(body, parse_float=_fraction, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -72,7 +72,7 @@ def parse_json(body: bytes | str) -> Document:
 
 
 def parse_toml(body: bytes) -> Document:
-    """The document of a settings file. Raises InvalidRequest, with the line of a mistake."""
+    """Return the document of a settings file. Raises InvalidRequest, with the line of a mistake."""
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
@@ -82,7 +82,7 @@ def parse_toml(body: bytes) -> Document:
 
 
 def check(document: Document, name: str = "the settings") -> Settings:
-    """The settings of a document that a client sent. Raises InvalidRequest."""
+    """Return the settings of a document that a client sent. Raises InvalidRequest."""
     return _checked(lambda: check_document(document, name))
 
 
@@ -117,7 +117,7 @@ class SettingsStore:
         self._wall_clock = wall_clock
 
     async def latest(self) -> SettingsVersion | None:
-        """The current version; None if the database never had settings."""
+        """Return the current version; None if the database never had settings."""
         if not self._database.exists:
             return None
         found = await self._database.run(lambda connection: read_latest(connection, KIND), reads_only=True)
@@ -203,7 +203,8 @@ class SettingsStore:
 
 
 def _usable(version: SettingsVersion | None) -> Settings:
-    """The settings of a version, for a comparison. Another release may have written what this one does not know."""
+    """Return the settings of a version, for a comparison. Another release may have written what this one does not
+    know."""
     try:
         return check_document((version.settings if version else None) or {}, KIND)
     except ConfigError:

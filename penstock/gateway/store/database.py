@@ -97,7 +97,7 @@ _SERVER_SETTINGS = {
 
 
 def sqlite_url(data_dir: Path) -> str:
-    """The URL of the database that a server keeps in its data folder."""
+    """Return the URL of the database that a server keeps in its data folder."""
     return f"sqlite:///{data_dir / DATABASE_FILE}"
 
 
@@ -134,18 +134,18 @@ class Database:
 
     @property
     def file(self) -> Path | None:
-        """The file of a SQLite database; None for other databases."""
+        """Return the file of a SQLite database; None for other databases."""
         is_file = self.dialect == "sqlite" and not self._is_in_memory
         return Path(self._engine.url.database or "") if is_file else None
 
     @property
     def description(self) -> str:
-        """The address of the database for people to read, without the password."""
+        """Return the address of the database for people to read, without the password."""
         return str(self.file) if self.file else self._engine.url.render_as_string(hide_password=True)
 
     @property
     def driver_url(self) -> str:
-        """The address with its password, as PostgreSQL's own clients take it. Not for logs."""
+        """Return the address with its password, as PostgreSQL's own clients take it. Not for logs."""
         return self._engine.url.set(drivername=self.dialect).render_as_string(hide_password=False)
 
     async def run(self, work: Work[T], *, reads_only: bool = False) -> T:
@@ -328,13 +328,14 @@ def _is_outage(error: Exception) -> bool:
 
 
 def _cause(error: Exception) -> str:
-    """The first line of what the driver said. The statement's parameters, which may be private, are left out."""
+    """Return the first line of what the driver said. The statement's parameters, which may be private, are left
+    out."""
     original = getattr(error, "orig", None) or error
     return str(original).strip().partition("\n")[0].rstrip(".") or type(original).__name__
 
 
 def insert_into(connection: Connection, table: Table) -> Any:
-    """An INSERT statement with `ON CONFLICT`, which SQLAlchemy has for each database separately."""
+    """Return an INSERT statement with `ON CONFLICT`, which SQLAlchemy has for each database separately."""
     return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
 
 
@@ -358,7 +359,7 @@ def read_page(
     after: str | None = None,
     before: str | None = None,
 ) -> tuple[Sequence[Row[Any]], bool]:
-    """The rows of `query` that come after the cursor, or just before it, and whether there are more that way.
+    """Return the rows of `query` that come after the cursor, or just before it, and whether there are more that way.
 
     `table` has the columns `id` and `created_at`. The cursor must be among the rows of the query."""
     ascends = (order == "asc") == (before is None)

@@ -137,8 +137,8 @@ class Directory:
         self._on_change = on_change
 
     async def has_keys(self, *, only_live: bool = False) -> bool:
-        """Whether any key was ever made; with `only_live`, whether any key still works. The method does not create a
-        database that does not exist."""
+        """Say whether any key was ever made; with `only_live`, whether any key still works. The method does not
+        create a database that does not exist."""
         if not self._database.exists:
             return False
         query = select(keys.c.id).limit(1)
@@ -250,7 +250,8 @@ class Directory:
         return await self._alter(actor, KEYS, key_id, "update", values, _refuse_revoked)
 
     async def revoke_key(self, actor: Actor, key_id: str) -> Key:
-        """Every gateway refuses the key within seconds. It stays in lists, because usage refers to it."""
+        """Revoke a key. Every gateway refuses the key within seconds. The key stays in lists, because usage refers to
+        it."""
         change = {"revoked_at": self.wall_time()}
         return await self._alter(actor, KEYS, key_id, "revoke", change, _refuse_revoked)
 

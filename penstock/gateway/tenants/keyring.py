@@ -104,7 +104,7 @@ class KeyRing:
         return known.principal
 
     async def workspace(self, workspace_id: str) -> KnownWorkspace | None:
-        """A workspace that is not archived, or None."""
+        """Return a workspace that is not archived, or None."""
         if not could_be_id(workspace_id):
             return None
         await self._notice_changes()

@@ -65,7 +65,7 @@ class LookupCache(Generic[T]):
         return len(self._found) + len(self._absent)
 
     def peek(self, name: str) -> T | None:
-        """The cached value of a name; None if it is unknown or absent. Asks no database."""
+        """Return the cached value of a name; None if it is unknown or absent. Asks no database."""
         entry = self._found.get(name)
         if entry is None or self._clock.now() >= entry.stale_at_s:
             return None
@@ -73,7 +73,8 @@ class LookupCache(Generic[T]):
         return entry.value
 
     async def get(self, name: str) -> T | None:
-        """The value of a name, or None. Raises StoreUnavailable when it is not cached and cannot be looked up."""
+        """Return the value of a name, or None. Raises StoreUnavailable when it is not cached and cannot be looked
+        up."""
         known = self.peek(name)
         if known is not None:
             return known
@@ -192,7 +193,7 @@ def read_workspace(connection: Connection, workspace_id: str) -> Loaded[KnownWor
 
 
 def read_changes(connection: Connection, since: int | None) -> Changes:
-    """What changed after the change number `since`; None means that the caller has cached nothing yet."""
+    """Return what changed after the change number `since`; None means that the caller has cached nothing yet."""
     revision = _read_revision(connection)
     if since is None or revision == since:
         return Changes(revision, (), ())

@@ -53,7 +53,7 @@ def new_secret() -> NewSecret:
 
 
 def prefix_of(secret: str) -> str | None:
-    """The prefix that finds the key's row; None when no key has this form."""
+    """Return the prefix that finds the key's row; None when no key has this form."""
     if not _SHAPE.fullmatch(secret):
         return None
     if not hmac.compare_digest(_checksum(secret[:-_NUM_CHECKSUM]), secret[-_NUM_CHECKSUM:]):
@@ -177,7 +177,7 @@ class Page(msgspec.Struct, Generic[Row], frozen=True):
 
 
 def checked_name(name: str) -> str:
-    """A name that can be shown in one line anywhere."""
+    """Return a name that can be shown in one line anywhere."""
     name = name.strip()
     if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
         raise InvalidRequest(
@@ -265,8 +265,8 @@ KEYS = Kind("key", "key", "key", keys, _key_of)
 
 
 def next_revision(connection: Connection) -> int:
-    """The number of this change. Its row stays locked until the transaction ends, so numbers rise in the order of
-    commits, and a reader that has seen number N has seen every change up to N."""
+    """Return the number of this change. Its row stays locked until the transaction ends, so numbers rise in the order
+    of commits, and a reader that has seen number N has seen every change up to N."""
     bump = update(tenant_revision).values(revision=tenant_revision.c.revision + 1)
     return int(connection.execute(bump.returning(tenant_revision.c.revision)).scalar_one())
 
@@ -316,7 +316,7 @@ def page(
 
 
 def equals(column: ColumnElement[str], row_id: str | None) -> tuple[ColumnElement[bool], ...]:
-    """The condition that a column holds this id; no condition for None."""
+    """Return the condition that a column holds this id; no condition for None."""
     if row_id is None:
         return ()
     return (column == row_id,) if could_be_id(row_id) else (false(),)

@@ -61,7 +61,7 @@ class PublicKeys:
         self._fetching: asyncio.Task[None] | None = None
 
     async def matching(self, key_id: str | None) -> tuple[PublicKey, ...]:
-        """The keys that a token with this key id may be signed with; without an id, any of them."""
+        """Return the keys that a token with this key id may be signed with; without an id, any of them."""
         now = self._clock.now()
         found = self._named(key_id)
         is_old = now - self._fetched_at_s >= REFRESH_EVERY_S
@@ -101,8 +101,8 @@ class PublicKeys:
 
 
 async def discover(client: httpx.AsyncClient, issuer: str, names: Sequence[str]) -> dict[str, Any]:
-    """The issuer's discovery document, in which `names` are URLs that may be trusted. Raises ValueError, KeyError or
-    httpx.HTTPError."""
+    """Return the issuer's discovery document, in which `names` are URLs that may be trusted. Raises ValueError,
+    KeyError or httpx.HTTPError."""
     document = await _get_json(client, issuer.rstrip("/") + _DISCOVERY_PATH)
     if document.get("issuer") != issuer:
         raise ValueError("its discovery document names another issuer")
@@ -121,7 +121,7 @@ async def _get_json(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
 
 
 async def read_json(response: httpx.Response) -> dict[str, Any]:
-    """A JSON object of bounded size. Raises ValueError."""
+    """Return a JSON object of bounded size. Raises ValueError."""
     body = bytearray()
     async for chunk in response.aiter_bytes():
         body += chunk
@@ -233,7 +233,7 @@ class TokenVerifier:
         return claims
 
     def _principal(self, claims: dict[str, Any]) -> Principal:
-        """The identity that the claims state, before the workspace is looked up."""
+        """Return the identity that the claims state, before the workspace is looked up."""
         config = self._config
         return Principal(
             workspace_id=self._workspace_id(claims),
@@ -261,7 +261,7 @@ class TokenVerifier:
         return scopes or frozenset(self._config.default_scopes)
 
     def _models(self, claims: dict[str, Any]) -> frozenset[str] | None:
-        """The models that a token may use. A claim that is configured but missing allows no model."""
+        """Return the models that a token may use. A claim that is configured but missing allows no model."""
         if self._config.models_claim is None:
             return None
         return frozenset(_words(_claim(claims, self._config.models_claim)))
@@ -298,7 +298,7 @@ def _is_meant_for(key: PublicKey, algorithm: str) -> bool:
 
 
 def _claim(claims: dict[str, Any], path: str) -> Any:
-    """The claim of this name, or the value at a dotted path; None if there is none."""
+    """Return the claim of this name, or the value at a dotted path; None if there is none."""
     if path in claims:
         return claims[path]
     value: Any = claims

@@ -67,8 +67,8 @@ class KeptText(msgspec.Struct, frozen=True):
 
 
 def tools_salt(prompt: ChatPrompt) -> str:
-    """A salt that keeps prefixes of chats with different tools apart. Changed tools invalidate everything: most
-    templates write them first, but some behind the system prompt, which would then be found again."""
+    """Return a salt that keeps prefixes of chats with different tools apart. Changed tools invalidate everything:
+    most templates write them first, but some behind the system prompt, which would then be found again."""
     if not prompt.tools:
         return ""
     # Without the marks, which may move from one request to the next.
@@ -77,8 +77,8 @@ def tools_salt(prompt: ChatPrompt) -> str:
 
 
 def marked_pieces(prompt: ChatPrompt) -> list[Piece]:
-    """The pieces of a chat; empty when none of them carries a mark. Raises InvalidRequest for marks against the
-    rules."""
+    """Return the pieces of a chat; empty when none of them carries a mark. Raises InvalidRequest for marks against
+    the rules."""
     if not has_cache_marks(prompt):
         return []
     pieces = [Piece("tool", index, mark=tool.cache) for index, tool in enumerate(prompt.tools)]
@@ -119,7 +119,7 @@ def locate(prompt: ChatPrompt, pieces: Sequence[Piece], text: str, render: Rende
 def breakpoints_at(
     kept: Sequence[KeptText], num_tokens_before: Mapping[int, int]
 ) -> tuple[CacheBreakpoint, ...]:
-    """The same in tokens, given how many of them end at or before a character."""
+    """Return the same in tokens, given how many of them end at or before a character."""
     return tuple(
         CacheBreakpoint(
             num_tokens_before[prefix.end],
@@ -153,7 +153,7 @@ def has_cache_marks(prompt: ChatPrompt) -> bool:
 
 
 def _pieces_of(index: int, message: ChatMessage) -> list[Piece]:
-    """A mark on the whole turn is one on its last piece."""
+    """Return the pieces of a turn. A mark on the whole turn counts as a mark on its last piece."""
     pieces = [
         Piece("image" if isinstance(text, ImagePart) else "text", index, part, text.cache)
         for part, text in enumerate(_texts(message))
@@ -193,8 +193,8 @@ class _Finder:
         return self._cut[number]
 
     def _find_signs(self) -> dict[int, int | None] | None:
-        """The end of every text, or None for one that the template leaves out, repeats, or puts after a later one.
-        None for all when signs change the text or cannot be told from it."""
+        """Return the end of every text, or None for one that the template leaves out, repeats, or puts after a later
+        one. None for all when signs change the text or cannot be told from it."""
         texts = [number for number, piece in enumerate(self._pieces) if piece.kind == "text"]
         held = frozenset() if self._text.isascii() else frozenset(_SIGN.findall(self._text))
         signs = list(islice((sign for sign in _SIGNS if sign not in held), len(texts)))
@@ -222,8 +222,8 @@ class _Finder:
         return ends
 
     def _end_of_tool(self, index: int) -> int | None:
-        """The position where the text first depends on what comes after a tool. A template that writes the system
-        prompt before the tools cannot keep them apart: then the place is after both."""
+        """Return the position where the text first depends on what comes after a tool. A template that writes the
+        system prompt before the tools cannot keep them apart: then the place is after both."""
         begins = self._where_parted(_with_tools_changed(self._prompt, [index]))
         later = _with_tools_changed(self._prompt, range(index + 1, len(self._prompt.tools)))
         for roles_kept in ((), ("system", "developer")):
@@ -247,7 +247,7 @@ class _Finder:
 
 
 def _with_texts(prompt: ChatPrompt, change: Callable[[int, int, str], str]) -> ChatPrompt:
-    """Every text of every turn as `change(message, part, text)` has it."""
+    """Return every text of every turn as `change(message, part, text)` has it."""
     messages = []
     for index, message in enumerate(prompt.messages):
         if isinstance(message.content, str):
@@ -288,7 +288,7 @@ def _with_tools_changed(prompt: ChatPrompt, indices: Sequence[int]) -> ChatPromp
 
 
 def _cut_after(prompt: ChatPrompt, piece: Piece) -> ChatPrompt:
-    """The chat up to and including a piece of one of its turns."""
+    """Return the chat up to and including a piece of one of its turns."""
     message = prompt.messages[piece.index]
     if piece.kind != "call":
         content = message.content if isinstance(message.content, str) else message.content[: piece.part + 1]
@@ -304,7 +304,7 @@ def _cut_after(prompt: ChatPrompt, piece: Piece) -> ChatPrompt:
 
 
 def _common_length(first: str, second: str) -> int:
-    """The length of the common prefix, by bisection: slices compare at C speed."""
+    """Return the length of the common prefix, by bisection: slices compare at C speed."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

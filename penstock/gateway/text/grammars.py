@@ -246,7 +246,7 @@ def _checked(grammar: Grammar, special_token_ids: Mapping[str, int]) -> CheckedG
 
 
 def _compiled(text: str) -> tuple[str | None, list[str]]:
-    """The error of a grammar, or what the matcher says about parts of it that it skips."""
+    """Return the error of a grammar, or what the matcher says about parts of it that it skips."""
     limits = LLParserLimits(verbose_errors=False)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, None, limits=limits)
     return (_first_line("".join(messages[:1])), []) if is_error else (None, messages)
@@ -286,8 +286,8 @@ def _without_multiples(schema: Any, notes: list[str]) -> Any:
 def _with_softer_schemas(
     grammar: Grammar, notes: list[str], soften: Callable[[Any, list[str]], Any]
 ) -> Grammar:
-    """The grammar without what its lenient schemas demand and no grammar can enforce. `notes` gets a sentence about
-    each demand that `soften` leaves out."""
+    """Return the grammar without what its lenient schemas demand and no grammar can enforce. `notes` gets a sentence
+    about each demand that `soften` leaves out."""
     if grammar.kind == "json_schema":
         schema = json.loads(grammar.text)
         if not is_lenient(schema):
@@ -306,7 +306,7 @@ def _with_softer_schemas(
 
 
 def _softened(schema: Any, notes: list[str]) -> Any:
-    """A schema with patterns that can be enforced: a pattern loses its assertions, or goes as a whole."""
+    """Return a schema with patterns that can be enforced: a pattern loses its assertions, or goes as a whole."""
     if isinstance(schema, list):
         return [_softened(each, notes) for each in schema]
     if not isinstance(schema, dict):

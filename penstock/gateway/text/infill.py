@@ -44,7 +44,7 @@ def infill_ids(token_id: Callable[[str], int | None]) -> tuple[InfillTokens, dic
 def laid_out(
     family: InfillTokens, ids: dict[str, int], before: tuple[int, ...], behind: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The prompt of a gap, from the tokens of the texts around it."""
+    """Return the prompt of a gap, from the tokens of the texts around it."""
     first = (ids[family.prefix], *before)
     second = (ids[family.suffix], *behind)
     end = () if family.middle is None else (ids[family.middle],)

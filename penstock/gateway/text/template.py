@@ -84,8 +84,8 @@ class PlainTextMarks:
 
 
 def _any_of(spellings: Sequence[str]) -> str:
-    """A pattern for the longest of them. Some models have hundreds of control tokens, and texts in HTML as many `<`:
-    so the pattern decides by the first two characters before it looks at each."""
+    """Return a pattern for the longest of them. Some models have hundreds of control tokens, and texts in HTML as
+    many `<`: so the pattern decides by the first two characters before it looks at each."""
     groups: dict[str, list[str]] = {}
     for spelling in spellings:  # longest first
         groups.setdefault(spelling[:2], []).append(re.escape(spelling[2:]))
@@ -162,7 +162,8 @@ class ChatTemplate:
         return _Compiled(template, "tools" in variables, loops, needs_parts)
 
     def _chosen(self, prompt: ChatPrompt) -> _Compiled:
-        """The template that the client names; else, with tools, the model's template for tools; else the default."""
+        """Return the template that the client names; else, with tools, the model's template for tools; else the
+        default."""
         name = prompt.template_name
         if name is not None and name != DEFAULT_TEMPLATE:
             if name not in self._named:
@@ -255,7 +256,8 @@ class ChatTemplate:
         return variables
 
     def _content(self, chosen: _Compiled, message: ChatMessage) -> str | list[dict[str, str]]:
-        """The content of a turn: one text, or parts where there are images or the template wants nothing else."""
+        """Return the content of a turn: one text, or parts where there are images or the template wants nothing
+        else."""
         mark, content = self._marks.mark, message.content
         parts = (TextPart(content),) if isinstance(content, str) else content
         has_images = any(isinstance(part, ImagePart) for part in parts)
@@ -335,7 +337,7 @@ class _TurnWriter:
 
 
 def _marked(value: Any, mark: Callable[[str], str]) -> Any:
-    """The same JSON value with every text in it marked."""
+    """Return the same JSON value with every text in it marked."""
     if isinstance(value, str):
         return mark(value)
     if isinstance(value, list):

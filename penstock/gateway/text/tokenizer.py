@@ -96,8 +96,8 @@ class TextTokenizer:
         plain_ranges: Sequence[tuple[int, int]],
         positions: Sequence[int],
     ) -> tuple[tuple[int, ...], dict[int, int]]:
-        """What `encode` gives without special tokens added, and for each of `positions`, in characters, how many
-        leading tokens end at or before it."""
+        """Return what `encode` gives without special tokens added, and for each of `positions`, in characters, how
+        many leading tokens end at or before it."""
         if self._goes_direct(len(text)):
             return self._encode_marked(text, plain_ranges, positions)
         loop = asyncio.get_running_loop()
@@ -140,7 +140,7 @@ class TextTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The whole text, special tokens included."""
+        """Return the whole text, special tokens included."""
         if len(token_ids) <= DIRECT_ENCODE_CHARS:
             return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
         (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
@@ -157,7 +157,7 @@ class TextTokenizer:
         return self._token_bytes[token_id]
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is spelled so, if there is one."""
+        """Return the id of the token that is spelled so, if there is one."""
         found: int | None = self._tokenizer.token_to_id(text)
         return found
 
@@ -166,7 +166,7 @@ class TextTokenizer:
         return self._special_ids
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
-        """The special tokens among `texts`."""
+        """Return the special tokens among `texts`."""
         ids = {self._tokenizer.token_to_id(text) for text in texts}
         return self._special_ids & ids
 
@@ -208,7 +208,7 @@ class TextTokenizer:
     def _encodings(
         self, text: str, plain_ranges: Sequence[tuple[int, int]]
     ) -> Iterator[tuple[int, Encoding]]:
-        """The stretches of a text that are tokenized apart, each with where it begins."""
+        """Yield the stretches of a text that are tokenized apart, each with where it begins."""
         position = 0
         for start, end in plain_ranges:
             if start > position:
@@ -220,12 +220,12 @@ class TextTokenizer:
 
     @cached_property
     def _missing_bos(self) -> tuple[int, ...]:
-        """The beginning-of-sequence token, if the tokenizer's own template does not write it."""
+        """Return the beginning-of-sequence token, if the tokenizer's own template does not write it."""
         return () if self._tokenizer.encode("a").ids[:1] == [*self.bos_ids] else self.bos_ids
 
     @cached_property
     def _plain_tokenizer(self) -> Tokenizer:
-        """The same tokenizer without special tokens. Few chats need it, and it takes a moment to build."""
+        """Return the same tokenizer without special tokens. Few chats need it, and it takes a moment to build."""
         tokenizer = Tokenizer.from_buffer(self._card.tokenizer_json)
         tokenizer.encode_special_tokens = True
         return tokenizer

@@ -116,7 +116,7 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 
 def with_thinking(grammar: Grammar | None, budget: ThinkingBudget) -> Grammar:
-    """The grammar of an answer, if there is one, behind thoughts."""
+    """Return the grammar of an answer, if there is one, behind thoughts."""
     tags = StructuralTags(structures=(), triggers=(), answer=grammar)
     if grammar is not None and grammar.kind == "structural_tag":
         tags = decode_tags(grammar.text)

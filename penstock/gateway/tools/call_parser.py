@@ -129,7 +129,7 @@ class CallParser(SectionParser):
         return bool(self._buffer)
 
     def _step_name(self) -> bool:
-        """A name that arguments are to follow."""
+        """Read the name of a function, after which its arguments follow."""
         found, name_end = _NAME.match(self._buffer), self._markers.name_end
         assert found is not None
         assert name_end is not None
@@ -238,7 +238,7 @@ def python_calls(source: str, known_names: frozenset[str]) -> list[PythonCall] |
 
 
 def _call_nodes(expression: ast.expr) -> list[ast.expr]:
-    """The calls that an expression consists of: itself, those in a list, or what it prints."""
+    """Return the calls that an expression consists of: itself, those in a list, or what it prints."""
     if isinstance(expression, ast.List | ast.Tuple):
         return [node for element in expression.elts for node in _call_nodes(element)]
     if (

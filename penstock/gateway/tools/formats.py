@@ -49,17 +49,17 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     parameters: ParameterText | None = None  # None: the arguments are one JSON object
 
     def call_head(self, name: str) -> str:
-        """A call up to its arguments."""
+        """Return a call up to its arguments."""
         return self.head.replace(_NAME, json.dumps(name)[1:-1])
 
     @property
     def trigger(self) -> str | None:
-        """What a call, and nothing else, begins with."""
+        """Return what a call, and nothing else, begins with."""
         return next((marker for marker in self.opening if self.head.startswith(marker)), None)
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """The texts that calls, and nothing else, begin with."""
+        """Return the texts that calls, and nothing else, begin with."""
         return (harmony.CHANNEL, harmony.START) if self.markers is None else self.markers.opening
 
     @property
@@ -68,7 +68,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         return harmony.CONTROL_TOKENS if self.markers is None else self.markers.texts
 
     def parser(self, sink: AnswerSink, schemas: Mapping[str, Mapping[str, Any]]) -> OutputParser:
-        """A parser of answers that may call the functions in `schemas`, which has their parameters."""
+        """Return a parser of answers that may call the functions in `schemas`, which has their parameters."""
         if self.markers is None:
             return harmony.HarmonyParser(sink, frozenset(schemas))
         if isinstance(self.markers, TaggedCalls):
@@ -323,7 +323,7 @@ _THINKING_SIGNS = ("harmony", "seed_oss", "mistral", "granite", "think")
 
 
 def tool_schema(tool: Tool) -> dict[str, object]:
-    """A tool as chat templates expect it."""
+    """Return a tool as chat templates expect it."""
     function: dict[str, object] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -332,8 +332,8 @@ def tool_schema(tool: Tool) -> dict[str, object]:
 
 
 def tool_format_of(card: ModelCard, setting: str = AUTO) -> ToolFormat | None:
-    """The format that a model writes calls in: as configured, else as its template or architecture shows. None when
-    calls are not to be parsed at all."""
+    """Return the format that a model writes calls in: as configured, else as its template or architecture shows. None
+    when calls are not to be parsed at all."""
     if setting == NO_PARSER:
         return None
     if setting != AUTO:
@@ -348,8 +348,8 @@ def tool_format_of(card: ModelCard, setting: str = AUTO) -> ToolFormat | None:
 
 
 def reasoning_of(card: ModelCard, setting: str = AUTO) -> ReasoningMarks | None:
-    """The marks around a model's thoughts: as configured, else as its template shows. None for a model that does not
-    think, or whose thoughts stay in the text."""
+    """Return the marks around a model's thoughts: as configured, else as its template shows. None for a model that
+    does not think, or whose thoughts stay in the text."""
     if setting == NO_PARSER:
         return None
     if setting != AUTO:

@@ -36,7 +36,7 @@ class ValueSpan:
         self.is_broken = False
 
     def consume(self, text: str, start: int) -> int:
-        """The position behind that part of `text` which belongs to the value, or at which it breaks."""
+        """Return the position behind that part of `text` which belongs to the value, or at which it breaks."""
         for position in range(start, len(text)):
             character = text[position]
             if self._in_string:
@@ -118,7 +118,7 @@ class CallReader:
         self.is_broken = False
 
     def consume(self, text: str, start: int) -> int:
-        """The position up to which `text` was read: behind the call, where it breaks, or the end."""
+        """Return the position up to which `text` was read: behind the call, where it breaks, or the end."""
         position = start
         while position < len(text) and not self.is_complete and not self.is_broken:
             if self._span is not None:

@@ -26,7 +26,7 @@ class AnswerSink(Protocol):
 class OutputParser(Protocol):
     @property
     def is_reasoning(self) -> bool:
-        """Whether the next text is a part of the reasoning."""
+        """Say whether the next text is a part of the reasoning."""
         ...
 
     def push(self, text: str) -> None: ...

@@ -48,7 +48,7 @@ class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_start(self) -> str:
-        """What each head begins with, if that is always the same, where heads have no tag in front."""
+        """Return what each head begins with, if that is always the same, where heads have no tag in front."""
         start = None if self.call_start else re.match(r"[^\\(\[{*+?.|^$]+", self.head)
         return "" if start is None else start[0]
 
@@ -281,7 +281,7 @@ def _type_name(value: Any) -> str:
 
 
 def _types_of(schema: Any) -> set[str]:
-    """The types that a schema allows; empty where it does not say."""
+    """Return the types that a schema allows; empty where it does not say."""
     if not isinstance(schema, dict):
         return set()
     given = schema.get("type")

@@ -50,11 +50,11 @@ class ExpertStack:
 
     @property
     def chunk(self) -> int:
-        """The inputs whose codes lie side by side."""
+        """Return the inputs whose codes lie side by side."""
         return self.codes.shape[3] * (2 if self.form in (INT4.value, FLOAT4.value) else 1)
 
     def rounds_inputs(self, dtype: torch.dtype) -> bool:
-        """Whether inputs of this type are rounded to float8 too, and both go through float8 tensor cores."""
+        """Say whether inputs of this type are rounded to float8 too, and both go through float8 tensor cores."""
         is_fitting = self.form == FLOAT8.value and self.chunk >= SMALLEST_FLOAT8_CHUNK
         return is_fitting and current().has_float8 and dtype != torch.float32
 
@@ -66,7 +66,7 @@ class ExpertStack:
 
     @property
     def readable_codes(self) -> Tensor:
-        """The codes as this GPU's kernels read them."""
+        """Return the codes as this GPU's kernels read them."""
         is_bytes = self.form == FLOAT8.value and not current().has_float8
         return self.codes.view(torch.uint8) if is_bytes else self.codes
 
@@ -249,7 +249,7 @@ def _as_dense(packed: ExpertStack, dtype: torch.dtype) -> ExpertStack:
 
 
 def unpacked(packed: ExpertStack) -> Tensor:
-    """The matrices in float32 [E, N, K]."""
+    """Return the matrices in float32 [E, N, K]."""
     experts, _, outputs, _ = packed.codes.shape
     codes = packed.codes
     if packed.form in (INT4.value, FLOAT4.value):

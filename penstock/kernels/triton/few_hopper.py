@@ -171,7 +171,7 @@ BARRIER_BYTES = 2048  # at most
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel takes this product: the copy engine reads whole tiles, from aligned addresses."""
+    """Say whether the kernel takes this product: the copy engine reads whole tiles, from aligned addresses."""
     return (
         1 < x.shape[0] <= MAX_ROWS
         and x.dtype.itemsize <= 2

@@ -225,7 +225,7 @@ def _few_rows_kernel(
 
 
 def gates(num_rows: int, weight: Float8Linear) -> bool:
-    """Whether `rows` gates the product of this many rows."""
+    """Say whether `rows` gates the product of this many rows."""
     return 1 < num_rows <= MAX_ROWS and has_hopper_kernels() and weight.in_features % 128 == 0
 
 

@@ -55,7 +55,7 @@ class Int4Linear:
 def pack(
     parts: list[GroupQuantWeight], bias: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Int4Linear:
-    """All parts have four bits and the same group."""
+    """Pack stacked parts. All parts have four bits and the same group."""
     group = parts[0].group
     codes = torch.cat([part.codes for part in parts]).to(device)
     outputs, width = codes.shape
@@ -108,7 +108,7 @@ def _unpack_kernel(codes, pairs, out, K, GROUP: tl.constexpr, GROUPS: tl.constex
 
 
 def unpack(weight: Int4Linear, dtype: torch.dtype) -> Tensor:
-    """The dense matrix [out, in]. Unpacking pays off for products of many rows."""
+    """Return the dense matrix [out, in]. Unpacking pays off for products of many rows."""
     outputs, width = weight.out_features, weight.in_features
     out = torch.empty(outputs, width, dtype=weight.factors.dtype, device=weight.codes.device)
     groups = max(1, min(16, triton.next_power_of_2(width // weight.group)))

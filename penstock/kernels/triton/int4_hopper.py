@@ -343,8 +343,8 @@ def add_mlp(
 def _product(
     arranged: Tensor, weight: Int4Linear, product: RowProduct, next_group: int = 0
 ) -> tuple[Tensor, bool]:
-    """The product of arranged rows, and whether its outputs are arranged for groups of `next_group`, which they are
-    unless shares are added up."""
+    """Return the product of arranged rows, and whether its outputs are arranged for groups of `next_group`, which
+    they are unless shares are added up."""
     num_rows, width = arranged.shape
     num_made = weight.out_features
     outputs = product.num_outputs(num_made)
@@ -398,7 +398,7 @@ def _product(
 
 
 def _arranged(x: Tensor, group: int, product: RowProduct) -> Tensor:
-    """The rows, normed if the product says so, in the order of codes in groups of this size."""
+    """Return the rows, normed if the product says so, in the order of codes in groups of this size."""
     num_rows, width = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)

@@ -56,7 +56,7 @@ MULTIPLY_NS, SCALE_NS, ADD_SHARES_NS = 0.00033, 0.5, 7000.0
 def choose_tile(
     num_rows: int, num_made: int, width: int, group: int, is_gated: bool, device: int
 ) -> tuple[int, HopperTile, int]:
-    """The rows of a tile, the tile, and into how many shares of the width the product is cut."""
+    """Return the rows of a tile, the tile, and into how many shares of the width the product is cut."""
     tile_rows = min(max(TILES), max(min(TILES), triton.next_power_of_2(num_rows)))
     processors = num_processors(device)
     if tile_rows > MOST_FEW_ROWS:
@@ -108,7 +108,7 @@ def _predicted_ns(
 
 
 def _filled(tile_rows: int, width: int, parts: int, turns: int) -> HopperTile:
-    """A tile with as many stages as shared memory holds beside the results of groups of warps."""
+    """Return a tile with as many stages as shared memory holds beside the results of groups of warps."""
     results = (parts * (turns - 1) * 4 + (parts - 1) * 2) * OUTPUTS * tile_rows
     free = current().shared_bytes - BARRIER_BYTES - results
     num_stages = free // (width * (parts * OUTPUTS // 2 + 2 * tile_rows))

@@ -56,7 +56,7 @@ class Int8Linear:
 
     @property
     def readable_codes(self) -> Tensor:
-        """The codes as this GPU's kernels read them."""
+        """Return the codes as this GPU's kernels read them."""
         is_float8 = self.codes.dtype == torch.float8_e4m3fn
         return self.codes.view(torch.uint8) if is_float8 and not current().has_float8 else self.codes
 
@@ -81,7 +81,8 @@ def pack(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Int8Linear:
-    """All parts have codes of one type and the same group, and agree on the rounding of inputs."""
+    """Pack stacked parts. All parts have codes of one type and the same group, and agree on the rounding of
+    inputs."""
     group = parts[0].group
     assert group is not None
     codes, scales, offsets = [], [], []
@@ -110,7 +111,7 @@ def pack(
 
 
 def _block_scales(scales: Tensor) -> Tensor | None:
-    """The scales of square blocks, if all are whole and have one scale each, and if cuBLAS takes them."""
+    """Return the scales of square blocks, if all are whole and have one scale each, and if cuBLAS takes them."""
     outputs, blocks = scales.shape
     if not scales.is_cuda or outputs % FLOAT8_BLOCK or not _cublas_takes_blocks():
         return None
@@ -120,7 +121,8 @@ def _block_scales(scales: Tensor) -> Tensor | None:
 
 @functools.cache
 def _cublas_takes_blocks() -> bool:
-    """Whether torch's cuBLAS multiplies float8 with scales for blocks on this GPU, which a small product tells."""
+    """Say whether torch's cuBLAS multiplies float8 with scales for blocks on this GPU, which a small product
+    tells."""
     if current().arch != HOPPER.arch:
         return False
     side = 4 * FLOAT8_BLOCK
@@ -293,7 +295,7 @@ def few_rows(
 
 
 def unpack(weight: Int8Linear, dtype: torch.dtype) -> Tensor:
-    """The dense matrix [out, in]. Unpacking pays off for products of many rows."""
+    """Return the dense matrix [out, in]. Unpacking pays off for products of many rows."""
     outputs, width = weight.out_features, weight.in_features
     out = torch.empty(outputs, width, dtype=dtype, device=weight.codes.device)
     block = min(1024, triton.next_power_of_2(width))

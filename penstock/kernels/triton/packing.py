@@ -128,8 +128,9 @@ def _pack_run(
 
 
 def _fitted(part: WeightData, rounds_inputs: bool) -> WeightData:
-    """The weight in groups that kernels take: powers of two, small enough that a tile of a group fits. Kernels that
-    round inputs need `rounds_inputs`, and for float8 tensor cores of that type; other kernels widen the weights."""
+    """Return the weight in groups that kernels take: powers of two, small enough that a tile of a group fits. Kernels
+    that round inputs need `rounds_inputs`, and for float8 tensor cores of that type; other kernels widen the
+    weights."""
     if isinstance(part, Float8Weight) and part.group is None:
         height, width = part.shape
         group = min(width & -width, LARGEST_GROUP)

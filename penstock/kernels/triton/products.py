@@ -143,7 +143,7 @@ def _fits_hopper(x: Tensor, weight: TorchLinear) -> bool:
 
 
 def _few_rows(x: Tensor, weight: TorchLinear, product: RowProduct, *, beside: bool = False) -> Tensor:
-    """A product of plain weights with one row or a few."""
+    """Return a product of plain weights with one row or a few."""
     if not _fits_hopper(x, weight):
         return skinny.linear(x, weight.weight, weight.bias, product, beside=beside)
     from penstock.kernels.triton import few_hopper
@@ -155,7 +155,8 @@ def _few_rows(x: Tensor, weight: TorchLinear, product: RowProduct, *, beside: bo
 
 
 def _with_surroundings(weight: Packed, rows: int) -> Callable[[Tensor, Any, RowProduct], Tensor] | None:
-    """The kernel for this many rows and weights of this format, with the norm, the gate and the sum fused in."""
+    """Return the kernel for this many rows and weights of this format, with the norm, the gate and the sum fused
+    in."""
     match weight:
         case Float8Linear() if rows == 1:
             return float8.one_row

@@ -151,7 +151,7 @@ def current() -> Family:
 
 
 def has_hopper_kernels() -> bool:
-    """Whether this GPU is a Hopper and Triton compiles the kernels in Gluon for it."""
+    """Say whether this GPU is a Hopper and Triton compiles the kernels in Gluon for it."""
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     is_hopper = not triton.knobs.runtime.interpret and current().arch == HOPPER.arch
     return is_hopper and GLUON_SINCE <= version < GLUON_BEFORE
@@ -184,17 +184,17 @@ _IS_INTERPRETED = triton.knobs.runtime.interpret
 
 @constexpr_function
 def overlaps():
-    """Whether kernels may wait for the kernel before them (`Family.has_overlap`)."""
+    """Say whether kernels may wait for the kernel before them (`Family.has_overlap`)."""
     return not _IS_INTERPRETED and cuda_capability_geq(9, 0)
 
 
 @constexpr_function
 def converts_float8():
-    """Whether the GPU converts e4m3 itself (`Family.has_float8`)."""
+    """Say whether the GPU converts e4m3 itself (`Family.has_float8`)."""
     return not _IS_INTERPRETED and cuda_capability_geq(8, 9)
 
 
 @constexpr_function
 def has_ptx():
-    """Whether kernels may contain PTX."""
+    """Say whether kernels may contain PTX."""
     return not _IS_INTERPRETED and is_cuda()

@@ -44,7 +44,7 @@ class HeadFolder:
 
     @property
     def fields(self) -> Fields:
-        """The settings of the decoder layer, which the speculators library keeps one level down."""
+        """Return the settings of the decoder layer, which the speculators library keeps one level down."""
         inner = self.settings.get("transformer_layer_config")
         return Fields(
             {**(inner if isinstance(inner, dict) else {}), **self.settings}, f"{self.path}/config.json"
