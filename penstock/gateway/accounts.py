@@ -49,8 +49,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float = 0.0
     first_token_s: float | None = None  # None when no token came
     queue_s: float | None = None  # of the first answer, as the engine measured it
-    prefill: Prefill | None = None  # of the first answer, as the engine tells
-    finish_reasons: tuple[FinishReason, ...] = ()  # of the answers that came to their own end
+    prefill: Prefill | None = None  # of the first answer, as the engine reports
+    finish_reasons: tuple[FinishReason, ...] = ()  # of the answers that ended normally
     draft_tokens: int = 0  # that engines verified
     accepted_draft_tokens: int = 0
     is_cached: bool = False  # a recorded answer was replayed: no engine worked for it
@@ -63,7 +63,7 @@ class Lease(Protocol):
     def rate_limits(self) -> RateLimits: ...
 
     async def reserve(self, claim: Claim) -> Lease:
-        """Take the second half: tokens and money. The lease that comes back takes the place of this one. Raises
+        """Take the second half: tokens and money. The returned lease replaces this one. Raises
         RateLimited or QuotaExceeded; then this lease still holds the first half, and the caller settles it."""
         ...
 
@@ -95,11 +95,11 @@ class Limiter(Protocol):
 
 
 class Ledger(Protocol):
-    """The record of what every request used."""
+    """The record of every request's usage."""
 
     def begin(self, claim: Claim) -> None:
-        """Note that a request runs, so that a crash leaves a trace of it. Must not block. Raises PenstockError when
-        it cannot, where the operator wants no request to run unrecorded."""
+        """Note that a request runs, so that a crash leaves a trace of it. Must not block. Raises PenstockError if the
+        record fails and the operator forbids unrecorded requests."""
         ...
 
     def settle(self, claim: Claim, outcome: Outcome) -> None:
@@ -111,7 +111,7 @@ class Observer(Protocol):
     """Watches accounts for logs and traces."""
 
     def begin(self, claim: Claim) -> Callable[[Outcome], None]:
-        """Note that an account was opened. The function that comes back is called once, when the account is settled.
+        """Note that an account was opened. The returned function is called once, when the account is settled.
         Neither may block or raise."""
         ...
 
@@ -276,8 +276,8 @@ class Accounts:
 
     @asynccontextmanager
     async def errand(self, principal: Principal, model: str, endpoint: str) -> AsyncIterator[None]:
-        """Work for which no engine is needed, such as counting tokens. The limits count the work as a request; the
-        ledger does not record it."""
+        """Open an account for work without an engine, such as counting tokens. The limits count the work as a
+        request; the ledger does not record it."""
         claim = Claim(
             request_id="", principal=principal, model=model, endpoint=endpoint, tier=principal.best_tier
         )
@@ -288,7 +288,7 @@ class Accounts:
             lease.settle(Outcome(usage=NOTHING_USED, status="completed"))
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
-        """Return a caller's limits as they stand, for answers that opened no account."""
+        """Return a caller's current limits, for answers that opened no account."""
         return await self._limiter.peek(principal, model)
 
 

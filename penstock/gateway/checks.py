@@ -1,4 +1,4 @@
-"""What a request may ask for. Every refusal is an InvalidRequest that names the parameter and the bound."""
+"""Checks on the options of a request. Every refusal is an InvalidRequest that names the parameter and the bound."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_BEAM_WIDTH = 64
 MAX_BEAM_TOKENS = 4096  # of one beam: each token is a step that all beams wait for
 LENGTH_PENALTIES = (-10, 10)
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024  # of each; what an answer might begin to say is held back
+MAX_STOP_CHARS = 1024  # of each; that much of an answer may be held back
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_BAD_WORDS = 256
@@ -34,10 +34,10 @@ MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = (
     1 << 20
 )  # numbers in one answer: for each token of all prompts, its own and the alternatives'
-MAX_TOP_K = 2**31 - 1  # what engines count with
+MAX_TOP_K = 2**31 - 1  # engines use 32-bit integers
 REPETITION_PENALTIES = (0.01, 100)  # beyond them logits overflow
 MAX_LOGIT_BIASES = 1024
-MAX_MAX_TOKENS = 2**63 - 1  # which some clients send for "as many as fit"
+MAX_MAX_TOKENS = 2**63 - 1  # some clients send it for "as many as fit"
 MAX_TOOLS = 1024
 MAX_NAME_CHARS = 4096  # of names for users and prompts; the last requests are remembered with them
 MAX_TOOL_SCHEMA_DEPTH = 64
@@ -45,7 +45,7 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 def check_request(request: GenerationRequest, vocab_size: int) -> None:
-    """Everything that can be checked before the prompt is tokenized."""
+    """Check everything that can be checked before the prompt is tokenized."""
     if not request.prompts:
         raise InvalidRequest("There must be at least one prompt.", param="prompt")
     _check_range("n", request.n, 1, MAX_N)
@@ -67,7 +67,7 @@ def check_request(request: GenerationRequest, vocab_size: int) -> None:
 
 
 def check_names(request: GenerationRequest) -> None:
-    """Refuse names of a client's own that are no names, but megabytes."""
+    """Refuse overlong names that a client chooses."""
     names = {"user": request.user, "prompt_cache_key": request.prompt_cache_key}
     for param, name in names.items():
         if name is not None and len(name) > MAX_NAME_CHARS:
@@ -120,9 +120,9 @@ def resolve_max_tokens(
     param: str = "max_tokens",
     refuses_long_outputs: bool = False,
 ) -> int:
-    """Return the number of tokens an answer may have: what was asked for, or the default, cut to what fits the
+    """Return the number of tokens an answer may have: the requested number, or the default, reduced to fit the
     context and the server's cap. With `refuses_long_outputs`, a `max_tokens` of the client that is too large is
-    refused, never reduced. `param` is what the client calls that number."""
+    refused, never reduced. `param` is the client's name for that number."""
     context = engine.model.max_model_len
     if num_prompt_tokens < 1:
         raise InvalidRequest("The prompt is empty: it must have at least one token.", param=prompt_param)

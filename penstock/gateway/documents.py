@@ -1,5 +1,6 @@
-"""Text files in prompts: what the model reads of a document, and the uploaded files that requests name by id. Nothing
-but text is read: a PDF document or another binary file is refused with a sentence that names its place.
+"""Text files in prompts: the text that the model reads of a document, and the uploaded files that requests name by
+id. Nothing but text is read: a PDF document or another binary file is refused with a sentence that names its position
+in the request.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _HIDDEN = (_UPLOADING, UPLOAD, PART)
 
 
 class FilesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a workspace may keep."""
+    """Limits on the files of a workspace."""
 
     max_file_bytes: Annotated[int, Meta(ge=1)] = 512 << 20
     max_workspace_bytes: Annotated[int, Meta(ge=1)] = 16 << 30

@@ -1,4 +1,4 @@
-"""The way of a request from a front end to an engine, one step after the other in `Gateway.ask`.
+"""The path of a request from a front end to an engine, step by step in `Gateway.ask`.
 
 authorize → admit (size, request-rate and concurrency limits) → guard → reuse (an answer given before) → prepare
 (render, tokenize, grammar) → reserve tokens → dispatch. Each step fills in one `PreparedRequest`; what comes back is
@@ -103,7 +103,7 @@ class Gateway:
 
     @property
     def num_live(self) -> int:
-        """Requests whose last token has not come yet."""
+        """Return the number of requests whose last token has not come yet."""
         return len(self._live)
 
     @property
@@ -205,7 +205,7 @@ class Gateway:
         )
 
     async def _guard(self, work: PreparedRequest) -> None:
-        """What a policy allows: the request as it is, or changed, or at another model, or not at all."""
+        """Apply the safety policy: pass the request on, change it, send it to another model, or refuse it."""
         policy = None if work.is_internal else self.guards.policy_for(work.request.principal)
         if policy is None:
             return
@@ -234,7 +234,7 @@ class Gateway:
         return await work.admission.open(work.claim())
 
     def _dispatch(self, work: PreparedRequest, account: Account) -> AnswerStream:
-        """To an engine, or to an external server. The answer lives, and is waited for by a drain, from now on."""
+        """Send the request to an engine or to an external server. A drain waits for the answer from now on."""
         n = work.request.n
         if isinstance(work.model, ExternalModel):
             assert self.catalogue.external is not None
@@ -281,7 +281,7 @@ class Gateway:
         """Refuse new requests, and let admitted ones finish, with the reviews of judges. After `timeout_s`, or when
         this is cancelled, those left end with an error.
 
-        True when every answer came to its own end. Bytes may still be on their way to readers."""
+        Returns True if every answer ended normally. Bytes may still be on their way to readers."""
         self._is_leaving = self._is_draining = True
         try:
             async with asyncio.timeout(timeout_s):
@@ -313,7 +313,8 @@ class Gateway:
 
     @contextmanager
     def counted(self, work: LiveWork) -> Iterator[None]:
-        """Work that is no generation: a drain waits for it, and fails it after the timeout, like a generation."""
+        """Count work that is no generation: a drain waits for the work, and fails it after the timeout, like a
+        generation."""
         self.check_accepting(is_admitted=True)
         self._live.add(work)
         self._nothing_live.clear()

@@ -1,4 +1,4 @@
-"""One request on its way in: what each step of `Gateway.ask` has found out about the request so far.
+"""One request before its dispatch: the results of the steps of `Gateway.ask` so far.
 
 `prepare_for_engine` and `prepare_for_server` are the costly step: prompts become engine requests, or calls to an
 external server. Knows no limits and no guards.
@@ -70,7 +70,7 @@ class PreparedRequest:
     warnings: tuple[RequestWarning, ...] = ()  # for the answer
 
     def claim(self) -> Claim:
-        """Return what the request may use at most, as far as it is known by now."""
+        """Return the most tokens that the request may use, as far as they are known by now."""
         input_tokens = output_tokens = 0
         if self.prompts:
             input_tokens = sum([len(prompt.token_ids) for prompt in self.prompts])
@@ -180,7 +180,7 @@ MAX_IMAGE_COPY_BYTES = 256 << 20
 
 
 def _check_copies(request: GenerationRequest, prompts: Sequence[PreparedPrompt]) -> None:
-    """Every answer is a request of its own to an engine, with its own copy of the images."""
+    """Refuse too many copies of images: every answer is a separate engine request, with its own copy."""
     num_bytes = request.n * sum(len(image.data) for prompt in prompts for image in prompt.images)
     if request.n > 1 and num_bytes > MAX_IMAGE_COPY_BYTES:
         raise InvalidRequest(

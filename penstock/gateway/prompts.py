@@ -1,4 +1,4 @@
-"""What a front end hands to the gateway: prompts, sampling options and the request around them.
+"""The input of the gateway: prompts, sampling options and the request around them.
 
 Independent of any wire format: front ends translate OpenAI's and Anthropic's shapes into these.
 """
@@ -14,7 +14,7 @@ from penstock.core.request import Grammar, SamplingDefaults, Tier
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
-    """`suffix` is the text behind the one to be filled in; None: the answer follows `text`."""
+    """`suffix` is the text after the one to be filled in; None: the answer follows `text`."""
 
     text: str
     suffix: str | None = None
@@ -26,7 +26,7 @@ class TokenPrompt(msgspec.Struct, frozen=True):
 
 
 class CacheMark(msgspec.Struct, frozen=True):
-    """Keep the prompt up to and including what carries this mark, for `ttl_s` after each use."""
+    """Keep the prompt up to and including the marked part, for `ttl_s` after each use."""
 
     ttl_s: float
 
@@ -240,7 +240,7 @@ class BeamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerText(msgspec.Struct, frozen=True):
-    """What of the model's tokens an answer shows."""
+    """The tokens that an answer shows."""
 
     shows_special_tokens: bool = False
     includes_stop: bool = False  # the stop string or stop token that ended the answer
@@ -267,16 +267,16 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     model_is_given: bool = False  # by the operator: the caller's own list of models does not matter for it
     drops_oldest_turns: bool = False  # of a chat that is too long for the context
     default_max_tokens: int | None = None
-    prediction: str = ""  # the answer that the client expects, which is quicker if it comes
+    prediction: str = ""  # the answer that the client expects, which makes that answer faster
     tier: Tier = Tier.DEFAULT  # as asked for; the principal's best tier bounds it
     principal: Principal = OPEN_PRINCIPAL
     request_id: str = ""  # as in the x-request-id header; the gateway makes one when empty
-    endpoint: str = "chat"  # what the usage ledger calls it: chat, completions, messages, responses, …
+    endpoint: str = "chat"  # its name in the usage ledger: chat, completions, messages, responses, …
     user: str | None = None  # the client's own name for its end user
     prompt_cache_key: str | None = None  # steers routing to where similar prompts went
     region: str = ""  # where it should be served; empty: as the caller's settings say
     idempotency_key: str | None = None
-    cache_response_s: float | None = None  # reuse, and keep, an identical request's answer for so long
+    cache_response_s: float | None = None  # for how long an identical request's answer is kept and reused
     timeout_s: float | None = None
     warnings: tuple[RequestWarning, ...] = ()  # of the front end, for the answer
     max_tokens_param: str = "max_tokens"  # what the client calls it

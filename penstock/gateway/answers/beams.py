@@ -47,7 +47,7 @@ class _Candidate(msgspec.Struct, frozen=True):
 
 
 class BeamSearch:
-    """The beams of one prompt. `advance` must be called with what came after each of the `live` beams, until
+    """The beams of one prompt. Call `advance` with the tokens found after each of the `live` beams, until
     `is_over`."""
 
     def __init__(
@@ -69,8 +69,8 @@ class BeamSearch:
 
     @property
     def num_wanted(self) -> int:
-        """Return how many of the most probable tokens after each beam a step needs. So many tokens may end the answer
-        that enough others must be among them."""
+        """Return how many of the most probable tokens after each beam a step needs. Some of them may end the answer,
+        so more than `width` tokens are needed."""
         num_live_and_ended = self._options.width + max(self._options.width, len(self._stop_ids))
         return max(num_live_and_ended, self._num_shown or 0)
 
@@ -147,12 +147,12 @@ class BeamSearch:
 
 
 class _PromptSearch:
-    """The search for one prompt, and what its running step has found so far."""
+    """The search for one prompt, and the tokens that its running step has found so far."""
 
     def __init__(self, search: BeamSearch, request: Request, choices: Sequence[Choice]) -> None:
         self.search = search
         self.choices = choices
-        self.first: TokenEvent | None = None  # what came first tells about the queue and the caches
+        self.first: TokenEvent | None = None  # the first event, which has the queue time and the cache use
         self.asked: set[str] = set()  # the ids of requests that the engine has not answered yet
         self._request = request
         self._found: list[TokenLogprobs | None] = []
@@ -268,7 +268,7 @@ class BeamGeneration(Generation):
                 self._ask(searched)
 
     def _end_step_early(self, searched: _PromptSearch, event: TokenEvent) -> None:
-        """At a deadline the beams so far are the answers, if there are any."""
+        """End the search at a deadline: the beams so far are the answers, if there are any."""
         if event.finish_reason is FinishReason.DEADLINE and searched.search.num_steps:
             self._abort(searched.asked)
             self._show(searched)

@@ -24,7 +24,7 @@ from penstock.gateway.text.tokenizer import TextTokenizer
 from penstock.gateway.tools.answer_form import AnswerForm
 from penstock.gateway.tools.parser import OutputParser
 
-# What a buffered log-probability weighs against the reader's byte limit, roughly its size on the wire.
+# Bytes by which a buffered log-probability counts against the reader's limit, roughly its size on the wire.
 LOGPROB_BYTES = 80
 
 
@@ -36,14 +36,14 @@ class TokenAlternative(msgspec.Struct, frozen=True):
 class TokenDetail(msgspec.Struct, frozen=True):
     """A token of the answer, for clients that asked for log-probabilities."""
 
-    data: bytes  # what the token stands for; not always whole characters
+    data: bytes  # the token's bytes; not always whole characters
     logprob: float
     text_offset: int  # where in the answer's text the token begins, in characters
     alternatives: tuple[TokenAlternative, ...]
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True):
-    """What is new about one tool call of an answer. `id` and `name` come once, with the first delta of a call."""
+    """New output of one tool call of an answer. `id` and `name` come once, with the first delta of a call."""
 
     index: int
     arguments: str = ""
@@ -52,7 +52,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What is new about one answer since its reader last looked, or the first part of it."""
+    """New output of one answer since its reader last looked, or the first part of it."""
 
     index: int
     text: str
@@ -119,8 +119,7 @@ class _Part:
 
 
 class ParsedAnswer:
-    """Takes what a parser found (`tools.parser.AnswerSink`) and keeps what is new, in order, until the reader
-    comes."""
+    """Collects a parser's output (`tools.parser.AnswerSink`), in order, until the reader takes it."""
 
     __slots__ = ("_form", "_has_changed", "_num_calls", "_parts", "is_over")
 
@@ -129,7 +128,7 @@ class ParsedAnswer:
         self._num_calls = 0
         self._form = form
         self._has_changed = False  # since details were last added
-        self.is_over = False  # what has begun does not belong to the answer any more: nothing more is taken
+        self.is_over = False  # later text does not belong to the answer and is dropped
 
     @property
     def has_news(self) -> bool:
@@ -139,7 +138,7 @@ class ParsedAnswer:
         self._part("reasoning").pieces.append(text)
 
     def add_text(self, text: str) -> None:
-        """Text behind calls ends an answer that must consist of calls: the model has no more of them."""
+        """Add text. Text after calls ends an answer that must consist of calls, because no more calls follow."""
         self.is_over = self.is_over or (self._form.stops_at_text and bool(self._num_calls))
         if not self.is_over:
             self._part("text").pieces.append(text)
@@ -287,7 +286,7 @@ class Choice:
         if self._is_plain_text:
             self.num_tokens += len(shown_ids)
             self._release(self._detokenizer.push(shown_ids))
-        else:  # each token may end the answer or its reasoning, and then the tokens behind it do not count
+        else:  # each token may end the answer or its reasoning, and later tokens then do not count
             for position, token_id in enumerate(shown_ids):
                 self._push_token(token_id, event.logprobs[position] if event.logprobs else None)
                 if self.finish_reason is not None:
@@ -350,7 +349,8 @@ class Choice:
         self.buffered_bytes = 0
 
     def stop_watch(self) -> StopWatch | None:
-        """Return what looks for the stop strings in an answer that has not begun yet; None if there are none."""
+        """Return the watch for stop strings of an answer that has not begun yet; None if there are no stop
+        strings."""
         if self._matcher is None:
             return None
         return StopWatch(self._detokenizer, self._matcher, self._min_tokens)
@@ -375,7 +375,7 @@ class Choice:
 
     def _push_text(self, text: str) -> None:
         self._num_seen_chars += len(text)
-        # What the least number of tokens says is no part of a stop string.
+        # The first `min_tokens` tokens cannot be part of a stop string.
         if self._matcher is not None and self.num_tokens > self._min_tokens:
             text = self._matcher.push(text)
         self._release(text)
@@ -419,7 +419,7 @@ class Choice:
         return TokenDetail(token_bytes(token_id), logprobs.logprob, self._num_seen_chars, alternatives)
 
     def _take_details(self) -> tuple[TokenDetail, ...]:
-        """Details travel with their text: a token that is held back, or that lies behind a stop string, is not
+        """Take the details of the shown text: a token that is held back, or comes after a stop string, is not
         shown."""
         if not self._details:
             return ()

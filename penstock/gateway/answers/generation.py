@@ -25,7 +25,7 @@ from penstock.gateway.text.caching import written_by_ttl
 
 
 class Generation(MeteredAnswer[Choice]):
-    """`start` it once."""
+    """The answers of our engines to one request. Call `start` once."""
 
     _num_drafted = _num_accepted = 0  # tokens of drafts that engines have verified for this request
     _num_predicted = _num_predicted_right = 0  # those of them that came from the client's prediction
@@ -96,7 +96,8 @@ class Generation(MeteredAnswer[Choice]):
             self._tell(choice)
 
     def _note_beginning_or_end(self, choice: Choice, event: TokenEvent) -> bool:
-        """Note what only the first events of an answer say, and its last. Whether the event is to be shown."""
+        """Record the facts that only the first and the last event of an answer have. Returns whether the event is
+        shown."""
         self._context.metrics.observe_engines(self._context.engine)
         if event.prompt_logprobs is not None and choice.prompt_scores is not None:
             choice.prompt_scores.add(event.prompt_logprobs)
@@ -114,14 +115,14 @@ class Generation(MeteredAnswer[Choice]):
         return True
 
     def _end_scores(self, choice: Choice) -> None:
-        """The scores of a prompt come before the first token of its first answer, if they come at all."""
+        """End the scores of a prompt: they come before the first token of its first answer, or not at all."""
         scores = choice.prompt_scores
         if scores is not None and not scores.is_over and choice.index % self._n == 0:
             scores.is_over = True
             self._tell_of_prompt(choice)
 
     def _tell_of_prompt(self, leader: Choice) -> None:
-        """Answers to a prompt may be shown once its scores are over."""
+        """Show the answers to a prompt, whose scores are complete."""
         for choice in self._choices[leader.index : leader.index + self._n]:
             if choice.has_news:
                 self._tell(choice)
@@ -167,7 +168,7 @@ class Generation(MeteredAnswer[Choice]):
         match event.finish_reason:
             case FinishReason.ERROR if (
                 not choice.num_tokens and event.queue_s is None
-            ):  # it never left the queue
+            ):  # the request never left the queue
                 return Overloaded(
                     event.error or "The request was never started.",
                     retry_after_s=self._context.queue_drain_s(),

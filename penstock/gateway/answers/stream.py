@@ -1,6 +1,6 @@
-"""The output of one request: its answers, their reader, and what happens when either of them goes away.
+"""The output of one request: its answers, their reader, and the cleanup when either of them ends early.
 
-Producers of answers never wait for a reader. News of an answer is merged until the reader takes it; a reader that
+Producers of answers never wait for a reader. New output is merged until the reader takes it; a reader that
 falls too far behind loses the request. Everything runs on one event loop, without locks. The producers are
 `generation` (our engines) and `external.answer` (external servers). Guards, recorders and shared readers of an answer
 derive from `WrappedAnswer`.
@@ -29,11 +29,11 @@ CacheStatus: TypeAlias = Literal["hit", "similar", "miss"]
 
 
 class ReaderGone(Exception):
-    """The request was cancelled by its own reader; nobody is left to answer."""
+    """The reader has cancelled the request, so nobody needs the answer."""
 
 
 class StreamContext(Protocol):
-    """What a generation needs of the gateway that started it."""
+    """The parts of the gateway that a generation uses."""
 
     engine: EngineClient
     metrics: GatewayMetrics
@@ -75,7 +75,8 @@ class AnswerStream(Protocol):
 
     @property
     def warnings(self) -> tuple[RequestWarning, ...]:
-        """Return what the answer does not do as it was asked. Complete when the first delta has come."""
+        """Return warnings about parts of the request that the answer does not follow. Complete with the first
+        delta."""
         ...
 
     def __aiter__(self) -> AnswerStream: ...
@@ -88,7 +89,7 @@ class AnswerStream(Protocol):
 
 
 class AnyChoice(Protocol):
-    """One answer of a request: what is new about it, and how it stands."""
+    """One answer of a request: its new output and its state."""
 
     finish_reason: FinishReason | None
     first_token_at: float | None
@@ -171,7 +172,7 @@ class MeteredAnswer(Generic[ChoiceT]):
         raise NotImplementedError
 
     def _abandon(self, choices: Sequence[ChoiceT]) -> None:
-        """These answers ended early: free what is held for them, at once."""
+        """Free the resources of answers that ended early, at once."""
         raise NotImplementedError
 
     def __aiter__(self) -> Self:
@@ -197,7 +198,7 @@ class MeteredAnswer(Generic[ChoiceT]):
         return merged([deltas])
 
     def cancel(self) -> None:
-        """The reader has gone: free what is held for it, at once."""
+        """Cancel for a reader that has gone: free all resources at once."""
         self._end_early(ReaderGone())
 
     def fail(self, error: PenstockError) -> None:

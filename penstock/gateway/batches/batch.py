@@ -1,4 +1,4 @@
-"""The types of batches, and what an API must provide so that its batches can run. Does no I/O."""
+"""The types of batches, and the protocol that an API implements for its batches. Does no I/O."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.core.identity import Principal
 
 class BatchStatus(enum.StrEnum):
     """validating → in_progress → finalizing → completed | expired; and from any of the first two,
-    cancelling → cancelled. What cannot be validated has failed."""
+    cancelling → cancelled. A batch that cannot be validated has failed."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -72,7 +72,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     workspace_id: str
-    kind: str  # whose dialect it is written in
+    kind: str  # the API whose dialect the batch is written in
     endpoint: str
     status: BatchStatus
     principal: Principal

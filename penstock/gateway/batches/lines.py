@@ -21,7 +21,7 @@ def lines_of(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> Iterator[Batc
 
 
 def validate(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> tuple[int, list[LineError]]:
-    """Return the number of lines, and what is wrong with them."""
+    """Return the number of lines, and their errors."""
     try:
         return _validate(batch, blobs, dialect)
     except _TooManyBlankLines:
@@ -54,8 +54,8 @@ def _validate(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> tuple[int, l
 
 
 class OutputWriter:
-    """Writes what became of each line, in the order of the input. A line without a result takes the batch's early
-    ending for one. Writing again after a crash replaces what was there."""
+    """Writes the result of each line, in the order of the input. A line without a result gets the reason of the
+    batch's early end. Writing again after a crash replaces what was there."""
 
     def __init__(self, batch: Batch, blobs: Blobs, dialect: BatchDialect) -> None:
         self._batch = batch

@@ -69,7 +69,7 @@ _MIN_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
 
 
 class RunContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What the runs of one runner share."""
+    """The objects that all runs of one runner share."""
 
     store: BatchStore
     results: ResultWriter
@@ -81,7 +81,7 @@ class RunContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRun:
-    """`run` it once; `stop` or `pause` it at any moment."""
+    """The run of one batch. Call `run` once; `stop` or `pause` at any moment."""
 
     def __init__(self, batch: Batch, dialect: BatchDialect, context: RunContext) -> None:
         self.batch = batch
@@ -159,7 +159,7 @@ class BatchRun:
         await self._fail(
             [LineError("input_gone", "The lines of the batch are gone from the server's files.")]
         )
-        if self.batch.is_active:  # it was being cancelled, and that stands
+        if self.batch.is_active:  # a cancellation stays a cancellation
             await context.store.finish(
                 context.holder, self.batch, BatchStatus.CANCELLED, self.batch.counts, {}
             )

@@ -31,8 +31,8 @@ _WAIT_AFTER_BUG_S = 60.0
 class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_concurrent_lines: Annotated[int, Meta(ge=1)] = 32
     poll_s: Annotated[float, Meta(gt=0)] = 2.0
-    lease_s: Annotated[float, Meta(gt=0)] = 20.0  # after a machine is lost, another waits so long
-    sweep_s: Annotated[float, Meta(gt=0)] = 60.0  # how often expired files go
+    lease_s: Annotated[float, Meta(gt=0)] = 20.0  # another machine takes over this long after one is lost
+    sweep_s: Annotated[float, Meta(gt=0)] = 60.0  # how often expired files are removed
 
 
 class BatchRunner:

@@ -268,7 +268,7 @@ class BatchStore:
         return await self._database.run(read)
 
     async def mark_ending(self, holder: str, batch_id: str, ending: Ending) -> Batch:
-        """Note why a batch stops early; the first reason stands."""
+        """Note why a batch stops early; the first reason is kept."""
 
         def change(connection: Connection) -> Batch:
             check_lease(connection, holder)

@@ -1,4 +1,4 @@
-"""What every place for bytes can do. Used from threads; knows no event loop, no database and no HTTP of clients.
+"""The interface of every place for bytes. Used from threads; knows no event loop, no database and no HTTP of clients.
 
 A blob appears under its id whole or not at all. A place that does not answer raises StoreUnavailable, and a blob that
 is not there FileNotFoundError.
@@ -47,7 +47,7 @@ class Blobs(Protocol):
     def num_bytes(self, blob_id: str) -> int: ...
 
     def begin(self, blob_id: str) -> BlobWriter:
-        """Then `publish` or `abandon` it. Two that write under one id do not meet: who publishes last, wins."""
+        """Then `publish` or `abandon` it. Two writers of one id do not interfere: the last `publish` wins."""
         ...
 
     def publish(self, blob_id: str, writer: BlobWriter) -> None: ...
@@ -69,9 +69,9 @@ class Blobs(Protocol):
         ...
 
     def remove_abandoned(self) -> None:
-        """Remove what processes that died left half written."""
+        """Remove half-written blobs of processes that died."""
         ...
 
     def local_path(self, blob_id: str) -> Path | None:
-        """Return where the operating system finds the blob; None if it is not on a disk."""
+        """Return the blob's path; None if the blob is not on a disk."""
         ...

@@ -1,9 +1,9 @@
 """A small client of S3-compatible object stores: ten requests, signed (Signature Version 4), repeated after failures.
 
-A library would be larger than what is needed of it: boto3 brings the descriptions of all of Amazon's services and its
-own HTTP client. The client is synchronous, because its callers are threads. Every body that is sent is signed with
-its SHA-256, so that a store refuses bytes that were damaged on the way. Errors of the store are one StoreUnavailable
-for callers; the log has the store's own code.
+A library would be far larger than this client: boto3 has descriptions of all of Amazon's services and its own HTTP
+client. The client is synchronous, because its callers are threads. Every body that is sent is signed with its
+SHA-256, so that a store refuses bytes that were damaged on the way. Errors of the store are one StoreUnavailable for
+callers; the log has the store's own code.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class S3Client:
         body: bytes = b"",
         expected: tuple[int, ...] = (200, 204),
     ) -> httpx.Response:
-        """Repeats what failed on the way. `key` None asks for the bucket itself. Every request may be repeated: each
-        gives the same result the second time."""
+        """Send a request, and repeat it after network errors. `key` None asks for the bucket itself. Every request
+        may be repeated: each gives the same result the second time."""
         path = f"{self._root}/" if key is None else f"{self._root}/{quote(self._prefix + key)}"
         if time.monotonic() < self._paused_until:
             raise _unavailable()
@@ -218,7 +218,8 @@ def _parsed(url: str) -> tuple[str, str]:
 
 
 def _address(bucket: str, access: S3Access) -> tuple[str, str]:
-    """Return the address of the server, and the beginning of every path. Own servers want the bucket in the path."""
+    """Return the address of the server, and the beginning of every path. Self-hosted servers expect the bucket in the
+    path."""
     if access.endpoint is None:
         return f"https://{bucket}.s3.{access.region}.amazonaws.com", ""
     parts = urlsplit(access.endpoint)

@@ -1,1 +1,1 @@
-"""Texts to vectors: what a request for embeddings goes through. Knows no HTTP and no wire format."""
+"""Embeddings: from texts to vectors. Knows no HTTP and no wire format."""

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from penstock.gateway.metrics.table import metric
 
 SHARED_KIND = "embeddings"  # of the entries in Redis
-_ENTRY_BYTES = 200  # what Python needs for an entry besides its vector
+_ENTRY_BYTES = 200  # Python's overhead for an entry besides its vector
 
 
 class CachedVector(msgspec.Struct, frozen=True):
@@ -50,8 +50,8 @@ class EmbeddingCache(Collector):
         self.num_misses = 0
 
     def begin(self, name: str, model: object) -> int:
-        """A number for the keys of a model's vectors. `model` is whatever stands for it; another object, such as
-        after a restart, stands for other weights."""
+        """A number for the keys of a model's vectors. `model` is any object that identifies the model; another
+        object, such as after a restart, means other weights."""
         known, generation = self._models.get(name, (None, 0))
         if known is not model:
             generation = self._num_generations = self._num_generations + 1

@@ -36,7 +36,7 @@ def checked_inputs(
     normalizes: bool | None,
     reading: Reading,
 ) -> list[PlainInput]:
-    """Refuse what only our own engines can do. Raises InvalidRequest."""
+    """Refuse options that only our own engines support. Raises InvalidRequest."""
     plain = [given for given in inputs if isinstance(given, str | tuple)]
     has_options = pooling is not None or normalizes is not None or reading != Reading()
     if has_options or len(plain) < len(inputs):
@@ -74,7 +74,7 @@ class ExternalEmbeddingJob:
         self._started_at = gateway.clock.now()
         self._task: asyncio.Task[Any] | None = None  # while it runs
         self._error: PenstockError | ReaderGone | None = None  # that ended it early
-        self._num_tokens = 0  # as the servers tell
+        self._num_tokens = 0  # as the servers report
 
     @property
     def rate_limits(self) -> RateLimits:

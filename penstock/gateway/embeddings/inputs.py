@@ -23,7 +23,7 @@ _PROMPTS_OF_ROLE: dict[Role, tuple[str, ...]] = {
     "document": ("document", "passage", "corpus"),
 }
 
-# What Qwen3-Reranker was trained with. The texts of a pair stand between the two.
+# The prompt that Qwen3-Reranker was trained with. The texts of a pair go between the two parts.
 _JUDGE_START = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -55,7 +55,7 @@ class Truncation(msgspec.Struct, frozen=True):
     """How to cut inputs that are too long, instead of refusing them."""
 
     max_tokens: int | None = None  # None: as many as the model reads
-    side: Literal["left", "right"] = "right"  # where tokens are cut away
+    side: Literal["left", "right"] = "right"  # the side at which tokens are removed
     max_document_tokens: int | None = None  # of the second text of a pair
 
 
@@ -153,7 +153,7 @@ def _with_prompt(given: RoledText | str, card: ModelCard, prompt_name: str | Non
 def _within_reach(
     given: str | tuple[int, ...] | Pair, label: str, model: ServedModel, cut: Truncation | None, room: int
 ) -> str | tuple[int, ...] | Pair:
-    """Refuse an input before it is tokenized, if it cannot fit; or cut away what cannot be kept."""
+    """Refuse an input before it is tokenized, if it cannot fit; or truncate it."""
     per_token = 1 if isinstance(given, tuple) else model.tokenizer.max_characters_per_token
     if cut is None:
         at_least = num_characters(given) // per_token

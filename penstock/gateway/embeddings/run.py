@@ -19,7 +19,7 @@ from penstock.core.request import FinishReason, Request
 from penstock.gateway.answers.stream import ENGINE_GRACE_S, ReaderGone
 from penstock.gateway.prompts import Usage
 
-# So many at once keep an engine busy, and leave room in its queue for others.
+# This many at once keep an engine busy, and leave room in its queue for other requests.
 MAX_TEXTS_IN_FLIGHT = 64
 
 
@@ -118,7 +118,7 @@ def _too_late() -> DeadlineExceeded:
 
 
 def _error_of(event: TokenEvent) -> PenstockError:
-    """Return the error that stands for a text which got no vector."""
+    """Return the error of a text that got no vector."""
     match event.finish_reason:
         case FinishReason.DEADLINE:
             return _too_late()

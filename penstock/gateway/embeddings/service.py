@@ -65,7 +65,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     dimensions: int | None = None  # None leaves vectors as long as the model makes them
     pooling: Pooling | None = None  # None takes the model's own
-    normalizes: bool | None = None  # None does as the model's files say
+    normalizes: bool | None = None  # None: as the model's files specify
     reading: Reading = Reading()
     uses_cache: bool = True
     principal: Principal = OPEN_PRINCIPAL
@@ -74,7 +74,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     timeout_s: float | None = None
     is_internal: bool = False  # the gateway's own, for an admitted request: not limited, but in the ledger
-    may_be_elsewhere: bool = False  # whether vectors of an external server will do
+    may_be_elsewhere: bool = False  # whether vectors of an external server are acceptable
 
 
 class _Text(msgspec.Struct):
@@ -124,7 +124,7 @@ class Embeddings:
         return vectors[0], self._gateway.catalogue.find(model).fingerprint
 
     async def open(self, request: EmbeddingRequest) -> EmbeddingJob | ExternalEmbeddingJob:
-        """Everything that can be refused is refused here. The job must be run or cancelled."""
+        """Open a job. Every refusal is raised here. The job must be run or cancelled."""
         gateway = self._gateway
         gateway.check_accepting(is_admitted=request.is_internal)
         if request.may_be_elsewhere:
@@ -421,7 +421,7 @@ def _prompt(given: Input) -> TextPrompt | TokenPrompt:
 
 
 def _as_generation(request: EmbeddingRequest) -> GenerationRequest:
-    """Return the same request as limits and tiers know requests."""
+    """Return the request in the form that limits and tiers use."""
     return GenerationRequest(
         prompts=tuple(map(_prompt, request.inputs)),
         sampling=SamplingOptions(),

@@ -1,1 +1,1 @@
-"""Requests that external servers answer: as text to them, as an answer like any other from them."""
+"""Requests that external servers answer: translated to their APIs, and read back as ordinary answers."""

@@ -44,7 +44,7 @@ class ExternalChoice:
 
     def __init__(self, index: int, estimated_prompt_tokens: int) -> None:
         self.index = index
-        self.ending: FinishReason | None = None  # as the server told; more about the answer may follow
+        self.ending: FinishReason | None = None  # as the server reported; usage may still follow
         self.finish_reason: FinishReason | None = None  # when nothing follows any more
         self.buffered_bytes = 0
         self.is_dirty = False  # whether the owner lists this choice as one with new output
@@ -202,7 +202,7 @@ def _alternatives(tops: Sequence[WireAlternative]) -> tuple[TokenAlternative, ..
 def _bytes_of(token: str, data: Sequence[int] | None) -> bytes:
     try:
         return token.encode() if data is None else bytes(data)
-    except ValueError:  # no bytes after all
+    except ValueError:  # not a list of bytes
         return token.encode("utf-8", "replace")
 
 
@@ -215,7 +215,7 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
 
     shortens_answers = False
     asked_max_tokens: int | None = None  # by the client
-    max_tokens_param = "max_tokens"  # what the client calls it
+    max_tokens_param = "max_tokens"  # the client's name for it
 
     def __init__(
         self,

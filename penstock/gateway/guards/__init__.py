@@ -1,4 +1,4 @@
-"""Safety: what may go into a model and what may come out of it, by written policies.
+"""Safety policies for the inputs and the outputs of models.
 
-Knows text, prompts and answers; knows no HTTP and no engine. `policies.GuardPolicies` is the way in.
+Knows text, prompts and answers; knows no HTTP and no engine. `policies.GuardPolicies` is the entry point.
 """

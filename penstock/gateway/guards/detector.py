@@ -102,7 +102,7 @@ def _one_of(alternatives: Sequence[str], *, folds_case: bool) -> str:
 
 
 def _opening_of(items: Sequence[Any]) -> list[list[str]]:
-    """Return what stands at the first few places of every match, place by place."""
+    """Return the characters that are possible at each of the first positions of a match."""
     places: list[list[str]] = []
     for operation, argument in items:
         if operation is tokens.AT:
@@ -222,7 +222,7 @@ class Detector:
     check: Check | None = None
 
     def __post_init__(self) -> None:
-        _ = self.compiled, self.shape  # a bad pattern shows when settings are read, not when a request is
+        _ = self.compiled, self.shape  # a bad pattern fails when settings are read, not during a request
 
     @cached_property
     def compiled(self) -> Any:
@@ -230,7 +230,7 @@ class Detector:
         options.log_errors = False
         options.case_sensitive = not self.ignore_case
         options.max_mem = MAX_PATTERN_BYTES
-        options.never_capture = True  # only where a match lies matters, and RE2 finds that far quicker
+        options.never_capture = True  # only the position of a match matters, which RE2 finds far faster
         try:
             return re2.compile(self.pattern, options)
         except re2.error as error:
@@ -276,8 +276,8 @@ class GuardFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A text to be reviewed as a whole. `untrusted` is the part of it that no operator wrote: what users said and
-    what tools brought in."""
+    """A text to be reviewed as a whole. `untrusted` is the part of it that no operator wrote: texts of users and
+    results of tools."""
 
     text: str
     untrusted: str
@@ -285,7 +285,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """What a guard holds against a text. `reason` is for logs, and quotes nothing of the text."""
+    """A guard's objection to a text. `reason` is for logs, and quotes nothing of the text."""
 
     label: str
     reason: str
@@ -315,7 +315,7 @@ class Guard(Protocol):
     def reviews(self) -> bool: ...
 
     async def review(self, subject: Subject, asker: Asker) -> Review | None:
-        """Return what the guard holds against a text; None for nothing. Raises GuardFailed when the guard cannot
+        """Return the guard's objection to a text; None if there is none. Raises GuardFailed when the guard cannot
         decide."""
         ...
 

@@ -123,7 +123,7 @@ SIGNS = (
 
 
 class InjectionGuard:
-    """Reviews what users and tools brought in; an operator's own system prompt gives orders by right."""
+    """Reviews texts of users and results of tools. The operator's own system prompt may give orders."""
 
     detectors: tuple[Detector, ...] = ()
     reviews = True

@@ -26,7 +26,7 @@ class Span:
 
 
 class _Cursor:
-    """How far one detector has come, in positions of the whole text."""
+    """The progress of one detector, in positions of the whole text."""
 
     __slots__ = ("detector", "next_search")
 
@@ -57,7 +57,7 @@ class Scanner:
         self, hides: Sequence[Detector] = (), stops: Sequence[Detector] = (), notes: Sequence[Detector] = ()
     ) -> None:
         self._stopping = frozenset(map(id, stops))
-        # What only gets noted need not be held back; it is looked for with the same care, behind the reader's back.
+        # Findings that are only noted hold nothing back; the search for them is the same.
         self._holding = [*hides, *stops]
         self._cursors = [_Cursor(detector) for detector in self._holding]
         self._notes = Scanner(hides=notes) if notes else None
@@ -82,7 +82,7 @@ class Scanner:
         return self._base + len(self._buffer) - self._released
 
     def push(self, text: str, *, is_json: bool = False) -> str:
-        """Return the text that is now known to be fit to be seen."""
+        """Return the text that is now known to be allowed."""
         return self._advance(text, is_final=False, is_json=is_json)
 
     def finish(self, *, is_json: bool = False) -> str:
@@ -129,7 +129,7 @@ class Scanner:
         return "".join(pieces)
 
     def _release(self, until: int, *, is_json: bool) -> str:
-        """Let go of the text up to `until`, less what is hidden."""
+        """Pass on the text up to `until`, without its hidden parts."""
         until = max(until, self._released)
         shown_from = min(max(self._released, self._hidden_until), until)
         if is_json:

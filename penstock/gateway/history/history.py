@@ -67,7 +67,7 @@ class Ring:
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a sample says to people. None: nothing is known."""
+    """The figures of a sample for people. None: unknown."""
 
     requests: int | None = None
     failures: int | None = None
@@ -164,7 +164,7 @@ class History:
             found = await self._store.load(span, self._oldest(span))
         server = self._siblings.server
         for told in map(_decode, await self._siblings.ask(TOPIC, span)):
-            # What a process has in memory is newer than what it wrote.
+            # The samples in a process's memory are newer than those that it wrote.
             found |= {(server, told.process, sample.at): sample for sample in told.samples}
         by_server: dict[int, dict[str, list[Sample]]] = {}
         for (name, _, at), sample in found.items():

@@ -1,4 +1,5 @@
-"""Remembers the last requests of a gateway process, with the times of their parts: what waited, where, and for what.
+"""Remembers the last requests of a gateway process, with the times of their parts: where each request waited, and for
+what.
 
 Holds no prompt unless the operator asked for that. Counts are bounded: the oldest requests are forgotten.
 """
@@ -33,7 +34,7 @@ class Route(msgspec.Struct, frozen=True):
 
     replica_id: str
     reason: str
-    matched_tokens: int  # of the prompt, that the replica was thought to hold
+    matched_tokens: int  # of the prompt, expected in the replica's cache
     after_s: float  # since the request was admitted
 
 
@@ -65,7 +66,7 @@ class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str | None = None
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
-    is_replayed: bool = False  # an answer given before was given again
+    is_replayed: bool = False  # a stored answer was replayed
     prompt: str | None = None  # only where the operator asked for prompts to be shown
     object: Literal["request"] = "request"
 

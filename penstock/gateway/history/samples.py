@@ -1,4 +1,4 @@
-"""A sample says what happened in one interval of time: counts of requests and tokens, latency histograms, engines.
+"""A sample describes one interval of time: counts of requests and tokens, latency histograms, engines.
 
 Samples add up in two directions. Samples of one process that follow each other become one of a longer interval.
 Samples of several processes for the same interval become one of the whole server: what each process counted is added,
@@ -21,7 +21,7 @@ from penstock.gateway.metrics.gateway import (
 
 
 class Traffic(msgspec.Struct, array_like=True):
-    """What requests of one model and tier did. The lists count latencies by the buckets of the histograms."""
+    """The traffic of one model and tier. The lists count latencies by the buckets of the histograms."""
 
     requests: int = 0  # that ended, however they did
     failures: int = 0  # of these, ended by an error
@@ -76,7 +76,7 @@ class EngineUse(msgspec.Struct, array_like=True):
         )
 
     def mean(self) -> EngineUse:
-        """Return the same as one look."""
+        """Return the mean over all looks, as one look."""
         looks = max(1, self.looks)
         means = (self.running / looks, self.waiting / looks, self.kv_usage / looks)
         return EngineUse(1, *means, self.cache_queries, self.cache_hits)

@@ -1,1 +1,1 @@
-"""What everyone used and what it cost: prices, the usage journal, the usage table, and what was spent so far."""
+"""Usage and its cost: prices, the usage journal, the usage table, and the money spent so far."""

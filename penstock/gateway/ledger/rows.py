@@ -1,4 +1,4 @@
-"""The usage row of one request, which is made of a claim and an outcome. Knows neither files nor tables."""
+"""The usage row of one request, built from a claim and an outcome. Knows neither files nor tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RowStatus: TypeAlias = Literal["completed", "cancelled", "failed", "interrupted"
 
 
 class _RequestFields(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a request when it begins."""
+    """The facts about a request that are known when it begins."""
 
     request_id: str
     started_at: float  # Unix seconds
@@ -30,7 +30,7 @@ class _RequestFields(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BegunRequest(_RequestFields, frozen=True, array_like=True, tag="begin"):
-    """A request that runs. Enough to write a row if nothing more is ever heard of it."""
+    """A request that runs. Enough to write a row if the process dies before the request's end."""
 
 
 class UsageRow(_RequestFields, frozen=True, array_like=True, tag="settle"):

@@ -1,4 +1,4 @@
-"""What each key, workspace and model has spent today and this month (UTC), in memory, for budgets.
+"""The money that each key, workspace and model has spent today and this month (UTC), in memory, for budgets.
 
 Three layers add up: what the database knew when it was last asked (other gateways' requests included), what this
 process is writing to it, and what it has settled since. Moving from layer to layer neither loses a request nor counts

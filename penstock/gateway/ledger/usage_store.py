@@ -195,7 +195,7 @@ def usage_totals(connection: Connection, query: UsageQuery) -> list[UsageTotal]:
 
 
 def spent_between(connection: Connection, first_day: int, end_day: int) -> list[SpendRecord]:
-    """Return what was spent from `first_day` on and before `end_day`."""
+    """Return the money spent from `first_day` up to, but not on, `end_day`."""
     columns = usage_spend.c
     select = sa.select(
         columns.day, columns.workspace_id, columns.key_id, columns.model, columns.cost_picodollars
@@ -257,7 +257,7 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one group used. Only the fields that were grouped by are there."""
+    """The usage of one group. Only the fields that were grouped by are set."""
 
     day: str | None = None  # such as 2026-11-15
     organization: str | None = None

@@ -1,1 +1,1 @@
-"""What a gateway process counts, and how the pages of several processes become one."""
+"""The metrics of a gateway process, and the merge of the pages of several processes."""

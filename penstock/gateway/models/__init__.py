@@ -1,1 +1,1 @@
-"""Which model answers to a name, and what the gateway builds from its card."""
+"""The models that clients name, and the objects that the gateway builds from their cards."""

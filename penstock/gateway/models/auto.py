@@ -1,5 +1,5 @@
-"""Answers requests for the model `auto`: by the smallest model that should do, or by a larger model if the answer is
-unsure.
+"""Answers requests for the model `auto`: by the smallest model that should suffice, or by a larger model if the
+answer is unsure.
 
 A prompt is assessed by `complexity`. A reader of a whole answer gets the larger model's answer if the tokens
 of the smaller model had a low mean log-probability; a stream, whose first bytes cannot be taken back, stays with the

@@ -90,8 +90,8 @@ class Dialect:
         )
 
     def without_thinking_where_held(self, prompt: ChatPrompt, grammar: Grammar | None) -> ChatPrompt:
-        """A grammar binds what follows the thoughts where tokens mark their end. Elsewhere the grammar describes the
-        whole answer, so the model must not begin with its thoughts."""
+        """Return the chat without thinking if the grammar leaves no room for thoughts. Without tokens that mark the
+        end of thoughts, the grammar describes the whole answer, so the model must not begin with its thoughts."""
         if self.reasoning is None or (grammar is None and not forces_calls(prompt)):
             return prompt
         if self._bounds_thinking and prompt.thinks is not False:
@@ -99,7 +99,7 @@ class Dialect:
         return msgspec.structs.replace(prompt, thinks=False)
 
     def close_thinking(self, prompt: ChatPrompt, rendered: RenderedChat) -> RenderedChat:
-        """Some templates open the reasoning whatever they are told."""
+        """Close the reasoning that some templates open even if thinking is off."""
         if prompt.thinks is False and self.reasoning is not None and self._opens_thinking(rendered):
             text = f"{rendered.text.rstrip()}\n{self.reasoning.end}\n\n"
             return msgspec.structs.replace(rendered, text=text)
@@ -125,7 +125,7 @@ class Dialect:
 
 
 class ServedModel:
-    """What the gateway built from an engine's model card. Lives as long as engines serve that very model.
+    """A model as the gateway serves it, built from an engine's model card. Lives as long as engines serve that model.
 
     An adapter is a model of its own, which shares all but its name with the one that it adapts."""
 
@@ -166,7 +166,7 @@ class ServedModel:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Return what answers depend on besides the request."""
+        """Return a digest of everything besides the request that answers depend on."""
         weights = b"" if self.adapter is None else self.adapter.digest.encode()
         card = msgspec.msgpack.encode(self.card)  # the identity of the base model's weights is in the card
         return hashlib.blake2b(card, digest_size=32).digest() + weights
