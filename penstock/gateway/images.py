@@ -43,7 +43,11 @@ _MAX_REDIRECTS = 3
 _MAX_THREADS = 4
 _ORIENTATION_TAG = 0x0112
 _LYING_ORIENTATIONS = frozenset({5, 6, 7, 8})  # width and height are swapped
-_TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "2002::/16", "2001::/32")))  # stand for IPv4
+_GLOBAL_IPV6 = ipaddress.ip_network(
+    "2000::/3"
+)  # all that is assigned; Python calls unassigned addresses global, too
+# Addresses that stand for IPv4 addresses, and addresses of protocols and of a cloud's metadata.
+_NEVER = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32", "192.0.0.0/24")))
 _DIGEST_BYTES = 16
 
 Made = TypeVar("Made")
@@ -286,7 +290,9 @@ class ImageFetcher:
             return True
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
             address = address.ipv4_mapped
-        if any(address in network for network in _TRANSLATED):
+        if any(address in network for network in _NEVER):
+            return False
+        if isinstance(address, ipaddress.IPv6Address) and address not in _GLOBAL_IPV6:
             return False
         return address.is_global and not address.is_multicast
 

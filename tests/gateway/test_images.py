@@ -230,7 +230,12 @@ def test_urls_that_are_never_asked(url: str, hosts: tuple[str, ...], says: str) 
         "fd00::1",
         "::ffff:127.0.0.1",
         "64:ff9b::7f00:1",
+        "64:ff9b:1::7f00:1",
         "2002:7f00:1::",
+        "::127.0.0.1",
+        "::ffff:0:127.0.0.1",
+        "fec0::1",
+        "192.0.0.192",
     ],
 )
 def test_a_named_host_with_a_private_address_is_not_asked(
