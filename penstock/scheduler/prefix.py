@@ -105,7 +105,7 @@ class PrefixSharing:
             leader.blocks.windows.wanted_ends.append(num_shared)
         return True
 
-    def let_go(self, sequence: Sequence) -> None:
+    def stop_waiting(self, sequence: Sequence) -> None:
         """End a held request's wait for its leader."""
         assert sequence.leader is not None
         del sequence.leader.followers[sequence.number]
@@ -176,7 +176,7 @@ class PrefixSharing:
         served = []
         for follower, num_shared in list(sequence.followers.values()):
             if num_shared <= sequence.num_published:
-                self.let_go(follower)
+                self.stop_waiting(follower)
                 if len(follower.hashes) < num_shared:  # same tenant, same tokens: the same hashes
                     follower.hashes = sequence.hashes[:num_shared]
                 served.append(follower)

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.core.engine_config import SchedulerConfig
-from penstock.core.errors import InvalidRequest
 from penstock.core.messages import EngineStats, KVEvent
 from penstock.core.plan import (
     NO_DRAFTS,
-    Chunk,
     Draft,
     SampledToken,
     ScoredChunk,
@@ -31,32 +29,21 @@ from penstock.core.plan import (
     StepResult,
     TokenEvent,
 )
-from penstock.core.request import FinishReason, Request
+from penstock.core.request import FinishReason
 from penstock.kvcache.cache import KVCache
-from penstock.scheduler.admission import Admission, Headroom, Outcome, check_request, check_windows
+from penstock.scheduler.admission import Outcome
 from penstock.scheduler.endings import (
-    Deadlines,
-    finish_reason_of,
     last_event,
     reason_without_token,
     take_tokens,
     token_event,
     with_draft_use,
 )
-from penstock.scheduler.exchange import BlockExchange
-from penstock.scheduler.images import ImageEncodings, check_images
-from penstock.scheduler.preemption import Preemption, Swapping
-from penstock.scheduler.prefix import Breakpoints, PrefixSharing
-from penstock.scheduler.queue import WaitingQueue
-from penstock.scheduler.running import RunningSet, check_records
+from penstock.scheduler.lifecycle import RequestLifecycle
+from penstock.scheduler.preemption import Preemption
 from penstock.scheduler.sequence import BATCH_RANK, Sequence, State
 from penstock.scheduler.speculation import Speculation
-from penstock.scheduler.step_builder import StepBuilder, StepLoad, StepTimePredictor, share_of_room
-from penstock.scheduler.tenants import (
-    PROMPT_TOKEN_WEIGHT,
-    OutputLengthEstimator,
-    TenantAccounts,
-)
+from penstock.scheduler.step_builder import StepBuilder, StepLoad, share_of_room
 
 _STEPS_BETWEEN_DECISIONS = 16  # between decisions whether evicted blocks are copied to host memory
 TOKENS_AFTER_LATE_MASK = 8  # tokens that are then planned only once the previous token is known
@@ -74,7 +61,7 @@ class _StepInFlight:
     planned_s: float | None  # None for a step that was planned ahead of a commit
 
 
-class Scheduler:
+class Scheduler(RequestLifecycle):
     def __init__(
         self,
         config: SchedulerConfig,
@@ -101,110 +88,23 @@ class Scheduler:
                 f"{cache.states.num_slots} state slots are too few for {config.max_num_seqs} requests, or there are "
                 f"drafts ({config.max_draft_tokens})"
             )
-        self._config = config
-        self.cache = cache
-        self._max_model_len = max_model_len
-        self._max_length = min(max_model_len, cache.longest_context())
-        self._eos_token_ids = eos_token_ids
+        super().__init__(
+            config,
+            cache,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            block_copy_s=block_copy_s,
+            image_cache_tokens=image_cache_tokens,
+            masks_late=masks_late,
+        )
         self._tile_tokens = tile_tokens
-        self._masks_late = masks_late
         self._itl_target_s = config.itl_target_ms / 1000.0 if config.itl_target_ms else None
-
-        headroom = Headroom(cache.block_size, cache.windows, counts_tokens=cache.has_window_memory)
-        self._lengths = OutputLengthEstimator(config.length_bins)
-        self._predictor = StepTimePredictor()
-        self._swapping = Swapping(cache, self._predictor, block_copy_s)
-        self._swapping.decide_spills()
-        self._accounts = TenantAccounts()
-        self._sharing = PrefixSharing(cache)
-        self._breakpoints = Breakpoints(cache, config.min_cacheable_tokens)
-        self._admission = Admission(cache, self._sharing, headroom, self._swapping.num_worth_reading)
-        self._images = ImageEncodings(image_cache_tokens)
-        self._deadlines = Deadlines(config.queue_timeout_s)
-        # For KV transfers between engines: blocks that other engines read or fill.
-        self.exchange = BlockExchange(cache, headroom, self._admission.room_changed)
-
-        # Until it ends, a request is in `_sequences`, and either in `_running` or a member of `_queue`.
-        self._sequences: dict[str, Sequence] = {}
-        self._running = RunningSet(cache, self._lengths, headroom)
         self._speculation = Speculation(config, self._predictor, self._running)
-        self._queue = WaitingQueue(config)
         self._preemption = Preemption(
             cache, self._running, self._admission, config.max_num_seqs, self._preempt
         )
         self._steps: deque[_StepInFlight] = deque()  # planned, not yet committed
-        self._events: list[TokenEvent] = []  # of requests that ended outside of a commit
-        self._num_arrivals = 0
         self._num_steps = 0
-        self._num_preemptions = 0
-        self._shortage: tuple[str, float] = (
-            "",
-            -1.0,
-        )  # the resource that the queue waited for last, and the time
-
-    def add(self, request: Request, now: float) -> None:
-        """Queue a request; or raise InvalidRequest or Overloaded, and leave no trace of it."""
-        self._check(request)
-        num_prompt = len(request.prompt_token_ids)
-        self._queue.check_room(num_prompt, self._config.max_num_seqs - len(self._running), now)
-        max_tokens = min(request.sampling.max_tokens, self._config.max_output_tokens or self._max_length)
-        self._num_arrivals += 1
-        sequence = Sequence(
-            request,
-            self._num_arrivals,
-            now,
-            # With max_tokens 0, one sample is counted too; it is dropped and needs no block.
-            length_limit=min(num_prompt + max_tokens, self._max_length) if max_tokens else num_prompt + 1,
-            account=self._accounts.enter(request.tenant),
-        )
-        if request.sampling.grammar is not None and not self._masks_late:
-            sequence.ahead_from = sequence.length_limit
-        if not request.sampling.ignore_eos:
-            sequence.stop_token_ids |= self._eos_token_ids
-        if request.output_token_ids:
-            reason = finish_reason_of(sequence, request.output_token_ids[-1], now)
-            # The engine that began the answer had ended it, or this server allows less.
-            if reason is not None:
-                self._accounts.leave(sequence.account)
-                self._events.append(last_event(sequence, reason, None))
-                return
-        sequence.predict_length(self._lengths)
-        if request.cache_breakpoints:
-            self._breakpoints.arrive(sequence, now)
-        self._sequences[request.id] = sequence
-        self._queue.enter(sequence, now)
-        self._deadlines.watch(sequence)
-
-    def abort(self, request_id: str, now: float) -> None:
-        """Forget a request wherever it is, and free its blocks. No event follows. Unknown ids are ignored."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
-            self._events = [event for event in self._events if event.request_id != request_id]
-            return
-        if sequence.request.sampling.stop and sequence.output_token_ids:
-            # The gateway found a stop string: the answer is complete.
-            self._lengths.observe(sequence.request, len(sequence.output_token_ids))
-        self._end(sequence, now)
-
-    def fail(self, chunk: Chunk, error: str, now: float) -> None:
-        """End the request of a chunk that was not computed, and the requests that share the blocks of that chunk,
-        with an error. The chunk is a chunk of the latest plan, or the end of such a chunk. Call this before the next
-        plan."""
-        failed = self._sequences.get(chunk.request_id)
-        if failed is None or failed.state is not State.RUNNING:
-            return
-        first = chunk.start // self.cache.block_size
-        lost = set(failed.blocks.whole_block_ids[first:])
-        self.cache.withdraw(lost)
-        windows = failed.blocks.windows
-        lost_windows = set() if windows is None else windows.withdraw(first)
-        failed.blocks.close_state()
-        for sequence in list(self._running.sequences):
-            table = sequence.blocks
-            shares_window = table.windows is not None and table.windows.has_any(lost_windows)
-            if sequence is failed or shares_window or not lost.isdisjoint(table.block_ids):
-                event = last_event(sequence, FinishReason.ERROR, error)
-                self._events.append(self._end_with(event, sequence, now))
 
     def wants_drafts(self) -> dict[str, int]:
         """Return the requests for which the next call of `plan` could use drafts, with the most tokens for each."""
@@ -283,33 +183,9 @@ class Scheduler:
                 events.append(with_draft_use(self._take_sample(sequence, sampled, now), use))
         return events
 
-    def take_events(self) -> list[TokenEvent]:
-        """Return the events of requests that ended outside of a commit, such as by a deadline. Call this after
-        `plan`."""
-        events, self._events = self._events, []
-        return events
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue)
-
-    @property
-    def has_work(self) -> bool:
-        """Say whether any request waits or runs, or has an event that was not taken yet."""
-        return bool(self._sequences or self._events)
-
     def prefill_s(self, start: int, num_tokens: int) -> float:
         """Predict the seconds that tokens of a prompt, from `start` on, take to compute."""
         return self._predictor.prefill_s(start, num_tokens)
-
-    def next_wakeup(self, now: float) -> float | None:
-        """Return the time to call `plan` again even if nothing happens before: the next deadline, if there is one."""
-        deadline_s = self._deadlines.next_s()
-        return None if deadline_s is None else max(now, deadline_s)
 
     def take_kv_events(self) -> list[KVEvent]:
         """Return the changes of the prefix index since the last call."""
@@ -348,34 +224,6 @@ class Scheduler:
                 num_tokens += sequence.num_known - sequence.num_computed
         return num_tokens
 
-    @property
-    def num_preemptions(self) -> int:
-        return self._num_preemptions
-
-    def services(self) -> list[dict[str, int]]:
-        """Return, for each tier, the service that tenants with waiting requests received so far. Within a tier, the
-        tenant with the least goes first."""
-        return self._queue.services()
-
-    def check_integrity(self) -> None:
-        """Raise unless all records agree. Slow: for tests."""
-        running = (sequence.blocks for sequence in self._running.sequences)
-        self.cache.check_integrity([*running, *self.exchange.tables()])
-        check_records(self._sequences, self._running, self._queue)
-
-    def _check(self, request: Request) -> None:
-        if request.id in self._sequences or any(event.request_id == request.id for event in self._events):
-            raise InvalidRequest(f"A request with the id {request.id!r} is already being served.")
-        check_request(request, self._max_length, self._max_model_len)
-        check_images(request, self._config.max_num_batched_tokens)
-        if request.images and self.cache.window_layout is not None:
-            check_windows(request, self.cache)
-
-    def _end_overdue(self, now: float) -> None:
-        for sequence in self._deadlines.overdue(now):
-            event = self._deadlines.event_for(sequence, now)
-            self._events.append(self._end_with(event, sequence, now))
-
     def _add_prefills(
         self, step: StepBuilder, prefills: list[Sequence], now: float, *, may_admit: bool
     ) -> None:
@@ -411,9 +259,7 @@ class Scheduler:
                 self._shortage = "blocks", now
                 return
             if outcome is Outcome.HELD:
-                sequence.waited_for = "prefix"
-                sequence.state = State.HELD
-                self._queue.park(sequence)
+                self._hold(sequence)
                 continue
             self._start(sequence, now)
             self._prefill(step, sequence, max(1, step.prefill_room(sequence.num_computed)), now)
@@ -436,36 +282,6 @@ class Scheduler:
             self._publish(sequence, now)
             if sequence.request.images:
                 self._images.passed(sequence)
-
-    def _start(self, sequence: Sequence, now: float) -> None:
-        """Start a waiting request that has its blocks."""
-        self._queue.start(sequence, now)
-        self._running.start(sequence)
-        sequence.state = State.RUNNING
-        sequence.admitted_s = now
-        self.cache.record_lookup(sequence.num_known, sequence.num_computed)
-        if not sequence.has_started:
-            sequence.first_planned_s = now
-            what, at_s = self._shortage
-            if sequence.waited_for is None and at_s >= sequence.arrival_s < now:
-                sequence.waited_for = what
-            self._images.num_images += len(sequence.request.images)
-            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
-            if sequence.marks is not None:
-                self._breakpoints.start(sequence, now)
-            sequence.account.service += PROMPT_TOKEN_WEIGHT * (sequence.num_known - sequence.num_computed)
-            self._deadlines.watch(sequence)
-
-    def _publish(self, sequence: Sequence, now: float) -> None:
-        for follower in self._sharing.publish(sequence):
-            self._requeue(follower)
-        if sequence.marks is not None and not sequence.marks.are_kept:
-            self._breakpoints.keep(sequence, now)
-
-    def _requeue(self, sequence: Sequence) -> None:
-        """Let a parked member of the queue be admitted again."""
-        sequence.state = State.WAITING
-        self._queue.unpark(sequence)
 
     def _take_sample(self, sequence: Sequence, sampled: SampledToken, now: float) -> TokenEvent:
         if sampled.error is not None or sampled.embedding is not None:
@@ -492,11 +308,6 @@ class Scheduler:
             return self._end_with(last_event(sequence, FinishReason.ERROR, scored.error), sequence, now)
         return TokenEvent(sequence.request_id, prompt_logprobs=scored.logprobs)
 
-    def _end_with(self, event: TokenEvent, sequence: Sequence, now: float) -> TokenEvent:
-        """End a request without another token. Returns its last event."""
-        self._end(sequence, now)
-        return event
-
     def _postpone(self, sequence: Sequence, now: float) -> None:
         """Return a request whose sample was not taken to its position before the step. A fixed state cannot go
         back: such a request starts again from its last snapshot."""
@@ -509,33 +320,3 @@ class Scheduler:
             self._running.take_back(sequence)
         elif sequence.num_known == sequence.num_expected:  # the request was preempted meanwhile
             self._requeue(sequence)
-
-    def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Take a running request's blocks and put it at the front of its queue. Samples in flight stay valid, because
-        they were planned before. The request may run again once they are committed."""
-        self._swapping.preempted(sequence, now)
-        self._stop(sequence)
-        self._num_preemptions += 1
-        is_settling = sequence.num_in_flight > 0
-        sequence.state = State.SETTLING if is_settling else State.WAITING
-        self._queue.enter(sequence, now, parked=is_settling)
-
-    def _end(self, sequence: Sequence, now: float) -> None:
-        if sequence.state is State.RUNNING:
-            self._stop(sequence)
-        else:
-            if sequence.state is State.HELD:
-                self._sharing.let_go(sequence)
-            self._queue.leave(sequence, now)
-        sequence.state = State.ENDED
-        self._deadlines.forget(sequence)
-        self._accounts.leave(sequence.account)
-        del self._sequences[sequence.request_id]
-
-    def _stop(self, sequence: Sequence) -> None:
-        """Stop a running request: preempted or ended."""
-        self._running.stop(sequence)
-        self._images.stop(sequence)
-        self._admission.room_changed()
-        for follower in self._sharing.stop(sequence):
-            self._requeue(follower)
