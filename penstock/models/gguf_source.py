@@ -256,6 +256,7 @@ def gguf_layout(
     *,
     cut: Mapping[str, StoredRows] | None = None,
     rows: Mapping[str, StoredRows] | None = None,
+    columns: Mapping[str, Tensor] | None = None,
     num_experts: int = 0,
     changed: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> Layout:
@@ -271,6 +272,7 @@ def gguf_layout(
         names={**own, **{name: usual for name, usual in _NAMES.items() if name not in own}},
         cut=cut or {},
         rows=rows or {},
+        columns=columns or {},
         experts=experts,
         num_experts=num_experts,
         changed=changed or {},

@@ -28,12 +28,7 @@ _MAMBA = {
 
 def gguf_mamba_config(file: GGUFFile) -> RecurrentConfig:
     """Read the settings of Mamba-2. Of biases and norms, the tensors tell."""
-    fields = metadata_fields(file)
-    inner, num_heads = fields.integer("ssm.inner_size"), fields.integer("ssm.time_step_rank")
-    if inner % num_heads:
-        raise ModelLoadError(
-            f"{file.path.name} has {num_heads} heads of Mamba-2 that do not fill {inner} numbers."
-        )
+    fields, (num_heads, head_dim) = metadata_fields(file), _heads(file)
     return RecurrentConfig(
         layers=layers_with(file, "ssm_a"),
         conv_width=fields.integer("ssm.conv_kernel"),
@@ -41,11 +36,35 @@ def gguf_mamba_config(file: GGUFFile) -> RecurrentConfig:
         bias=has_tensor(file, "ssm_in.bias"),
         output_bias=has_tensor(file, "ssm_out.bias"),
         num_heads=num_heads,
-        head_dim=inner // num_heads,
+        head_dim=head_dim,
         num_groups=fields.integer("ssm.group_count", 1),
         state_size=fields.integer("ssm.state_size"),
         has_norm=has_tensor(file, "ssm_norm.weight"),
     )
+
+
+def gguf_delta_config(file: GGUFFile) -> RecurrentConfig:
+    """Read the settings of gated delta nets."""
+    fields, (num_heads, head_dim) = metadata_fields(file), _heads(file)
+    return RecurrentConfig(
+        layers=layers_with(file, "ssm_a"),
+        conv_width=fields.integer("ssm.conv_kernel"),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=fields.integer("ssm.group_count"),
+        state_size=fields.integer("ssm.state_size"),
+    )
+
+
+def _heads(file: GGUFFile) -> tuple[int, int]:
+    """Read the number of heads with a state, and their size."""
+    fields = metadata_fields(file)
+    inner, num_heads = fields.integer("ssm.inner_size"), fields.integer("ssm.time_step_rank")
+    if inner % num_heads:
+        raise ModelLoadError(
+            f"{file.path.name} has {num_heads} heads with a state that do not fill {inner} numbers."
+        )
+    return num_heads, inner // num_heads
 
 
 def gguf_mamba_layout(

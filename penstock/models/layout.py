@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.kernels.interface import DenseWeight, WeightData
 from penstock.models.config import ArchitectureConfig
 from penstock.models.rope import pair_order
-from penstock.models.weight_parts import Part, pick_rows
+from penstock.models.weight_parts import Part, pick_columns, pick_rows
 from penstock.models.weights import AdaptedPlace, NamedProduct, Stacked, StackedSource, WeightSource
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
@@ -58,12 +58,14 @@ class Layout:
 
     `base` is the part of names in front of everything but the head. `names` gives the usual name for a stored one,
     both as parts between dots. `cut` gives, by the name within a layer, the rows of a tensor in a larger one; a
-    checkpoint may hold the tensor by itself as well. `rows` gives the order of a tensor's own rows."""
+    checkpoint may hold the tensor by itself as well. `rows` gives the order of a tensor's own rows, and `columns` the
+    stored column of each column that the model reads."""
 
     base: str = "model"
     names: Mapping[str, str] = field(default_factory=dict)
     cut: Mapping[str, StoredRows] = field(default_factory=dict)
     rows: Mapping[str, StoredRows] = field(default_factory=dict)
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()  # names within a layer of matrices that are stored [in, out]
     experts: Mapping[str, StackedPart] = field(default_factory=dict)  # by the usual name, such as "gate_proj"
     num_experts: int = 0
@@ -305,6 +307,11 @@ class LayoutSource:
     def _oriented(self, name: str, rows: int, columns: int, part: Part | None) -> WeightData:
         stored = self._stored_name(name)
         match = _LAYER.fullmatch(name.rpartition(".")[0])
+        order = self._layout.columns.get(match[2]) if match else None
+        if order is not None:
+            wanted = part or Part(range(rows), range(columns))
+            found = self._source.matrix(stored, rows, columns, Part(wanted.rows, range(columns)))
+            return pick_columns(found, order[wanted.columns.start : wanted.columns.stop])
         if match is None or match[2] not in self._layout.transposed:
             return self._source.matrix(stored, rows, columns, part)
         turned = None if part is None else Part(part.columns, part.rows)

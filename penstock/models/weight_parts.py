@@ -57,6 +57,33 @@ def pick_rows(weight: WeightData, order: Tensor) -> WeightData:
             return replace(weight, codes=weight.codes[order], scales=weight.scales[order], offsets=offsets)
 
 
+def pick_columns(weight: WeightData, order: Tensor) -> WeightData:
+    """Take the columns of `order`, int64 [n], in this order. Columns that move in whole groups keep their scales; a
+    quantized matrix of which the order divides groups becomes dense."""
+    match weight:
+        case DenseWeight():
+            return DenseWeight(weight.values[:, order])
+        case GroupQuantWeight(input_order=None, group=group) if (
+            groups := _moved_groups(order, group)
+        ) is not None:
+            offsets = None if weight.offsets is None else weight.offsets[:, groups]
+            return replace(
+                weight, codes=weight.codes[:, order], scales=weight.scales[:, groups], offsets=offsets
+            )
+        case Float8Weight() | GroupQuantWeight():
+            return DenseWeight(weight.dequantize()[:, order])
+
+
+def _moved_groups(order: Tensor, group: int) -> Tensor | None:
+    """Return the order of groups, if the order of columns moves each group as a whole."""
+    if len(order) % group:
+        return None
+    by_group = order.view(-1, group)
+    first = by_group[:, :1]
+    is_whole = bool((first % group == 0).all()) and torch.equal(by_group, first + torch.arange(group))
+    return first.flatten() // group if is_whole else None
+
+
 def take_columns(weight: WeightData, columns: range) -> WeightData:
     """Take columns without new rounding: a matrix whose scales the cut would divide, or whose inputs are in another
     order, becomes dense."""

@@ -64,6 +64,9 @@ ARCHITECTURES = {
     "deepseek_v32": gguf.MODEL_ARCH.GLM_DSA,
     "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
 }
 NEWER_NAMES = {"deepseek_v32": "deepseek32"}  # of architectures that the package does not know
 # Families whose converters put the rows of rotary pairs beside each other.

@@ -3,6 +3,7 @@ and tensors in another form than folders have."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,15 @@ def write_special_settings(writer: GGUFWriter, config: Any, tensors: Tensors) ->
             writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
         else:
             writer.add_feed_forward_length(config.shared_intermediate_size)
+    if kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        is_state = [each == "linear_attention" for each in config.layer_types]
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", is_state)
+        writer.add_rope_dimension_sections([1, 1, 0, 0])
 
 
 def _write_mamba(writer: GGUFWriter, config: Any) -> None:
@@ -54,11 +64,7 @@ def _write_mamba(writer: GGUFWriter, config: Any) -> None:
 
 def converted(config: Any, tensors: Tensors) -> Tensors:
     """Return the tensors under the names and in the form in which the converter gives them to the file."""
-    change = {
-        "kimi_linear": _kimi_linear,
-        "apertus": _apertus,
-        "granitemoehybrid": _granite_hybrid,
-    }.get(config.model_type)
+    change = CONVERSIONS.get(config.model_type)
     return tensors if change is None else change(config, tensors)
 
 
@@ -106,3 +112,68 @@ def _mamba2(tensors: Tensors, num_groups: int) -> Tensors:
             values = values.reshape(num_groups, -1)
         made[name.replace("dt_bias", "dt_proj.bias")] = values
     return made
+
+
+def _qwen3_next(config: Any, tensors: Tensors) -> Tensors:
+    """Put queries, keys and values of all key heads one below the other, and gates into a tensor of their own."""
+    made = {}
+    for name, values in older_qwen3_next(config, tensors).items():
+        if "in_proj_qkvz" not in name:
+            made[name] = values
+            continue
+        keys, width = config.linear_num_key_heads, config.linear_key_head_dim
+        own = config.linear_num_value_heads // keys * config.linear_value_head_dim
+        groups = values.reshape(keys, -1, values.shape[-1])
+        parts = [
+            part.reshape(-1, values.shape[-1])
+            for part in np.split(groups, [width, 2 * width, 2 * width + own], 1)
+        ]
+        made[name.replace("qkvz", "qkv")] = np.concatenate(parts[:3])
+        made[name.replace("qkvz", "z")] = parts[3]
+    return made
+
+
+def older_qwen3_next(config: Any, tensors: Tensors) -> Tensors:
+    """Leave the projection as it is, as the first converters did."""
+    made = {}
+    for name, values in tensors.items():
+        if name.endswith("A_log"):
+            values = -np.exp(values)
+        elif name.endswith("conv1d.weight"):
+            values = values.squeeze(1)
+        elif name.endswith("norm.weight") and "linear_attn" not in name:
+            values = values + 1
+        made[name.replace("dt_bias", "dt_proj.bias")] = values
+    return made
+
+
+def _qwen3_5(config: Any, tensors: Tensors) -> Tensors:
+    """Put the first value head of each key head in front, then the second ones."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    first = 2 * keys * config.linear_key_head_dim
+
+    def tiled(values: np.ndarray) -> np.ndarray:
+        return values.reshape(keys, heads // keys, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+
+    made = {}
+    for name, values in older_qwen3_next(config, tensors).items():
+        if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+            values = np.concatenate([values[:first], tiled(values[first:])])
+        elif name.endswith(
+            ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_proj.bias")
+        ):
+            values = tiled(values)
+        elif name.endswith("linear_attn.out_proj.weight"):
+            values = tiled(values.T).T
+        made[name] = values
+    return made
+
+
+CONVERSIONS: dict[str, Callable[[Any, Tensors], Tensors]] = {
+    "kimi_linear": _kimi_linear,
+    "apertus": _apertus,
+    "granitemoehybrid": _granite_hybrid,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5,
+}

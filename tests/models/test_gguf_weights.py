@@ -12,7 +12,8 @@ import torch
 from gguf import GGMLQuantizationType
 
 from penstock.core.errors import ModelLoadError
-from penstock.kernels.interface import GroupQuantWeight, Ops
+from penstock.kernels.interface import DenseWeight, GroupQuantWeight, Ops
+from penstock.kernels.reference import TorchOps
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.load import (
     architecture_for_gguf,
@@ -21,11 +22,13 @@ from penstock.models.load import (
     open_checkpoint,
     weights_identity,
 )
-from penstock.models.weight_parts import Part
+from penstock.models.weight_parts import Part, pick_columns
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
 from tests.models.gguf_files import write_model
+from tests.models.gguf_states import CONVERSIONS, older_qwen3_next
 from tests.models.paged import PagedRunner
+from tests.models.ranks import run_ranks
 from tests.models.tiny_families import save_tiny
 
 TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}
@@ -133,7 +136,7 @@ def test_a_mixture_without_its_settings_is_refused_by_name(tmp_path: Path) -> No
         (
             "granite-hybrid",
             {"granitehybrid.ssm.time_step_rank": 7},
-            "7 heads of Mamba-2 that do not fill 128",
+            "7 heads with a state that do not fill 128",
         ),
         (
             "granite-hybrid",
@@ -163,3 +166,42 @@ def test_flags_of_shared_indexers(tmp_path: Path) -> None:
         assert latent is not None
         assert latent.index is not None
         assert latent.index.shared_layers == shared
+
+
+def test_older_files_of_qwen3_next(tmp_path: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold the projection into delta nets for one key head after the other."""
+    monkeypatch.setitem(CONVERSIONS, "qwen3_next", older_qwen3_next)
+    reference, prompt = save_tiny("qwen3_next", tmp_path / "folder"), random_prompt(20, seed=7)
+    write_model(tmp_path / "model.gguf", reference, GGMLQuantizationType.F32)
+    logits = PagedRunner(load_model(tmp_path / "model.gguf", ops), ops).prompt_logits(prompt)
+    torch.testing.assert_close(logits, reference.logits(prompt), **TOLERANCE)
+
+
+def test_heads_of_qwen3_5_on_two_ranks(tmp_path: Path) -> None:
+    """Files hold value heads in another order than ranks share them out."""
+    reference, path = save_tiny("qwen3_5", tmp_path / "folder"), tmp_path / "model.gguf"
+    write_model(path, reference, GGMLQuantizationType.F32)
+    prompt = random_prompt(20, seed=7)
+    logits = run_ranks(path, TorchOps(), 2, lambda runner: runner.prompt_logits(prompt))
+    torch.testing.assert_close(logits, reference.logits(prompt), **TOLERANCE)
+
+
+def test_columns_in_another_order() -> None:
+    """Whole groups keep their scales; a matrix whose groups would be divided becomes dense."""
+    torch.manual_seed(0)
+    codes, scales, offsets = (
+        torch.randint(0, 16, (3, 96), dtype=torch.uint8),
+        torch.rand(3, 3),
+        torch.rand(3, 3),
+    )
+    weight = GroupQuantWeight(codes=codes, scales=scales, offsets=offsets, group=32, bits=4)
+    for order, kind in (
+        (torch.arange(96).view(3, 32)[[2, 0, 1]].flatten(), GroupQuantWeight),
+        (torch.arange(96).view(2, 48)[[1, 0]].flatten(), DenseWeight),
+        (torch.arange(16, 48), DenseWeight),
+    ):
+        picked = pick_columns(weight, order)
+        assert isinstance(picked, kind)
+        values = picked.values if isinstance(picked, DenseWeight) else picked.dequantize()
+        assert torch.equal(values, weight.dequantize()[:, order])
+    assert torch.equal(pick_columns(DenseWeight(scales), torch.tensor([2, 0])).values, scales[:, [2, 0]])

@@ -15,14 +15,34 @@ from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
 from penstock.models.delta_net import GatedDeltaNet, delta_net_parts, load_delta_net
 from penstock.models.experts import FUSED_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
 from penstock.models.families.qwen import qwen_experts
+from penstock.models.gguf_config import common_gguf_config, gguf_experts, has_tensor
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
+from penstock.models.gguf_states import gguf_delta_config
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows, fused_rows, rotated_rows
-from penstock.models.recurrent import HybridDecoder, LayerCache, recurrent_settings
+from penstock.models.recurrent import HybridDecoder, LayerCache, log_of_decay, recurrent_settings
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart
 
 NAMES = {"self_attn.q_proj": "self_attn.q_gate_proj"}  # queries, and gates of the output
+GGUF_NAMES = {
+    "attn_q": "self_attn.q_gate_proj",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.gate_proj",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.rate_proj",
+    "ssm_alpha": "linear_attn.step_proj",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp_shexp": "mlp.shared_experts_gate",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +73,7 @@ class DeltaLayer:
 class Qwen35(HybridDecoder):
     name = "qwen3_5"
     huggingface_names: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "qwen3_5_text")
+    gguf_names: ClassVar[tuple[str, ...]] = ("qwen35",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -83,17 +104,45 @@ class Qwen35(HybridDecoder):
         )
 
     @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = common_gguf_config(file, cls.name)
+        # A layer for drafts may be there, and is not read.
+        return dataclasses.replace(config, recurrent=gguf_delta_config(file), num_mtp_layers=0)
+
+    @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        parts, name = delta_net_parts(config), "linear_attn"
-        mixed = {f"{name}.{part}_proj": parts[part] for part in ("query", "key", "value")}
+        name = "linear_attn"
         names = {
             **NAMES,
             f"{name}.in_proj_z": f"{name}.gate_proj",
             f"{name}.in_proj_b": f"{name}.rate_proj",
             f"{name}.in_proj_a": f"{name}.step_proj",
         }
-        cut = fused_rows(f"{name}.in_proj_qkv", mixed) | _queries_and_gates(config)
-        return Layout(names=names, cut=cut, rows=rotated_rows(config))
+        return Layout(names=names, cut=_fused_parts(config), rows=rotated_rows(config))
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        """Return the layout of files that hold first the first value head of each key head, then the second ones."""
+        settings, parts, name = recurrent_settings(config), delta_net_parts(config), "linear_attn"
+        heads = torch.arange(settings.num_heads).view(-1, settings.num_groups).T.flatten()
+        values = (heads[:, None] * settings.head_dim + torch.arange(settings.head_dim)).flatten()
+        mixed = torch.cat([torch.arange(2 * parts["key"]), values + 2 * parts["key"]])
+        orders = {"value_proj": values, "gate_proj": values, "rate_proj": heads, "step_proj": heads}
+        rows = {
+            f"{name}.{part}": StoredRows(f"{name}.{part}", len(order), order)
+            for part, order in {**orders, "conv1d": mixed}.items()
+        }
+        return gguf_layout(
+            GGUF_NAMES,
+            cut=_fused_parts(config),
+            rows=rotated_rows(config) | rows,
+            columns={f"{name}.out_proj": values},
+            num_experts=num_experts(config),
+            changed={
+                f"{name}.A_log": lambda decay: log_of_decay(decay)[heads],
+                f"{name}.dt_bias": lambda bias: bias[heads],
+            },
+        )
 
     def load_layer(self, load: LayerLoader) -> DeltaLayer:
         is_delta = load.index in recurrent_settings(load.config).layers
@@ -126,6 +175,7 @@ class Qwen35MoE(Qwen35):
 
     name = "qwen3_5_moe"
     huggingface_names: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
+    gguf_names: ClassVar[tuple[str, ...]] = ("qwen35moe",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -141,6 +191,11 @@ class Qwen35MoE(Qwen35):
         return dataclasses.replace(config, experts=experts)
 
     @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = super().config_from_gguf(file)
+        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
+
+    @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
         usual = super().layout(config)
         names = {"shared_expert": "shared_experts", "shared_expert_gate": "shared_experts_gate"}
@@ -149,11 +204,19 @@ class Qwen35MoE(Qwen35):
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Qwen3NextStates(RecurrentConfig):
+    by_key_head: (
+        bool  # whether a GGUF file holds the parts of the projection for one key head after the other
+    )
+
+
 class Qwen3Next(Qwen35MoE):
     """Qwen3-Next: its projections into delta nets hold their parts for one key head after the other."""
 
     name = "qwen3_next"
     huggingface_names = ("Qwen3NextForCausalLM", "qwen3_next")
+    gguf_names = ("qwen3next",)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
@@ -166,6 +229,35 @@ class Qwen3Next(Qwen35MoE):
             for part, piece in zip(names, rows.split(sizes, dim=1), strict=True):
                 cut[f"{name}.{part}_proj"] = StoredRows(f"{name}.{stored}", rows.numel(), piece.flatten())
         return dataclasses.replace(usual, cut=cut)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = super().config_from_gguf(file)
+        states = {
+            field.name: getattr(config.recurrent, field.name) for field in dataclasses.fields(RecurrentConfig)
+        }
+        is_older = has_tensor(file, "ssm_in.weight")
+        return dataclasses.replace(config, recurrent=_Qwen3NextStates(**states, by_key_head=is_older))
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        cut = cls.layout(config).cut
+        if not (isinstance(config.recurrent, _Qwen3NextStates) and config.recurrent.by_key_head):
+            cut = {**cut, **_fused_parts(config)}
+        return gguf_layout(
+            GGUF_NAMES,
+            cut=cut,
+            rows=rotated_rows(config),
+            num_experts=num_experts(config),
+            changed={"linear_attn.A_log": log_of_decay},
+        )
+
+
+def _fused_parts(config: ArchitectureConfig) -> dict[str, StoredRows]:
+    """Return the rows of queries, keys and values of delta nets in one matrix, and those of attention's gates."""
+    parts, name = delta_net_parts(config), "linear_attn"
+    mixed = {f"{name}.{part}_proj": parts[part] for part in ("query", "key", "value")}
+    return fused_rows(f"{name}.in_proj_qkv", mixed) | _queries_and_gates(config)
 
 
 def _queries_and_gates(config: ArchitectureConfig) -> dict[str, StoredRows]:
