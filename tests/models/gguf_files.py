@@ -67,6 +67,8 @@ ARCHITECTURES = {
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
 }
 NEWER_NAMES = {"deepseek_v32": "deepseek32"}  # of architectures that the package does not know
 # Families whose converters put the rows of rotary pairs beside each other.
@@ -144,7 +146,7 @@ def write_model(
         if name.endswith("kv_b_proj.weight"):
             _write_absorbed(writer, name, values, config)
             continue
-        if name.endswith(("e_score_correction_bias", ".sinks")):
+        if name.endswith(("e_score_correction_bias", "expert_bias", ".sinks")):
             part = "attn_sinks.weight" if name.endswith("sinks") else "exp_probs_b.bias"
             writer.add_tensor(f"blk.{name.split('.')[2]}.{part}", values.flatten())
             continue
@@ -313,7 +315,7 @@ def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -
     if getattr(config, "n_group", None):
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
-    if config.model_type in ("deepseek_v3", "glm4_moe", "minimax_m2", "kimi_linear"):
+    if config.model_type in ("deepseek_v3", "glm4_moe", "minimax_m2", "kimi_linear", "lfm2_moe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if hasattr(config, "kv_lora_rank"):
         writer.add_kv_lora_rank(config.kv_lora_rank)

@@ -52,6 +52,14 @@ def write_special_settings(writer: GGUFWriter, config: Any, tensors: Tensors) ->
         is_state = [each == "linear_attention" for each in config.layer_types]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", is_state)
         writer.add_rope_dimension_sections([1, 1, 0, 0])
+    if kind in ("lfm2", "lfm2_moe"):
+        counts = [config.num_key_value_heads * (each == "full_attention") for each in config.layer_types]
+        writer.add_head_count_kv(counts)
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_feed_forward_length(len(tensors["model.layers.0.feed_forward.w1.weight"]))
+        if kind == "lfm2_moe":
+            writer.add_leading_dense_block_count(config.num_dense_layers)
 
 
 def _write_mamba(writer: GGUFWriter, config: Any) -> None:
@@ -114,6 +122,13 @@ def _mamba2(tensors: Tensors, num_groups: int) -> Tensors:
     return made
 
 
+def _lfm2(config: Any, tensors: Tensors) -> Tensors:
+    return {
+        name: values.squeeze(1) if name.endswith("conv.conv.weight") else values
+        for name, values in tensors.items()
+    }
+
+
 def _qwen3_next(config: Any, tensors: Tensors) -> Tensors:
     """Put queries, keys and values of all key heads one below the other, and gates into a tensor of their own."""
     made = {}
@@ -173,6 +188,8 @@ CONVERSIONS: dict[str, Callable[[Any, Tensors], Tensors]] = {
     "kimi_linear": _kimi_linear,
     "apertus": _apertus,
     "granitemoehybrid": _granite_hybrid,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5,

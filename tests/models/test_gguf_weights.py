@@ -132,6 +132,7 @@ def test_a_mixture_without_its_settings_is_refused_by_name(tmp_path: Path) -> No
         ("kimi_linear", {"kimi-linear.kda.head_dim": None}, "has no kimi-linear.kda.head_dim"),
         ("glm_moe_dsa", {"glm-dsa.attention.indexer.top_k": -1}, "which is not a whole number"),
         ("llama4", {"llama4.expert_count": 0}, "which is not a whole number"),
+        ("lfm2", {"lfm2.shortconv.l_cache": None}, "has no lfm2.shortconv.l_cache"),
         ("granite-hybrid", {"granitehybrid.rope.scaling.finetuned": True}, "is a hybrid with rope"),
         (
             "granite-hybrid",

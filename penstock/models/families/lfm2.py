@@ -5,12 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RecurrentConfig
 from penstock.models.experts import FUSED_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
+from penstock.models.gguf_config import (
+    SIGMOID,
+    gguf_experts,
+    has_tensor,
+    hybrid_gguf_config,
+    layers_with,
+    metadata_fields,
+)
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, rotated_rows
@@ -34,6 +45,13 @@ NAMES = {
     "w3": "up_proj",
     "w2": "down_proj",
 }
+GGUF_NAMES = {
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
+    "token_embd_norm": "model.norm",  # the norm behind the last layer, whatever its name says
+    "exp_probs_b.bias": "mlp.expert_bias",
+}
+
+_LEAST_SUM = 1e-6  # of the weights of experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +65,8 @@ class Lfm2Layer:
 
 class Lfm2(HybridDecoder):
     name = "lfm2"
-    huggingface_names = ("Lfm2ForCausalLM", "lfm2")
+    huggingface_names: ClassVar[tuple[str, ...]] = ("Lfm2ForCausalLM", "lfm2")
+    gguf_names: ClassVar[tuple[str, ...]] = ("lfm2",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -70,6 +89,27 @@ class Lfm2(HybridDecoder):
                 conv_bias=has_bias,
                 bias=has_bias,
             ),
+        )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return dataclasses.replace(
+            hybrid_gguf_config(file, cls.name),
+            recurrent=RecurrentConfig(
+                layers=layers_with(file, "shortconv.conv.weight"),
+                conv_width=metadata_fields(file).integer("shortconv.l_cache"),
+                conv_bias=has_tensor(file, "shortconv.conv.bias"),
+                bias=has_tensor(file, "shortconv.in_proj.bias"),
+            ),
+        )
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_layout(
+            GGUF_NAMES,
+            cut=gated_conv_rows(config),
+            rows=rotated_rows(config),
+            num_experts=num_experts(config),
         )
 
     @classmethod
@@ -102,6 +142,7 @@ class Lfm2(HybridDecoder):
 class Lfm2Moe(Lfm2):
     name = "lfm2_moe"
     huggingface_names = ("Lfm2MoeForCausalLM", "lfm2_moe")
+    gguf_names = ("lfm2moe",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -115,9 +156,15 @@ class Lfm2Moe(Lfm2):
             dense_layers=frozenset(range(2 if num_dense is None else num_dense)),
             scoring="sigmoid",
             weight_scale=fields.number("routed_scaling_factor", 1.0),
-            least_sum=1e-6,
+            least_sum=_LEAST_SUM,
         )
         return dataclasses.replace(super().config_from_huggingface(fields), experts=experts)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = super().config_from_gguf(file)
+        experts = gguf_experts(file, config, normalizes=True, usual_gating=SIGMOID)
+        return dataclasses.replace(config, experts=dataclasses.replace(experts, least_sum=_LEAST_SUM))
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
