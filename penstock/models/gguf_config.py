@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.core.errors import ModelLoadError
@@ -19,6 +20,8 @@ def metadata_fields(file: GGUFFile) -> Fields:
 
 
 _OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_ANY_LENGTH = 1 << 20
+_LIMITED_POSITIONS = 1 << 17
 SIGMOID = 2
 _SOFTMAX_OF_CHOSEN = 3
 _GATING: dict[int, Literal["softmax", "sigmoid"]] = {
@@ -113,14 +116,29 @@ def common_gguf_config(
     )
 
 
-def hybrid_gguf_config(file: GGUFFile, architecture: str) -> ArchitectureConfig:
+def hybrid_gguf_config(file: GGUFFile, architecture: str, *, has_rope: bool = True) -> ArchitectureConfig:
     """Read the settings of a decoder that lists some sizes for each layer: 0 where a layer has no such part."""
-    fields, listed = metadata_fields(file), {}
+    fields, changes = metadata_fields(file), dict[str, Any]()
     for key in ("attention.head_count_kv", "feed_forward_length"):
         sizes = fields.raw(key)
         if isinstance(sizes, list) and sizes:
-            listed[f"{file.architecture}.{key}"] = max(sizes)
-    return common_gguf_config(file, architecture, listed)
+            changes[f"{file.architecture}.{key}"] = max(sizes)
+    if has_rope:
+        return common_gguf_config(file, architecture, changes)
+    # A size of rotated parts means nothing then, and need not fit.
+    changes[f"{file.architecture}.rope.dimension_count"] = None
+    config = common_gguf_config(file, architecture, changes)
+    return replace(
+        config,
+        max_positions=limited_positions(config.max_positions),
+        unrotated_layers=frozenset(range(config.num_layers)),
+    )
+
+
+def limited_positions(context_length: int) -> int:
+    """Return the positions of a model without rope, for which converters may write a million. Requests need a limit
+    whose tables fit into memory."""
+    return _LIMITED_POSITIONS if context_length == _ANY_LENGTH else context_length
 
 
 def layers_with(file: GGUFFile, tensor: str) -> frozenset[int]:

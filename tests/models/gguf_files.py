@@ -67,6 +67,8 @@ ARCHITECTURES = {
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
+    "nemotron_h_moe": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
 }
@@ -120,7 +122,8 @@ def write_model(
     """Convert a checkpoint the way llama.cpp's converter does. Returns the values that were stored, by Hugging Face
     name, so that a test can put them back into the reference. `spoil` is a setting of experts to get wrong."""
     config = reference.model.config
-    architecture = ARCHITECTURES[config.model_type]
+    has_other_name = config.model_type == "nemotron_h" and "moe" in config.layers_block_type
+    architecture = ARCHITECTURES["nemotron_h_moe" if has_other_name else config.model_type]
     name = NEWER_NAMES.get(config.model_type, gguf.MODEL_ARCH_NAMES[architecture])
     writer = GGUFWriter(path, name, split_max_tensors=max_tensors)
     if config.model_type == "gemma4_text":
@@ -288,6 +291,8 @@ def _ungrouped(values: np.ndarray, config: Any) -> np.ndarray:
 
 
 def _num_experts(config: Any) -> int:
+    if config.model_type == "nemotron_h" and "moe" not in config.layers_block_type:
+        return 0
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((getattr(config, name) for name in counts if getattr(config, name, None)), 0)
 
@@ -315,7 +320,14 @@ def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -
     if getattr(config, "n_group", None):
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
-    if config.model_type in ("deepseek_v3", "glm4_moe", "minimax_m2", "kimi_linear", "lfm2_moe"):
+    if config.model_type in (
+        "deepseek_v3",
+        "glm4_moe",
+        "minimax_m2",
+        "kimi_linear",
+        "lfm2_moe",
+        "nemotron_h",
+    ):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if hasattr(config, "kv_lora_rank"):
         writer.add_kv_lora_rank(config.kv_lora_rank)
@@ -358,7 +370,7 @@ def _write_experts(
         return values
     if model_type in ("gpt_oss", "llama4_text"):
         values = values.transpose(0, 2, 1)
-    parts = {"down": values}
+    parts = {"up" if name.endswith(".up_proj") else "down": values}
     if is_gate_up and model_type == "gpt_oss":
         parts = {"gate": values[:, ::2], "up": values[:, 1::2]}
     elif is_gate_up:

@@ -60,6 +60,29 @@ def write_special_settings(writer: GGUFWriter, config: Any, tensors: Tensors) ->
         writer.add_feed_forward_length(len(tensors["model.layers.0.feed_forward.w1.weight"]))
         if kind == "lfm2_moe":
             writer.add_leading_dense_block_count(config.num_dense_layers)
+    if kind == "nemotron_h":
+        _write_nemotron_h(writer, config)
+
+
+def _write_nemotron_h(writer: GGUFWriter, config: Any) -> None:
+    inner = config.moe_intermediate_size if "moe" in config.layers_block_type else config.intermediate_size
+    kinds = config.layers_block_type
+    writer.add_feed_forward_length([inner * (kind in ("mlp", "moe")) for kind in kinds])
+    writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in kinds])
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_rope_dimension_count(2 * config.head_dim)  # of other heads, as converters write it
+    writer.add_context_length(2**20)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    if "moe" in kinds:
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        if config.moe_latent_size:
+            writer.add_moe_latent_size(config.moe_latent_size)
 
 
 def _write_mamba(writer: GGUFWriter, config: Any) -> None:
@@ -120,6 +143,11 @@ def _mamba2(tensors: Tensors, num_groups: int) -> Tensors:
             values = values.reshape(num_groups, -1)
         made[name.replace("dt_bias", "dt_proj.bias")] = values
     return made
+
+
+def _nemotron_h(config: Any, tensors: Tensors) -> Tensors:
+    made = _mamba2(tensors, config.n_groups)
+    return {name.replace("model.", "backbone.", 1): values for name, values in made.items()}
 
 
 def _lfm2(config: Any, tensors: Tensors) -> Tensors:
@@ -188,6 +216,7 @@ CONVERSIONS: dict[str, Callable[[Any, Tensors], Tensors]] = {
     "kimi_linear": _kimi_linear,
     "apertus": _apertus,
     "granitemoehybrid": _granite_hybrid,
+    "nemotron_h": _nemotron_h,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     "qwen3_next": _qwen3_next,

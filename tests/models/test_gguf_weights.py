@@ -157,6 +157,15 @@ def test_settings_of_single_families(
         architecture_for_gguf(file).config_from_gguf(file)
 
 
+def test_a_layer_of_which_nothing_tells_the_kind(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, save_tiny("nemotron_h", tmp_path / "folder"), GGMLQuantizationType.F32)
+    file = GGUFFile(path)
+    file.tensors.pop("blk.1.ffn_up.weight")
+    with pytest.raises(ModelLoadError, match="no tensor of layer 1 that tells its kind"):
+        architecture_for_gguf(file).config_from_gguf(file)
+
+
 def test_flags_of_shared_indexers(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_model(path, save_tiny("glm_moe_dsa", tmp_path / "folder"), GGMLQuantizationType.F32)

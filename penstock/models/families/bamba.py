@@ -21,8 +21,6 @@ from penstock.models.layout import Layout, fused_rows, rotated_rows
 from penstock.models.mamba2 import Mamba2Mixer, load_mamba, mamba_config, mamba_rows
 from penstock.models.recurrent import HybridDecoder, LayerCache
 
-_MAX_POSITIONS = 1 << 17
-
 
 @dataclass(frozen=True, slots=True)
 class BambaLayer:
@@ -131,7 +129,7 @@ class GraniteHybrid(Bamba):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config, fields = hybrid_gguf_config(file, cls.name), metadata_fields(file)
+        config, fields = hybrid_gguf_config(file, cls.name, has_rope=False), metadata_fields(file)
         if fields.flag("rope.scaling.finetuned", True):  # the setting says whether there is rope at all
             raise ModelLoadError(
                 f"{file.path.name} is a hybrid with rope, as Bamba is, which is read from safetensors only.",
@@ -139,13 +137,10 @@ class GraniteHybrid(Bamba):
             )
         return dataclasses.replace(
             config,
-            # Without rope, converters write a million. The makers state less.
-            max_positions=min(config.max_positions, _MAX_POSITIONS),
             attention_scale=fields.number("attention.scale", config.attention_scale),
             embedding_scale=fields.number("embedding_scale", 1.0),
             residual_scale=fields.number("residual_scale", 1.0),
             logit_scale=1.0 / fields.number("logit_scale", 1.0),
-            unrotated_layers=frozenset(range(config.num_layers)),
             recurrent=gguf_mamba_config(file),
             experts=gguf_experts(file, config, normalizes=True) if has_experts(file) else None,
         )

@@ -13,6 +13,16 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops, PackedExperts, PackedLinear, Routing
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RecurrentConfig
 from penstock.models.experts import expert_routing, num_experts
+from penstock.models.gguf_config import (
+    SIGMOID,
+    gguf_experts,
+    has_experts,
+    hybrid_gguf_config,
+    layers_with,
+    metadata_fields,
+)
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_states import gguf_mamba_config, gguf_mamba_layout
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, LayerLoader, PlainMLP, RMSNorm
 from penstock.models.layout import Layout, StackedPart
@@ -32,6 +42,23 @@ NAMES = {
     "mixer.fc1_latent_proj": "mlp.latent_in_proj",
     "mixer.fc2_latent_proj": "mlp.latent_out_proj",
 }
+GGUF_NAMES = {
+    "attn_norm": "norm",
+    **{f"attn_{part}": f"mixer.{part}_proj" for part in "qkv"},
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "ffn_latent_down": "mlp.latent_in_proj",
+    "ffn_latent_up": "mlp.latent_out_proj",
+}
+# The tensor that tells the kind of a layer in GGUF files.
+GGUF_KINDS = {
+    "ssm_a": "mamba",
+    "attn_q.weight": "attention",
+    "ffn_up.weight": "mlp",
+    "ffn_gate_inp.weight": "moe",
+}
+_SHORTEST_STEP = 0.001  # of Mamba-2, where files do not say
 # Where checkpoints hold the experts of a layer as two tensors.
 STACKED = {
     part: StackedPart(f"mlp.experts.{part}", f"mlp.experts.{part}_bias") for part in ("up_proj", "down_proj")
@@ -76,6 +103,7 @@ class NemotronHConfig(ArchitectureConfig):
 class NemotronH(HybridDecoder):
     name = "nemotron_h"
     huggingface_names = ("NemotronHForCausalLM", "nemotron_h")
+    gguf_names = ("nemotron_h", "nemotron_h_moe")
     config: NemotronHConfig
 
     @classmethod
@@ -100,7 +128,7 @@ class NemotronH(HybridDecoder):
             head_dim=fields.integer("mamba_head_dim", 64),
             num_groups=fields.integer("n_groups", 8),
             state_size=fields.integer("ssm_state_size", 128),
-            step_limits=(fields.number("time_step_min", 0.001), math.inf),
+            step_limits=(fields.number("time_step_min", _SHORTEST_STEP), math.inf),
         )
         changed = {
             "recurrent": recurrent,
@@ -111,6 +139,28 @@ class NemotronH(HybridDecoder):
         shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
         latent_size = fields.integer("moe_latent_size") if fields.has("moe_latent_size") else None
         return NemotronHConfig(**(shared | changed), kinds=kinds, latent_size=latent_size)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        common, fields = hybrid_gguf_config(file, cls.name, has_rope=False), metadata_fields(file)
+        experts = None
+        if has_experts(file):
+            experts = gguf_experts(file, common, normalizes=True, usual_gating=SIGMOID)
+        recurrent = dataclasses.replace(gguf_mamba_config(file), step_limits=(_SHORTEST_STEP, math.inf))
+        changed = {
+            "recurrent": recurrent,
+            "experts": experts,
+            "plain_activation": "relu2",
+            "num_mtp_layers": 0,  # a layer for drafts may be there, and is not read
+        }
+        shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
+        latent_size = fields.integer("moe_latent_size") if fields.has("moe_latent_size") else None
+        kinds = _gguf_kinds(file, common.num_layers)
+        return NemotronHConfig(**(shared | changed), kinds=kinds, latent_size=latent_size)
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_mamba_layout(config, "mixer", GGUF_NAMES)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
@@ -176,6 +226,14 @@ def _kinds(fields: Fields) -> tuple[str, ...]:
     if unknown or not kinds:
         raise ModelLoadError(f"{fields.where} has layers of an unknown kind: {sorted(unknown) or 'none'}.")
     return kinds
+
+
+def _gguf_kinds(file: GGUFFile, num_layers: int) -> tuple[str, ...]:
+    found = {index: kind for tensor, kind in GGUF_KINDS.items() for index in layers_with(file, tensor)}
+    for index in range(num_layers):
+        if index not in found:
+            raise ModelLoadError(f"{file.path.name} has no tensor of layer {index} that tells its kind.")
+    return tuple(found[index] for index in range(num_layers))
 
 
 def _experts(fields: Fields, kinds: tuple[str, ...]) -> ExpertsConfig | None:
