@@ -69,6 +69,7 @@ ARCHITECTURES = {
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
     "nemotron_h_moe": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
+    "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
 }

@@ -60,6 +60,8 @@ def write_special_settings(writer: GGUFWriter, config: Any, tensors: Tensors) ->
         writer.add_feed_forward_length(len(tensors["model.layers.0.feed_forward.w1.weight"]))
         if kind == "lfm2_moe":
             writer.add_leading_dense_block_count(config.num_dense_layers)
+    if kind == "falcon_h1":
+        _write_mamba(writer, config)
     if kind == "nemotron_h":
         _write_nemotron_h(writer, config)
 
@@ -145,6 +147,29 @@ def _mamba2(tensors: Tensors, num_groups: int) -> Tensors:
     return made
 
 
+def _falcon_h1(config: Any, tensors: Tensors) -> Tensors:
+    """Multiply the weights with the settings' factors."""
+    gate, down = config.mlp_multipliers
+    wide, width = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+    into = np.repeat(config.ssm_multipliers, [wide, wide, width, width, config.mamba_n_heads])
+    factors: dict[str, Any] = {
+        "down_proj": down,
+        "gate_proj": gate,
+        "k_proj": config.key_multiplier * config.attention_in_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "in_proj": config.ssm_in_multiplier * into[:, None],
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    return {
+        name: (values * factors.get(name.split(".")[-2], 1.0)).astype(np.float32)
+        for name, values in _mamba2(tensors, config.mamba_n_groups).items()
+    }
+
+
 def _nemotron_h(config: Any, tensors: Tensors) -> Tensors:
     made = _mamba2(tensors, config.n_groups)
     return {name.replace("model.", "backbone.", 1): values for name, values in made.items()}
@@ -216,6 +241,7 @@ CONVERSIONS: dict[str, Callable[[Any, Tensors], Tensors]] = {
     "kimi_linear": _kimi_linear,
     "apertus": _apertus,
     "granitemoehybrid": _granite_hybrid,
+    "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,

@@ -36,6 +36,7 @@ from tests.models.tiny_families import PROMPTS, TINY, Tiny, answers, family_engi
 
 LENGTH = 64
 TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}
+UNREAD = ("falcon-alibi", "falcon_h1-norm")  # of the second, files cannot say that norms come before gates
 QUANTIZED_MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
@@ -105,7 +106,7 @@ def test_an_adapter_gives_the_logits_of_the_merged_model(family: Reference, tmp_
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 def test_a_gguf_file_gives_the_logits_of_the_folder(family: Reference, kind: str, tmp_path: Path) -> None:
-    if family.model.config.model_type not in ARCHITECTURES or family.name == "falcon-alibi":
+    if family.model.config.model_type not in ARCHITECTURES or family.name in UNREAD:
         pytest.skip("llama.cpp does not know this family, or stores it in a form that is not read")
     if kind != "F32" and family.model.config.model_type not in QUANTIZED_MIXTURES:
         pytest.skip("one mixture of each form of stacked experts is enough")

@@ -11,6 +11,9 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.experts import add_mlp
+from penstock.models.gguf_config import common_gguf_config
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_states import gguf_mamba_config, gguf_mamba_layout
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout
@@ -41,6 +44,7 @@ class FalconH1Config(ArchitectureConfig):
 class FalconH1(HybridDecoder):
     name = "falcon_h1"
     huggingface_names = ("FalconH1ForCausalLM", "falcon_h1")
+    gguf_names = ("falcon-h1",)
     config: FalconH1Config
 
     @classmethod
@@ -72,6 +76,27 @@ class FalconH1(HybridDecoder):
             mlp_gate_scale=mlp_scales[0],
             mlp_out_scale=mlp_scales[1],
         )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        """Read the settings. Converters multiply the weights with all factors, and gate in front of the norm."""
+        common = common_gguf_config(file, cls.name)
+        shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
+        return FalconH1Config(
+            **(shared | {"recurrent": gguf_mamba_config(file)}),
+            attention_in_scale=1.0,
+            attention_out_scale=1.0,
+            mixer_in_scale=1.0,
+            mixer_out_scale=1.0,
+            mixer_scales=(1.0,) * 5,
+            mlp_gate_scale=1.0,
+            mlp_out_scale=1.0,
+        )
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        # The name of this norm has no ".weight" in files.
+        return gguf_mamba_layout(config, "mamba", {"ffn_norm": "post_attention_layernorm.weight"})
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
