@@ -70,12 +70,13 @@ ARCHITECTURES = {
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
     "nemotron_h_moe": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
 }
 NEWER_NAMES = {"deepseek_v32": "deepseek32"}  # of architectures that the package does not know
 # Families whose converters put the rows of rotary pairs beside each other.
-PERMUTED = ("llama", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
+PERMUTED = ("llama", "ministral3", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")
 
 

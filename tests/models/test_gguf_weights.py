@@ -132,6 +132,8 @@ def test_a_mixture_without_its_settings_is_refused_by_name(tmp_path: Path) -> No
         ("kimi_linear", {"kimi-linear.kda.head_dim": None}, "has no kimi-linear.kda.head_dim"),
         ("glm_moe_dsa", {"glm-dsa.attention.indexer.top_k": -1}, "which is not a whole number"),
         ("llama4", {"llama4.expert_count": 0}, "which is not a whole number"),
+        ("ministral3", {"mistral3.expert_count": 8}, "has experts, which are not supported"),
+        ("ministral3", {"mistral3.rope.scaling.yarn_log_multiplier": "a"}, "which is not a positive number"),
         ("lfm2", {"lfm2.shortconv.l_cache": None}, "has no lfm2.shortconv.l_cache"),
         ("granite-hybrid", {"granitehybrid.rope.scaling.finetuned": True}, "is a hybrid with rope"),
         (

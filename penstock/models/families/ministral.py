@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import ArchitectureConfig, Fields, yarn_amplitude
 from penstock.models.decoder import Decoder
-from penstock.models.families.llama import Mistral
-from penstock.models.gguf_config import common_gguf_config
+from penstock.models.families.llama import Llama, Mistral
+from penstock.models.gguf_config import common_gguf_config, has_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import rope_parameters
 from penstock.models.layers import Block, LayerLoader, ScaledQueries
+from penstock.models.layout import Layout
 
 _DEFAULT_ROPE = {
     "rope_type": "yarn",
@@ -31,6 +33,7 @@ _DEFAULT_ROPE = {
 class Ministral3(Decoder):
     name = "ministral3"
     huggingface_names = ("Ministral3ForCausalLM", "ministral3")
+    gguf_names = ("mistral3",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -42,7 +45,22 @@ class Ministral3(Decoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return common_gguf_config(file, cls.name)
+        config, fields = common_gguf_config(file, cls.name), metadata_fields(file)
+        if has_experts(file):
+            raise ModelLoadError(f"{file.path.name} has experts, which are not supported for Mistral 3.")
+        rope, scaling = config.rope, config.rope.scaling
+        if scaling is not None and scaling.kind == "yarn":
+            # Of the two factors of cosines and sines, files state the one in the denominator. The other one is 1.
+            key = "rope.scaling.yarn_log_multiplier"
+            below = fields.number(key) if fields.raw(key) else 0.0
+            amplitude = yarn_amplitude(scaling.factor) / yarn_amplitude(scaling.factor, below)
+            rope = dataclasses.replace(rope, scaling=dataclasses.replace(scaling, attention_factor=amplitude))
+        growth = fields.optional_number("attention.temperature_scale")
+        return dataclasses.replace(config, rope=rope, query_growth=growth)
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return Llama.gguf_layout(config)
 
     def load_layer(self, load: LayerLoader) -> Block:
         return Block(
