@@ -141,6 +141,24 @@ def limited_positions(context_length: int) -> int:
     return _LIMITED_POSITIONS if context_length == _ANY_LENGTH else context_length
 
 
+def fields_without_attention(file: GGUFFile) -> Fields:
+    """Return the settings of a model of state-space layers alone by the keys of `config.json`. Files have zeros for
+    sizes of attention and MLP."""
+    fields = metadata_fields(file)
+    tokenizer = Fields(file.metadata, file.path.name, prefix="tokenizer.ggml.")
+    hidden_size = fields.integer("embedding_length")
+    values = {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": fields.integer("block_count"),
+        "vocab_size": _vocab_size(file, hidden_size),
+        "layer_norm_epsilon": fields.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "eos_token_id": tokenizer.raw("eos_token_id"),
+        "bos_token_id": tokenizer.raw("bos_token_id"),
+    }
+    return Fields(values, file.path.name)
+
+
 def layers_with(file: GGUFFile, tensor: str) -> frozenset[int]:
     """Return the layers that have a tensor of this name."""
     return frozenset(

@@ -13,7 +13,12 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from tests.models.checkpoints import Reference
-from tests.models.gguf_states import converted, write_special_settings
+from tests.models.gguf_states import (
+    WITHOUT_ATTENTION,
+    converted,
+    write_special_settings,
+    write_without_attention,
+)
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -71,6 +76,7 @@ ARCHITECTURES = {
     "nemotron_h_moe": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
     "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+    "mamba2": gguf.MODEL_ARCH.MAMBA2,
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
 }
@@ -132,6 +138,8 @@ def write_model(
         config.allow_global_per_layer_attribute_access = True
         _write_settings(writer, config)
         _write_gemma4(writer, config)
+    elif config.model_type in WITHOUT_ATTENTION:
+        write_without_attention(writer, config)
     else:
         _write_settings(writer, config)
     if _num_experts(config):

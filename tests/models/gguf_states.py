@@ -10,6 +10,7 @@ import numpy as np
 from gguf import GGUFWriter
 
 Tensors = dict[str, np.ndarray]
+WITHOUT_ATTENTION = ("mamba2",)
 
 
 def write_special_settings(writer: GGUFWriter, config: Any, tensors: Tensors) -> None:
@@ -88,6 +89,22 @@ def _write_nemotron_h(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
         if config.moe_latent_size:
             writer.add_moe_latent_size(config.moe_latent_size)
+
+
+def write_without_attention(writer: GGUFWriter, config: Any) -> None:
+    """Write the settings of models of state-space layers alone."""
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.state_size)
+    if config.model_type == "mamba2":
+        writer.add_ssm_inner_size(config.num_heads * config.head_dim)
+        writer.add_ssm_time_step_rank(config.num_heads)
+        writer.add_ssm_group_count(config.n_groups)
 
 
 def _write_mamba(writer: GGUFWriter, config: Any) -> None:
@@ -245,6 +262,7 @@ CONVERSIONS: dict[str, Callable[[Any, Tensors], Tensors]] = {
     "apertus": _apertus,
     "granitemoehybrid": _granite_hybrid,
     "falcon_h1": _falcon_h1,
+    "mamba2": lambda config, tensors: _mamba2(tensors, config.n_groups),
     "nemotron_h": _nemotron_h,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig, RopeConfig
+from penstock.models.gguf_config import fields_without_attention
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_states import gguf_mamba_config, gguf_mamba_layout
 from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import Layout
 from penstock.models.mamba2 import Mamba2Mixer, load_mamba, mamba_rows, step_limits
@@ -57,6 +60,7 @@ class MambaLayer:
 class Mamba2(HybridDecoder):
     name = "mamba2"
     huggingface_names = ("Mamba2ForCausalLM", "mamba2")
+    gguf_names = ("mamba2",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -74,6 +78,21 @@ class Mamba2(HybridDecoder):
             step_limits=step_limits(fields),
         )
         return config_without_attention(fields, cls.name, recurrent, num_shares=num_heads, is_tied=False)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        recurrent = gguf_mamba_config(file)
+        return config_without_attention(
+            fields_without_attention(file),
+            cls.name,
+            recurrent,
+            num_shares=recurrent.num_heads,
+            is_tied=False,
+        )
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_mamba_layout(config, "mixer", {"attn_norm": "norm"})
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
