@@ -76,6 +76,8 @@ ARCHITECTURES = {
     "nemotron_h_moe": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
     "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+    "mamba": gguf.MODEL_ARCH.MAMBA,
+    "falcon_mamba": gguf.MODEL_ARCH.MAMBA,
     "mamba2": gguf.MODEL_ARCH.MAMBA2,
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,

@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGUFWriter
 
 Tensors = dict[str, np.ndarray]
-WITHOUT_ATTENTION = ("mamba2",)
+WITHOUT_ATTENTION = ("mamba", "falcon_mamba", "mamba2")
 
 
 def write_special_settings(writer: GGUFWriter, config: Any, tensors: Tensors) -> None:
@@ -105,6 +105,10 @@ def write_without_attention(writer: GGUFWriter, config: Any) -> None:
         writer.add_ssm_inner_size(config.num_heads * config.head_dim)
         writer.add_ssm_time_step_rank(config.num_heads)
         writer.add_ssm_group_count(config.n_groups)
+        return
+    writer.add_ssm_inner_size(config.intermediate_size)
+    writer.add_ssm_time_step_rank(config.time_step_rank)
+    writer.add_ssm_dt_b_c_rms(config.model_type == "falcon_mamba")
 
 
 def _write_mamba(writer: GGUFWriter, config: Any) -> None:
@@ -148,6 +152,15 @@ def _granite_hybrid(config: Any, tensors: Tensors) -> Tensors:
             continue
         for part, rows in zip(("gate", "up"), np.split(values, 2), strict=True):
             made[name.replace("shared_mlp.input_linear", f"{shared}.{part}_proj")] = rows
+    return made
+
+
+def _mamba1(config: Any, tensors: Tensors) -> Tensors:
+    made = {}
+    for name, values in tensors.items():
+        if name.endswith("A_log"):
+            values = -np.exp(values)
+        made[name] = values.squeeze(1) if name.endswith("conv1d.weight") else values
     return made
 
 
@@ -262,6 +275,8 @@ CONVERSIONS: dict[str, Callable[[Any, Tensors], Tensors]] = {
     "apertus": _apertus,
     "granitemoehybrid": _granite_hybrid,
     "falcon_h1": _falcon_h1,
+    "mamba": _mamba1,
+    "falcon_mamba": _mamba1,
     "mamba2": lambda config, tensors: _mamba2(tensors, config.n_groups),
     "nemotron_h": _nemotron_h,
     "lfm2": _lfm2,
