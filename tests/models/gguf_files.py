@@ -76,6 +76,7 @@ ARCHITECTURES = {
     "nemotron_h_moe": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
     "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+    "jamba": gguf.MODEL_ARCH.JAMBA,
     "mamba": gguf.MODEL_ARCH.MAMBA,
     "falcon_mamba": gguf.MODEL_ARCH.MAMBA,
     "mamba2": gguf.MODEL_ARCH.MAMBA2,

@@ -66,6 +66,15 @@ def write_special_settings(writer: GGUFWriter, config: Any, tensors: Tensors) ->
     if kind == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
         writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+    if kind == "jamba":
+        attends = [
+            f"model.layers.{n}.self_attn.q_proj.weight" in tensors for n in range(config.num_hidden_layers)
+        ]
+        writer.add_head_count_kv([config.num_key_value_heads * each for each in attends])
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+        writer.add_ssm_time_step_rank(config.mamba_dt_rank)
     if kind == "nemotron_h":
         _write_nemotron_h(writer, config)
 
@@ -275,6 +284,7 @@ CONVERSIONS: dict[str, Callable[[Any, Tensors], Tensors]] = {
     "apertus": _apertus,
     "granitemoehybrid": _granite_hybrid,
     "falcon_h1": _falcon_h1,
+    "jamba": _mamba1,
     "mamba": _mamba1,
     "falcon_mamba": _mamba1,
     "mamba2": lambda config, tensors: _mamba2(tensors, config.n_groups),

@@ -10,6 +10,9 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.experts import FUSED_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
+from penstock.models.gguf_config import gguf_experts, has_tensor, hybrid_gguf_config
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_states import gguf_mamba1_config, gguf_mamba_layout
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout
@@ -36,6 +39,7 @@ class JambaLayer:
 class Jamba(HybridDecoder):
     name = "jamba"
     huggingface_names = ("JambaForCausalLM", "jamba")
+    gguf_names = ("jamba",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -57,6 +61,20 @@ class Jamba(HybridDecoder):
             recurrent=mamba1_config(fields, every - attends, prefix="mamba_", selection_eps=config.norm_eps),
             experts=experts,
         )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = hybrid_gguf_config(file, cls.name, has_rope=False)
+        mixes = has_tensor(file, "ffn_gate_inp.weight")  # files without experts may still count one
+        return dataclasses.replace(
+            config,
+            recurrent=gguf_mamba1_config(file, config.norm_eps),
+            experts=gguf_experts(file, config, normalizes=False) if mixes else None,
+        )
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_mamba_layout(config, "mamba")
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
