@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "olmo3": gguf.MODEL_ARCH.OLMO2,
     "exaone4": gguf.MODEL_ARCH.EXAONE4,
     "granite": gguf.MODEL_ARCH.GRANITE,
+    "glm": gguf.MODEL_ARCH.CHATGLM,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "cohere": gguf.MODEL_ARCH.COMMAND_R,
     "cohere2": gguf.MODEL_ARCH.COHERE2,

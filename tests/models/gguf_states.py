@@ -3,6 +3,7 @@ and tensors in another form than folders have."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -136,6 +137,16 @@ def converted(config: Any, tensors: Tensors) -> Tensors:
 
 def _apertus(config: Any, tensors: Tensors) -> Tensors:
     return {name: values for name, values in tensors.items() if "act_fn" not in name}
+
+
+def _glm(config: Any, tensors: Tensors) -> Tensors:
+    """Put queries, keys and values into one tensor, as in the makers' first folders."""
+    made = {name: values for name, values in tensors.items() if not re.search(r"\.[qkv]_proj\.", name)}
+    for name in tensors:
+        if ".q_proj." in name:
+            parts = [tensors[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
+            made[name.replace(".q_proj.", ".qkv_proj.")] = np.concatenate(parts)
+    return made
 
 
 def _kimi_linear(config: Any, tensors: Tensors) -> Tensors:
@@ -280,6 +291,7 @@ def _qwen3_5(config: Any, tensors: Tensors) -> Tensors:
 
 
 CONVERSIONS: dict[str, Callable[[Any, Tensors], Tensors]] = {
+    "glm": _glm,
     "kimi_linear": _kimi_linear,
     "apertus": _apertus,
     "granitemoehybrid": _granite_hybrid,

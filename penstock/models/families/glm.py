@@ -15,7 +15,7 @@ from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import LayerLoader, SandwichLayer
-from penstock.models.layout import Layout, fused_gate_up, rotated_rows
+from penstock.models.layout import Layout, fused_gate_up, fused_qkv, rotated_rows
 
 
 class Glm(PreNormDecoder):
@@ -23,6 +23,7 @@ class Glm(PreNormDecoder):
 
     name = "glm"
     huggingface_names = ("GlmForCausalLM", "glm")
+    gguf_names = ("chatglm",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -37,6 +38,13 @@ class Glm(PreNormDecoder):
         return Layout(
             cut=fused_gate_up(config.intermediate_size), rows=rotated_rows(config, interleaved=True)
         )
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        # Files made of the makers' first folders hold queries, keys and values as one matrix.
+        cut = fused_gate_up(config.intermediate_size) | fused_qkv(config)
+        rows = rotated_rows(config, interleaved=True)
+        return gguf_layout({"ffn_up": "mlp.gate_up_proj"}, cut=cut, rows=rows)
 
 
 class Glm4(Decoder):
