@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import TypeVar
 
-from sqlalchemy import Connection, Double, cast, delete, func, select, update
+from sqlalchemy import Connection, delete, select, update
 
 from penstock.cluster.registry import RegistryError
 from penstock.core.errors import PenstockError, Superseded
-from penstock.gateway.store.database import Database, Work, insert_into
+from penstock.gateway.store.database import Database, Work, database_time, insert_into
 from penstock.gateway.store.tables import fleet_documents, fleet_hosts, fleet_leases
 
 T = TypeVar("T")
 LEADER = "leader"
-UNIX_EPOCH_DAY = 2_440_587.5  # as SQLite counts days
 
 
 class DatabaseRegistry:
@@ -26,7 +25,7 @@ class DatabaseRegistry:
 
     async def publish(self, name: str, record: bytes, lease_s: float) -> None:
         def work(connection: Connection) -> None:
-            ends = _now(connection) + lease_s
+            ends = database_time(connection) + lease_s
             values = {"record": record, "expires_at": ends}
             statement = insert_into(connection, fleet_hosts).values(name=name, **values)
             connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
@@ -37,7 +36,7 @@ class DatabaseRegistry:
     async def records(self) -> dict[str, bytes]:
         def work(connection: Connection) -> dict[str, bytes]:
             living = select(fleet_hosts.c.name, fleet_hosts.c.record).where(
-                fleet_hosts.c.expires_at > _now(connection)
+                fleet_hosts.c.expires_at > database_time(connection)
             )
             return {name: bytes(record) for name, record in connection.execute(living)}
 
@@ -93,7 +92,7 @@ def take_lease(connection: Connection, name: str, holder: str, lease_s: float, a
     _make_row(connection, name)
     columns = (fleet_leases.c.holder, fleet_leases.c.epoch, fleet_leases.c.expires_at)
     found = connection.execute(select(*columns).where(fleet_leases.c.name == name).with_for_update()).one()
-    now = _now(connection)
+    now = database_time(connection)
     is_held = found.expires_at > now
     if is_held and found.holder != holder:
         return None
@@ -121,12 +120,3 @@ def _make_row(connection: Connection, name: str) -> None:
 def end_lease(connection: Connection, name: str, holder: str) -> None:
     is_ours = (fleet_leases.c.name == name) & (fleet_leases.c.holder == holder)
     connection.execute(update(fleet_leases).where(is_ours).values(expires_at=0.0))
-
-
-def _now(connection: Connection) -> float:
-    """Return the Unix time on the clock of the database."""
-    if connection.dialect.name == "sqlite":
-        return float(connection.scalar(select((func.julianday("now") - UNIX_EPOCH_DAY) * 86_400)) or 0.0)
-    return float(
-        connection.scalar(select(cast(func.extract("epoch", func.clock_timestamp()), Double))) or 0.0
-    )

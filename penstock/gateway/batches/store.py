@@ -39,7 +39,7 @@ from penstock.gateway.batches.batch import (
 from penstock.gateway.blobs.blobs import is_blob_id
 from penstock.gateway.files import StoredFile, insert_file
 from penstock.gateway.store import tables
-from penstock.gateway.store.database import Database, insert_once, read_page
+from penstock.gateway.store.database import Database, database_time, insert_once, read_page
 from penstock.gateway.store.tables import leases
 
 LEASE_NAME = "batches"
@@ -118,9 +118,16 @@ _MAX_GROUP = 256
 
 
 class BatchStore:
-    def __init__(self, database: Database, *, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+        lease_clock: Callable[[Connection], float] = database_time,
+    ) -> None:
         self._database = database
         self._wall_clock = wall_clock
+        self._lease_clock = lease_clock
 
     @property
     def exists(self) -> bool:
@@ -219,7 +226,7 @@ class BatchStore:
     async def take_lease(self, holder: str, duration_s: float) -> bool:
         """Take or renew the right to run batches. False while another process has it."""
         return await self._database.run(
-            lambda connection: take_lease(connection, holder, self._wall_clock(), duration_s)
+            lambda connection: take_lease(connection, holder, self._lease_clock(connection), duration_s)
         )
 
     async def release_lease(self, holder: str) -> None:

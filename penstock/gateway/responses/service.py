@@ -286,7 +286,7 @@ class Responses:
         return await self._settled(found)
 
     async def _settled(self, found: StoredResponse) -> StoredResponse:
-        if not found.is_lost(time.time()):
+        if found.is_final or not found.is_lost(await self._store.time()):
             return found
         failed = _final(found, self._wire.failed(found.body))
         if await self._store.replace(failed):
@@ -329,8 +329,9 @@ class Responses:
     async def _start_in_background(
         self, built: BuiltAnswer, builder: ResponseBuilder, record: StoredResponse, log: EventLog | None
     ) -> None:
-        body, lease_until = builder.to_json(built.model), time.time() + LEASE_S
+        body = builder.to_json(built.model)
         try:
+            lease_until = await self._store.time() + LEASE_S
             await self._store.add(msgspec.structs.replace(record, body=body, lease_until=lease_until))
         except BaseException:
             built.cancel()  # nobody could ever ask for it
@@ -355,7 +356,7 @@ class Responses:
             await asyncio.sleep(RENEWAL_S)
             if self._running:
                 with contextlib.suppress(StoreUnavailable):
-                    await self._store.renew(tuple(self._running), time.time() + LEASE_S)
+                    await self._store.renew(tuple(self._running), await self._store.time() + LEASE_S)
 
     async def _run(
         self, built: BuiltAnswer, builder: ResponseBuilder, response_id: str, log: EventLog | None

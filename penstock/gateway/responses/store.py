@@ -14,7 +14,7 @@ import msgspec
 from sqlalchemy import Connection, func, select
 
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.store.database import Database, insert_into
+from penstock.gateway.store.database import Database, database_time, insert_into
 from penstock.gateway.store.tables import response_events, responses
 
 MAX_HISTORY = 1000  # responses in one conversation
@@ -60,6 +60,10 @@ class ResponseStore(Protocol):
     async def replace(self, response: StoredResponse) -> bool:
         """Put the outcome in place of a response that ran in the background. False when it has been deleted, or was
         final already."""
+        ...
+
+    async def time(self) -> float:
+        """Return the time that leases end by, which all gateways with this store agree on."""
         ...
 
     async def renew(self, response_ids: Collection[str], lease_until: float) -> None:
@@ -128,6 +132,9 @@ class MemoryResponses:
             return False
         self._put(response)
         return True
+
+    async def time(self) -> float:
+        return self._now()
 
     async def renew(self, response_ids: Collection[str], lease_until: float) -> None:
         for key, response in self._responses.items():
@@ -243,6 +250,9 @@ class DatabaseResponses:
 
     async def replace(self, response: StoredResponse) -> bool:
         return await self._database.run(lambda connection: self._replace(connection, response))
+
+    async def time(self) -> float:
+        return await self._database.run(database_time, reads_only=True)
 
     async def renew(self, response_ids: Collection[str], lease_until: float) -> None:
         await self._database.run(lambda connection: self._renew(connection, response_ids, lease_until))

@@ -6,7 +6,7 @@ while the database is away, it holds within this process.
 
 The process that starts a request claims the row of its key and leases it; the lease is renewed while the request
 runs, so that the claim of a process that died lapses. The functions of the table are plain functions of a database
-connection. Times are Unix seconds.
+connection. Times are Unix seconds; those of rows are on the clock of the database: clocks of gateways may differ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from penstock.gateway.reuse.replay import (
     SharedAnswer,
     decode_answer,
 )
-from penstock.gateway.store.database import Database, insert_once
+from penstock.gateway.store.database import Database, database_time, insert_once
 from penstock.gateway.store.tables import idempotent_answers
 
 _columns = idempotent_answers.c
@@ -150,12 +150,14 @@ class IdempotentAnswers:
         settings: IdempotencySettings,
         database: Database | None = None,
         wall_clock: Callable[[], float] = time.time,
+        lease_clock: Callable[[Connection], float] = database_time,
     ) -> None:
         self.settings = settings
         self.num_replayed = 0
         self.num_conflicts = 0
         self._database = database
         self._wall_clock = wall_clock
+        self._lease_clock = lease_clock
         self._running: dict[_Key, SharedAnswer] = {}
         self._unrecorded: set[SharedAnswer] = set()  # running, or being written to the database
         self._claims: dict[_Key, KeyClaim] = {}  # of running requests, where a database holds them
@@ -202,12 +204,16 @@ class IdempotentAnswers:
             now = self._wall_clock()
             with contextlib.suppress(StoreUnavailable):
                 if self._claims:
-                    claims = list(self._claims.values())
-                    await self._database.run(partial(renew_leases, claims=claims, lease_until=now + LEASE_S))
+                    await self._database.run(partial(self._renew, list(self._claims.values())))
                 if now >= sweep_at and self._database.exists:
-                    await self._database.run(partial(delete_expired, now=now))
+                    await self._database.run(
+                        lambda connection: delete_expired(connection, self._lease_clock(connection))
+                    )
                     sweep_at = now + SWEEP_S
             await asyncio.sleep(RENEWAL_S)
+
+    def _renew(self, claims: Sequence[KeyClaim], connection: Connection) -> None:
+        renew_leases(connection, claims, lease_until=self._lease_clock(connection) + LEASE_S)
 
     async def close(self) -> None:
         """Let the records of answers that have ended be written. Call it when the gateway has drained."""
@@ -217,17 +223,18 @@ class IdempotentAnswers:
             await asyncio.wait(endings, timeout=CLOSE_TIMEOUT_S)
 
     async def _start(self, key: _Key, claim: KeyClaim, starting: Awaitable[AnswerStream]) -> AnswerStream:
+        if self._database is not None:
+            self._claims[key] = claim
         try:
             answer = await starting
         except BaseException:
+            self._claims.pop(key, None)
             await asyncio.shield(self._release(claim))
             raise
         shared = SharedAnswer(answer, self.settings.abandoned_after_s, partial(self._on_over, key, claim))
         self._running[key] = shared
         self._unrecorded.add(shared)
         self._fingerprints[key] = claim.fingerprint
-        if self._database is not None:
-            self._claims[key] = claim
         return shared.reader(None)
 
     async def _on_over(self, key: _Key, claim: KeyClaim, answer: bytes | None) -> None:
@@ -238,7 +245,7 @@ class IdempotentAnswers:
             if answer is not None and len(answer) <= self.settings.max_entry_bytes:
                 data = claim.fingerprint + answer
                 self._finished.put(key[0], key[1].encode(), data, now, self.settings.ttl_s)
-                await self._keep(claim, answer, now + self.settings.ttl_s)
+                await self._keep(claim, answer)
             else:
                 await self._release(claim)
         finally:
@@ -266,15 +273,8 @@ class IdempotentAnswers:
         if self._database is None:
             return None
         deadline = self._wall_clock() + MAX_WAIT_S
-        while (now := self._wall_clock()) < deadline:
-            attempt = partial(
-                claim_key,
-                claim=claim,
-                now=now,
-                lease_until=now + LEASE_S,
-                expires_at=now + self.settings.ttl_s,
-            )
-            attempting = asyncio.ensure_future(self._database.run(attempt))
+        while self._wall_clock() < deadline:
+            attempting = asyncio.ensure_future(self._database.run(partial(self._attempt, claim)))
             try:
                 result = await asyncio.shield(attempting)
             except asyncio.CancelledError:  # the database may still grant what nobody waits for any more
@@ -293,12 +293,17 @@ class IdempotentAnswers:
             await asyncio.sleep(POLL_S)
         raise Conflict("Another request with this idempotency key is still running.", retry_after_s=5.0)
 
-    async def _keep(self, claim: KeyClaim, answer: bytes, expires_at: float) -> None:
+    def _attempt(self, claim: KeyClaim, connection: Connection) -> ClaimResult:
+        now = self._lease_clock(connection)
+        return claim_key(connection, claim, now, now + LEASE_S, now + self.settings.ttl_s)
+
+    async def _keep(self, claim: KeyClaim, answer: bytes) -> None:
+        def keep(connection: Connection) -> None:
+            keep_answer(connection, claim, answer, self._lease_clock(connection) + self.settings.ttl_s)
+
         if self._database is not None:
             with contextlib.suppress(StoreUnavailable):  # it is in memory, and the lease lapses
-                await self._database.run(
-                    partial(keep_answer, claim=claim, answer=answer, expires_at=expires_at)
-                )
+                await self._database.run(keep)
 
     async def _release_after(self, attempting: Awaitable[ClaimResult], claim: KeyClaim) -> None:
         with contextlib.suppress(StoreUnavailable):

@@ -334,6 +334,18 @@ def _cause(error: Exception) -> str:
     return str(original).strip().partition("\n")[0].rstrip(".") or type(original).__name__
 
 
+_UNIX_EPOCH_DAY = 2_440_587.5  # as SQLite counts days
+
+
+def database_time(connection: Connection) -> float:
+    """Return the Unix time on the clock of the database. Leases end by this clock: clocks of gateways may differ."""
+    if connection.dialect.name == "sqlite":
+        days = sqlalchemy.func.julianday("now") - _UNIX_EPOCH_DAY
+        return float(connection.scalar(sqlalchemy.select(days * 86_400)) or 0.0)
+    seconds = sqlalchemy.func.extract("epoch", sqlalchemy.func.clock_timestamp())
+    return float(connection.scalar(sqlalchemy.select(sqlalchemy.cast(seconds, sqlalchemy.Double))) or 0.0)
+
+
 def insert_into(connection: Connection, table: Table) -> Any:
     """Return an INSERT statement with `ON CONFLICT`, which SQLAlchemy has for each database separately."""
     return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)

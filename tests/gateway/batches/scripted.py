@@ -99,7 +99,7 @@ class Server:
         self.wall = wall
         self.dialect = dialect or ScriptedDialect()
         self.files = FileStore(database, FileFolder(data_dir / "files"), wall_clock=self._now)
-        self.store = CountingStore(database, wall_clock=self._now)
+        self.store = CountingStore(database, wall_clock=self._now, lease_clock=lambda _: self._now())
         config = BatchesConfig(max_concurrent_lines=4, poll_s=0.005, lease_s=30.0)
         self.runner = CountingRunner(self.store, self.files, config, wall_clock=self._now)
         self.runner.teach("scripted", self.dialect)

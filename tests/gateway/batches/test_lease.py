@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.batches.store import is_dead, new_holder
+from penstock.gateway.batches.store import BatchStore, is_dead, new_holder
+from penstock.gateway.responses.store import DatabaseResponses
+from penstock.gateway.store.database import Database
 
 _MAKE = "from penstock.gateway.batches.store import new_holder; print(new_holder())"
 
@@ -24,6 +26,17 @@ def test_dead_and_alive() -> None:
     assert is_dead(holder)
     assert not is_dead("0" + holder[1:] if holder[0] != "0" else "1" + holder[1:])  # of another machine
     assert len(mine) <= 64
+
+
+async def test_clocks_of_gateways_that_differ_take_no_lease_away() -> None:
+    database = Database("sqlite://")
+    behind, ahead = (BatchStore(database, wall_clock=lambda now=now: now) for now in (1e9, 2e9))
+    assert await behind.take_lease("a", 1000)
+    assert not await ahead.take_lease("b", 1000)
+    stores = [DatabaseResponses(database, now=lambda now=now: now) for now in (1e9, 2e9)]
+    first, second = [await store.time() for store in stores]
+    assert first <= second < first + 1000
+    database.close()
 
 
 def test_a_process_id_of_another_container_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from penstock.gateway.accounts import Accounts
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.prepared import PreparedRequest
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.reuse import idempotency
 from penstock.gateway.reuse.idempotency import (
@@ -60,7 +61,8 @@ def make_gateway(
     clock: WallClock | None = None,
     **settings: Any,
 ) -> Gateway:
-    answers = IdempotentAnswers(IdempotencySettings(**settings), database, clock or WallClock())
+    clock = clock or WallClock()
+    answers = IdempotentAnswers(IdempotencySettings(**settings), database, clock, lambda _: clock())
     accounts = Accounts(ledger=rows) if rows else None
     return Gateway(engine, GatewayConfig(), accounts=accounts, reuse=AnswerReuse(idempotency=answers))
 
@@ -272,6 +274,52 @@ class TestAcrossProcesses:
         engine.emit(engine.added[0].id, 65, finish_reason=FinishReason.STOP)
         deltas = await read(first)
         assert await read(await repeat) == deltas
+
+    async def test_gateways_whose_clocks_differ_run_it_once(
+        self, database: Database, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(idempotency, "POLL_S", 0.001)
+        engines = FakeEngine(), FakeEngine()
+        clocks = WallClock(), WallClock()
+        clocks[1].now += 3600.0
+        first, second = (
+            Gateway(
+                engine,
+                GatewayConfig(),
+                reuse=AnswerReuse(
+                    idempotency=IdempotentAnswers(IdempotencySettings(), database, wall_clock=clock)
+                ),
+            )
+            for engine, clock in zip(engines, clocks, strict=True)
+        )
+        answer = await first.submit(request_for())
+        claims = CountedCalls(monkeypatch, "claim_key")
+        repeat = asyncio.create_task(second.submit(request_for()))
+        await claims.two_more()
+        assert not repeat.done()
+        engines[0].emit(engines[0].added[0].id, 65, finish_reason=FinishReason.STOP)
+        assert await read(await repeat) == await read(answer)
+        assert not engines[1].added
+
+    async def test_a_claim_is_renewed_while_its_request_is_prepared(
+        self, database: Database, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(idempotency, "RENEWAL_S", 0.001)
+        renewals, prepared = CountedCalls(monkeypatch, "renew_leases"), asyncio.Event()
+        gateway = make_gateway(FakeEngine(script_text("x")), database)
+        prepare = gateway._prepare
+
+        async def slowly(work: PreparedRequest) -> None:
+            await prepared.wait()
+            await prepare(work)
+
+        monkeypatch.setattr(gateway, "_prepare", slowly)
+        asking = asyncio.create_task(gateway.submit(request_for()))
+        renewing = asyncio.create_task(gateway.reuse.idempotency.run())
+        await renewals.two_more()
+        renewing.cancel()
+        prepared.set()
+        await read(await asking)
 
     async def test_a_client_that_leaves_during_the_claim_frees_the_key(
         self, database: Database, monkeypatch: pytest.MonkeyPatch
