@@ -79,6 +79,7 @@ class ScriptPipe:
         self._is_idle.set()
         self._task: asyncio.Task[None] | None = None
         self._is_up = False
+        self.came_back = asyncio.Event()  # set when Redis answers again; whoever waits for it clears it
         metrics.redis_is_up = False
 
     async def start(self) -> None:
@@ -137,6 +138,7 @@ class ScriptPipe:
             if not self._is_up:
                 await asyncio.sleep(PROBE_INTERVAL_S)
                 if await self._comes_up():
+                    self.came_back.set()
                     logger.warning(
                         "Redis answers again: limits are shared, %d settlements follow", len(self._queue)
                     )

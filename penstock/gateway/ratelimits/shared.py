@@ -2,7 +2,8 @@
 
 Redis keeps the time, the levels and the leases. A lease whose gateway dies stops counting when it expires. While
 Redis is gone, requests are decided by local buckets (policy "open") or refused (policy "closed"), at once and without
-waiting for it; requests that end meanwhile are settled when it is back.
+waiting for it; requests that end meanwhile are settled when it is back. A Redis that lost its data gets the leases of
+running requests again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 from redis.asyncio import Redis
@@ -71,6 +72,13 @@ class _Ask(msgspec.Struct):
     subjects: tuple[_SubjectAsk, ...] = ()
 
 
+class _Renewal(msgspec.Struct):
+    """The leases of one subject that live: name, input tokens and output tokens of each."""
+
+    limits: _SubjectAsk
+    leases: list[tuple[str, int, int]]
+
+
 class _Levels(msgspec.Struct):
     requests: float | None = None
     input_tokens: float | None = None
@@ -121,6 +129,10 @@ class RedisLease:
     @property
     def keys(self) -> tuple[str, ...]:
         return self.caller.keys
+
+    @property
+    def reserved(self) -> Demand:
+        return self._reserved
 
     def name_with(self, reserved: Demand) -> str:
         return f"{self._stem}:{reserved.microdollars!r}"
@@ -232,7 +244,8 @@ class RedisLimiter:
             lease.holds(claim, NOTHING)
             return lease
         demand = demand_of(claim, caller.limits, self.local.spending)
-        admitted_as = lease.name
+        # While its name changes, it is not renewed: the lease of the old name must not be made again.
+        self._live.pop(lease.name, None)
         try:
             decision = await self._decide(lease, demand, num_requests=0)
         except RedisGone as gone:
@@ -248,9 +261,9 @@ class RedisLimiter:
             raise
         rate_limits = _rate_limits(caller, decision)
         if decision.refusals:
+            self._live[lease.name] = lease
             raise self._refuse(caller, demand, decision, rate_limits)
         lease.rate_limits = rate_limits
-        self._live.pop(admitted_as, None)
         lease.holds(claim, demand)
         self._live[lease.name] = lease
         return lease
@@ -353,21 +366,38 @@ class RedisLimiter:
 
     async def _renew_forever(self) -> None:
         while True:
-            await asyncio.sleep(self._lease_ttl_s / 3)
-            leases_of: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-            for lease in self._live.values():
-                for hash_key, leases_key in zip(lease.keys[::2], lease.keys[1::2], strict=True):
-                    leases_of[hash_key, leases_key].append(lease.name)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._lease_ttl_s / 3):
+                    await self._pipe.came_back.wait()
+            self._pipe.came_back.clear()
             with contextlib.suppress(RedisGone):
-                await self._renew(leases_of)
+                await self.renew()
 
-    async def _renew(self, leases_of: Mapping[tuple[str, str], list[str]]) -> None:
+    async def renew(self) -> None:
+        """Renew all leases, and make those again that Redis has lost. Raises RedisGone."""
+        leases_of: defaultdict[tuple[str, str], list[RedisLease]] = defaultdict(list)
+        asks: dict[tuple[str, str], _SubjectAsk] = {}
+        for lease in self._live.values():
+            caller = lease.caller
+            for hash_key, leases_key, ask in zip(
+                caller.keys[::2], caller.keys[1::2], caller.asks, strict=True
+            ):
+                leases_of[hash_key, leases_key].append(lease)
+                asks[hash_key, leases_key] = ask
         subjects = list(leases_of)
         for start in range(0, len(subjects), _RENEWED_AT_ONCE):
             chunk = subjects[start : start + _RENEWED_AT_ONCE]
-            names = self._encode([leases_of[subject] for subject in chunk])
+            renewals = [_Renewal(asks[subject], self._still_live(leases_of[subject])) for subject in chunk]
             keys = [key for subject in chunk for key in subject]
-            await self._pipe.call("renew", keys, (self._lease_ttl_s, names))
+            await self._pipe.call("renew", keys, (self._lease_ttl_s, self._encode(renewals)))
+
+    def _still_live(self, leases: Iterable[RedisLease]) -> list[tuple[str, int, int]]:
+        """Leave out leases that were settled while Redis was asked about others."""
+        return [
+            (lease.name, lease.reserved.input_tokens, lease.reserved.output_tokens)
+            for lease in leases
+            if self._live.get(lease.name) is lease
+        ]
 
 
 def _amount(figure: Figure, demand: Demand) -> int:

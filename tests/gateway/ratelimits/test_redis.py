@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 from redis.asyncio import Redis
@@ -198,27 +197,61 @@ async def test_leases_of_a_dead_gateway_expire_and_those_of_a_live_one_do_not(ga
     replacement.settle(outcome())
 
 
-async def test_a_live_gateway_renews_its_leases(
-    gateway: Make, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses_s: list[float] = []
-    is_over = asyncio.Semaphore(0)
-
-    async def pause(seconds: float) -> None:
-        pauses_s.append(seconds)
-        await is_over.acquire()
-
-    monkeypatch.setattr(shared, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": pause}))
+async def test_a_live_gateway_renews_its_leases(gateway: Make, redis_server: RedisServer) -> None:
     limiter = await gateway(LimitSettings(key=ScopeLimits(concurrent_requests=2)), lease_ttl_s=600.0)
     lease = await reserve(limiter, claim())
     ((_, leases_key),) = (live.keys for live in limiter._live.values())
     async with Redis.from_url(redis_server.url) as client, asyncio.timeout(60):
         ((name, end),) = await client.zrange(leases_key, 0, -1, withscores=True)
-        is_over.release()
-        while await client.zscore(leases_key, name) <= end:
+        await limiter.renew()
+        renewed = await client.zscore(leases_key, name)
+        assert renewed > end
+        limiter._pipe.came_back.set()
+        while await client.zscore(leases_key, name) <= renewed:
             await asyncio.sleep(0.01)
-    assert pauses_s[0] == 200.0, "several tries fit into the time to live"
     lease.settle(outcome())
+
+
+async def test_running_requests_count_again_in_a_redis_that_lost_its_data(
+    gateway: Make, redis_server: RedisServer
+) -> None:
+    limits = ScopeLimits(
+        concurrent_requests=2, input_tokens_per_minute=1_000, output_tokens_per_minute=10_000
+    )
+    settings = LimitSettings(key=limits, workspace=ScopeLimits(requests_per_minute=100))
+    one, other = await gateway(settings, lease_ttl_s=600.0), await gateway(settings, lease_ttl_s=600.0)
+    first = await reserve(one, claim(input_tokens=900))
+    second = await one.admit(claim())
+    async with Redis.from_url(redis_server.url) as client:
+        await client.flushall()
+    await one.renew()
+    await one.renew()  # as after a timeout
+    with pytest.raises(RateLimited, match="at once"):
+        await other.admit(claim())
+    second.settle(outcome(0, 0, has_begun=False))
+    await one._pipe.flushed()
+    third = await other.admit(claim())
+    with pytest.raises(RateLimited, match="input tokens"):
+        await third.reserve(claim(input_tokens=500))
+    third.settle(outcome(0, 0, has_begun=False))
+    first.settle(outcome(900, 5, cached_tokens=800))
+    for limiter in (one, other):
+        await limiter._pipe.flushed()
+    fourth = await reserve(other, claim(input_tokens=0))
+    assert 900 <= remaining(fourth, "input_tokens") <= 1_000, "what was not used came back once"
+
+
+async def test_a_lease_that_changes_its_name_is_not_made_twice(gateway: Make) -> None:
+    settings = LimitSettings(key=ScopeLimits(concurrent_requests=2, input_tokens_per_minute=1_000))
+    limiter = await gateway(settings, lease_ttl_s=600.0, spending=SettableSpend())
+    admitted = await limiter.admit(claim())
+    reserving = asyncio.create_task(admitted.reserve(claim()))
+    await asyncio.sleep(0)  # Redis is asked to give the lease its other name,
+    await limiter.renew()  # and then about all leases
+    await reserving
+    await limiter.admit(claim())
+    with pytest.raises(RateLimited, match="at once"):
+        await limiter.admit(claim())
 
 
 async def test_a_cancelled_reservation_is_released(gateway: Make) -> None:
