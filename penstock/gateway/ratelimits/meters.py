@@ -115,6 +115,7 @@ class Meter:
         "running_elsewhere",
         "slot",
         "subject",
+        "unlocked_stores",
     )
 
     def __init__(self, subject: Subject, limits: ResolvedLimits, now: float) -> None:
@@ -125,6 +126,7 @@ class Meter:
         self.reserved_elsewhere = 0.0
         self.key = (0, 0)  # of the subject in the table
         self.slot: int | None = None
+        self.unlocked_stores = 0.0  # in the table, as of the last look there
         self.requests: TokenBucket | None = None
         self.input_tokens: TokenBucket | None = None
         self.output_tokens: TokenBucket | None = None

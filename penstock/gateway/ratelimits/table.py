@@ -6,8 +6,11 @@ money that they reserve are written by their own process only, into its own colu
 column of its predecessor.
 
 A process that is stopped while it holds the lock stops nobody: after `LOCK_TIMEOUT_S` the others continue without the
-lock, and decisions made at the same moment may then overlook each other. When no slot is free for a subject, which
-needs thousands of subjects that were active within the last minute, each process counts that subject for itself.
+lock, and decisions made at the same moment may then overlook each other. Levels that others changed meanwhile stay
+when the stopped process continues: only its one decision is not in them.
+
+When no slot is free for a subject, which needs thousands of subjects that were active within the last minute, each
+process counts that subject for itself.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ _BROKEN_S = 1.0  # in which nobody waits for a lock that was not released in tim
 _WINDOW = 32  # slots that a subject may have, from the first that its name leads to
 _KEY_CELLS = 2
 _BUCKET_CELLS = 3  # level, time of the last refill, and the limit that both belong to; 0 for no limit yet
-_SLOT_CELLS = _KEY_CELLS + 3 * _BUCKET_CELLS + 1  # the last one is not used
+_SLOT_CELLS = _KEY_CELLS + 3 * _BUCKET_CELLS + 1  # the last one counts what was stored without the lock
+_UNLOCKED = 3 * _BUCKET_CELLS  # its place behind the key
 _CELL_BYTES = 8
 
 
@@ -79,6 +83,7 @@ class MeterTable:
                 return
         place = slot * _SLOT_CELLS + _KEY_CELLS
         cells = self._cells
+        meter.unlocked_stores = cells[place + _UNLOCKED]
         for bucket in (meter.requests, meter.input_tokens, meter.output_tokens):
             if bucket is not None:
                 limit = cells[place + 2]
@@ -105,12 +110,22 @@ class MeterTable:
             return
         place = slot * _SLOT_CELLS + _KEY_CELLS
         cells = self._cells
+        if not self._holds_lock:
+            cells[place + _UNLOCKED] += 1.0
+        elif cells[place + _UNLOCKED] != meter.unlocked_stores:
+            self._store_own(meter, slot)
+            return
         for bucket in (meter.requests, meter.input_tokens, meter.output_tokens):
             if bucket is not None:
                 cells[place] = bucket.level
                 cells[place + 1] = bucket.updated_s
                 cells[place + 2] = bucket.limit
             place += _BUCKET_CELLS
+        self._store_own(meter, slot)
+
+    def _store_own(self, meter: Meter, slot: int) -> None:
+        """Tell what this process runs."""
+        cells = self._cells
         cells[self._own + slot] = meter.num_running
         cells[self._own + self._num_slots + slot] = meter.reserved_microdollars
 

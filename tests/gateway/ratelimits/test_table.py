@@ -76,6 +76,22 @@ async def test_a_limit_holds_for_all_processes_together(tmp_path: Path) -> None:
     assert third.rate_limits.requests.remaining == 3
 
 
+async def test_a_process_that_was_stopped_in_a_decision_undoes_no_other(tmp_path: Path) -> None:
+    first, second = (limiter(tmp_path / "limits", number) for number in range(2))
+    (await reserve(first, claim())).settle(outcome())
+    stopped = first._meters.of_caller(claim().principal, claim().model, CLOCK.now())
+    with stopped:
+        for _ in range(3):
+            (await reserve(second, claim())).settle(outcome())
+        stopped.admit()
+    shown = await second.peek(claim().principal, claim().model)
+    assert shown.requests is not None
+    assert shown.requests.remaining == 2
+    await reserve(second, claim())
+    with pytest.raises(RateLimited, match="at once"):  # the place of the stopped decision counts
+        await reserve(second, claim())
+
+
 async def test_a_process_that_starts_again_gives_back_the_places_of_its_predecessor(tmp_path: Path) -> None:
     first, second = (limiter(tmp_path / "limits", number) for number in range(2))
     await reserve(first, claim())
