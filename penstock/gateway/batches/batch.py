@@ -29,6 +29,7 @@ class BatchStatus(enum.StrEnum):
 ACTIVE = frozenset(
     {BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING}
 )
+CANCELLABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 
 Outcome = Literal["succeeded", "errored", "canceled", "expired"]
 Ending = Literal["canceled", "expired"]

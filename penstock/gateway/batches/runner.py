@@ -1,6 +1,7 @@
 """Runs every batch of a database, in whichever process holds the lease.
 
 The runner looks for new, cancelled and expired batches every few seconds, and at once when this process made a batch.
+Batches of an archived workspace are cancelled.
 The runner touches nothing while there is no database.
 """
 
@@ -126,13 +127,15 @@ class BatchRunner:
         if not self._has_lease:
             await self._abandon_runs()
             return
-        for batch in await self._store.active():
+        active = await self._store.active()
+        abandoned = await self._store.abandoned() if active else frozenset()
+        for batch in active:
             if batch.kind not in self._dialects or self._wall_clock() < self._begin_at.get(batch.id, 0.0):
                 continue
             if batch.id not in self._runs:
                 self._begin(batch)
             run, _ = self._runs[batch.id]
-            if batch.status is BatchStatus.CANCELLING:
+            if batch.status is BatchStatus.CANCELLING or batch.id in abandoned:
                 run.stop("canceled")
             elif self._wall_clock() >= batch.expires_at:
                 run.stop("expired")

@@ -28,6 +28,7 @@ from sqlalchemy import Connection, delete, insert, select, update
 from penstock.core.errors import Conflict, NotFound
 from penstock.gateway.batches.batch import (
     ACTIVE,
+    CANCELLABLE,
     Batch,
     BatchStatus,
     Counts,
@@ -41,6 +42,7 @@ from penstock.gateway.files import StoredFile, insert_file
 from penstock.gateway.store import tables
 from penstock.gateway.store.database import Database, database_time, insert_once, read_page
 from penstock.gateway.store.tables import leases
+from penstock.gateway.tenants.lookups import IS_ARCHIVED
 
 LEASE_NAME = "batches"
 
@@ -173,7 +175,7 @@ class BatchStore:
             batch = _find(connection, workspace_id, batch_id, kind, to_change=True)
             if batch.status is BatchStatus.CANCELLING:
                 return batch
-            if batch.status not in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+            if batch.status not in CANCELLABLE:
                 raise Conflict(f"The batch {batch_id} cannot be cancelled: it is {batch.status}.")
             cancelling = self._entered(batch, BatchStatus.CANCELLING)
             return _write(connection, msgspec.structs.replace(cancelling, ending="canceled"))
@@ -199,6 +201,18 @@ class BatchStore:
         )
         return await self._database.run(
             lambda connection: [batch_from_row(row) for row in connection.execute(query)], reads_only=True
+        )
+
+    async def abandoned(self) -> frozenset[str]:
+        """The ids of running batches whose workspace was archived, so that no key is left to cancel them."""
+        query = (
+            select(tables.batches.c.id)
+            .join(tables.workspaces, tables.batches.c.workspace_id == tables.workspaces.c.id)
+            .join(tables.organizations, tables.workspaces.c.organization_id == tables.organizations.c.id)
+            .where(tables.batches.c.status.in_(CANCELLABLE), IS_ARCHIVED)
+        )
+        return await self._database.run(
+            lambda connection: frozenset(connection.execute(query).scalars()), reads_only=True
         )
 
     async def recorded_lines(self, batch_id: str) -> set[int]:

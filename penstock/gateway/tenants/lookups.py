@@ -127,7 +127,7 @@ class LookupCache(Generic[T]):
 _MAX_CHANGES = 10_000
 _WORKSPACE_AND_OWNER = workspaces.join(organizations, workspaces.c.organization_id == organizations.c.id)
 _KEY_AND_OWNERS = keys.join(_WORKSPACE_AND_OWNER, keys.c.workspace_id == workspaces.c.id)
-_IS_ARCHIVED = or_(workspaces.c.archived_at.is_not(None), organizations.c.archived_at.is_not(None))
+IS_ARCHIVED = or_(workspaces.c.archived_at.is_not(None), organizations.c.archived_at.is_not(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class Changes:
 
 def read_key(connection: Connection, prefix: str) -> Loaded[KnownKey]:
     revision = _read_revision(connection)
-    is_dead = or_(keys.c.revoked_at.is_not(None), _IS_ARCHIVED).label("is_dead")
+    is_dead = or_(keys.c.revoked_at.is_not(None), IS_ARCHIVED).label("is_dead")
     query = (
         select(keys, workspaces.c.organization_id, is_dead)
         .select_from(_KEY_AND_OWNERS)
@@ -183,7 +183,7 @@ def read_key(connection: Connection, prefix: str) -> Loaded[KnownKey]:
 def read_workspace(connection: Connection, workspace_id: str) -> Loaded[KnownWorkspace]:
     revision = _read_revision(connection)
     query = (
-        select(workspaces.c.organization_id, _IS_ARCHIVED.label("is_dead"))
+        select(workspaces.c.organization_id, IS_ARCHIVED.label("is_dead"))
         .select_from(_WORKSPACE_AND_OWNER)
         .where(workspaces.c.id == workspace_id)
     )

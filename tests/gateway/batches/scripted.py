@@ -97,6 +97,7 @@ class Server:
         self, data_dir: Path, database: Database, wall: Wall, dialect: ScriptedDialect | None = None
     ) -> None:
         self.wall = wall
+        self.database = database
         self.dialect = dialect or ScriptedDialect()
         self.files = FileStore(database, FileFolder(data_dir / "files"), wall_clock=self._now)
         self.store = CountingStore(database, wall_clock=self._now, lease_clock=lambda _: self._now())

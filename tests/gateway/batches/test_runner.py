@@ -7,15 +7,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection
 
 from penstock.core.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound, QuotaExceeded
 from penstock.core.errors import RateLimited as TooFast
 from penstock.gateway.batches.batch import BatchLine, BatchStatus
 from penstock.gateway.batches.lines import MAX_BLANK_LINES
 from penstock.gateway.batches.run import Backoff, BatchRun
+from penstock.gateway.store import tables
 from penstock.gateway.store.database import Database
 from tests.gateway.batches.scripted import ScriptedDialect, Server, Wall
 
+_OWNERS = ("organizations", "workspaces")
 TEXTS = [f"line-{number}" for number in range(1, 21)]
 
 
@@ -272,6 +275,30 @@ async def test_cancelling_lets_lines_in_flight_finish(server: Server) -> None:
     assert {line[2] for line in server.output(batch, "error")} == {"canceled"}
     with pytest.raises(Conflict):
         await server.store.cancel("w1", "batch_1", "scripted")
+
+
+@pytest.mark.parametrize("archived", ["organizations", "workspaces"])
+async def test_a_batch_of_an_archived_workspace_is_cancelled(server: Server, archived: str) -> None:
+    """Its keys are dead with it, so nobody else could cancel the batch."""
+    released = hold(server, after=6)
+    await server.hand_in(list(TEXTS))
+    owner = {"name": "w", "created_at": 0.0, "revision": 1}
+
+    def archive(connection: Connection) -> None:
+        times = {name: {"archived_at": 1.0 if name == archived else None} for name in _OWNERS}
+        connection.execute(tables.organizations.insert().values(id="o1", **owner, **times["organizations"]))
+        connection.execute(
+            tables.workspaces.insert().values(id="w1", organization_id="o1", **owner, **times["workspaces"])
+        )
+
+    server.runner.start()
+    await server.until(lambda batch: batch.counts.succeeded == 6)
+    await server.database.run(archive)
+    await server.looked()
+    released.set()
+    batch = await server.until_over()
+    assert batch.status is BatchStatus.CANCELLED
+    assert (batch.counts.succeeded, batch.counts.canceled) == (10, 10)
 
 
 async def test_an_expired_batch_keeps_what_it_has(server: Server) -> None:
