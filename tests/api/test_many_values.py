@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
+from penstock.api.extensions import EXTENSION_FIELDS
 from penstock.api.http import parsing
-from penstock.api.http.parsing import check_num_values
+from penstock.api.http.parsing import BodyDecoder, check_num_values
+from penstock.api.openai.requests import ChatCompletionRequest
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.checks import MAX_NAME_CHARS
 from penstock.gateway.text.template import ChatTemplate
@@ -97,6 +100,26 @@ async def test_other_requests_have_turns_while_a_large_body_is_counted() -> None
     await parsing.check_num_values_in_turns(body)
     other.cancel()
     assert num_turns >= len(body) // parsing.SLICE_BYTES
+
+
+async def test_other_requests_have_a_turn_between_the_passes_over_a_large_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[str] = []
+    decoder = BodyDecoder(ChatCompletionRequest, EXTENSION_FIELDS)
+    monkeypatch.setattr(decoder, "_decode", lambda _: steps.append("decoded"))
+    monkeypatch.setattr(decoder, "_check_fields", lambda _: steps.append("checked"))
+    monkeypatch.setattr(parsing, "UNCOUNTED_BYTES", 100)
+
+    async def take_turn() -> None:
+        while "decoded" not in steps:
+            await asyncio.sleep(0)
+        steps.append("another request")
+
+    other = asyncio.create_task(take_turn())
+    await decoder.decode_for(Request({"type": "http"}), b" " * 101)
+    await other
+    assert steps == ["decoded", "another request", "checked"]
 
 
 def test_counting_ends_where_there_are_too_many_values() -> None:

@@ -204,6 +204,21 @@ def check_num_parts(messages: Sequence[object], param: str) -> None:
         )
 
 
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def _refusal(error: Exception) -> InvalidRequest:
+    """What a client reads about a body that cannot be decoded."""
+    if isinstance(error, RecursionError):
+        return InvalidRequest("The request body is nested too deeply.")
+    if isinstance(error, msgspec.ValidationError):
+        field = _FIELD_IN_MESSAGE.search(str(error))
+        return InvalidRequest(
+            f"The request has a wrong type or value: {error}.", param=field[1] if field else None
+        )
+    return InvalidRequest(f"The request body is not valid JSON: {error}.")
+
+
 @functools.cache
 def _decoder_and_fields(shape: type[Shape]) -> tuple[msgspec.json.Decoder[Shape], frozenset[str]]:
     """Return the decoder of a shape and the names of its fields. Applications share them: msgspec reads the
@@ -238,7 +253,11 @@ class BodyDecoder(Generic[Shape]):
         """Decode a body. A model that only the path names is filled in."""
         if len(body) > UNCOUNTED_BYTES:
             await check_num_values_in_turns(body, self._values_factor)
-        decoded = self._decode(body)
+            decoded = self._decode(body)
+            await asyncio.sleep(0)  # each of the two passes over 32 MB takes up to a tenth of a second
+        else:
+            decoded = self._decode(body)
+        self._check_fields(body)
         deployment = deployment_of(request)
         if deployment is None or getattr(decoded, "model", None):
             return decoded
@@ -246,36 +265,34 @@ class BodyDecoder(Generic[Shape]):
 
     def decode(self, body: bytes) -> Shape:
         check_num_values(body, self._values_factor)
-        return self._decode(body)
+        decoded = self._decode(body)
+        self._check_fields(body)
+        return decoded
 
     def _decode(self, body: bytes) -> Shape:
         try:
-            decoded = self._decoder.decode(body)
-            unknown: dict[str, Any] = {}
-            if self._guarded or self._check_unknown is not None:
-                fields = _FIELD_DECODER.decode(body)
-                names = fields.keys() - self._known
-                if len(names) > MAX_UNKNOWN_FIELDS:
-                    raise InvalidRequest(f"The request has more than {MAX_UNKNOWN_FIELDS} unknown fields.")
-                checks = self._check_unknown is not None
-                unknown = {
-                    name: msgspec.json.decode(fields[name]) if checks else None for name in sorted(names)
-                }
-        except msgspec.ValidationError as error:
-            field = _FIELD_IN_MESSAGE.search(str(error))
-            raise InvalidRequest(
-                f"The request has a wrong type or value: {error}.", param=field[1] if field else None
-            ) from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"The request body is not valid JSON: {error}.") from error
-        except RecursionError as error:
-            raise InvalidRequest("The request body is nested too deeply.") from error
+            return self._decoder.decode(body)
+        except _UNREADABLE as error:
+            raise _refusal(error) from error
+
+    def _check_fields(self, body: bytes) -> None:
+        """Refuse the unknown fields that may not be ignored."""
+        if not self._guarded and self._check_unknown is None:
+            return
+        try:
+            fields = _FIELD_DECODER.decode(body)
+            names = fields.keys() - self._known
+            if len(names) > MAX_UNKNOWN_FIELDS:
+                raise InvalidRequest(f"The request has more than {MAX_UNKNOWN_FIELDS} unknown fields.")
+            checks = self._check_unknown is not None
+            unknown = {name: msgspec.json.decode(fields[name]) if checks else None for name in sorted(names)}
+        except _UNREADABLE as error:
+            raise _refusal(error) from error
         if self._check_unknown is not None:
             for name, value in unknown.items():
                 self._check_unknown(name, value)
         if self._guarded:
             self._refuse_misspelt(unknown)
-        return decoded
 
     def _refuse_misspelt(self, unknown: Iterable[str]) -> None:
         for field in unknown:
