@@ -14,6 +14,7 @@ from penstock.models.transformers_model import (
     attend,
 )
 from penstock.models.transformers_probe import RECORDING, recorded_mask
+from penstock.models.vision_load import FAMILIES as VISION_FAMILIES
 
 _OLDEST = 5  # the first major version that names its conversions of checkpoints
 
@@ -65,6 +66,11 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             f"Transformers cannot read {folder / 'config.json'}: {first_line(error)}."
         ) from error
     is_decoder = type(config) in transformers.AutoModelForCausalLM._model_mapping or bool(own_code)
+    if not is_decoder and type(config) in transformers.AutoModelForImageTextToText._model_mapping:
+        raise ModelLoadError(
+            f"{classes[0] if classes else model_type} is a vision-language model that is not supported; supported "
+            f"are {', '.join(name.partition('For')[0] for name in VISION_FAMILIES)}."
+        )
     if not is_decoder or getattr(config, "is_encoder_decoder", False):
         raise ModelLoadError(f"Transformers has no decoder for the model type {model_type!r}.")
     return config

@@ -109,9 +109,10 @@ class TransformersCheckpoint:
 
 
 def _both_reasons(unknown: ModelLoadError, error: ModelLoadError) -> ModelLoadError:
-    """Return an error that says why a model runs neither natively nor by transformers' code, and what to do."""
+    """Return an error that says why a model runs neither by transformers' code nor natively, and what to do. The list
+    of native families is long, and comes last."""
     hint = error.hint or "Run the model in another server, and name that server with --external."
-    return ModelLoadError(f"{unknown.message} {error.message}", hint=hint)
+    return ModelLoadError(f"{error.message} {unknown.message}", hint=hint)
 
 
 def refuse_shards(shard: Shard) -> None:
