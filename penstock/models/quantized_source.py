@@ -88,9 +88,8 @@ class SafetensorsSource:
         if shape is not None and len(shape) == 1 < len(stored_shape) and _is_vector(stored_shape, *shape):
             whole = self.tensor(name).flatten()
             return whole if spans is None else whole[spans[0].start : spans[0].stop]
-        if shape is not None and tuple(stored_shape) == (*shape[:-1], 1, *shape[-1:]) and len(shape) == 2:
-            # The weights of a convolution, of which each output has one input.
-            whole = self.tensor(name).squeeze(1)
+        if shape is not None and len(shape) == 2 and _is_stack(stored_shape, *shape):
+            whole = self.tensor(name).flatten(0, 1)
             return whole if spans is None else whole[tuple(slice(span.start, span.stop) for span in spans)]
         if shape is not None and tuple(stored_shape) != shape:
             raise ModelLoadError(
@@ -431,6 +430,12 @@ def _unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> T
 
 def _ceil(size: int, unit: int) -> int:
     return -(-size // unit)
+
+
+def _is_stack(shape: Sequence[int], rows: int, columns: int) -> bool:
+    """Whether a tensor is several matrices, which are one matrix when they stand one below the other. The matrices of
+    a convolution have a row each."""
+    return len(shape) == 3 and (shape[0] * shape[1], shape[2]) == (rows, columns)
 
 
 def _is_vector(shape: Sequence[int], size: int) -> bool:

@@ -80,7 +80,7 @@ def _intermediate(reader: Sizes, hidden: int) -> int:
     if "conv_L_cache" in values and values.get("block_auto_adjust_ff_dim", kind == "lfm2"):
         multiple = max(1, reader.size("block_multiple_of", default=256))
         size = -(-(2 * size // 3) // multiple) * multiple
-    return size
+    return size // 2 if kind == "recurrent_gemma" else size  # which counts gate and input
 
 
 def _num_dense(reader: Sizes, counts: LayerCounts, num_layers: int) -> int:

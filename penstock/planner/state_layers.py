@@ -69,6 +69,12 @@ def layer_counts(reader: Sizes, num_layers: int) -> LayerCounts:
         )
         attention = sum(index % max(1, period) == offset for index in range(num_layers))
         return LayerCounts(attention, num_layers - attention, num_layers)
+    if kind == "recurrent_gemma":
+        pattern = values.get("block_types")
+        if not isinstance(pattern, list) or not pattern:
+            pattern = ["recurrent", "recurrent", "attention"]
+        attention = sum(pattern[index % len(pattern)] == "attention" for index in range(num_layers))
+        return LayerCounts(attention, num_layers - attention, num_layers)
     if isinstance(values.get("attn_layer_indices"), list):
         attention = len(values["attn_layer_indices"])
         return LayerCounts(attention, num_layers - attention, num_layers)
@@ -117,6 +123,13 @@ def state_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers
         kept = (reader.size("linear_conv_kernel_dim", default=4) - 1) * 3 * inner
         parameters = 4 * hidden * inner + 2 * width * (hidden + inner) + hidden * heads
         return StateLayers(counts.state, parameters, inner * width * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
+    if reader.values.get("model_type") == "recurrent_gemma":  # a number for each channel
+        inner, heads = reader.size("lru_width", default=hidden), reader.size("num_attention_heads")
+        width = reader.size("conv1d_width", default=4)
+        vectors = 6  # biases, and the speeds of channels
+        parameters = inner * (3 * hidden + 2 * inner // heads + width + vectors)
+        kept = (width - 1) * inner
+        return StateLayers(counts.state, parameters, inner * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
     if reader.values.get("model_type") in ("mamba", "falcon_mamba", "jamba"):
         return _mamba1_layers(reader, counts, hidden)
     heads = reader.size("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")

@@ -229,6 +229,8 @@ TINY: dict[str, Tiny] = {
     "nemotron_h-latents": Tiny("nemotron_h", {**NEMOTRON_EXPERTS, "moe_latent_size": 24}),
     "zamba2": Tiny("zamba2", {**ZAMBA, "num_mem_blocks": 2, "use_shared_attention_adapter": True, "adapter_rank": 6,
                               "use_mem_rope": True, "add_bias_linear": True, "tie_word_embeddings": True}),
+    "recurrent_gemma": Tiny("recurrent_gemma", {**FOUR, **NO_HEAD_DIM, "attention_window_size": 8, "lru_width": 96,
+                                                "attention_bias": True}),
     "mamba2-groups": Tiny("mamba2", {**MAMBA2, "n_groups": 4, "use_conv_bias": False}),
 }  # fmt: skip
 

@@ -34,7 +34,8 @@ FAMILIES = (
         "llama",
         "llama4_text",
     ),
-    *("mixtral", "mpt", "nemotron", "nemotron_h", "phi", "qwen2_moe", "qwen3_next", "starcoder2", "zamba2"),
+    *("mixtral", "mpt", "nemotron", "nemotron_h", "phi", "qwen2_moe", "qwen3_next"),
+    *("recurrent_gemma", "starcoder2", "zamba2"),
 )
 
 

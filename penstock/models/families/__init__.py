@@ -33,6 +33,7 @@ from penstock.models.families import (
     phi,
     qwen,
     qwen_next,
+    recurrent_gemma,
     relu2,
     stablelm,
     zamba2,
@@ -110,4 +111,5 @@ FAMILIES: tuple[type[Decoder], ...] = (
     olmo_hybrid.OlmoHybrid,
     minimax.MiniMax,
     zamba2.Zamba2,
+    recurrent_gemma.RecurrentGemma,
 )
