@@ -29,8 +29,8 @@ if behaviour == "hang":
     (Path(os.environ["TMPDIR"]) / "half.whl").write_bytes(b"x" * 1000)
     (HERE / "hanging").touch()
     time.sleep(60)
-if behaviour == "slow":
-    time.sleep(0.5)
+while behaviour == "held" and not (HERE / "let-go").exists():
+    time.sleep(0.02)
 if behaviour == "backwards":  # later parts arrive first
     time.sleep(0.6 if requirement.startswith("part1=") else 0)
 

