@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from penstock.cluster.control_socket import CurveChannel
 from penstock.cluster.documents import (
     HOST_PREFIX,
     SERVING,
@@ -46,7 +47,7 @@ from tests.cluster.engines import until
 from tests.cluster.fake_manager import FakeManager
 
 TOKENS = JoinTokens.parse("a token that these machines share")
-LEASE_S = 2.0
+LEASE_S = 5.0
 
 
 class Uplink(MemoryRegistry):
@@ -139,7 +140,9 @@ async def _leading(leader: FleetLeader, leadership: Leadership) -> AsyncIterator
 
 
 @pytest.fixture
-async def fleets() -> AsyncIterator[Fleets]:
+async def fleets(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleets]:
+    # On a busy machine, a leader that has the same core may take long to answer.
+    monkeypatch.setitem(CurveChannel.__init__.__kwdefaults__, "timeout_s", 10.0)
     async with AsyncExitStack() as stack:
         yield Fleets(stack)
 
@@ -147,7 +150,8 @@ async def fleets() -> AsyncIterator[Fleets]:
 async def view_of(link: FleetLink, condition: Any) -> ClusterView:
     async with asyncio.timeout(120):
         while not condition(view := await link.cluster()):
-            await asyncio.sleep(0.01)
+            # Each question opens a connection, on the loop that the leader needs too.
+            await asyncio.sleep(0.2)
     return view
 
 
