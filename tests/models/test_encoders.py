@@ -207,7 +207,7 @@ def test_original_names_of_nomic(tmp_path: Path) -> None:
         load_encoder(tmp_path, select_ops("cpu", torch.float32))
 
 
-def test_gemma_that_sees_both_ways(tmp_path: Path) -> None:
+def make_embedding_gemma() -> Gemma3TextModel:
     torch.manual_seed(3)
     config = Gemma3TextConfig(
         vocab_size=120,
@@ -224,7 +224,11 @@ def test_gemma_that_sees_both_ways(tmp_path: Path) -> None:
         initializer_range=0.3,
         use_bidirectional_attention=True,
     )
-    theirs = Gemma3TextModel(config).eval()
+    return Gemma3TextModel(config).eval()
+
+
+def test_gemma_that_sees_both_ways(tmp_path: Path) -> None:
+    theirs = make_embedding_gemma()
     theirs.save_pretrained(tmp_path)
     add_modules(tmp_path, "Pooling", "Dense", "Dense", "Normalize")
     dense = [write_dense(tmp_path / "2_Dense", 48, 96), write_dense(tmp_path / "3_Dense", 96, 40)]

@@ -17,7 +17,15 @@ from penstock.models.encoders.gguf import open_gguf_encoder
 from penstock.models.encoders.load import is_encoder, load_encoder
 from penstock.models.gguf_file import GGUFFile
 from tests.models.gguf_files import Vocabulary, finish
-from tests.models.test_encoders import LONG, NOMIC_NAMES, TEXTS, embed, run_encoder, write_encoder
+from tests.models.test_encoders import (
+    LONG,
+    NOMIC_NAMES,
+    TEXTS,
+    embed,
+    make_embedding_gemma,
+    run_encoder,
+    write_encoder,
+)
 
 ARCHITECTURES = {
     "bert": gguf.MODEL_ARCH.BERT,
@@ -132,4 +140,44 @@ def test_an_encoder_without_a_table_is_refused_by_name(tmp_path: Path) -> None:
     file = GGUFFile(path)
     del file.tensors["token_types.weight"]
     with pytest.raises(ModelLoadError, match=r"no tensor token_types\.weight"):
+        open_gguf_encoder(file)
+
+
+def test_embedding_gemma_with_the_layers_behind_its_pooling(tmp_path: Path) -> None:
+    theirs, path = make_embedding_gemma(), tmp_path / "model.gguf"
+    config = theirs.config
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.GEMMA_EMBEDDING])
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_sliding_window(16)  # as the makers write it: half of it lies before a token
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    Vocabulary(kind="bert", pre=None, tokens=TOKENS, types=TYPES, merges=None).write(writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA_EMBEDDING, config.num_hidden_layers)
+    for name, tensor in theirs.state_dict().items():
+        values = tensor.float().numpy() + (1.0 if name.endswith("norm.weight") else 0.0)
+        stored_name = names.get_name(f"model.{name}", (".weight",))
+        assert stored_name is not None, name
+        writer.add_tensor(stored_name, values.astype(np.float32))
+    dense = [torch.randn(96, config.hidden_size), torch.randn(40, 96)]
+    for number, weight in zip((2, 3), dense, strict=True):
+        writer.add_tensor(f"dense_{number}.weight", weight.numpy())
+    finish(writer, path)
+    assert is_encoder(path)
+    (vector,) = embed(path, [LONG])
+    made = run_encoder(theirs, LONG).last_hidden_state[0].mean(dim=0)
+    for weight in dense:
+        made = weight @ made
+    expected = torch.nn.functional.normalize(made, dim=0)
+    torch.testing.assert_close(torch.nn.functional.normalize(vector, dim=0), expected, atol=1e-4, rtol=1e-4)
+    file = GGUFFile(path)
+    file.metadata.pop("gemma-embedding.attention.sliding_window")
+    with pytest.raises(ModelLoadError, match=r"has no gemma-embedding\.attention\.sliding_window"):
         open_gguf_encoder(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -44,6 +45,8 @@ class EmbeddingGemma(Encoder):
         decoder = Gemma3.config_from_huggingface(Fields(causal, fields.where))
         if decoder.attention_softcap is not None:
             raise ModelLoadError(f"{fields.where} caps attention, which this encoder does not.")
+        if fields.flag("norms_hold_one", False):  # as in GGUF files
+            decoder = dataclasses.replace(decoder, norm_offset=0.0)
         return EmbeddingGemmaConfig(
             hidden_size=decoder.hidden_size,
             intermediate_size=decoder.intermediate_size,
@@ -90,7 +93,8 @@ class EmbeddingGemma(Encoder):
         self._whole_rope = rope_table(config.rope, config.head_dim, config.max_positions).to(device)
         self._local_rope = rope_table(local_rope, config.head_dim, config.max_positions).to(device)
         self._layers = [self._load_layer(index, loader) for index in range(config.num_layers)]
-        self._final_norm = loader.vector(f"{self._prefix}norm.weight", config.hidden_size, plus=1.0)
+        final_norm = f"{self._prefix}norm.weight"
+        self._final_norm = loader.vector(final_norm, config.hidden_size, plus=config.norm_offset)
 
     def _load_layer(self, index: int, loader: WeightLoader) -> _Layer:
         config = self.config.decoder
@@ -109,7 +113,8 @@ class EmbeddingGemma(Encoder):
         window = config.windows[index]
         return _Layer(
             norms={
-                name: loader.vector(f"{prefix}.{name}.weight", size, plus=1.0) for name, size in sizes.items()
+                name: loader.vector(f"{prefix}.{name}.weight", size, plus=config.norm_offset)
+                for name, size in sizes.items()
             },
             qkv=loader.linear(
                 [f"{prefix}.self_attn.{part}_proj" for part in "qkv"],

@@ -1,4 +1,4 @@
-"""Reads encoders from GGUF files: BERT and NomicBERT with WordPiece vocabularies."""
+"""Reads encoders from GGUF files: BERT, NomicBERT, ModernBERT and EmbeddingGemma."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from penstock.core.errors import ModelLoadError
 from penstock.models.config import Fields
 from penstock.models.encoders.base import Encoder
 from penstock.models.encoders.bert import Bert
+from penstock.models.encoders.embedding_gemma import EmbeddingGemma
 from penstock.models.encoders.modernbert import ModernBert
 from penstock.models.encoders.nomic_bert import NomicBert
-from penstock.models.gguf_config import metadata_fields
+from penstock.models.gguf_config import gguf_windows, metadata_fields
 from penstock.models.gguf_file import GGUFFile, gguf_architecture
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.layout import Layout, LayoutSource
-from penstock.models.weights import WeightSource
+from penstock.models.pooling_head import Head, dense_layer
+from penstock.models.weights import WeightLoader, WeightSource
 
 _TABLES = {
     "token_embd": "embeddings.word_embeddings",
@@ -65,6 +67,25 @@ def _modernbert_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
         "norm_bias": "output_norm.bias" in file.tensors,
         "attention_bias": "blk.0.attn_qkv.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+    }
+
+
+def _gemma_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
+    """Read the settings of EmbeddingGemma. Every sixth layer sees the whole text, where files do not say."""
+    num_layers = fields.integer("block_count")
+    windows = gguf_windows(fields, num_layers, 6)
+    head_dim = fields.integer("attention.key_length")
+    return {
+        "num_key_value_heads": fields.integer("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": head_dim,
+        "max_position_embeddings": fields.integer("context_length"),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.number("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": fields.number("rope.freq_base_swa", 10_000.0),
+        "sliding_window": fields.integer("attention.sliding_window"),
+        "layer_types": ["full_attention" if each is None else "sliding_attention" for each in windows],
+        "norms_hold_one": True,
     }
 
 
@@ -118,6 +139,24 @@ _KNOWN = {
         },
         _modernbert_settings,
     ),
+    "gemma-embedding": GGUFEncoder(
+        EmbeddingGemma,
+        {
+            "token_embd": "embed_tokens",
+            "output_norm": "norm",
+            "blk": "layers",
+            "attn_norm": "input_layernorm",
+            **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+            "attn_output": "self_attn.o_proj",
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        _gemma_settings,
+    ),
 }
 
 
@@ -139,6 +178,17 @@ def open_gguf_encoder(file: GGUFFile) -> tuple[type[Encoder], Fields, WeightSour
     }
     source = LayoutSource(GGUFSource(file), Layout(names=known.names))
     return known.encoder, Fields(settings, file.path.name), source
+
+
+def gguf_head(file: GGUFFile, loader: WeightLoader, hidden_size: int) -> Head:
+    """Load the dense layers behind the pooling, which few files have."""
+    steps, size = [], hidden_size
+    for name in ("dense_2", "dense_3"):
+        if f"{name}.weight" in file.tensors:
+            outputs = _rows(file, f"{name}.weight")
+            steps.append(dense_layer(loader, f"model.{name}", (outputs, size), has_bias=False))
+            size = outputs
+    return Head(tuple(steps), size)
 
 
 def _rows(file: GGUFFile, name: str) -> int:

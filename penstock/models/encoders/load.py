@@ -14,7 +14,7 @@ from penstock.models.encoders.bert import Bert, DistilBert, Electra, MPNet, Robe
 from penstock.models.encoders.deberta import DebertaV2
 from penstock.models.encoders.embedding_gemma import EmbeddingGemma
 from penstock.models.encoders.eurobert import EuroBert
-from penstock.models.encoders.gguf import is_gguf_encoder, open_gguf_encoder
+from penstock.models.encoders.gguf import gguf_head, is_gguf_encoder, open_gguf_encoder
 from penstock.models.encoders.modernbert import ModernBert
 from penstock.models.encoders.nomic_bert import NomicBert
 from penstock.models.gguf_file import GGUFFile
@@ -84,7 +84,7 @@ def load_encoder(
             WeightLoader(source, ops, on_progress=on_progress),
         )
         model = kind(kind.read_config(fields), loader)
-        return LoadedEncoder(model, embedding_head(settings, model.config.hidden_size, ops.device), settings)
+        return LoadedEncoder(model, gguf_head(file, loader, model.config.hidden_size), settings)
     fields = Fields(read_settings(path / "config.json") or {}, str(path / "config.json"))
     encoder = encoder_for(fields)
     if encoder is None:
