@@ -81,12 +81,12 @@ class HybridDecoder(Decoder):
 
     def layer_cache(self, index: int, kv: KVStore, batch: AttentionBatch) -> LayerCache:
         """Return the memory of a layer in this step."""
-        assert batch.states is not None, "a step of a model with states has slots"
         kv_at, state_at = self._kv_at[index], self._state_at[index]
-        return LayerCache(
-            None if kv_at is None else kv.layer(kv_at),
-            () if state_at is None else batch.states.store.layer(state_at),
-        )
+        states: tuple[Tensor, ...] = ()
+        if state_at is not None:
+            assert batch.states is not None, "a step of a model with states has slots"
+            states = batch.states.store.layer(state_at)
+        return LayerCache(None if kv_at is None else kv.layer(kv_at), states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,8 @@ class Bamba(HybridDecoder):
 
 
 class GraniteHybrid(Bamba):
+    """Granite 4. The smallest models have attention in all layers."""
+
     name = "granitemoehybrid"
     huggingface_names = ("GraniteMoeHybridForCausalLM", "granitemoehybrid")
     gguf_names = ("granitehybrid",)
@@ -123,7 +125,7 @@ class GraniteHybrid(Bamba):
             residual_scale=fields.number("residual_multiplier", 1.0),
             logit_scale=1.0 / fields.number("logits_scaling", 1.0),
             unrotated_layers=frozenset() if rotates else frozenset(range(num_layers)),
-            recurrent=mamba_config(fields, layers, config.hidden_size),
+            recurrent=mamba_config(fields, layers, config.hidden_size) if layers else None,
             experts=experts,
         )
 
@@ -159,5 +161,7 @@ class GraniteHybrid(Bamba):
             "router.layer": "gate",
         }
         halves = {f"{mlp}.{part}_proj": config.intermediate_size for part in ("gate", "up")}
-        cut = mamba_rows(config, "mamba") | fused_rows(f"{mlp}.gate_up_proj", halves)
+        cut = fused_rows(f"{mlp}.gate_up_proj", halves)
+        if config.recurrent is not None:
+            cut |= mamba_rows(config, "mamba")
         return Layout(names=names, cut=cut, experts=GRANITE_EXPERTS, num_experts=num_experts(config))
