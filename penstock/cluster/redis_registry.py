@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
+from penstock.cluster import registry
 from penstock.cluster.registry import RegistryError
 
 KEY_PREFIX = "penstock:fleet"
@@ -32,13 +33,19 @@ return 1
 _RECORDS = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local longest = now + tonumber(ARGV[1])
 local all = redis.call('HGETALL', KEYS[1])
 local living = {}
 for i = 1, #all, 2 do
   local separator = string.find(all[i + 1], ':', 1, true)
-  if separator and (tonumber(string.sub(all[i + 1], 1, separator - 1)) or 0) > now then
+  local ends = separator and tonumber(string.sub(all[i + 1], 1, separator - 1)) or 0
+  if ends > now then
+    local record = string.sub(all[i + 1], separator + 1)
+    if ends > longest then
+      redis.call('HSET', KEYS[1], all[i], string.format('%.0f:', longest) .. record)
+    end
     table.insert(living, all[i])
-    table.insert(living, string.sub(all[i + 1], separator + 1))
+    table.insert(living, record)
   else
     redis.call('HDEL', KEYS[1], all[i])
   end
@@ -52,8 +59,12 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local found = redis.call('HMGET', KEYS[1], 'holder', 'epoch', 'ends')
 local epoch = tonumber(found[2] or '0')
-local is_held = tonumber(found[3] or '0') > now
+local ends, longest = tonumber(found[3] or '0'), now + tonumber(ARGV[4])
+local is_held = ends > now
 if is_held and found[1] ~= ARGV[1] then
+  if ends > longest then
+    redis.call('HSET', KEYS[1], 'ends', string.format('%.0f', longest))
+  end
   return 0
 end
 if not is_held then
@@ -109,12 +120,12 @@ class RedisRegistry:
 
     async def records(self) -> dict[str, bytes]:
         with _registry_errors():
-            found = await self._records(keys=[self._records_key])
+            found = await self._records(keys=[self._records_key], args=[_longest_ms()])
         return {name.decode(): record for name, record in zip(found[::2], found[1::2], strict=True)}
 
     async def lead(self, candidate: str, lease_s: float, above: int) -> int | None:
         with _registry_errors():
-            arguments: list[str | bytes | int] = [candidate, int(lease_s * 1000), above]
+            arguments: list[str | bytes | int] = [candidate, int(lease_s * 1000), above, _longest_ms()]
             return int(await self._lead(keys=[self._leader_key], args=arguments)) or None
 
     async def resign(self, candidate: str) -> None:
@@ -157,6 +168,10 @@ class RedisRegistry:
         if changes is not None:
             with contextlib.suppress(RedisError, OSError, RuntimeError):
                 await changes.aclose()  # type: ignore[no-untyped-call]
+
+
+def _longest_ms() -> int:
+    return int(registry.LONGEST_LEASE_S * 1000)
 
 
 @contextlib.contextmanager

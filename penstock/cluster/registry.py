@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 LEASE_S = 10.0  # how long a host counts as alive after it renewed its record
 RENEW_S = 3.0
 RETRY_S = 1.0
+# No lease is longer. One that seems to be was given before the clock of the registry was set back.
+LONGEST_LEASE_S = 600.0
 POLL_S = 0.5  # between two reads of a registry that cannot report changes
 
 

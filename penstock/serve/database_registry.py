@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from sqlalchemy import Connection, delete, select, update
 
+from penstock.cluster import registry
 from penstock.cluster.registry import RegistryError
 from penstock.core.errors import PenstockError, Superseded
 from penstock.gateway.store.database import Database, Work, database_time, insert_into
@@ -25,11 +26,15 @@ class DatabaseRegistry:
 
     async def publish(self, name: str, record: bytes, lease_s: float) -> None:
         def work(connection: Connection) -> None:
-            ends = database_time(connection) + lease_s
+            now = database_time(connection)
+            ends = now + lease_s
             values = {"record": record, "expires_at": ends}
             statement = insert_into(connection, fleet_hosts).values(name=name, **values)
             connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
             connection.execute(delete(fleet_hosts).where(fleet_hosts.c.expires_at < ends - 2 * lease_s))
+            longest = now + registry.LONGEST_LEASE_S
+            is_too_long = fleet_hosts.c.expires_at > longest
+            connection.execute(update(fleet_hosts).where(is_too_long).values(expires_at=longest))
 
         await self._run(work)
 
@@ -94,11 +99,15 @@ def take_lease(connection: Connection, name: str, holder: str, lease_s: float, a
     found = connection.execute(select(*columns).where(fleet_leases.c.name == name).with_for_update()).one()
     now = database_time(connection)
     is_held = found.expires_at > now
+    row = fleet_leases.c.name == name
     if is_held and found.holder != holder:
+        longest = now + registry.LONGEST_LEASE_S
+        if found.expires_at > longest:
+            connection.execute(update(fleet_leases).where(row).values(expires_at=longest))
         return None
     epoch = int(found.epoch) if is_held else max(int(found.epoch), above) + 1
     values = {"holder": holder, "epoch": epoch, "expires_at": now + lease_s}
-    connection.execute(update(fleet_leases).where(fleet_leases.c.name == name).values(**values))
+    connection.execute(update(fleet_leases).where(row).values(**values))
     return epoch
 
 

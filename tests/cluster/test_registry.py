@@ -249,6 +249,25 @@ async def test_one_candidate_leads_at_a_time(
         assert third > second
 
 
+@pytest.mark.parametrize("kind", ["redis", "database"])
+async def test_a_clock_that_was_set_back_keeps_nobody_for_long(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease of an hour is one that was given an hour ahead of the clock of today."""
+    monkeypatch.setattr("penstock.cluster.registry.LONGEST_LEASE_S", 0.05)
+    async with opened(kind, request, tmp_path) as registry:
+        first = await registry.lead("a", 3600.0, 0)
+        await registry.publish("gone", b"record", 3600.0)
+        async with asyncio.timeout(60):
+            while (second := await registry.lead("b", 60.0, 0)) is None:
+                await asyncio.sleep(0.01)
+            while "gone" in await registry.records():
+                await registry.publish("alive", b"record", 60.0)
+        assert first is not None
+        assert second == first + 1
+        assert await registry.lead("b", 60.0, 0) == second, "whoever holds it may renew it"
+
+
 @pytest.mark.parametrize("kind", ["memory", "redis", "database"])
 async def test_only_the_latest_leader_writes_documents(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path

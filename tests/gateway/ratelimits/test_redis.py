@@ -254,6 +254,24 @@ async def test_a_lease_that_changes_its_name_is_not_made_twice(gateway: Make) ->
         await limiter.admit(claim())
 
 
+async def test_a_clock_that_was_set_back_locks_nobody_out(gateway: Make, redis_server: RedisServer) -> None:
+    """Times that are an hour ahead of the clock of Redis are from before it was set back by an hour."""
+    settings = LimitSettings(key=ScopeLimits(requests_per_minute=6, concurrent_requests=1))
+    limiter = await gateway(settings, lease_ttl_s=600.0)
+    lease = await limiter.admit(claim())
+    ((hash_key, leases_key),) = (live.keys for live in limiter._live.values())
+    lease.settle(outcome(0, 0, has_begun=False))
+    await limiter._pipe.flushed()
+    async with Redis.from_url(redis_server.url) as client:
+        ahead_s = (await client.time())[0] + 3600
+        await client.hset(hash_key, mapping={"requests": "0", "requests:at": str(ahead_s)})
+        await client.zadd(leases_key, {"of-a-dead-gateway:0.0": ahead_s})
+        with pytest.raises(RateLimited):
+            await limiter.admit(claim())
+        assert float(await client.hget(hash_key, "requests:at")) <= ahead_s - 2000, "refills from now on"
+        assert await client.zscore(leases_key, "of-a-dead-gateway:0.0") <= ahead_s - 2000
+
+
 async def test_a_cancelled_reservation_is_released(gateway: Make) -> None:
     limiter = await gateway(LimitSettings(key=ScopeLimits(concurrent_requests=1)))
     task = asyncio.create_task(reserve(limiter, claim()))

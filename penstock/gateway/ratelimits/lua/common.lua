@@ -52,13 +52,22 @@ local function refill(subject, name, limit, now)
   end
   subject[name] = level
   subject[name .. ':limit'] = limit
-  subject[name .. ':at'] = math.max(now, subject[name .. ':at'] or 0)
+  -- A clock that was set back refills nothing for once, and from then on as always.
+  subject[name .. ':at'] = now
   return level
 end
 
 local function seconds_until_full(subject, name)
   local limit = subject[name .. ':limit']
   return (limit - subject[name]) * SECONDS_PER_LIMIT / limit
+end
+
+-- Cuts leases that seem to last longer than a new one: they were made before the clock was set back.
+local function shorten(leases_key, longest)
+  longest = string.format('%.17g', longest)
+  for _, lease in ipairs(redis.call('ZRANGEBYSCORE', leases_key, '(' .. longest, '+inf', 'LIMIT', 0, 100)) do
+    redis.call('ZADD', leases_key, longest, lease)
+  end
 end
 
 -- The money a lease reserves stands at the end of its name, after a colon.

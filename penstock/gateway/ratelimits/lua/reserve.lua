@@ -49,6 +49,7 @@ for index, limits in ipairs(ask.subjects) do
   if limits.concurrent_requests and ask.requests > 0 then
     local num_running = redis.call('ZCOUNT', leases_key, '(' .. string.format('%.17g', now), '+inf')
     if num_running >= limits.concurrent_requests then
+      shorten(leases_key, now + lease_ttl_s)
       refuse(index, 'concurrent_requests', num_running)
     end
   end
