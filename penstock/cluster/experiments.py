@@ -21,6 +21,7 @@ from penstock.cluster.experiment_record import (
 from penstock.cluster.experiment_run import ExperimentRun
 from penstock.cluster.replica import ReplicaManager
 from penstock.cluster.scaling import PoolScaler, served_model
+from penstock.cluster.staged_run import resumed_runs
 from penstock.control.experiment import (
     Arm,
     ExperimentConfig,
@@ -60,16 +61,7 @@ class ExperimentService:
         """Continue the experiments of an earlier process. `base_revisions`: the revision of the server's settings, by
         model."""
         self._base_revisions |= base_revisions
-        for record in await self._store.load():
-            if record.model not in base_revisions:
-                continue
-            if not record.state.is_over and record.base_revision != self._base_revisions[record.model]:
-                record = await self._abandoned(record)
-            self._runs[record.model] = self._run(record)
-        for model, run in self._runs.items():
-            if model in base_revisions and not run.state.is_over:
-                logger.info("going on with experiment %s, which is %s", run.record.id, run.state.stage)
-                run.begin()
+        self._runs |= await resumed_runs(await self._store.load(), base_revisions, self._abandoned, self._run)
 
     async def start(self, order: ExperimentOrder) -> ExperimentView:
         """Begin an experiment. Raises InvalidRequest, ModelNotFound, or Conflict while another change runs."""

@@ -19,6 +19,7 @@ from penstock.cluster.release_record import ReleaseRecord, ReleaseStore, changed
 from penstock.cluster.release_run import ReleaseRun
 from penstock.cluster.replica import ReplicaManager
 from penstock.cluster.scaling import PoolScaler, served_model
+from penstock.cluster.staged_run import resumed_runs
 from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
 from penstock.core.errors import Conflict, InvalidRequest, NotFound
@@ -57,16 +58,7 @@ class ReleaseService:
         """Continue the releases of an earlier process. `base_revisions`: the revision of the server's settings, by
         model."""
         self._base_revisions |= base_revisions
-        for record in records:
-            if record.model not in base_revisions:
-                continue
-            if not record.state.is_over and record.base_revision != self._base_revisions[record.model]:
-                record = await self._abandoned(record)
-            self._runs[record.model] = self._run(record)
-        for model, run in self._runs.items():
-            if model in base_revisions and not run.state.is_over:
-                logger.info("going on with release %s, which is %s", run.record.id, run.state.stage)
-                run.begin()
+        self._runs |= await resumed_runs(records, base_revisions, self._abandoned, self._run)
 
     async def start(self, order: ReleaseOrder) -> ReleaseView:
         """Begin a release. Raises InvalidRequest, ModelNotFound, or Conflict while another runs."""

@@ -1,4 +1,5 @@
-"""Carries out the stages of a release or an experiment, one after the other, until it is over."""
+"""Carries out the stages of a release or an experiment, one after the other, until it is over; also after a
+restart."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import asyncio
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
-from typing import ClassVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import ClassVar, Protocol, TypeVar
 
 from penstock.core.errors import PenstockError
 
@@ -37,6 +38,11 @@ class StagedRun(ABC):
     def hold_pools(self, is_held: bool) -> None:
         """Keep the autoscaler away from the replicas, or let it continue."""
 
+    def resume(self, stage: str) -> None:
+        """Begin a run of an earlier process."""
+        logger.info("continuing with %s %s, which is %s", self.kind, self._run_id, stage)
+        self.begin()
+
     def begin(self) -> None:
         self.hold_pools(True)
         self._driver = asyncio.create_task(self._drive())
@@ -64,3 +70,50 @@ class StagedRun(ABC):
                 await asyncio.sleep(self._interval_s)
         self.hold_pools(False)
         await self._announce()
+
+
+class _State(Protocol):
+    @property
+    def is_over(self) -> bool: ...
+
+    @property
+    def stage(self) -> str: ...
+
+
+class _Record(Protocol):
+    """The stored record of a release or an experiment."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def base_revision(self) -> str: ...
+
+    @property
+    def state(self) -> _State: ...
+
+
+RecordT = TypeVar("RecordT", bound=_Record)
+RunT = TypeVar("RunT", bound=StagedRun)
+
+
+async def resumed_runs(
+    records: Iterable[RecordT],
+    base_revisions: Mapping[str, str],
+    abandoned: Callable[[RecordT], Awaitable[RecordT]],
+    make_run: Callable[[RecordT], RunT],
+) -> dict[str, RunT]:
+    """Return the latest run of each model, after a restart, and continue those that are not over. `base_revisions`:
+    the revision of the server's settings, by model. A run under other settings is abandoned."""
+    latest: dict[str, RecordT] = {}
+    for record in records:
+        if record.model not in base_revisions:
+            continue
+        if not record.state.is_over and record.base_revision != base_revisions[record.model]:
+            record = await abandoned(record)
+        latest[record.model] = record
+    runs = {model: make_run(record) for model, record in latest.items()}
+    for model, run in runs.items():
+        if not run.is_over:
+            run.resume(latest[model].state.stage)
+    return runs
