@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.core.errors import UsageError
 from penstock.planner.state_layers import LayerCounts, Sizes
 
 # Families whose MLPs have two matrices instead of three: no gate.
@@ -59,6 +60,9 @@ def mlp_sizes(reader: Sizes, counts: LayerCounts, num_layers: int, hidden: int) 
     if kind == "nemotron_h" and dense == counts.mlp:
         count = shared = 0  # the settings name experts that no layer has
     matrices = 2 if kind in _TWO_MATRICES or values.get("mlp_hidden_act") == "relu2" else 3
+    per_token = reader.size(*_PER_TOKEN, default=1) if count else 0
+    if per_token > count:
+        raise UsageError(f"The settings of {reader.name} choose {per_token} of {count} experts.")
     latent = reader.size("moe_latent_size", default=hidden)  # experts may work in a smaller space
     return MLPSizes(
         mlp_parameters=matrices * hidden * intermediate,
@@ -66,7 +70,7 @@ def mlp_sizes(reader: Sizes, counts: LayerCounts, num_layers: int, hidden: int) 
         expert_parameters=matrices * latent * expert if count else 0,
         shared_parameters=matrices * hidden * shared + (2 * hidden * latent if latent != hidden else 0),
         num_experts=count,
-        experts_per_token=reader.size(*_PER_TOKEN, default=1) if count else 0,
+        experts_per_token=per_token,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.errors import UsageError
+from penstock.planner.family_defaults import text_settings
 from penstock.planner.mlp_layers import mlp_sizes
 from penstock.planner.shared_blocks import shared_blocks
 from penstock.planner.state_layers import StateLayers, layer_counts, layer_kinds, state_layers
@@ -99,8 +100,7 @@ class ModelShape:
 
 def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     """Read the sizes from a Hugging Face `config.json`, of a text model or of the text part of another."""
-    inner = config.get("text_config")
-    reader = _Reader(name, inner if isinstance(inner, Mapping) else config)
+    reader = _Reader(name, text_settings(config))
     hidden = reader.size("hidden_size", "n_embd", "d_model")
     kinds = layer_kinds(reader.values)
     layers = reader.size(
@@ -139,7 +139,7 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         kv_numbers=kv_numbers,
         head_size=head_size,
         vocab_size=reader.size("vocab_size"),
-        tied=bool(reader.values.get("tie_word_embeddings", False)),
+        tied=reader.values["tie_word_embeddings"],
         attention_parameters=attention,
         mlp_parameters=round(mlp.mlp_parameters * (varied.mlp_factor if varied else 1)),
         lookup_parameters=varied.lookup_parameters if varied else 0,
@@ -155,7 +155,8 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         window=window,
         num_window_layers=window_layers,
         max_positions=reader.size(
-            *("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"), default=1 << 17
+            *("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "seq_length"),
+            default=1 << 17,
         ),
     )
 
@@ -166,7 +167,7 @@ def _num_kv_heads(reader: _Reader, heads: int) -> int:
         return 1
     if isinstance(inner, Mapping) and isinstance(inner.get("kv_n_heads"), int):
         return max(1, int(inner["kv_n_heads"]))
-    return reader.size("num_key_value_heads", "num_kv_heads", default=heads)
+    return max(1, reader.size("num_key_value_heads", "num_kv_heads", default=heads))
 
 
 def _attention(
@@ -190,6 +191,9 @@ def _attention(
 
 
 def _windows(reader: _Reader, num_layers: int) -> tuple[int | None, int]:
+    """Return the tokens that layers with a window see, and how many layers have one."""
+    if reader.values["model_type"] == "llama4_text":
+        return _chunks(reader, num_layers)
     if not reader.values.get("sliding_window") or reader.values.get("use_sliding_window") is False:
         return None, 0
     window, kinds = reader.size("sliding_window"), reader.values.get("layer_types")
@@ -197,6 +201,18 @@ def _windows(reader: _Reader, num_layers: int) -> tuple[int | None, int]:
         return window, sum(kind == "sliding_attention" for kind in kinds)
     period = reader.size("sliding_window_pattern", "_sliding_window_pattern", default=0)
     return window, num_layers - num_layers // period if period else num_layers
+
+
+def _chunks(reader: _Reader, num_layers: int) -> tuple[int | None, int]:
+    """Chunks of Llama 4: a token sees those in front of it in its own chunk. Layers without rope see everything."""
+    values = reader.values
+    kinds, rotates = values.get("layer_types"), values.get("no_rope_layers")
+    count = num_layers - num_layers // max(1, reader.size("no_rope_layer_interval", default=4))
+    if isinstance(kinds, list):
+        count = sum(kind == "chunked_attention" for kind in kinds)
+    elif rotates and isinstance(rotates, list):
+        count = sum(bool(each) for each in rotates)
+    return (reader.size("attention_chunk_size"), count) if values["attention_chunk_size"] else (None, 0)
 
 
 class _Reader:

@@ -18,8 +18,8 @@ _STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "M"})
 _PLAIN = frozenset({"mlp", "-"})  # layers that are an MLP and nothing else
 _EXPERTS = frozenset({"moe", "E"})  # layers that are experts and nothing else
 _KNOWN = _ATTENTION | _STATE | _PLAIN | _EXPERTS
-_STATE_BYTES = 4  # of one number: states are added to for thousands of steps
-_CONVOLUTION_BYTES = 2
+# Of one number: states are added to for thousands of steps. The engine keeps the inputs of convolutions beside them.
+_STATE_BYTES = 4
 
 
 class Sizes(Protocol):
@@ -85,6 +85,8 @@ def layer_counts(reader: Sizes, num_layers: int) -> LayerCounts:
     if not kinds and values.get("full_attention_interval"):
         attention = num_layers // reader.size("full_attention_interval")
         return LayerCounts(attention, num_layers - attention, num_layers)
+    if not kinds and kind == "minimax":
+        return LayerCounts(num_layers - num_layers // 2, num_layers // 2, num_layers)
     if not kinds:
         return LayerCounts(num_layers, 0, num_layers)
     for each in kinds:
@@ -93,6 +95,10 @@ def layer_counts(reader: Sizes, num_layers: int) -> LayerCounts:
                 f"{reader.name} has layers of the kind {each!r:.40}, which the planner does not know.",
                 hint=f"Known are {', '.join(sorted(_KNOWN))}.",
             )
+    if len(kinds) != num_layers:
+        raise UsageError(
+            f"The settings of {reader.name} list the kinds of {len(kinds)} layers, and it has {num_layers}."
+        )
     plain, experts = sum(each in _PLAIN for each in kinds), sum(each in _EXPERTS for each in kinds)
     has_own = kind == "nemotron_h" or plain or experts
     return LayerCounts(
@@ -108,7 +114,7 @@ def state_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers
         return None
     if "conv_L_cache" in reader.values:  # a gated convolution over the last tokens
         kept = (reader.size("conv_L_cache") - 1) * hidden
-        return StateLayers(counts.state, 4 * hidden * hidden, kept * _CONVOLUTION_BYTES)
+        return StateLayers(counts.state, 4 * hidden * hidden, kept * _STATE_BYTES)
     if "linear_num_value_heads" in reader.values:  # a gated delta net
         keys = reader.size("linear_num_key_heads") * reader.size("linear_key_head_dim")
         num_values = reader.size("linear_num_value_heads")
@@ -116,20 +122,23 @@ def state_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers
         kept = (reader.size("linear_conv_kernel_dim", default=4) - 1) * (2 * keys + values)
         state = values * reader.size("linear_key_head_dim")
         parameters = hidden * (2 * keys + 2 * values + 2 * num_values) + values * hidden
-        return StateLayers(counts.state, parameters, state * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
+        return StateLayers(counts.state, parameters, (state + kept) * _STATE_BYTES)
     if "linear_num_heads" in reader.values:  # a delta net with a gate for each channel
         heads, width = reader.size("linear_num_heads"), reader.size("linear_head_dim")
         inner = heads * width
         kept = (reader.size("linear_conv_kernel_dim", default=4) - 1) * 3 * inner
         parameters = 4 * hidden * inner + 2 * width * (hidden + inner) + hidden * heads
-        return StateLayers(counts.state, parameters, inner * width * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
+        return StateLayers(counts.state, parameters, (inner * width + kept) * _STATE_BYTES)
     if reader.values.get("model_type") == "recurrent_gemma":  # a number for each channel
         inner, heads = reader.size("lru_width", default=hidden), reader.size("num_attention_heads")
         width = reader.size("conv1d_width", default=4)
         vectors = 6  # biases, and the speeds of channels
         parameters = inner * (3 * hidden + 2 * inner // heads + width + vectors)
-        kept = (width - 1) * inner
-        return StateLayers(counts.state, parameters, inner * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
+        return StateLayers(counts.state, parameters, width * inner * _STATE_BYTES)
+    if reader.values.get("model_type") == "minimax":  # lightning attention, with a gate
+        heads = reader.size("num_attention_heads")
+        width = reader.size("head_dim", default=hidden // max(1, heads))
+        return StateLayers(counts.state, 5 * hidden * heads * width, heads * width * width * _STATE_BYTES)
     if reader.values.get("model_type") in ("mamba", "falcon_mamba", "jamba"):
         return _mamba1_layers(reader, counts, hidden)
     heads = reader.size("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
@@ -143,7 +152,7 @@ def state_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers
     width = reader.size("mamba_d_conv", "conv_kernel", default=4)
     kept = (width - 1) * convolved
     parameters = hidden * (inner + convolved + heads) + inner * hidden + width * convolved
-    return StateLayers(counts.state, parameters, inner * size * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
+    return StateLayers(counts.state, parameters, (inner * size + kept) * _STATE_BYTES)
 
 
 def _mamba1_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers:
@@ -155,4 +164,4 @@ def _mamba1_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLaye
     rank = next((each for each in ranks if isinstance(each, int)), -(-hidden // 16))
     kept = (reader.size("conv_kernel", "mamba_d_conv", default=4) - 1) * inner
     parameters = inner * (3 * hidden + 2 * (rank + size) + size)
-    return StateLayers(counts.state, parameters, inner * size * _STATE_BYTES + kept * _CONVOLUTION_BYTES)
+    return StateLayers(counts.state, parameters, (inner * size + kept) * _STATE_BYTES)

@@ -79,8 +79,8 @@ def test_states_do_not_grow_with_the_context() -> None:
     next_80b = layout("qwen3-next-80b-a3b")
     assert next_80b.model.num_attention_layers == 12
     assert next_80b.kv_bytes_per_token == 2 * 12 * 2 * 256 * 2
-    # 36 layers of 32 × 128 × 128 numbers in 32 bits, and three columns of a convolution.
-    assert next_80b.model.state_bytes == 36 * (32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2)
+    # 36 layers of 32 × 128 × 128 numbers, and three columns of a convolution, in 32 bits.
+    assert next_80b.model.state_bytes == 36 * 4 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128))
     assert next_80b.context_bytes(2000) - next_80b.context_bytes(1000) == 1000 * next_80b.kv_bytes_per_token
     mamba = {"model_type": "mamba2", "hidden_size": 2560, "num_hidden_layers": 64, "num_heads": 80, "head_dim": 64,
              "state_size": 128, "vocab_size": 50_288, "tie_word_embeddings": True}  # fmt: skip
@@ -92,7 +92,7 @@ def test_states_do_not_grow_with_the_context() -> None:
              "conv_kernel": 4, "time_step_rank": 160, "vocab_size": 50_280, "tie_word_embeddings": True}  # fmt: skip
     shape = shape_from_config("mamba-2.8b", mamba)
     assert shape.num_parameters / 1e9 == pytest.approx(2.77, rel=0.01)
-    assert shape.state_bytes == 64 * (5120 * 16 * 4 + 3 * 5120 * 2)
+    assert shape.state_bytes == 64 * 4 * (5120 * 16 + 3 * 5120)
     jamba = {"model_type": "jamba", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
              "num_key_value_heads": 8, "intermediate_size": 14_336, "num_experts": 16, "num_experts_per_tok": 2,
              "attn_layer_period": 8, "attn_layer_offset": 4, "expert_layer_period": 2, "expert_layer_offset": 1,
