@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.core.request import Request
     from penstock.gateway.ratelimits.meters import CallerMeters
     from penstock.gateway.ratelimits.spend import Demand
+    from penstock.planner.scenario import Scenario
     from penstock.simulator import Report, SimulationConfig
     from penstock.simulator.report import Outcome
     from penstock.simulator.search import FaultCase
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _LONG_RUN_S = 60.0
 _PROGRESS_S = 2.0
 _GUESSED_REQUEST_S = 2e-3  # before anything was measured
+_GUESSED_BEAT_S = 1e-4
 
 
 @click.command(cls=PenstockCommand, short_help="Run a fleet in virtual time; search for harmful faults.")
@@ -82,10 +84,10 @@ def simulate(
     reports: dict[str, Report] = {}
     times: dict[str, list[tuple[float, float]]] = {}
     for name, scenario in loaded.items():
-        config = simulation_of(scenario, Path(name).parent, warn)
-        changed = _changed(config, replicas, rate, num_requests, seed)
+        changed = _changed(scenario, replicas, rate, num_requests, seed)
+        config = simulation_of(changed, Path(name).parent, warn)
         limits = _Limits(scenario.limits, name) if scenario.limits else None
-        reports[name], times[name] = _run(name, changed, limits)
+        reports[name], times[name] = _run(name, config, limits)
     if plot_file:
         _plot(plot_file, times)
     if as_json:
@@ -97,27 +99,25 @@ def simulate(
 
 
 def _changed(
-    config: SimulationConfig,
+    scenario: Scenario,
     replicas: int | None,
     rate: float | None,
     num_requests: int | None,
     seed: int | None,
-) -> SimulationConfig:
-    workload = config.workload
-    if (rate or num_requests) and config.arrivals is not None:
+) -> Scenario:
+    """Return the scenario with the options of the command line, which are then checked like its own values."""
+    traffic, fleet = scenario.traffic, scenario.fleet
+    if (rate or num_requests) and traffic.trace is not None:
         raise UsageError(
             "A trace has its own rate and number of requests.", hint="Leave --rate and --requests out."
         )
-    workload = replace(
-        workload,
-        requests_per_s=rate or workload.requests_per_s,
-        num_requests=num_requests or workload.num_requests,
-    )
-    return replace(
-        config,
-        workload=workload,
-        num_replicas=replicas or config.num_replicas,
-        seed=config.seed if seed is None else seed,
+    return msgspec.structs.replace(
+        scenario,
+        traffic=msgspec.structs.replace(
+            traffic, rate=rate or traffic.rate, requests=num_requests or traffic.requests
+        ),
+        fleet=msgspec.structs.replace(fleet, replicas=replicas or fleet.replicas),
+        seed=scenario.seed if seed is None else seed,
     )
 
 
@@ -176,7 +176,7 @@ def _run(
     total = config.workload.num_requests if config.arrivals is None else len(config.arrivals)
     console, began_s = stderr_console(), time.monotonic()
     shown_s, seen, warned = began_s, list[tuple[float, float]](), False
-    guess_s = total * _GUESSED_REQUEST_S
+    guess_s = total * _GUESSED_REQUEST_S + _num_beats(config) * _GUESSED_BEAT_S
     if guess_s > _LONG_RUN_S:
         console.print(f"{name}: {total:,} requests will take about {_in_words(guess_s)} of one core.")
 
@@ -204,6 +204,14 @@ def _run(
         return run(config, progress, watch, admission=limits), seen
     finally:
         gc.enable()
+
+
+def _num_beats(config: SimulationConfig) -> float:
+    """Return about how many heartbeats replicas send, also while nothing arrives."""
+    duration_s = config.workload.num_requests / config.workload.requests_per_s
+    if config.arrivals is not None:
+        duration_s = config.arrivals[-1].time_s
+    return duration_s / config.times.heartbeat_s * (config.num_replicas + config.num_prefill_replicas)
 
 
 def _in_words(seconds: float) -> str:

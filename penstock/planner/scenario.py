@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -21,7 +21,7 @@ from penstock.dispatch import DispatchConfig
 from penstock.planner.hardware import HARDWARE, KV_FORMATS, WEIGHT_FORMATS
 from penstock.planner.roofline import Layout, RooflineCost
 from penstock.planner.shapes import KNOWN_MODELS, known_shape
-from penstock.planner.traffic import TraceLine, parse_lengths, read_trace
+from penstock.planner.traffic import MOST_TOKENS, TraceLine, parse_lengths, read_trace
 from penstock.simulator import (
     ControlTimes,
     Kill,
@@ -44,7 +44,14 @@ _KV_GBYTES_PER_S = 10.0  # a 100 Gbit/s network
 _FROZEN_S = 10.0  # unless until_s says otherwise
 _FROZEN_FACTOR = 1e4
 _MOST_TOKEN_ID = (1 << 31) - (1 << 23)  # a prompt and its answer still fit behind it
+_MOST_SIGMA = 10.0
 _LOG_NORMAL = re.compile(r"lognormal\((\d+), *(\d+(?:\.\d+)?), *(\d+)\)")
+
+
+_LONGEST_S = 366 * 86_400.0  # of virtual time
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e8)]
+_PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e8)]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,13 +64,13 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     format: str = "bfloat16"
     kv_format: str = "bfloat16"
     tensor_parallel: int = 1
-    draft_acceptance: float | None = None
+    draft_acceptance: _Share | None = None
     host_memory_gib: float = 0.0  # for blocks that the device has no room for
 
 
 class TenantSection(_Section, frozen=True, kw_only=True):
     name: str
-    weight: float = 1.0
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
     tier: Tier = Tier.DEFAULT
 
 
@@ -73,13 +80,15 @@ class TrafficSection(_Section, frozen=True, kw_only=True):
     input: int | str = "lognormal(300, 1.0, 8000)"  # tokens
     output: int | str = "lognormal(150, 0.8, 1000)"
     prefix: int | str | None = None  # tokens that requests of one tenant share
-    prefixes_per_tenant: int = 1
-    zipf_exponent: float = 0.0
-    session_share: float = 0.0
-    burst_share: float = 0.0
-    timeout_s: float | None = None
-    mean_patience_s: float | None = None
-    tenants: tuple[TenantSection, ...] = (TenantSection(name="default"),)
+    prefixes_per_tenant: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 1
+    zipf_exponent: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+    session_share: _Share = 0.0
+    burst_share: _Share = 0.0
+    timeout_s: _PositiveSeconds | None = None
+    mean_patience_s: _PositiveSeconds | None = None
+    tenants: Annotated[tuple[TenantSection, ...], msgspec.Meta(min_length=1)] = (
+        TenantSection(name="default"),
+    )
     trace: str | None = None  # a file with requests; its times and lengths take the place of the above
 
 
@@ -93,19 +102,19 @@ class FleetSection(_Section, frozen=True, kw_only=True):
     autoscaler: AutoscalerConfig | None = None
     heartbeat_s: float = 0.1
     message_delay_s: float = 0.02  # of heartbeats and KV events
-    start_s: float = 30.0  # of a replica
+    start_s: _Seconds = 30.0  # of a replica
 
 
 class FaultSection(_Section, frozen=True, kw_only=True):
     kind: Literal["kill", "freeze", "slow", "lose-kv-events", "restart-gateway", "step-clock"]
-    at_s: float
-    until_s: float | None = None
+    at_s: _Seconds
+    until_s: _Seconds | None = None
     replica: int = 0
-    factor: float = 4.0  # of slow
-    share: float = 0.5  # of lose-kv-events
-    restarts_after_s: float | None = 10.0  # of kill
+    factor: Annotated[float, msgspec.Meta(ge=1, le=1e6)] = 4.0  # of slow
+    share: _Share = 0.5  # of lose-kv-events
+    restarts_after_s: _Seconds | None = 10.0  # of kill
     gateway: int = 0  # of restart-gateway
-    seconds: float = 1.0  # of step-clock
+    seconds: _Seconds = 1.0  # of step-clock
 
 
 class ReleaseSection(_Section, frozen=True, kw_only=True):
@@ -136,7 +145,7 @@ def read_scenario(path: Path, warn: Callable[[str], None] = lambda text: None) -
 
 def load_scenario(path: Path) -> Scenario:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} cannot be read as TOML: {error}.") from error
     return scenario_of(values, str(path))
@@ -161,6 +170,11 @@ def simulation_of(
         raise UsageError("A scenario has at least one replica, one gateway and one request.")
     if not 0 < traffic.rate <= 1e9:
         raise UsageError(f"The rate {traffic.rate} is not a positive number of requests per second.")
+    if traffic.trace is None and traffic.requests / traffic.rate > _LONGEST_S:
+        raise UsageError(
+            f"{traffic.requests:,} requests at {traffic.rate:g} per second last longer than a year.",
+            hint="Raise traffic.rate, or lower traffic.requests.",
+        )
     layout = _layout(scenario.model)
     kv_tokens = layout.kv_tokens(_CONTEXT)
     if kv_tokens < _BLOCK_TOKENS:
@@ -170,9 +184,9 @@ def simulation_of(
         )
     block_bytes = layout.kv_bytes_per_token * _BLOCK_TOKENS
     host_bytes = scenario.model.host_memory_gib * (1 << 30)
-    if not 0 <= host_bytes < 1 << 50:
+    if not 0 <= host_bytes < 1 << 45:
         raise UsageError(f"model.host_memory_gib = {scenario.model.host_memory_gib} is no amount of memory.")
-    if not 0 < fleet.heartbeat_s <= 60 or not 0 <= fleet.message_delay_s <= 60 or fleet.start_s < 0:
+    if not 0 < fleet.heartbeat_s <= 60 or not 0 <= fleet.message_delay_s <= 60:
         raise UsageError(
             "fleet.heartbeat_s and fleet.message_delay_s are at most 60, and no time is negative."
         )
@@ -276,13 +290,20 @@ def _lengths(value: int | str, key: str) -> Lengths:
     found = _LOG_NORMAL.fullmatch(str(value))
     if found is None:
         return parse_lengths(str(value), key)[0]
-    median, sigma, maximum = found.groups()
-    return LogNormal(int(median), float(sigma), int(maximum))
+    median, sigma, maximum = int(found[1]), float(found[2]), int(found[3])
+    if not 1 <= median <= maximum <= MOST_TOKENS or sigma > _MOST_SIGMA:
+        raise UsageError(
+            f"{key} = {value} is no distribution of lengths.",
+            hint=f"Give a median, a sigma up to {_MOST_SIGMA:g}, and a maximum from the median to {MOST_TOKENS:,}.",
+        )
+    return LogNormal(median, sigma, maximum)
 
 
 def _fault(fault: FaultSection, fleet: FleetSection) -> Fault:
     num_replicas = fleet.replicas + fleet.prefill_replicas
-    if not 0 <= fault.replica < num_replicas or not fault.at_s >= 0:
+    if fault.until_s is not None and fault.until_s <= fault.at_s:
+        raise UsageError(f"The fault at {fault.at_s} s ends before it begins, at {fault.until_s} s.")
+    if not 0 <= fault.replica < num_replicas:
         raise UsageError(f"The fault at {fault.at_s} s names replica {fault.replica} of {num_replicas}.")
     if not 0 <= fault.gateway < fleet.gateways:
         raise UsageError(f"The fault at {fault.at_s} s names gateway {fault.gateway} of {fleet.gateways}.")
@@ -294,17 +315,22 @@ def _fault(fault: FaultSection, fleet: FleetSection) -> Fault:
         until_s = fault.at_s + _FROZEN_S if fault.until_s is None else fault.until_s
         return SlowDown(fault.at_s, fault.replica, _FROZEN_FACTOR, until_s)
     if fault.kind == "step-clock":
-        return StepClock(fault.at_s, fault.replica, max(0.0, fault.seconds))
+        return StepClock(fault.at_s, fault.replica, fault.seconds)
     if fault.kind == "slow":
-        return SlowDown(fault.at_s, fault.replica, max(1.0, fault.factor), fault.until_s)
+        return SlowDown(fault.at_s, fault.replica, fault.factor, fault.until_s)
     until_s = fault.until_s if fault.until_s is not None else fault.at_s + 10.0
-    return LoseKVEvents(fault.at_s, until_s, min(1.0, max(0.0, fault.share)))
+    return LoseKVEvents(fault.at_s, until_s, fault.share)
 
 
 def _recorded(path: Path, warn: Callable[[str], None]) -> tuple[Arrival, ...]:
     trace = read_trace(path)
     if (warning := trace.warning(path)) is not None:
         warn(warning)
+    if trace.lines[-1].time_s - trace.lines[0].time_s > _LONGEST_S:
+        raise UsageError(
+            f"The requests of {path} are more than a year apart.",
+            hint="A timestamp is wrong, or not in milliseconds.",
+        )
     return _arrivals(trace.lines)
 
 

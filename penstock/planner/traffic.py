@@ -2,19 +2,23 @@
 
 Known traces: CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure's LLM traces), and JSON lines
 with `timestamp` in milliseconds, `input_length`, `output_length` and, if known, `hash_ids` of prefix blocks
-(Mooncake's). `penstock serve --record-requests` writes the latter, and adds `block_tokens`, `tenant` and `tier`.
+(Mooncake's); both also packed by gzip. `penstock serve --record-requests` writes the latter, and adds `block_tokens`,
+`tenant` and `tier`.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from math import isfinite
 from pathlib import Path
 from random import Random
+from typing import TextIO
 
 from penstock.core.errors import UsageError
 from penstock.core.request import Tier
@@ -22,10 +26,11 @@ from penstock.planner.capacity import Traffic
 from penstock.simulator import Fixed, Uniform
 from penstock.simulator.workload import Lengths
 
-_MOST_TOKENS = 1 << 22
+MOST_TOKENS = 1 << 22
 _MOST_REQUESTS = 5_000_000
 _MOST_SHOWN = 10  # numbers of damaged lines
 MOONCAKE_BLOCK_TOKENS = 512
+_GZIP = b"\x1f\x8b"
 _DAMAGED_SHARE = 0.05  # of a trace's lines that may be left out
 
 
@@ -46,7 +51,7 @@ def parse_lengths(text: str, option: str) -> tuple[Lengths, float]:
         first, last = int(low), int(high or low)
     except ValueError:
         first = last = 0
-    if not 1 <= first <= last <= _MOST_TOKENS:
+    if not 1 <= first <= last <= MOST_TOKENS:
         raise UsageError(
             f"{option} {text} is neither a number of tokens nor a range.", hint="Write 512 or 100:1024."
         )
@@ -104,11 +109,14 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """Read a trace, in the order of time. A few damaged lines are left out and counted; more are an error."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            first = file.read(1)
+        with _open_text(path) as file:
+            first = next((text for text in file if text.strip()), "")
             file.seek(0)
-            parsed = list(_json_lines(file) if first == "{" else _csv_lines(file, path))
-    except (OSError, UnicodeDecodeError) as error:
+            is_json = first.lstrip().startswith("{")
+            parsed = list(_json_lines(file) if is_json else _csv_lines(file, path)) if first else []
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not a text file in UTF-8.") from error
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
         raise UsageError(f"{path} cannot be read: {error}.") from error
     lines = sorted((line for _, line in parsed if line is not None), key=lambda line: line.time_s)
     damaged = tuple(number for number, line in parsed if line is None)
@@ -121,6 +129,14 @@ def read_trace(path: Path) -> Trace:
             "input_length and output_length.",
         )
     return Trace(lines, damaged)
+
+
+def _open_text(path: Path) -> TextIO:
+    with path.open("rb") as file:
+        is_packed = file.read(2) == _GZIP
+    if is_packed:
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -147,7 +163,7 @@ def _json_lines(file: Iterator[str]) -> Iterator[tuple[int, TraceLine | None]]:
             if line is not None and "block_tokens" in entry:
                 line = replace(
                     line,
-                    block_tokens=min(_MOST_TOKENS, max(1, int(entry["block_tokens"]))),
+                    block_tokens=min(MOST_TOKENS, max(1, int(entry["block_tokens"]))),
                     tenant=str(entry["tenant"])[:64],
                     tier=Tier(entry["tier"]),
                 )
@@ -178,6 +194,6 @@ def _csv_lines(file: Iterator[str], path: Path) -> Iterator[tuple[int, TraceLine
 
 
 def _line(time_s: float, prompt: int, output: int, blocks: tuple[int, ...]) -> TraceLine | None:
-    if not (1 <= prompt <= _MOST_TOKENS and 0 <= output <= _MOST_TOKENS and isfinite(time_s)):
+    if not (1 <= prompt <= MOST_TOKENS and 0 <= output <= MOST_TOKENS and isfinite(time_s)):
         return None
     return TraceLine(time_s, prompt, max(1, output), blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -288,8 +289,35 @@ def test_damaged_traces(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="TIMESTAMP"):
         read_trace(path)
     path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="not a text file in UTF-8"):
+        read_trace(path)
+    path.write_text("\n")
+    with pytest.raises(UsageError, match="holds no requests"):
+        read_trace(path)
+    path.write_bytes(gzip.compress(MOONCAKE.encode())[:-9])
     with pytest.raises(UsageError, match="cannot be read"):
         read_trace(path)
+    path.write_text(AZURE + "x" * 200_000 + ",1,1\n")
+    with pytest.raises(UsageError, match="cannot be read: field larger than"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        MOONCAKE.encode("utf-8-sig"),
+        MOONCAKE.replace("\n", "\r\n").encode(),
+        f"\n  {MOONCAKE}".encode(),
+        gzip.compress(MOONCAKE.encode()),
+        "".join(reversed(MOONCAKE.splitlines(keepends=True))).encode(),
+    ],
+)
+def test_traces_as_other_programs_store_them(stored: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(stored)
+    read = read_trace(path)
+    assert [(line.time_s, line.output_tokens) for line in read.lines] == [(0.0, 50), (2.0, 150)]
+    assert not read.damaged
 
 
 @pytest.mark.parametrize("text", ["", "0", "5:2", "a", "1:2:3", "-4"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,53 @@ def test_the_scenario_of_the_documentation(tmp_path: Path) -> None:
         ({"model": {"host_memory_gib": -1.0}}, "is no amount of memory"),
         ({"fleet": {"heartbeat_s": 0.0}}, "no time is negative"),
         ({"faults": [{"kind": "flood", "at_s": 1.0}]}, "Invalid enum value 'flood'"),
+        ({"faults": [{"kind": "slow", "at_s": 1.0, "until_s": 0.5}]}, "ends before it begins"),
+        ({"faults": [{"kind": "slow", "at_s": 1.0, "factor": math.inf}]}, "at `$.faults[0].factor`"),
+        ({"faults": [{"kind": "freeze", "at_s": math.nan}]}, "at `$.faults[0].at_s`"),
+        ({"model": {"draft_acceptance": 5.0}}, "at `$.model.draft_acceptance`"),
+        ({"model": {"host_memory_gib": 1e6}}, "is no amount of memory"),
+        ({"traffic": {"session_share": -0.1}}, "at `$.traffic.session_share`"),
+        ({"traffic": {"burst_share": math.nan}}, "at `$.traffic.burst_share`"),
+        ({"traffic": {"zipf_exponent": -1e9}}, "at `$.traffic.zipf_exponent`"),
+        ({"traffic": {"prefixes_per_tenant": 0}}, "at `$.traffic.prefixes_per_tenant`"),
+        ({"traffic": {"mean_patience_s": 0.0}}, "at `$.traffic.mean_patience_s`"),
+        ({"traffic": {"timeout_s": -1.0}}, "at `$.traffic.timeout_s`"),
+        ({"traffic": {"tenants": []}}, "at `$.traffic.tenants`"),
+        ({"traffic": {"tenants": [{"name": "a", "weight": 0.0}]}}, "at `$.traffic.tenants[0].weight`"),
+        ({"traffic": {"input": "lognormal(100, 900, 8000)"}}, "no distribution of lengths"),
+        ({"traffic": {"output": "lognormal(100, 1, 99)"}}, "no distribution of lengths"),
+        ({"traffic": {"rate": 1e-9}}, "last longer than a year"),
     ],
 )
 def test_bad_scenarios(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=re.escape(sentence)):
         simulation_of(scenario_of(values, "fleet.toml"))
+
+
+def test_options_are_checked_like_the_values_of_the_scenario(tmp_path: Path) -> None:
+    scenario = tmp_path / "fleet.toml"
+    text = '[fleet]\nreplicas = 4\n[[faults]]\nkind = "kill"\nat_s = 1.0\nreplica = 3\n'
+    scenario.write_text(text, encoding="utf-8-sig")
+    for options, sentence in (
+        (["--replicas", "2"], "names replica 3 of 2"),
+        (["--rate", "nan"], "The rate nan is not a positive number"),
+        (["--rate", "1e-300"], "last longer than a year"),
+    ):
+        code, _, told = run(str(scenario), *options)
+        assert code != 0
+        assert sentence in " ".join(told.split())
+
+
+def test_a_quiet_scenario_that_takes_long_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas send heartbeats while nothing arrives."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise UsageError("The run begins.")
+
+    monkeypatch.setattr("penstock.simulator.simulate", stop)
+    (tmp_path / "fleet.toml").write_text("[traffic]\nrequests = 10\nrate = 1e-5\n[fleet]\nreplicas = 3\n")
+    _, _, told = run(str(tmp_path / "fleet.toml"))
+    assert "10 requests will take about 50 minutes of one core." in " ".join(told.split())
 
 
 def test_a_trace_is_replayed_with_its_prefixes(tmp_path: Path) -> None:
@@ -78,6 +121,14 @@ def test_the_examples_of_every_format_are_simulated(name: str, tmp_path: Path) -
     report = simulate(read_scenario(tmp_path / "fleet.toml"))
     assert report.num_answered == 24
     assert (report.cached_share > 0.1) is (name != "azure.csv")
+
+
+def test_requests_that_are_a_year_apart(tmp_path: Path) -> None:
+    line = '{"timestamp": %d, "input_length": 8, "output_length": 2}\n'
+    (tmp_path / "trace.jsonl").write_text(line % 0 + line % 10**14)
+    with pytest.raises(UsageError, match="more than a year apart") as caught:
+        simulation_of(scenario_of({"traffic": {"trace": "trace.jsonl"}}, "test"), tmp_path)
+    assert "not in milliseconds" in str(caught.value.hint)
 
 
 def test_damaged_lines_are_told_by_number(tmp_path: Path) -> None:
