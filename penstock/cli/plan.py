@@ -27,12 +27,16 @@ if TYPE_CHECKING:
 
 _TENSOR_PARALLEL = (1, 2, 4, 8)
 _MEASURED = "this machine"
+_GGUF = b"GGUF"  # how such a file begins
 
 
 @click.command(cls=PenstockCommand, short_help="Estimate the hardware and the cost of a workload.")
 @click.argument("model")
 @click.option("--hardware", "names", multiple=True, metavar="NAME",
               help="Device to plan for; may be given several times. Default: all that are known.")  # fmt: skip
+@click.option("--device", "own_devices", multiple=True, metavar="FIGURES",
+              help="Device that is not in the table, or other figures of one: name=h20,memory=96,bandwidth=4.0,"
+                   "tflops=148,price=2.10 (GB, TB/s, dense TFLOP/s, $/h); also fp8_tflops, link (GB/s).")  # fmt: skip
 @click.option("--format", "formats", multiple=True, metavar="FORMAT", default=("bfloat16",), show_default=True,
               help="Format of weights: float32, bfloat16, fp8, int8, int4; may be given several times.")  # fmt: skip
 @click.option("--kv-format", default="bfloat16", show_default=True, metavar="FORMAT",
@@ -67,6 +71,7 @@ _MEASURED = "this machine"
 def plan(
     model: str,
     names: tuple[str, ...],
+    own_devices: tuple[str, ...],
     formats: tuple[str, ...],
     kv_format: str,
     tensor_parallel: int | None,
@@ -101,7 +106,7 @@ def plan(
 
     _check_numbers({"--rate": rate, "--ttft-ms": ttft_ms, "--itl-ms": itl_ms, "--share": share,
                     "--prefix-share": prefix_share})  # fmt: skip
-    if measure and (names or tensor_parallel or pipeline_parallel > 1):
+    if measure and (names or own_devices or tensor_parallel or pipeline_parallel > 1):
         raise UsageError("--measure plans for this machine, so it takes neither --hardware nor a layout.")
     if plot_file:
         require_matplotlib()
@@ -110,7 +115,7 @@ def plan(
         if not plot_file.absolute().parent.is_dir():
             raise UsageError(f"There is no folder for the picture {plot_file}.")
     shape = _shape(model)
-    devices = _devices(names, prices)
+    devices = _devices(names, own_devices, prices)
     traffic = _traffic(trace, rate, input_len, output_len, prefix_share)
     targets = Targets(ttft_ms / 1e3, itl_ms / 1e3, share)
     measured = _measured_layout(model, shape, prices) if measure else None
@@ -146,10 +151,10 @@ def plan(
 def _shape(model: str) -> ModelShape:
     from penstock.planner.shapes import KNOWN_MODELS, known_shape, shape_from_config
 
-    known = known_shape(model)
+    path = Path(model)
+    known = None if "/" in model and path.exists() else known_shape(model)
     if known is not None:
         return known
-    path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise UsageError(
@@ -157,7 +162,13 @@ def _shape(model: str) -> ModelShape:
             hint=f"Give a folder, a config.json, or one of: {', '.join(KNOWN_MODELS)}.",
         )
     try:
-        config = json.loads(file.read_bytes())
+        stored = file.read_bytes()
+        if stored.startswith(_GGUF):
+            raise UsageError(
+                f"{file} is a GGUF file, and plans are made from a config.json.",
+                hint="Give the config.json of the model that the file was made from, or a known name.",
+            )
+        config = json.loads(stored)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file} cannot be read as JSON.") from error
     if not isinstance(config, dict):
@@ -165,16 +176,23 @@ def _shape(model: str) -> ModelShape:
     return shape_from_config(path.name if path.is_dir() else path.parent.name or str(path), config)
 
 
-def _devices(names: tuple[str, ...], prices: tuple[str, ...]) -> list[Hardware]:
-    from penstock.planner.hardware import HARDWARE
+def _devices(names: tuple[str, ...], own: tuple[str, ...], prices: tuple[str, ...]) -> list[Hardware]:
+    from penstock.planner.hardware import HARDWARE, device_from_text
 
-    own = dict(_price(text) for text in prices)
-    for name in (*names, *own):
-        if name not in HARDWARE and name != _MEASURED:
-            raise UsageError(f"The hardware {name} is not known.", hint=f"Known are {', '.join(HARDWARE)}.")
-    chosen = [HARDWARE[name] for name in names] or list(HARDWARE.values())
+    described = {device.name: device for device in map(device_from_text, own)}
+    known = {**HARDWARE, **described}
+    dollars = dict(_price(text) for text in prices)
+    wanted = dict.fromkeys((*map(str.lower, names), *described)) or HARDWARE
+    for name in (*wanted, *dollars):
+        if name not in known and name != _MEASURED:
+            raise UsageError(
+                f"The hardware {name} is not known.",
+                hint=f"Known are {', '.join(HARDWARE)}. Describe another one with --device.",
+            )
+    chosen = [known[name] for name in wanted]
     return [
-        replace(device, dollars_per_hour=own.get(device.name, device.dollars_per_hour)) for device in chosen
+        replace(device, dollars_per_hour=dollars.get(device.name, device.dollars_per_hour))
+        for device in chosen
     ]
 
 
@@ -186,7 +204,7 @@ def _price(text: str) -> tuple[str, float]:
         price = -1.0
     if not 0 <= price < 1e6:
         raise UsageError(f"--price {text} is not NAME=DOLLARS.", hint="Write --price h200=3.50.")
-    return name, price
+    return name.lower(), price
 
 
 def _traffic(

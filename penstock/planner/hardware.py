@@ -1,9 +1,13 @@
-"""Lists hardware by its data sheet, and the formats of weights and KV. Prices are examples for `--price`."""
+"""Lists hardware by its data sheet, reads other devices, and lists the formats of weights and KV. Prices are examples
+for `--price`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.core.errors import UsageError
 
 GB = 1e9
 TB = 1e12
@@ -80,6 +84,50 @@ HARDWARE: Mapping[str, Hardware] = {
         ),
     )
 }
+
+# The figures of a device as they are written, and in which unit.
+_FIGURES: Mapping[str, tuple[str, float]] = {
+    "memory": ("memory_bytes", GB),
+    "bandwidth": ("bytes_per_s", TB),
+    "tflops": ("flops_per_s", TERA),
+    "fp8_tflops": ("fp8_flops_per_s", TERA),
+    "link": ("link_bytes_per_s", GB),
+    "price": ("dollars_per_hour", 1.0),
+}
+_MOST = 1e9
+_NEEDED = ("memory", "bandwidth", "tflops", "price")  # of a device that is not in the table
+_PCIE_GB_PER_S = 25.0  # the link of a device that names none
+_EXAMPLE = "name=h20,memory=96,bandwidth=4.0,tflops=148,fp8_tflops=296,link=450,price=2.10"
+
+
+def device_from_text(text: str) -> Hardware:
+    """Read a device such as `name=h20,memory=96,bandwidth=4.0,tflops=148,price=2.10`: GB, TB/s, dense TFLOP/s in
+    bfloat16, dollars per hour; `fp8_tflops` and `link` (GB/s) if it has them. A known name keeps what is left out."""
+    given = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    name = given.pop("name", "").strip().lower()
+    known = HARDWARE.get(name)
+    unknown = sorted(given.keys() - _FIGURES.keys())
+    missing = [] if known else [figure for figure in _NEEDED if figure not in given]
+    if not name or unknown or missing:
+        problem = (
+            f"has no figure {unknown[0]!r:.40}" if unknown else f"lacks {', '.join(missing) or 'a name'}"
+        )
+        raise UsageError(f"The device {text:.80} {problem}.", hint=f"Write {_EXAMPLE}.")
+    figures: dict[str, Any] = {}
+    for figure, number in given.items():
+        field, unit = _FIGURES[figure]
+        figures[field] = _positive(number, figure, may_be_zero=figure == "price") * unit
+    return replace(known or _gpu(name, 1, 1, 1, None, _PCIE_GB_PER_S, 0.0), **figures)
+
+
+def _positive(text: str, figure: str, *, may_be_zero: bool) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= _MOST or not (number or may_be_zero):
+        raise UsageError(f"{figure}={text:.40} is no positive number.", hint=f"Write {_EXAMPLE}.")
+    return number
 
 
 @dataclass(frozen=True, slots=True)

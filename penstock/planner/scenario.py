@@ -248,10 +248,10 @@ def _release(release: ReleaseSection, fleet: FleetSection) -> SimulatedRelease:
 
 
 def _layout(model: ModelSection) -> Layout:
-    shape = known_shape(model.name)
+    shape, hardware = known_shape(model.name), model.hardware.lower()
     for name, known in (
-        (model.name.lower(), KNOWN_MODELS),
-        (model.hardware, HARDWARE),
+        (model.name if shape is None else shape.name, KNOWN_MODELS),
+        (hardware, HARDWARE),
         (model.format, WEIGHT_FORMATS),
         (model.kv_format, KV_FORMATS),
     ):
@@ -262,7 +262,7 @@ def _layout(model: ModelSection) -> Layout:
         raise UsageError(f"tensor_parallel = {model.tensor_parallel} is not from 1 to 64.")
     return Layout(
         shape,
-        HARDWARE[model.hardware],
+        HARDWARE[hardware],
         WEIGHT_FORMATS[model.format],
         KV_FORMATS[model.kv_format],
         model.tensor_parallel,

@@ -322,6 +322,14 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+_TUNINGS = ("-instruct", "-chat", "-base", "-it")
+
+
 def known_shape(name: str) -> ModelShape | None:
-    config = KNOWN_MODELS.get(name.lower())
-    return None if config is None else shape_from_config(name.lower(), config)
+    """Return the sizes of a known model. The owner in front of a hub's name, and the kind of tuning behind it, change
+    no size."""
+    key = name.lower().rpartition("/")[2]
+    for tuning in _TUNINGS:
+        key = key.removesuffix(tuning)
+    config = KNOWN_MODELS.get(key)
+    return None if config is None else shape_from_config(key, config)

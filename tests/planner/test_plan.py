@@ -22,7 +22,7 @@ from penstock.planner.capacity import (
     plan_replicas,
     under_load,
 )
-from penstock.planner.hardware import HARDWARE, KV_FORMATS, WEIGHT_FORMATS
+from penstock.planner.hardware import HARDWARE, KV_FORMATS, WEIGHT_FORMATS, device_from_text
 from penstock.planner.roofline import Layout, RooflineCost
 from penstock.planner.shapes import KNOWN_MODELS, known_shape, shape_from_config
 from penstock.planner.traffic import parse_lengths, read_trace
@@ -343,11 +343,39 @@ def test_the_command(tmp_path: Path) -> None:
     assert all(name in output for name in HARDWARE)
 
 
+def test_devices_that_are_not_in_the_table() -> None:
+    h20 = "name=H20,memory=96,bandwidth=4.0,tflops=148,fp8_tflops=296,link=450,price=2.10"
+    code, output = run(
+        *("meta-llama/Llama-3.1-8B-Instruct", "--device", h20, "--device", "name=l4,memory=48", "--hardware", "L4"),
+        *("--price", "H20=1", "--simulate", "none", "--json"),
+    )  # fmt: skip
+    assert code == 0, output
+    first, second = json.loads(output)["plans"]
+    assert (first["hardware"], second["hardware"]) == ("l4", "h20")
+    assert first["contexts"] > layout("llama-3.1-8b", "l4").contexts(768)
+    assert second["dollars_per_hour"] == second["replicas"]
+    device = device_from_text(h20)
+    assert (device.memory_bytes, device.bytes_per_s, device.fp8_flops_per_s) == (96e9, 4e12, 296e12)
+    assert device_from_text("name=l4,memory=48") == replace(HARDWARE["l4"], memory_bytes=48e9)
+
+
+def test_a_gguf_file_is_no_config(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03")
+    code, output = run(str(tmp_path / "model.gguf"))
+    assert code != 0
+    assert "plans are made from a config.json" in " ".join(output.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["nothing-like-it"], "There is no model nothing-like-it."),
         (["llama-3.1-8b", "--hardware", "abacus"], "The hardware abacus is not known."),
+        (["llama-3.1-8b", "--device", "name=h20,memory=96"], "lacks bandwidth, tflops, price."),
+        (["llama-3.1-8b", "--device", "memory=96"], "The device memory=96 lacks"),
+        (["llama-3.1-8b", "--device", "name=l4,memory=0"], "memory=0 is no positive number."),
+        (["llama-3.1-8b", "--device", "name=l4,memory=nan"], "memory=nan is no positive number."),
+        (["llama-3.1-8b", "--device", "name=l4,cores=2"], "has no figure 'cores'."),
         (["llama-3.1-8b", "--format", "int1"], "The format int1 is not known."),
         (["llama-3.1-8b", "--price", "h200=free"], "--price h200=free is not NAME=DOLLARS."),
         (["llama-3.1-405b", "--hardware", "l4"], "No layout serves llama-3.1-405b"),
