@@ -313,7 +313,7 @@ class BatchRows:
         )
 
     def window_contexts(self, step: HostStep) -> list[WindowContexts]:
-        """Return what the sequences of a step see in each group of layers with windows."""
+        """Return the contexts of a step's sequences in each group of layers with windows."""
         if self.windows is None or step.windows is None:
             return []
         first_positions = step.windows.positions[step.query_starts[:-1]]

@@ -1,4 +1,4 @@
-"""Chooses the device and the number format that a model runs in, and decides how many KV blocks fit into memory."""
+"""Chooses the device and the dtype that a model runs in, and decides how many KV blocks fit into memory."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def gpus() -> list[Gpu]:
 
 
 def _kv_dtype(asked: str, device: torch.device) -> torch.dtype | None:
-    """Return the number format of the KV cache; None for the format of the model."""
+    """Return the dtype of the KV cache; None for the format of the model."""
     if asked == "auto":
         return None
     if asked == "int8":
@@ -170,7 +170,7 @@ class CacheSizes:
 
     @property
     def num_memory_blocks(self) -> int:
-        """Return the number of blocks with memory. Without layers that see everything, blocks only count tokens."""
+        """Return the number of blocks with memory. Without layers with full attention, blocks only count tokens."""
         has_own = self.windows is not None and self.windows.num_blocks is not None
         return self.windows.num_blocks if has_own else self.num_blocks  # type: ignore[union-attr, return-value]
 

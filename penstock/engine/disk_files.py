@@ -2,7 +2,7 @@
 
     DIRECTORY/MODEL/ab/abcd….kv     a header with a checksum, then the bytes of a block
 
-MODEL is a digest of all that the bytes depend on: weights, number formats, layout and version. Files of another model
+MODEL is a digest of all that the bytes depend on: weights, dtypes, layout and version. Files of another model
 are never read, but count in the size, and the oldest files go first whichever model they belong to. A file appears
 under its name only when it is complete. What cannot be read or written is a sentence in the log, and nothing more.
 Only the user of the process can read the files.

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class FromHidden:
-    """The results that one step makes of hidden states, besides samples."""
+    """The results of one step from hidden states, besides samples."""
 
     embeddings: dict[str, Tensor] = field(default_factory=dict)  # on the device, by request
     scores: list[Scores] = field(default_factory=list)

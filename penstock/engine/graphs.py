@@ -102,7 +102,7 @@ class DecodeGraphs:
         rows.keep_tokens_in(self._buffer[:first])
 
     def _window_size(self, size: int) -> int:
-        """Return how many numbers a step of `size` requests needs for layers with windows."""
+        """Return how many integers a step of `size` requests needs for layers with windows."""
         windows = self._rows.windows
         assert windows is not None
         groups = windows.layout.groups

@@ -1,8 +1,9 @@
-"""Arranges a step for images whose tokens differ from text in more than their embeddings: tokens that see each other,
-and positions in three dimensions. Knows no pixel.
+"""Arranges a step for images whose tokens differ from text in more than their embeddings: tokens that attend to each
+other, and positions in three dimensions. Knows no pixel.
 
-Tokens that see each other: every token of such an image becomes a sequence of its own for attention, whose context
-ends with the image. All keys of a step are written before any is read, so the token sees the whole image.
+Tokens that attend to each other: every token of such an image becomes a sequence of its own for attention, whose
+context ends with the image. All keys of a step are written before any is read, so the token attends to the whole
+image.
 
 Positions in three dimensions: the tokens of an image share the time of the image's first token, and have a row and a
 column. Text continues after the largest of them. The angles of an image token mix three rows of the rope table, so

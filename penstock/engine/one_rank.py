@@ -30,7 +30,7 @@ class OneRank:
         return model
 
     def agreed(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers."""
+        """Return the smallest of the ranks' values."""
         return number
 
     def shapes_elsewhere(self, products: Sequence[NamedProduct]) -> Shapes:

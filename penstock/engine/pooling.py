@@ -4,9 +4,9 @@ classifier. Knows no queue, client or text.
 Sums over a prompt's chunks are kept in double precision, so that the single-precision result does not depend on how a
 prompt was cut into chunks.
 
-The scheduler treats a text like any prompt, and may cut it into chunks. An encoder cannot: every token sees all
+The scheduler treats a text like any prompt, and may cut it into chunks. An encoder cannot: every token attends to all
 others. An encoder therefore computes a text whole, in the step that has its last chunk. An encoder's blocks are
-numbers with no memory behind them.
+ids without memory.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """KV storage of models whose layers have windows, and the block tables of their requests. Does not know the
 scheduler.
 
-Layers with a window free the blocks behind it (`kvcache.windows`). So that all layers share one pool of blocks,
-a block of memory has room for a few layers only: as many as see everything. Layers with a window are divided into
-parts of that size, each with a block table of its own. To attention, a request in such a part is a shorter request,
-which begins at the first block that its tokens see; only the rotary embedding uses the true positions.
+Layers with a window free the blocks behind it (`kvcache.windows`). So that all layers share one pool of blocks, a
+block of memory has room for a few layers only: as many as there are layers with full attention. Layers with a window
+are divided into parts of that size, each with a block table of its own. To attention, a request in such a part is a
+shorter request, which begins at the first block that its tokens attend to; only the rotary embedding uses the true
+positions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class LayerLayout:
 
     groups: tuple[WindowGroup, ...]
     num_layers: int  # that a block of memory has room for
-    part_of_layer: tuple[int | None, ...]  # counted over all groups; None for layers that see everything
+    part_of_layer: tuple[int | None, ...]  # counted over all groups; None for layers with full attention
     place_of_layer: tuple[int, ...]  # among the layers of a block
 
     @property
@@ -181,20 +182,20 @@ class WindowRows:
     def contexts(
         self, group: int, rows: Int64Array, first_positions: Int64Array, context_lens: Int32Array
     ) -> WindowContexts:
-        """Return what sequences see in a group, given the position of each one's first query."""
+        """Return the contexts of sequences in a group, given the position of each one's first query."""
         first = self._first_seen(group, first_positions) // self.block_size
         lengths = (context_lens - first * self.block_size).astype(np.int32)
         width = -(-int(lengths.max()) // self.block_size)
         return WindowContexts(lengths, self._tables(group, rows, first, width))
 
     def decode_contexts(self, group: int, rows: Int64Array, positions: Int64Array) -> WindowContexts:
-        """Return what single tokens see in a group. All tables have the same width, `decode_width`."""
+        """Return the contexts of single tokens in a group. All tables have the same width, `decode_width`."""
         first = self._first_seen(group, positions) // self.block_size
         lengths = (positions + 1 - first * self.block_size).astype(np.int32)
         return WindowContexts(lengths, self._tables(group, rows, first, self.decode_width(group)))
 
     def decode_width(self, group: int) -> int:
-        """Return the most blocks in which one token sees others."""
+        """Return the most blocks that one token attends to."""
         each = self.layout.groups[group]
         return -(-each.window // self.block_size) + (0 if each.in_chunks else 1)
 

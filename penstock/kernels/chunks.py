@@ -1,4 +1,4 @@
-"""Attention within chunks of the context (Llama 4): a token sees its own chunk only.
+"""Attention within chunks of the context (Llama 4): a token attends to its own chunk only.
 
 The part of a request in each chunk is a request of its own, whose block table begins at the chunk. So no kernel needs
 to know of chunks. Positions and slots stay as they are.

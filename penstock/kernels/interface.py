@@ -1,4 +1,4 @@
-"""The operations a model is made of. Models call nothing else on tensors.
+"""The operations of models. Models call nothing else on tensors.
 
 A backend implements the primitive operations and inherits the rest from `ComposedOps` (blocks.py), which puts them
 together from primitives; it may override any of those by a fused kernel with the same result. A wrapper of a backend
@@ -170,7 +170,7 @@ class Ops(Protocol):
     def moe(
         self, x: Tensor, logits: Tensor, experts: PackedExperts, routing: Routing, activation: Activation
     ) -> Tensor:
-        """[T, hidden] → [T, hidden]: the weighted sum of what each token's experts make of it. `logits` are the
+        """[T, hidden] → [T, hidden]: the weighted sum of the outputs of each token's experts. `logits` are the
         router's, float32 [T, E]."""
         ...
 
@@ -246,7 +246,7 @@ class Ops(Protocol):
         *,
         gates_first: bool,
     ) -> Tensor:
-        """float32 [T, C] → [T, C]: `x` times SiLU of the gate, and the RMS norm of groups of numbers, if there is a
+        """float32 [T, C] → [T, C]: `x` times SiLU of the gate, and the RMS norm of groups of channels, if there is a
         weight."""
         ...
 

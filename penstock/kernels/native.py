@@ -65,7 +65,7 @@ class NativeOps(ComposedOps):
         integer_products: bool = False,
     ) -> None:
         """Keys and values are cached in `dtype`, or in int8. With `integer_products`, quantized matrices are
-        multiplied as whole numbers: the weights as they come, the activations as 16-bit integers, with scales for
+        multiplied as integers: the weights as they come, the activations as 16-bit integers, with scales for
         every 32."""
         if dtype not in DTYPE_CODES:
             raise ValueError(f"the native CPU backend computes in float32 or bfloat16, not {dtype}")

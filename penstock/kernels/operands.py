@@ -14,7 +14,7 @@ from penstock.kernels.states import StateBatch
 from penstock.kernels.weights import WeightData
 
 # "clamped_swiglu" is gpt-oss's: gate × sigmoid(1.702 × gate) × (up + 1), both clamped at 7.
-# "relu" squares positive numbers where gate and up are one matrix, as in experts without a gate.
+# "relu" squares positive values where gate and up are one matrix, as in experts without a gate.
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu"]
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
@@ -46,7 +46,7 @@ class PackedExperts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert: down(activation(gate x) × up x). Biases are float32, one number for each output."""
+    """One expert: down(activation(gate x) × up x). Biases are float32, one value for each output."""
 
     gate: WeightData
     up: WeightData
@@ -103,13 +103,13 @@ class AttentionLayer:
     head_dim: int
     scale: float
     rope: Tensor  # float32 [max positions, D]: first half cosines, second half sines, of rotate-half pairs
-    window: int | None = None  # a token sees itself and the window - 1 before it
+    window: int | None = None  # a token attends to itself and the window - 1 before it
     softcap: float | None = None
     q_norm: Tensor | None = None  # [D], RMS norm of each head before rope
     k_norm: Tensor | None = None
     norm_eps: float = 1e-6
     sinks: Tensor | None = None  # float32 [H]: a logit of each head that takes weight, and has no value
-    chunk: int | None = None  # a token sees the tokens of its chunk: positions n × chunk to (n + 1) × chunk
+    chunk: int | None = None  # a token attends to its chunk: positions n × chunk to (n + 1) × chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,8 @@ class LatentLayer:
 
 @dataclass(frozen=True, slots=True)
 class IndexLayer:
-    """The settings of an indexer, which chooses the tokens that a token attends to. Its keys stand behind the latents
-    in the cache. A head has I numbers, of which the first R are rotated."""
+    """The settings of an indexer, which chooses the tokens that a token attends to. Its keys are stored after the
+    latents in the cache. A head has I channels, of which the first R are rotated."""
 
     num_heads: int
     head_dim: int  # I
@@ -145,7 +145,8 @@ class IndexLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where this step's tokens sit. Tensors live on the backend's device; the plain integers are host copies."""
+    """The positions and slots of this step's tokens. Tensors live on the backend's device; the plain integers are
+    host copies."""
 
     positions: Tensor  # int32 [T]
     slots: Tensor  # int32 [T]: block id * block size + offset, where the token's K and V go
@@ -159,8 +160,8 @@ class AttentionBatch:
     halves_blocks: bool = True  # the last tokens of a request may begin in the middle of a block
     lengths: tuple[Tensor, Tensor] | None = None  # `query_starts` and `context_lens` once more, on the host
     states: StateBatch | None = None  # of models whose layers have a fixed state
-    # Of models whose layers have windows: the batch without what lies behind a window, for each part of the layers
-    # with a window; and for each layer its part, or None for layers that see everything.
+    # Of models whose layers have windows: the batch without the blocks behind a window, for each part of the layers
+    # with a window; and for each layer its part, or None for layers with full attention.
     parts: tuple[AttentionBatch, ...] = ()
     part_of_layer: tuple[int | None, ...] = ()
     part: int | None = None  # which of the parts this batch is

@@ -38,7 +38,7 @@ from penstock.kernels.interface import (
 from penstock.kernels.latent import rotate
 from penstock.kernels.tensor_kv import TensorKVStore, TorchKVPart
 
-# Rows of a half-precision head that are widened at a time for exact float32 logits.
+# Rows of a half-precision head that are converted to float32 at a time for exact logits.
 HEAD_ROWS_AT_ONCE = 8192
 
 

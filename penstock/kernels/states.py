@@ -1,6 +1,6 @@
 """The memory of layers with a fixed state: for each layer some tensors with a slot for every request or snapshot.
 
-All numbers are float32, whatever the model computes in: a state sums up thousands of tokens. Steps address slots by
+All values are float32, in any compute dtype: a state sums up thousands of tokens. Steps address slots by
 an index tensor, so a CUDA graph of a step serves any requests. The slot after the last one belongs to no request:
 padded rows of a graph write there. Copies and steps take effect in the order of the calls.
 """
@@ -66,7 +66,7 @@ class StateStore:
 
 
 class NoKV:
-    """The KV store of a model without attention. Blocks are numbers that take no memory."""
+    """The KV store of a model without attention. Blocks are ids without memory."""
 
     block_bytes = 0
 

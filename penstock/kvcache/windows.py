@@ -3,7 +3,7 @@ of tokens; no tensor and no clock.
 
 A request frees a block of such layers when its next token no longer attends to any token of that block. So the table
 of a group of layers is a short run of blocks that moves along with the request, beside the growing table of the
-layers that see everything.
+layers with full attention.
 
 The memory of a window block is made of blocks of a pool: `num_parts` of them, since a group has several times as many
 layers as a block of the pool has room for. Both kinds of blocks thus share all memory, whatever the lengths of

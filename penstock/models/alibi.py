@@ -19,7 +19,7 @@ from penstock.kernels.interface import AttentionBatch, AttentionLayer, Ops, Pack
 from penstock.models.config import ALIBI_COLUMNS, ArchitectureConfig
 from penstock.models.layers import Attention, LayerLoader
 
-_STEP = 256  # whole numbers up to it are exact in bfloat16
+_STEP = 256  # integers up to it are exact in bfloat16
 
 
 def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> tuple[float, ...]:

@@ -179,7 +179,7 @@ class ArchitectureConfig:
     spare_rope_rows: int = 0  # after the positions, for tokens whose angles mix several rows
     unrotated_layers: frozenset[int] = frozenset()  # layers whose attention knows no positions
     slopes: tuple[float, ...] = ()  # of ALiBi, by head: what a score gains with each position of its key
-    windows: tuple[int | None, ...]  # one per layer; None sees the whole context
+    windows: tuple[int | None, ...]  # one per layer; None: full attention
     attention_scale: float
     attention_softcap: float | None = None
     query_growth: float | None = None  # of queries, with the logarithm of their position
@@ -190,7 +190,7 @@ class ArchitectureConfig:
     mlp_bias: bool = False
     head_bias: bool = False
     head_norms: bool = False  # RMS norms of query and key heads, where only the settings tell
-    attention_chunk: int | None = None  # tokens that see each other, in layers with rope
+    attention_chunk: int | None = None  # tokens that attend to each other, in layers with rope
     tuned_from: float | None = None  # the position from which layers without rope scale queries ...
     tuning: float = 0.0  # ... and how much
     parallel_blocks: bool = False  # attention and MLP read the same residual
@@ -245,7 +245,7 @@ class Fields:
         return self.raw(key) is not None
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Read a positive whole number that can be a size of a model."""
+        """Read a positive integer that can be a size of a model."""
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_SIZE:
             raise self._wrong(key, value, f"a whole number from 1 to {_LARGEST_SIZE:,}")

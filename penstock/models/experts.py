@@ -17,7 +17,7 @@ from penstock.models.weights import ExpertNames
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An expert for every token. `gate`, where there is one, gives each token's share of the expert, as a logit."""
+    """An expert for every token. `gate`, where there is one, gives each token's weight of the expert, as a logit."""
 
     mlp: GatedMLP
     gate: PackedLinear | None
@@ -40,7 +40,7 @@ class ExpertMLP:
     activation: ActivationName
 
     def add_to(self, ops: Ops, residual: Tensor, norm: RMSNorm) -> None:
-        """Add what the experts make of the normed residual to the residual, in place."""
+        """Add the experts' output for the normed residual to the residual, in place."""
         made = hidden = None
         if self.shared is not None and self.shared.gate is None:
             mlp = self.shared.mlp
@@ -61,7 +61,7 @@ class ExpertMLP:
 
 
 def add_mlp(ops: Ops, residual: Tensor, norm: RMSNorm, mlp: GatedMLP | ExpertMLP) -> None:
-    """Add what an MLP makes of the normed residual to the residual, in place."""
+    """Add an MLP's output for the normed residual to the residual, in place."""
     if isinstance(mlp, GatedMLP):
         ops.mlp_block(residual, norm.weight, norm.eps, mlp.gate_up, mlp.down, mlp.activation)
     else:
@@ -112,7 +112,7 @@ def load_experts(
     weighs_input: bool = False,
 ) -> ExpertMLP:
     """Load the experts of a layer. `bias` says whether experts and router have biases, `is_shared_gated` whether
-    tokens have shares of the expert for every token, and `selection_bias` names the numbers that are added to scores
+    tokens have weights for the expert of every token, and `selection_bias` names the values that are added to scores
     where experts are chosen."""
     config, experts, prefix = load.config, load.config.experts, f"{load.prefix}.mlp"
     assert experts is not None

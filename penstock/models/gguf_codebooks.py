@@ -1,6 +1,6 @@
 """Decodes GGUF's block formats with codebooks (IQ1 to IQ4), of three values (TQ) and of tiny floats (MXFP4, NVFP4).
 
-All of them become whole numbers and scales without loss, like the formats in `gguf_source.py`: a codebook's entries
+All of them become integers and scales without loss, like the formats in `gguf_source.py`: a codebook's entries
 are small integers, half steps are doubled, and eighths are multiplied by eight. `gguf_codebooks.npz` holds the tables
 that define the IQ formats.
 """

@@ -2,7 +2,7 @@
 
 A matrix is cut into groups before it is quantized: into rows of neighbours (axis 1), or into columns of numbers that
 are far apart (axis 0). Codes with a scale and a zero point for each group stand for (code - zero) * scale. Groups of
-neighbours stay packed, without loss: zero points need not be whole numbers. Others become plain numbers.
+neighbours stay packed, without loss: zero points need not be integers. Others become dense values.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def windows_by_pattern(window: int, period: int, num_layers: int) -> tuple[int |
 def ropes_by_layer_kind(
     fields: Fields, whole_theta: float, local_theta: float
 ) -> tuple[RopeConfig, RopeConfig, Fields]:
-    """Return the ropes of layers that see the whole context and of layers with a window, and the settings without
-    rope. Scaling in the older style belongs to layers that see the whole context."""
+    """Return the ropes of layers with full attention and of layers with a window, and the settings without
+    rope. Scaling in the older style belongs to layers with full attention."""
     parameters = rope_parameters(fields)
     max_positions = fields.integer("max_position_embeddings", 2048)
     head_dim = fields.integer(

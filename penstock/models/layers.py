@@ -59,7 +59,7 @@ class Attention:
         return ops.attention(x, self.qkv, self.output, self.layer, cache, batch)
 
     def add_to(self, ops: Ops, residual: Tensor, norm: RMSNorm, cache: Any, batch: AttentionBatch) -> None:
-        """Add what attention makes of the normed residual to the residual, in place."""
+        """Add the output of attention for the normed residual to the residual, in place."""
         ops.attention_block(residual, norm.weight, norm.eps, self.qkv, self.output, self.layer, cache, batch)
 
 
@@ -135,7 +135,7 @@ class HeadLayerNorms:
 
 @dataclass(frozen=True, slots=True)
 class Clipped:
-    """Keeps numbers between -limit and limit."""
+    """Clips values to [-limit, limit]."""
 
     limit: float
 
@@ -176,14 +176,15 @@ class PlainMLP:
 
 
 class Mixer(Protocol):
-    """Attention, or something in its place."""
+    """Attention, or a mixer that replaces it."""
 
     def __call__(self, ops: Ops, x: Tensor, cache: Any, batch: AttentionBatch) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The parts of a layer with one norm for attention and one for the MLP. A family says where the norms stand."""
+    """The parts of a layer with one norm for attention and one for the MLP. A family decides the position of the
+    norms."""
 
     attention_norm: Norm
     attention: Mixer
@@ -241,7 +242,7 @@ class RopeTables:
 
 
 class LayerLoader:
-    """Loads the parts of one layer, or of a rank's share of the layer."""
+    """Loads the parts of one layer, or of a rank's part of the layer."""
 
     def __init__(
         self, config: ArchitectureConfig, weights: WeightLoader, ropes: RopeTables, index: int

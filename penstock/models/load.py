@@ -264,7 +264,7 @@ def weight_source(
 
 
 def load_vision_part(path: Path, ops: Ops, *, load_format: LoadFormat = "auto") -> TransformersVision | None:
-    """Load what a vision-language checkpoint needs to see images; None for other checkpoints."""
+    """Load the vision part of a vision-language checkpoint; None for other checkpoints."""
     tokenizer = load_tokenizer(path) if (path / "config.json").is_file() else None
     if tokenizer is None:
         return None

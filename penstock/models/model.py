@@ -95,14 +95,15 @@ def state_layers(model: Model) -> Sequence[StateShapes]:
 
 
 class LayerWindow(NamedTuple):
-    """The tokens that a layer sees: the newest `size` ones; or, with `in_chunks`, those of the token's own chunk."""
+    """The tokens that a layer attends to: the newest `size` ones; or, with `in_chunks`, those of the token's own
+    chunk."""
 
     size: int
     in_chunks: bool = False
 
 
 def layer_windows(model: Model) -> list[LayerWindow | None]:
-    """Return the window of each layer with keys and values; None for a layer that sees everything."""
+    """Return the window of each layer with keys and values; None for a layer with full attention."""
     num_layers = num_kv_layers(model)
     if isinstance(model, HasStates | HasLatents):
         return [None] * num_layers

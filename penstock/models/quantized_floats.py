@@ -1,8 +1,8 @@
 """Reads matrices of four-bit floats (NVFP4, MXFP4) and of bitsandbytes from folders. Knows no architecture.
 
-Twice a four-bit float is a whole number, so those stay packed in eight bits without loss, or in four bits where a
+Twice a four-bit float is an integer, so those stay packed in eight bits without loss, or in four bits where a
 backend takes them (`is_float4`). The sixteen levels of
-bitsandbytes' nf4 and fp4 are no multiples of anything and become plain numbers.
+bitsandbytes' nf4 and fp4 are no multiples of anything and become dense values.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def quantize_int8(weight: DenseWeight) -> WeightData:
 
 
 def as_stored(kind: StoredQuantization, name: str, weight: DenseWeight) -> WeightData:
-    """Round random numbers to the form that a checkpoint of this kind has for the matrix."""
+    """Round random values to the form that a checkpoint of this kind has for the matrix."""
     if not name.startswith("model.layers.") or name.endswith(".mlp.gate.weight"):
         return weight
     match kind:

@@ -26,7 +26,7 @@ class HeadPart:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The place of one rank. The default is the whole model."""
+    """The part of the model that one rank has. The default is the whole model."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -56,7 +56,7 @@ class Shard:
         return range(intermediate_size) if self.places_experts else self.inner(intermediate_size)
 
     def inner(self, intermediate_size: int) -> range:
-        """Return this rank's range of the wide side of an MLP, cut between groups of quantized weights."""
+        """Return this rank's range of an MLP's intermediate dimension, cut between groups of quantized weights."""
         size = self.tensor_size
         even = (group for group in _GROUPS if intermediate_size % (group * size) == 0)
         uneven = (

@@ -90,8 +90,8 @@ def recorded_mask(
 
 
 def _window(allowed: Callable[..., Tensor], num_positions: int) -> int | None:
-    """Return how many tokens a token sees, itself among them; None for all. Raises ModelLoadError for a pattern that
-    is neither causal nor a window."""
+    """Return how many tokens a token attends to, itself among them; None for all. Raises ModelLoadError for a pattern
+    that is neither causal nor a window."""
     zero = torch.tensor(0)
     windows = []
     for position in {num_positions - 1, max(0, num_positions - 2), num_positions // 2}:
@@ -158,7 +158,7 @@ def probe(model: TransformersModel, ops: Ops) -> Recording:
         if not isinstance(error, ModelLoadError):
             raise
         raise _refusal(name, error.message) from error
-    except Exception as error:  # whatever a model's code makes of paged attention, which has no mask
+    except Exception as error:  # a model's code may fail in any way on paged attention, which has no mask
         raise _refusal(name, f"{type(error).__name__}: {str(error).strip().rstrip('.')}.") from error
     return recording
 

@@ -1,4 +1,4 @@
-"""The part of a vision-language model that sees: image processor, vision tower and projector.
+"""The vision part of a vision-language model: image processor, vision tower and projector.
 
 They are transformers' own code, an optional dependency; the text model is one of our decoders. Every family has a
 class below, with the sizes that `core.image_layout` needs and the form of the tower's input. `vision_load` reads them

@@ -1,4 +1,4 @@
-"""Reads the part of a vision-language checkpoint that sees, and the settings of the text model within it."""
+"""Reads the vision part of a vision-language checkpoint, and the settings of the text model within it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _rope_axes(sections: list[int], *, interleaved: bool) -> list[int]:
 def load_vision(
     path: Path, fields: Fields, tokenizer_json: bytes, ops: Ops, *, is_random: bool = False
 ) -> TransformersVision | None:
-    """Load what a checkpoint needs to see images; None for a model of texts, or without the needed files."""
+    """Load the vision part of a checkpoint; None for a model of texts, or without the needed files."""
     family = family_of(fields)
     if family is None:
         return None

@@ -23,7 +23,7 @@ class HiddenStates:
         features: Callable[[Tensor], Tensor] | None = None,
         taps: tuple[int, ...] = (),
     ) -> None:
-        """`features` turns hidden states, each of `width` numbers, into a head's input. `taps` are the layers whose
+        """`features` turns hidden states, each of `width` elements, into a head's input. `taps` are the layers whose
         inputs the states are; without any, the states are the model's final ones."""
         self.width, self.taps = width, taps
         self._features = features

@@ -199,11 +199,11 @@ class Mesh:
         self.stages = StageLink(rank, size)
 
     def smallest(self, number: int) -> int:
-        """Return the smallest of all ranks' numbers."""
+        """Return the smallest of the ranks' values."""
         return int(self._reduced([number], dist.ReduceOp.MIN)[0])
 
     def totals(self, *numbers: int) -> list[int]:
-        """Return each number summed over all ranks."""
+        """Return each value summed over all ranks."""
         return self._reduced(list(numbers), dist.ReduceOp.SUM)
 
     def exchange_of_stages(self, name: str, text: str) -> list[bytes]:

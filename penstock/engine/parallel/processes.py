@@ -59,7 +59,7 @@ class _Child:
 
 
 def rank_config(config: EngineConfig, rendezvous: Rendezvous | None = None) -> EngineConfig:
-    """Return the config of every rank, with its share of the cores."""
+    """Return the config of every rank, with its part of the cores."""
     num_threads = config.num_threads
     if num_threads is None:
         num_threads = len(os.sched_getaffinity(0))

@@ -239,7 +239,7 @@ class BatchedOps(DelegatingOps):
         return _Begun(lora.shrink(x, table, tiles), table, tiles)
 
     def _add(self, begun: _Begun | None, y: Tensor) -> Tensor:
-        """Add to `y` what adapters make of the input."""
+        """Add the adapters' outputs for the input to `y`."""
         return y if begun is None else lora.expand(begun.shrunk, begun.table, begun.tiles, y)
 
     def _gated(self, begun: _Begun | None, y: Tensor, activation: Activation) -> Tensor:

@@ -19,7 +19,7 @@ MERGED_BY_A_WARP = 128  # numbers of a head: rows are many, and warps of a progr
 @triton.jit
 def _widened(cached, type: tl.constexpr):
     """Return keys or values in the type in which they are multiplied: the queries' type, or float16, to which the
-    hardware widens float8."""
+    hardware converts float8."""
     if cached.dtype == tl.float8e4nv and type != tl.float32:
         wide = cached.to(tl.float16)
     else:

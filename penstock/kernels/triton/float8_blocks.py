@@ -90,7 +90,7 @@ def rows(x: Tensor, weight: Int8Linear, product: RowProduct) -> Tensor:
     shape = tile("float8 blocks")
     shape = shape.fitted(width, shape.outputs + padded)
     tiles = triton.cdiv(outputs, shape.outputs)
-    # Tiles that leave the chip half empty are cut into shares of the width.
+    # Tiles that leave the chip half empty are cut into parts of the width (split-K).
     most = num_processors(x.device.index or 0) // tiles
     shares = max(1, min(width // FLOAT8_BLOCK // SHORTEST_SHARE, most))
     is_whole = shares == 1

@@ -266,7 +266,9 @@ def _hopper_kernel(
     first = gl.to_tensor(0)  # tiles of keys
     last = (end + KEYS - 1) // KEYS - 1
     whole_begin = gl.to_tensor(0)  # from here on no query's window begins ...
-    whole_end = gl.maximum(first_position + 1, 0) // KEYS  # ... and up to here every query sees
+    whole_end = (
+        gl.maximum(first_position + 1, 0) // KEYS
+    )  # ... and every query attends to all keys up to here
     if HAS_WINDOW:
         first = gl.maximum(first_position - window + 1, 0) // KEYS
         whole_begin = (gl.maximum(end - window, 0) + KEYS - 1) // KEYS

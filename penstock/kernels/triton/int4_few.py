@@ -182,7 +182,8 @@ def _add_shares_kernel(
     GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the shares. With GATED, the second half of a row gates the first half, and N is the length of a half."""
+    """Add up the split-K parts. With GATED, the second half of a row gates the first half, and N is the length of a
+    half."""
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = outputs < N
@@ -266,7 +267,7 @@ def few_rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
 
 
 def add_shares(partial: Tensor, bias: Tensor | None, product: RowProduct, out: Tensor) -> None:
-    """Add up partial sums [shares, rows, outputs]; then gate, bias and residual."""
+    """Add up partial sums [parts, rows, outputs]; then gate, bias and residual."""
     shares, rows, _ = partial.shape
     outputs = out.shape[1]
     absent = out  # any pointer will do

@@ -344,7 +344,7 @@ def _product(
     arranged: Tensor, weight: Int4Linear, product: RowProduct, next_group: int = 0
 ) -> tuple[Tensor, bool]:
     """Return the product of arranged rows, and whether its outputs are arranged for groups of `next_group`, which
-    they are unless shares are added up."""
+    they are unless the parts of a split-K product are added up."""
     num_rows, width = arranged.shape
     num_made = weight.out_features
     outputs = product.num_outputs(num_made)

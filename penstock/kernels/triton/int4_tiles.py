@@ -49,14 +49,15 @@ SHORT_WIDTH = (
     4096  # a program loops over this many columns in less time than the sum of a split-K product takes
 )
 MOST_STAGES = 20
-# Nanoseconds of a processor: to multiply a weight with a row, to scale a group of weights, and to add up shares.
+# Nanoseconds of a processor: to multiply a weight with a row, to scale a group of weights, and to add up the parts of
+# a split-K product.
 MULTIPLY_NS, SCALE_NS, ADD_SHARES_NS = 0.00033, 0.5, 7000.0
 
 
 def choose_tile(
     num_rows: int, num_made: int, width: int, group: int, is_gated: bool, device: int
 ) -> tuple[int, HopperTile, int]:
-    """Return the rows of a tile, the tile, and into how many shares of the width the product is cut."""
+    """Return the rows of a tile, the tile, and into how many parts of the width (split-K) the product is cut."""
     tile_rows = min(max(TILES), max(min(TILES), triton.next_power_of_2(num_rows)))
     processors = num_processors(device)
     if tile_rows > MOST_FEW_ROWS:
@@ -79,7 +80,7 @@ def choose_tile(
 def _shares(
     tile_rows: int, tile: HopperTile, num_rows: int, num_made: int, width: int, processors: int
 ) -> int:
-    """Tiles that leave the chip half empty are cut into shares of the width."""
+    """Tiles that leave the chip half empty are cut into parts of the width (split-K)."""
     programs = triton.cdiv(num_rows, tile_rows) * triton.cdiv(num_made, tile.parts * tile.outputs)
     most = triton.cdiv(width, tile.width) // 2
     return max(1, min(most, tile.per_processor * processors // programs))

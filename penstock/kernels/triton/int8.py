@@ -1,4 +1,4 @@
-"""Matrix products with weights of eight bits in groups, kept as they are in memory and widened in registers.
+"""Matrix products with weights of eight bits in groups, packed in memory and converted in registers.
 
 weight[n, k] = code × scale + offset, with a scale and maybe an offset for each `group` neighbours of a row. A code is
 an int8 (GGUF's Q8_0, Q5 and Q6_K; GPTQ) or a float8 (block scales, as DeepSeek publishes them; any float8 where there

@@ -216,7 +216,7 @@ def _kept_weights(
     tie_rank = ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0) - 1
     weights = _weight(values, highest, heat)
     kept = ((order > bound) | (is_tie & (tie_rank < ties))) & (at < count)
-    # The most probable token always stays, whatever rounding makes of its weight.
+    # The most probable token always stays, however its weight is rounded.
     kept = kept & ((weights >= least) | (values == highest))
     return tl.where(kept, weights, 0.0).to(tl.float64), tl.sum(is_tie.to(tl.int32), axis=0)
 

@@ -338,8 +338,8 @@ def shrink(x: Tensor, table: DeltaTable, tiles: Tiles) -> Tensor:
 def expand(
     shrunk: Tensor, table: DeltaTable, tiles: Tiles, y: Tensor, gate: Activation | None = None
 ) -> Tensor:
-    """Add to `y`, in place, what the right matrices make of shrunk rows. With `gate`, return instead the gated
-    product of the two halves of the sum; `table` has two slices then."""
+    """Add to `y`, in place, the products of the right matrices with shrunk rows. With `gate`, return instead the
+    gated product of the two halves of the sum; `table` has two slices then."""
     halves = 2 if gate else 1
     outputs = y.shape[1] // halves
     out = torch.empty(y.shape[0], outputs, dtype=y.dtype, device=y.device) if gate else y

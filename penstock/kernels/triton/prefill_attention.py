@@ -27,7 +27,7 @@ LARGE_TILE, SMALL_TILE, SMALLEST_TILE = 128, 64, 16
 LARGE_TILE_GAIN = 1.1
 MAX_TILE_HEADS = 16
 SHORTEST_SPLIT = 512
-SPLIT_UNIT = 256  # a whole number of tiles and of blocks
+SPLIT_UNIT = 256  # a multiple of tiles and of blocks
 MAX_SPLITS = 32
 SPLIT_COST, SPLIT_COST_KEYS = 1.35, 64  # of a split: a factor, and keys that could be read instead
 PROGRAMS_PER_PROCESSOR = 2  # that it can hold
@@ -54,7 +54,7 @@ def _absorb_tile(
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Absorb one tile of keys. With MASKED, each query sees only its part of the tile."""
+    """Absorb one tile of keys. With MASKED, each query attends only to its part of the tile."""
     tl.assume(index >= 0)
     at = index * KEYS + tl.arange(0, KEYS)
     present = at < end
@@ -138,7 +138,7 @@ def _prefill_kernel(
             return
     begin = 0
     whole_begin = 0  # from here on no query's window begins ...
-    whole_end = (first_position + 1) // KEYS * KEYS  # ... and up to here every query sees
+    whole_end = (first_position + 1) // KEYS * KEYS  # ... and every query attends to all keys up to here
     if IS_SPLIT:
         whole_end = tl.maximum(tl.minimum(whole_end, end), 0)
     if HAS_WINDOW:

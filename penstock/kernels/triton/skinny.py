@@ -158,8 +158,8 @@ def _few_rows_kernel(
 @dataclass(frozen=True, slots=True)
 class RowProduct:
     """The operations around a product of rows, whatever the format of the weights. `norm` is the weight of an RMS
-    norm of x in front; `gate` makes of the two halves of the outputs activation(first) × second; with `residual` the
-    result is added to it, in place."""
+    norm of x in front; `gate` turns the two halves of the outputs into activation(first) × second; with `residual`
+    the result is added to it, in place."""
 
     norm: Tensor | None = None
     eps: float = 0.0

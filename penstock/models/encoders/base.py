@@ -1,5 +1,5 @@
-"""Defines what encoders share: texts packed end to end without padding, attention in which every token sees its whole
-text, and rotation by position. Knows no architecture by name and no scheduler.
+"""Defines what encoders share: texts packed end to end without padding, attention in which every token attends to its
+whole text, and rotation by position. Knows no architecture by name and no scheduler.
 
 All matrix products go through `Ops`, whose rows do not depend on each other, and the rest is computed row by row or
 text by text: a vector does not depend on the other texts of its batch. Weights and activations are float32.
@@ -154,8 +154,8 @@ def attend(
     window: int | None = None,
     biases: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Let every token see all tokens of its text, or those at most `window` away: [T, heads, D] → [T, heads × D].
-    `biases` [heads, length, length] of each text are added to the products of queries and keys."""
+    """Let every token attend to all tokens of its text, or those at most `window` away: [T, heads, D] → [T, heads ×
+    D]. `biases` [heads, length, length] of each text are added to the products of queries and keys."""
     output = torch.empty_like(query)
     for index, (start, end) in enumerate(texts.ranges):
         q, k, v = (part[start:end].transpose(0, 1)[None] for part in (query, key, value))

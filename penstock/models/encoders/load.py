@@ -1,4 +1,5 @@
-"""Finds and loads encoders: models in which every token sees the whole text, for embeddings, labels and scores."""
+"""Finds and loads encoders: models in which every token attends to the whole text, for embeddings, labels and
+scores."""
 
 from __future__ import annotations
 

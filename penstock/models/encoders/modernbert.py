@@ -23,7 +23,7 @@ _LOCAL_THETA = 10_000.0
 class ModernBertConfig(EncoderConfig):
     rope: RopeConfig
     local_rope: RopeConfig
-    windows: tuple[int | None, ...]  # tokens on each side that a layer sees; None sees all
+    windows: tuple[int | None, ...]  # tokens on each side that a layer attends to; None: all
     norm_bias: bool
     attention_bias: bool
     mlp_bias: bool

@@ -50,7 +50,7 @@ class LatentAttention:
     output: PackedLinear
 
     def add_to(self, ops: Ops, residual: Tensor, norm: RMSNorm, cache: Any, batch: AttentionBatch) -> None:
-        """Add what attention makes of the normed residual to the residual, in place."""
+        """Add the output of attention for the normed residual to the residual, in place."""
         both = ops.normed_linear(residual, norm.weight, norm.eps, self.down)
         query, latent = self.parts(both)
         if self.query_norm is not None and self.query is not None:

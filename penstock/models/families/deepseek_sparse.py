@@ -35,7 +35,8 @@ _GGUF_INDEX = {
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """Small heads that choose tokens: queries are made of narrow queries, keys and weights of the hidden state."""
+    """Small heads that choose tokens: queries are computed from narrow queries, keys and weights of the hidden
+    state."""
 
     query: PackedLinear
     key: PackedLinear
@@ -233,7 +234,7 @@ def _settings(config: ArchitectureConfig) -> tuple[LatentConfig, IndexConfig]:
 def _attend(
     block: SparseBlock, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch, chosen: Tensor | None
 ) -> Tensor | None:
-    """Add what attention over chosen tokens makes of the normed residual to the residual, in place."""
+    """Add the output of attention over chosen tokens for the normed residual to the residual, in place."""
     attention: LatentAttention = block.attention
     norm: RMSNorm | None = attention.query_norm
     assert norm is not None

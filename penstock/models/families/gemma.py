@@ -43,7 +43,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
-_DEFAULT_PATTERN = 6  # every sixth layer sees the whole context
+_DEFAULT_PATTERN = 6  # every sixth layer has full attention
 _WHOLE_THETA = 1_000_000.0
 _LOCAL_THETA = 10_000.0
 # The 27B models scale attention by their hidden size per head; in GGUF metadata only their depth tells.

@@ -1,4 +1,4 @@
-"""Gemma 4, text, without experts: layers that see the whole context have larger heads than layers with a window, and
+"""Gemma 4, text, without experts: layers with full attention have larger heads than layers with a window, and
 may use keys as values; the last layers may share keys and values of earlier ones; and each layer may read an
 embedding of its own. Reads the text part of multimodal checkpoints.
 
@@ -86,7 +86,7 @@ class Gemma4Attention:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """Adds what a layer makes of its own embedding."""
+    """Adds a layer's output for its own embedding."""
 
     gate: PackedLinear
     projection: PackedLinear
@@ -143,7 +143,7 @@ class Gemma4(Decoder):
             raise ConfigError(
                 "Gemma 4 cannot be cut into stages.", hint="Use --tensor-parallel-size instead."
             )
-        divisors = None  # of the layers that see the whole context, in GGUF files
+        divisors = None  # of the layers with full attention, in GGUF files
         if loader.has("model.rope_divisors.weight"):
             divisors = loader.vector("model.rope_divisors.weight", config.whole.head_dim // 2)
         self._tables = {

@@ -38,7 +38,7 @@ class HeadKind:
 class Gemma4Config(ArchitectureConfig):
     """`head_dim` and `num_kv_heads` are the largest of all layers."""
 
-    whole: HeadKind  # of layers that see the whole context
+    whole: HeadKind  # of layers with full attention
     windowed: HeadKind
     num_sharing_layers: int  # the last layers, which have no keys and values of their own
     is_double_wide: bool  # the MLPs of these layers
@@ -165,7 +165,7 @@ def gguf_config(file: GGUFFile, name: str) -> Gemma4Config:
 def _larger_heads(
     fields: Fields, windows: tuple[int | None, ...], num_kv_heads: int | None
 ) -> tuple[int, int]:
-    """Return the head size and the key-value heads of layers that see the whole context. Files have them as settings,
+    """Return the head size and the key-value heads of layers with full attention. Files have them as settings,
     or as exceptions for single layers."""
     exceptions = fields.raw("per_layer_config")
     index = next((index for index, window in enumerate(windows) if window is None), None)

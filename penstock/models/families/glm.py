@@ -41,7 +41,7 @@ class Glm(PreNormDecoder):
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        # Files made of the makers' first folders hold queries, keys and values as one matrix.
+        # Files converted from the makers' first folders hold queries, keys and values as one matrix.
         cut = fused_gate_up(config.intermediate_size) | fused_qkv(config)
         rows = rotated_rows(config, interleaved=True)
         return gguf_layout({"ffn_up": "mlp.gate_up_proj"}, cut=cut, rows=rows)

@@ -1,4 +1,4 @@
-"""Kimi Linear: most layers are delta nets whose keys have a decay for each number, and some are attention over
+"""Kimi Linear: most layers are delta nets whose keys have a decay for each channel, and some are attention over
 latents without positions. MLPs are those of DeepSeek V3."""
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _NAMES = {"feed_forward": "mlp", "router": "gate", "shared_expert": "shared_expe
 
 @dataclass(frozen=True, slots=True)
 class TunedAttention:
-    """Attention whose queries are scaled by a number for each position."""
+    """Attention whose queries are scaled by a factor for each position."""
 
     inner: Attention
     scales: Tensor  # float32 [positions]

@@ -68,7 +68,7 @@ STACKED = {
 @dataclass(frozen=True, slots=True)
 class PlainExperts:
     """MLPs without a gate, of which a router picks a few for each token, and one for every token. With `latent_in`
-    and `latent_out`, the chosen MLPs work on fewer numbers than the residual has."""
+    and `latent_out`, the chosen MLPs work on fewer channels than the residual has."""
 
     router: PackedLinear
     experts: PackedExperts

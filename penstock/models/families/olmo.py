@@ -88,7 +88,7 @@ class Olmo2(Decoder):
         config, fields = common_gguf_config(file, cls.name), metadata_fields(file)
         if not fields.has("attention.sliding_window"):
             return config
-        # OLMo 3, which stretches the layers that see the whole context only.
+        # OLMo 3, which stretches the layers with full attention only.
         return dataclasses.replace(
             config,
             windows=gguf_windows(fields, config.num_layers, 4),
@@ -141,7 +141,7 @@ class Olmo3(Olmo2):
 
 class Exaone4(Olmo2):
     """EXAONE 4: norms after attention and MLP, and on query and key heads. Models with windows rotate no heads in the
-    layers that see the whole context."""
+    layers with full attention."""
 
     name = "exaone4"
     huggingface_names = ("Exaone4ForCausalLM", "exaone4")

@@ -55,7 +55,7 @@ class GatedAttention:
     output: PackedLinear
 
     def add_to(self, ops: Ops, residual: Tensor, norm: RMSNorm, cache: Any, batch: AttentionBatch) -> None:
-        """Add what attention makes of the normed residual to the residual, in place."""
+        """Add the output of attention for the normed residual to the residual, in place."""
         normed = norm(ops, residual)
         made = ops.attend(ops.linear(normed, self.qkv), self.layer, cache, batch)
         ops.add_linear(made * torch.sigmoid(ops.linear(normed, self.gate)), self.output, residual)

@@ -1,4 +1,4 @@
-"""Families whose MLP has no gate: Nemotron and Arcee, which square positive numbers, and Apertus with a learned
+"""Families whose MLP has no gate: Nemotron and Arcee, which square positive values, and Apertus with a learned
 curve."""
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Scaling:
 
 
 class ScaledSource:
-    """A source with scaled weights of another source: the same model in other numbers. The model adds `norm_offset`
+    """A source with scaled weights of another source: the same model with other values. The model adds `norm_offset`
     to the norms that it reads."""
 
     def __init__(self, source: WeightSource, scaling: Scaling, norm_offset: float) -> None:

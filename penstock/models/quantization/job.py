@@ -74,7 +74,7 @@ def quantize_model(job: QuantizeJob, on_stage: OnStage) -> Report:
     bytes_written = _write(job.out, checkpoint, source, inventory, method, group, on_stage)
 
     rounds_inputs = job.method == "w8a8"
-    if rounds_inputs:  # as a GPU does: measured on a backend that does the same, and keeps weights wide
+    if rounds_inputs:  # as on a GPU: measured on a backend that keeps weights in full precision
         ops = activations.RoundedInputsOps(preferred_cpu_dtype())
     result = load_model(
         job.out,
