@@ -37,9 +37,8 @@ class ReleaseOwner:
         self._releases = releases
         self._store = store
         self._base_revisions = base_revisions
-        self._epoch: int | None = (
-            None  # of the lease; None while another server, or nobody, owns the releases
-        )
+        # Of the lease; None while another server, or nobody, owns the releases.
+        self._epoch: int | None = None
         self._num_starting = 0
 
     async def begin(self) -> None:

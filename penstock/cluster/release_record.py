@@ -22,9 +22,8 @@ class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    base_revision: (
-        str  # the revision of the server's own settings: when they change, this release no longer counts
-    )
+    # The revision of the server's own settings: when they change, this release no longer counts.
+    base_revision: str
     stable: tuple[ReplicaSpec, ...]  # one for each pool of the model
     candidate: tuple[ReplicaSpec, ...]  # in the same order
     num_replicas: tuple[int, ...]  # of the stable revision in each pool, when it began

@@ -61,9 +61,8 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[ReplicaSignal, ...]
     queued_prefill_tokens: float = 0.0  # held requests included
     arriving_prefill_tokens_per_s: float = 0.0  # uncached
-    drain_tokens_per_s: float | None = (
-        None  # prefill of one replica that has enough to do; None: not known yet
-    )
+    # Prefill of one replica that has enough to do; None: not known yet.
+    drain_tokens_per_s: float | None = None
     ttft_p95_s: float | None = None
     itl_p95_s: float | None = None  # between tokens of an answer
     held_requests: int = 0  # that wait for a first replica

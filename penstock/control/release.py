@@ -28,9 +28,8 @@ class Stage(enum.StrEnum):
     CANARY = "canary"  # a share of requests, by steps
     LAME_DUCK = "lame_duck"  # the candidate serves everything; the old revision finishes its requests
     PROMOTED = "promoted"
-    ROLLING_BACK = (
-        "rolling_back"  # the stable revision serves everything; the candidate finishes its requests
-    )
+    # The stable revision serves everything; the candidate finishes its requests.
+    ROLLING_BACK = "rolling_back"
     ROLLED_BACK = "rolled_back"
 
 

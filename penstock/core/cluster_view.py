@@ -22,9 +22,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     num_waiting_tokens: int = 0
     kv_usage: float = 0.0  # share of blocks in use
-    cached_share: float | None = (
-        None  # of prompt tokens looked up, since the replica started; None: none were
-    )
+    # Of prompt tokens looked up, since the replica started; None: none were.
+    cached_share: float | None = None
     # Since the replica started, over steps of requests with drafts; None: there were none.
     accepted_share: float | None = None  # of drafted tokens
     tokens_per_draft: float | None = None  # the accepted tokens and the one that the step sampled itself

@@ -186,19 +186,16 @@ class ExternalServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     region: str = ""
     cost: float = 0.0  # per token, in any unit: requests go to cheaper servers first, while these have room
     max_concurrent: int | None = None  # requests at a time; more wait here, by tier
-    continues: bool | None = (
-        None  # whether the server continues an assistant's message; None: decided by its kind
-    )
+    # Whether the server continues an assistant's message; None: decided by its kind.
+    continues: bool | None = None
     dialect: Dialect = "openai"  # the API that the server speaks
     api_version: str = ""  # of Azure
     api_key_header: str = ""  # "authorization" has "Bearer" before the key; empty: the dialect's default
     takes_cache_control: bool = False  # whether marks of prompt caching are passed on; Anthropic's always are
-    shows_cached_tokens: bool = (
-        False  # whether clients may see cached tokens, which tell about other clients' prompts
-    )
-    api_key: str | None = (
-        None  # never in a file: from the environment variable that `api_key_variable` names there
-    )
+    # Whether clients may see cached tokens, which tell about other clients' prompts.
+    shows_cached_tokens: bool = False
+    # Never in a file: from the environment variable that `api_key_variable` names there.
+    api_key: str | None = None
 
 
 class ExtraModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,9 +211,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     serving: ServingConfig = ServingConfig()
     models: tuple[ExtraModelConfig, ...] = ()
     external: tuple[ExternalServerConfig, ...] = ()
-    external_file: str | None = (
-        None  # the file with the tables of external servers, which is read again when it changes
-    )
+    # The file with the tables of external servers, which is read again when it changes.
+    external_file: str | None = None
     external_urls: tuple[str, ...] = ()  # of external servers that are not in the file
     runs_engines: bool = True  # False: only external servers answer
     cluster: ClusterConfig = ClusterConfig()

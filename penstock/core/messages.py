@@ -86,9 +86,8 @@ class PoolerCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     source: str = ""  # the file that names the pooling; empty when no file does
     normalizes: bool = True  # whether embeddings are scaled to length 1
-    matryoshka: tuple[int, ...] | None = (
-        None  # sizes that vectors may be truncated to; empty: any size; None: no truncation
-    )
+    # Sizes that vectors may be truncated to; empty: any size; None: no truncation.
+    matryoshka: tuple[int, ...] | None = None
     cut_to: int | None = None  # the size to which the model's files truncate vectors
     prompts: dict[str, str] = {}  # texts to put before an input, by name
     default_prompt: str = ""  # the name of the prompt of inputs that name none

@@ -87,9 +87,8 @@ class Dry(msgspec.Struct, frozen=True, omit_defaults=True):
     base: float = 1.75
     allowed_length: int = 2
     last_n: int | None = None  # only this many last tokens are searched; None: all
-    breakers: bytes = (
-        b""  # a bitmap of tokens that break a repetition: bit i % 8 of byte i // 8 stands for token i
-    )
+    # A bitmap of tokens that break a repetition: bit i % 8 of byte i // 8 stands for token i.
+    breakers: bytes = b""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -107,9 +106,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
-    logprobs: int | None = (
-        None  # number of alternatives to report besides the sampled token; 0 reports it alone
-    )
+    # Number of alternatives to report besides the sampled token; 0 reports it alone.
+    logprobs: int | None = None
     # The same for the prompt tokens, except for the first, which has no prediction; None reports none. An answer that
     # another engine has begun does not report them again.
     prompt_logprobs: int | None = None
@@ -142,9 +140,8 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_tiles: int = 1
     tile_patches: int = 1
     grid: tuple[int, int] = (0, 0)  # rows and columns of image tokens, where positions depend on them
-    is_whole: bool = (
-        False  # the image's tokens attend to each other, so that one step must compute all of them
-    )
+    # The image's tokens attend to each other, so that one step must compute all of them.
+    is_whole: bool = False
     data: bytes = b""  # the file, as the client sent it
 
     @property
@@ -166,15 +163,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tier: Tier = Tier.DEFAULT
     cache_salt: str = ""  # must be equal, besides the tenant, for a cached prefix to be reused
     cache_breakpoints: tuple[CacheBreakpoint, ...] = ()  # in ascending order of num_tokens
-    min_cacheable_tokens: int | None = (
-        None  # of a prefix that a breakpoint keeps; None: as the engine was started
-    )
+    # Of a prefix that a breakpoint keeps; None: as the engine was started.
+    min_cacheable_tokens: int | None = None
     deadline_s: float | None = None  # on the engine's clock; set from AddRequest.timeout_s on arrival
     pooling: Pooling | None = None  # the answer is one vector instead of tokens
     normalizes: bool | None = None  # scale the vector to length 1; None does as the model's files say
-    second_text_at: int = (
-        0  # the token at which the second text of a pair begins, for encoders; 0: a single text
-    )
+    # The token at which the second text of a pair begins, for encoders; 0: a single text.
+    second_text_at: int = 0
     model: str = ""  # the name that the client asked for; empty where there is only one
     adapter: Adapter | None = None  # LoRA weights that are added to the model's own for this request
     output_token_ids: tuple[int, ...] = ()

@@ -60,9 +60,8 @@ class Options:
     kv_bytes_per_token: int
     bytes_per_s: float  # of transfers to the serving replica
     cached_elsewhere: int = 0  # the most tokens that one other replica has
-    prefill_s: float | None = (
-        None  # predicted, until a prefill replica has computed it; None without such replicas
-    )
+    # Predicted, until a prefill replica has computed it; None without such replicas.
+    prefill_s: float | None = None
     is_for_decode: bool = False  # the serving replica should not compute prompts
 
 

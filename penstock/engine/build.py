@@ -106,9 +106,8 @@ def build_engine(
     if drafter is None:
         scheduler_config = msgspec.structs.replace(scheduler_config, max_draft_tokens=0)
     depth = config.steps_in_flight or loaded.default_steps_in_flight
-    masks_late = (
-        loaded.masks_late and depth == 2
-    )  # deeper, a step is submitted before the tokens it needs are known
+    # Deeper, a step is submitted before the tokens it needs are known.
+    masks_late = loaded.masks_late and depth == 2
     scheduler = Scheduler(
         scheduler_config,
         cache,

@@ -79,9 +79,8 @@ class DiskCache(Collaborator):
         self._reads: dict[BlockHash, _Read] = {}  # by the first block to be read
         self._forgotten: set[str] = set()
         self._block_s = kv.block_bytes / _FIRST_BYTES_PER_S + _FILE_S
-        self._spilled: deque[list[tuple[BlockHash, int]]] = (
-            deque()
-        )  # by plan in flight: blocks, and their slots
+        # By plan in flight: blocks, and their slots.
+        self._spilled: deque[list[tuple[BlockHash, int]]] = deque()
         self._to_write: queue.Queue[tuple[BlockHash, bytes] | None] = queue.Queue()
         self._num_waiting_bytes = 0
         self._lock = threading.Lock()  # of the number before

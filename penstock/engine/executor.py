@@ -61,9 +61,8 @@ class _Submitted:
     host: HostStep | None = None
     computed: torch.cuda.Event | None = None  # of a step that is sampled later: its logits are there
     made: Tensor | None = None  # logits, or argmaxes, until they are sampled
-    token_ids: Tensor | None = (
-        None  # int64 [S] on the host once the step is done; None when nothing was sampled
-    )
+    # int64 [S] on the host once the step is done; None when nothing was sampled.
+    token_ids: Tensor | None = None
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     masks: StepMasks | None = None
 

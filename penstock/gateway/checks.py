@@ -31,9 +31,8 @@ MAX_BAD_WORDS = 256
 MAX_BREAKERS = 64
 MAX_LAST_TOKENS = 2**31 - 1
 MAX_TOP_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = (
-    1 << 20
-)  # numbers in one answer: for each token of all prompts, its own and the alternatives'
+# Numbers in one answer: for each token of all prompts, its own and the alternatives'.
+MAX_PROMPT_LOGPROBS = 1 << 20
 MAX_TOP_K = 2**31 - 1  # engines use 32-bit integers
 REPETITION_PENALTIES = (0.01, 100)  # beyond them logits overflow
 MAX_LOGIT_BIASES = 1024

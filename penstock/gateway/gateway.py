@@ -79,9 +79,8 @@ class Gateway:
         self.images = ImageLoader(config)
         self.reuse = reuse or AnswerReuse(clock=self.clock)
         self.metrics.register(self.reuse)
-        self.on_request: Callable[[GenerationRequest], None] | None = (
-            None  # called before anything is done for it
-        )
+        # Called before anything is done for it.
+        self.on_request: Callable[[GenerationRequest], None] | None = None
         self.max_buffer_bytes = config.max_stream_buffer_bytes
         self.catalogue = Catalogue(engine, config)
         self.auto = AutoModel(self.ask, self.catalogue, self.clock)
@@ -90,9 +89,8 @@ class Gateway:
         self.metrics.register(self.routes)
         self._queue_times = QueueTimes()
         self._live: set[LiveWork] = set()
-        self._on_the_way: set[object] = (
-            set()
-        )  # requests not yet dispatched, and answers that judges still review
+        # Requests not yet dispatched, and answers that judges still review.
+        self._on_the_way: set[object] = set()
         self._is_leaving = False
         self._is_draining = False
         self._has_stopped = False

@@ -52,9 +52,8 @@ class ImagePart(TextPart, frozen=True, kw_only=True):
     url: str = ""
     file_id: str = ""
     param: str = "messages"  # the place in the client's request, for errors
-    stand_in: str = (
-        ""  # what a model of texts reads in place of the image; empty: such a model refuses the request
-    )
+    # What a model of texts reads in place of the image; empty: such a model refuses the request.
+    stand_in: str = ""
     loaded: LoadedImage | None = None  # once the gateway has read the image
 
 

@@ -33,9 +33,8 @@ class NativeLinear:
         self.in_features = in_features
         self.out_features = 0
         self.num_bytes = 0
-        self.input_order: Tensor | None = (
-            None  # the input that each column of the matrix takes; None: column j takes input j
-        )
+        # The input that each column of the matrix takes; None: column j takes input j.
+        self.input_order: Tensor | None = None
         self.handle = library.linear_create(in_features)
         self._library = library
         weakref.finalize(self, library.linear_free, self.handle)

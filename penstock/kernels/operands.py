@@ -77,16 +77,14 @@ class Routing:
     top_k: int
     normalizes: bool  # whether the chosen weights are scaled to sum to 1
     scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
-    selection_bias: Tensor | None = (
-        None  # float32 [E], added to scores where experts are chosen, not to weights
-    )
+    # float32 [E], added to scores where experts are chosen, not to weights.
+    selection_bias: Tensor | None = None
     groups: ExpertGroups | None = None
     scale: float = 1.0  # of the weights
     least_sum: float = 1e-20  # that weights are divided by, where they are normalized
     weighs_input: bool = False  # whether an expert's input is multiplied by its weight, instead of its output
-    jitter: float = (
-        0.0  # of sparsemixer: how far logits may be apart, relative to the larger one, to be close
-    )
+    # Of sparsemixer: how far logits may be apart, relative to the larger one, to be close.
+    jitter: float = 0.0
 
     @property
     def is_plain(self) -> bool:

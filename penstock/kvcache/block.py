@@ -27,9 +27,8 @@ class RetentionTerm:
 
     until: float
     depth: int  # from the root of the chain
-    entry_ttl_s: float | None = (
-        None  # set at the end of a retained prefix: how long each use prolongs the retention
-    )
+    # Set at the end of a retained prefix: how long each use prolongs the retention.
+    entry_ttl_s: float | None = None
     was_asked_for: bool = True  # by a client; False for blocks of a preempted request
 
 

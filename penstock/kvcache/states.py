@@ -55,9 +55,8 @@ class StatePool:
         ] = {}  # hash to the active slot that holds the state until the next plan
         self._num_host_slots = slots.num_host_slots
         self._free_host = list(range(slots.num_host_slots - 1, -1, -1))
-        self._in_host: OrderedDict[BlockHash, int] = (
-            OrderedDict()
-        )  # hash to host slot, least recently used first
+        # Hash to host slot, least recently used first.
+        self._in_host: OrderedDict[BlockHash, int] = OrderedDict()
 
         # Counters since construction.
         self.num_taken = 0  # snapshots

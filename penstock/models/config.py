@@ -17,9 +17,8 @@ from penstock.core.errors import ModelLoadError
 
 RopeKind = Literal["linear", "ntk", "llama3", "yarn", "longrope", "proportional"]
 GatedActivationName = Literal["silu", "gelu_tanh"]
-ActivationName = (
-    GatedActivationName | Literal["clamped_swiglu", "relu"]
-)  # of gated MLPs, one step for a backend
+# Of gated MLPs, one step for a backend.
+ActivationName = GatedActivationName | Literal["clamped_swiglu", "relu"]
 PlainActivationName = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]  # of MLPs without a gate
 
 # No size in a model's settings comes near this; it keeps a damaged file from asking for absurd memory.

@@ -29,9 +29,8 @@ class Hardware:
     memory_efficiency: float = 0.79
     compute_efficiency: float = 0.72
     layer_s: float = 1.7e-5  # the least time of a layer's products; 2.8 times that with experts
-    launch_s: float = (
-        1.4e-4  # of a layer's kernels: the least time in a step with prompts, which has no graph
-    )
+    # Of a layer's kernels: the least time in a step with prompts, which has no graph.
+    launch_s: float = 1.4e-4
     step_s: float = 1.8e-4  # launches and gaps that nothing hides
     sequence_s: float = 1.2e-6  # sampling
     stream_s: float = 6e-6  # of a token on its way to a client, as far as nothing hides it

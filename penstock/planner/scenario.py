@@ -95,9 +95,8 @@ class TrafficSection(_Section, frozen=True, kw_only=True):
 class FleetSection(_Section, frozen=True, kw_only=True):
     replicas: int = 1
     prefill_replicas: int = 0  # that compute long prompts for `replicas`, which then decode
-    kv_gbytes_per_s: float | None = (
-        None  # between replicas; None: replicas without a pool for prompts move no KV
-    )
+    # Between replicas; None: replicas without a pool for prompts move no KV.
+    kv_gbytes_per_s: float | None = None
     gateways: int = 1
     autoscaler: AutoscalerConfig | None = None
     heartbeat_s: float = 0.1

@@ -53,9 +53,8 @@ class RoutingRequest:
     expected_output_tokens: int = 128
     revision: str | None = None  # None: any
     region: str | None = None  # preferred; others serve when it is overloaded
-    spill_over_s: float | None = (
-        None  # the wait at which it leaves the region; infinite: never; None: by config
-    )
+    # The wait at which it leaves the region; infinite: never; None: by config.
+    spill_over_s: float | None = None
     affinity_key: str | None = None  # a session id or prompt_cache_key: requests that likely share a prefix
     excluded: frozenset[str] = frozenset()  # replicas that already failed this request
 

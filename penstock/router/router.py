@@ -33,9 +33,8 @@ class RouterConfig:
     max_index_entries: int = 500_000
     max_expected_blocks: int = 200_000
     expectation_ttl_s: float = 15.0  # for a replica to confirm what was sent to it
-    approximate_ttl_s: float = (
-        300.0  # for a replica that confirms nothing, since the last request with that prefix
-    )
+    # For a replica that confirms nothing, since the last request with that prefix.
+    approximate_ttl_s: float = 300.0
     max_share: float = 1.3  # of the mean number of requests lately, that one replica may get for its prefixes
     share_window_s: float = 30.0
     spill_over_s: float = 2.0  # a predicted wait that makes a request leave its region

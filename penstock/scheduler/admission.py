@@ -167,9 +167,8 @@ def check_windows(request: Request, cache: KVCache) -> None:
 class Outcome(enum.Enum):
     ADMITTED = enum.auto()
     HELD = enum.auto()  # waits for a prefix that a running request is computing
-    BLOCKED = (
-        enum.auto()
-    )  # lacks blocks, or a state that this plan computes; no request behind it may overtake it
+    # Lacks blocks, or a state that this plan computes; no request behind it may overtake it.
+    BLOCKED = enum.auto()
 
 
 class Admission:

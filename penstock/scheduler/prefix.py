@@ -30,9 +30,8 @@ from penstock.kvcache.cache import KVCache
 from penstock.scheduler.sequence import Marks, Sequence
 
 MIN_SNAPSHOT_BLOCKS = 4  # a snapshot of fewer blocks is not worth a slot and another step of the prompt
-_LOOKUP_BLOCKS = (
-    64  # hashed and looked up at a time, so that a long prompt without a hit is not hashed completely
-)
+# Hashed and looked up at a time, so that a long prompt without a hit is not hashed completely.
+_LOOKUP_BLOCKS = 64
 
 
 class PrefixSharing:

@@ -34,9 +34,8 @@ class WaitingQueue:
         self._parked: dict[int, Sequence] = {}
         self._tiers = [_TierQueue() for _ in range(BATCH_RANK + 1)]
         self._shares = None if config.tier_shares is None else _TierShares(config.tier_shares)
-        self._promotions: KeyedHeap[Sequence] = (
-            KeyedHeap()
-        )  # members, by the time at which they become one tier more urgent
+        # Members, by the time at which they become one tier more urgent.
+        self._promotions: KeyedHeap[Sequence] = KeyedHeap()
         self._drain = _DrainRate()
         self.num_tokens = 0  # prompt tokens of members
 
@@ -167,9 +166,8 @@ class _TierQueue:
     def __init__(self) -> None:
         self._resumed: KeyedHeap[Sequence] = KeyedHeap()
         self._lines: dict[int, KeyedHeap[Sequence]] = {}  # by account number; none is empty
-        self._tenants: KeyedHeap[TenantAccount] = (
-            KeyedHeap()
-        )  # those with a line; a key may lag behind `service`
+        # Those with a line; a key may lag behind `service`.
+        self._tenants: KeyedHeap[TenantAccount] = KeyedHeap()
 
     def push(self, sequence: Sequence, order_s: float) -> None:
         if sequence.has_started:
@@ -263,9 +261,8 @@ class _DrainRate:
         if count:
             expected_s = num_requests * window_s / count
         else:
-            expected_s = (
-                now - self._last_s
-            )  # no request has left yet: predict at least as long as they have waited so far
+            # No request has left yet: predict at least as long as they have waited so far.
+            expected_s = now - self._last_s
         return min(_MAX_RETRY_S, max(_MIN_RETRY_S, expected_s))
 
     def _as_of(self, now: float) -> tuple[float, float]:

@@ -169,9 +169,8 @@ class StepTimePredictor:
 
 
 MIN_PREFILL_TOKENS = 16
-IDLE_ENCODER_S = (
-    0.5  # time for images in a step without decodes: new requests and cancellations wait for the step's end
-)
+# Time for images in a step without decodes: new requests and cancellations wait for the step's end.
+IDLE_ENCODER_S = 0.5
 WORTHWHILE_TILES = 4  # with fewer tiles, dropping tokens to end at a full tile costs more than it saves
 
 

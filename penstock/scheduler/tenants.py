@@ -40,9 +40,8 @@ class TenantAccounts:
         self._idle: dict[
             str, TenantAccount
         ] = {}  # in the order they became idle; the oldest is forgotten first
-        self._by_service: KeyedHeap[TenantAccount] = (
-            KeyedHeap()
-        )  # active ones; a key may lag behind `service`
+        # Active ones; a key may lag behind `service`.
+        self._by_service: KeyedHeap[TenantAccount] = KeyedHeap()
         self._num_tenants = 0
 
     def enter(self, tenant: str) -> TenantAccount:

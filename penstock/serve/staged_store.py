@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 
 MAX_LOADED = 1000  # the latest records; older ones are not shown
 LEASE = "releases"  # of the process that decides about the releases and experiments in a database
-SERVER_LEASE = (
-    "server releases"  # the same, where servers share a database and there is no `penstock control`
-)
+# The same, where servers share a database and there is no `penstock control`.
+SERVER_LEASE = "server releases"
 RecordT = TypeVar("RecordT", ReleaseRecord, ExperimentRecord)
 
 

@@ -114,9 +114,8 @@ class Arrival:
 
     time_s: float
     request: Request
-    num_output_tokens: (
-        int  # the simulated model then ends its answer with END_TOKEN_ID, unless max_tokens does
-    )
+    # The simulated model then ends its answer with END_TOKEN_ID, unless max_tokens does.
+    num_output_tokens: int
     departs_s: float | None = None  # when the client loses patience
     block_hashes: tuple[bytes, ...] = ()  # of the full blocks of the prompt, its last token left out
 

@@ -22,9 +22,8 @@ Shape = TypeVar("Shape", bound=msgspec.Struct)
 
 _FIELD_IN_MESSAGE = re.compile(r" - at (?:`key` in )?`\$\.([A-Za-z0-9_]+)")
 _SIMILAR_ENOUGH = 0.85
-MAX_INNER_BYTES = (
-    1 << 30
-)  # of requests from inside the server, such as lines of batches, which are bounded already
+# Of requests from inside the server, such as lines of batches, which are bounded already.
+MAX_INNER_BYTES = 1 << 30
 MAX_BODY_S = 300  # for a body that is kept in memory until it is whole
 MAX_UNKNOWN_FIELDS = 256  # each is compared with the known ones on the event loop
 MAX_MESSAGE_PARTS = 20_000  # each is read on the event loop

@@ -22,9 +22,8 @@ class RequestWorker:
         self._server_tasks = server_tasks
         self._task: asyncio.Task[None] | None = None
         self._next: tuple[RequestResponseCycle, ASGI3Application] | None = None
-        self._idle: asyncio.Future[None] | None = (
-            None  # is done when the task shall look for the next request
-        )
+        # Is done when the task shall look for the next request.
+        self._idle: asyncio.Future[None] | None = None
 
     def answer(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._next = cycle, app

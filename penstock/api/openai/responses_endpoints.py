@@ -106,9 +106,8 @@ class CompactedResponse(msgspec.Struct, kw_only=True):
 class BegunResponse:
     answer: AnswerStream
     events: ResponseEvents
-    input_items: (
-        bytes  # JSON: the request's own items, and before them those of responses that are not stored
-    )
+    # JSON: the request's own items, and before them those of responses that are not stored.
+    input_items: bytes
     previous_id: str | None  # of a stored response
     is_stored: bool
 

@@ -111,9 +111,8 @@ class StageLink:
     def __init__(self, rank: int, tensor_size: int) -> None:
         self._before = rank - tensor_size
         self._after = rank + tensor_size
-        self._sending: deque[tuple[Any, Tensor]] = (
-            deque()
-        )  # the tensors must not change before they have left
+        # The tensors must not change before they have left.
+        self._sending: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, x: Tensor) -> None:
         while len(self._sending) >= _SENDS_IN_FLIGHT:

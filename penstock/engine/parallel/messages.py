@@ -20,9 +20,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     store_file: str  # a file; empty where the ranks are on several nodes
     log_level: int
     log_format: str
-    rendezvous: Rendezvous | None = (
-        None  # of ranks on several nodes; the address is that of the first rank's node
-    )
+    # Of ranks on several nodes; the address is that of the first rank's node.
+    rendezvous: Rendezvous | None = None
 
 
 class Added(msgspec.Struct, frozen=True, tag="added"):

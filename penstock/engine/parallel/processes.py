@@ -63,9 +63,8 @@ def rank_config(config: EngineConfig, rendezvous: Rendezvous | None = None) -> E
     num_threads = config.num_threads
     if num_threads is None:
         num_threads = len(os.sched_getaffinity(0))
-        num_threads *= (
-            config.parallel.pipeline_parallel_size if rendezvous is not None else 1
-        )  # as many nodes
+        # As many nodes.
+        num_threads *= config.parallel.pipeline_parallel_size if rendezvous is not None else 1
     return msgspec.structs.replace(config, num_threads=max(1, num_threads // config.parallel.num_ranks))
 
 

@@ -151,9 +151,8 @@ class Sender:
 logger = logging.getLogger(__name__)
 
 _READING_POLL_MS = 1
-_SENDING_POLL_MS = (
-    5  # some transports need a turn of ours while others read; every turn is taken from the model's
-)
+# Some transports need a turn of ours while others read; every turn is taken from the model's.
+_SENDING_POLL_MS = 5
 _IDLE_POLL_MS = int(ALIVE_INTERVAL_S * 1000)
 
 

@@ -61,9 +61,8 @@ class Delta(msgspec.Struct, frozen=True):
     reasoning: str = ""  # comes before the text of the same delta
     tool_calls: tuple[ToolCallDelta, ...] = ()  # come after it
     stop_sequence: str | None = None  # which stop string ended the answer, with finish_reason
-    prompt: ScoredPrompt | None = (
-        None  # once, with the first delta, where its log-probabilities were asked for
-    )
+    # Once, with the first delta, where its log-probabilities were asked for.
+    prompt: ScoredPrompt | None = None
     token_ids: tuple[int, ...] = ()  # all that were generated, where the client asked for them
     prompt_token_ids: tuple[int, ...] = ()  # once, with the first delta, where the client asked for them
 

@@ -128,9 +128,8 @@ class LineResult(msgspec.Struct, frozen=True):
 class BatchDialect(Protocol):
     """The format of the batches of one API."""
 
-    lists_output_files: (
-        bool  # two files that the workspace sees, output and errors; or else one that it does not
-    )
+    # Two files that the workspace sees, output and errors; or else one that it does not.
+    lists_output_files: bool
     max_lines: int
 
     def read_line(self, batch: Batch, number: int, raw: bytes) -> BatchLine:

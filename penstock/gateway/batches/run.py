@@ -91,9 +91,8 @@ class BatchRun:
         self._is_paused = False
         self._feeding: asyncio.Task[None] | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
-        self._again: deque[tuple[BatchLine, int]] = (
-            deque()
-        )  # lines to try again, with the number of the attempt
+        # Lines to try again, with the number of the attempt.
+        self._again: deque[tuple[BatchLine, int]] = deque()
         self._backoff = Backoff()
         self._stopping = asyncio.Event()
         self._failure: BaseException | None = None

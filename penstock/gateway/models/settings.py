@@ -233,13 +233,11 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class RegionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the requests for one model are served."""
 
-    region: str = (
-        ""  # of requests that name none; of all, with the policy "pin"; empty: as the caller's settings say
-    )
+    # Of requests that name none; of all, with the policy "pin"; empty: as the caller's settings say.
+    region: str = ""
     policy: Literal["prefer", "pin"] = "prefer"
-    spill_over_s: Annotated[float, Meta(ge=0)] | None = (
-        None  # the predicted wait at which a request goes elsewhere
-    )
+    # The predicted wait at which a request goes elsewhere.
+    spill_over_s: Annotated[float, Meta(ge=0)] | None = None
 
     def applied(self, region: str) -> tuple[str, float | None]:
         """Return the region of a request that would be served in `region`, and the wait at which it leaves."""

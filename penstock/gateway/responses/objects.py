@@ -18,9 +18,8 @@ from penstock.gateway.responses.store import GrowthCheck, HistoryBound
 from penstock.gateway.store.database import Database, Order, insert_into
 from penstock.gateway.store.tables import stored_objects as table
 
-ROW_BYTES = (
-    512  # what an object counts besides its body, so that a bound in bytes also bounds the number of objects
-)
+# What an object counts besides its body, so that a bound in bytes also bounds the number of objects.
+ROW_BYTES = 512
 _MAX_ID_CHARS = 128
 _SWEEP_EVERY_S = 600.0
 _READ_AT_ONCE = 500

@@ -33,9 +33,8 @@ class SemanticCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
     enabled: bool = False
     model: str | None = None  # a served model that makes embeddings
-    threshold: Annotated[float, Meta(gt=0, le=1)] = (
-        0.97  # the least cosine between two texts that count as one
-    )
+    # The least cosine between two texts that count as one.
+    threshold: Annotated[float, Meta(gt=0, le=1)] = 0.97
     ttl_s: Annotated[float, Meta(gt=0)] = 3600.0  # at most; a caller may ask for less
     max_bytes: Annotated[int, Meta(ge=0)] = 64 << 20
 

@@ -44,9 +44,8 @@ Render = Callable[[ChatPrompt], str]
 class PromptCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The table `[prompt_cache]` of the settings file, which may change while a server runs."""
 
-    min_tokens: Annotated[int, Meta(ge=1)] | None = (
-        None  # of a prefix to be kept; None: as the engine was started
-    )
+    # Of a prefix to be kept; None: as the engine was started.
+    min_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
 class Piece(msgspec.Struct, frozen=True):

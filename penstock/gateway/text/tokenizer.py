@@ -61,9 +61,8 @@ class TextTokenizer:
         self._token_bytes = TokenBytes(self._tokenizer, byte_level=self._decoder.byte_level)
         self._visible_bytes: dict[frozenset[int], TokenBytes] = {}  # by which special tokens are shown
         self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenize")
-        self._direct_room = (
-            DIRECT_CHARS_PER_TURN  # characters that this turn of the event loop may still encode
-        )
+        # Characters that this turn of the event loop may still encode.
+        self._direct_room = DIRECT_CHARS_PER_TURN
 
     def _goes_direct(self, num_characters: int) -> bool:
         """Return whether a text is encoded on the event loop, at once."""

@@ -147,9 +147,22 @@ def _few_rows_kernel(
         mbarrier.init(free.index(stage), count=1)
     fence_async_shared()
     gdc_launch_dependents()
+    # Fmt: skip.
     shared = (
-        x_scales, scales, bias, residual, out, x_tiles, weight_tiles, ready, free, output, M, N, steps,
-    )  # fmt: skip
+        x_scales,
+        scales,
+        bias,
+        residual,
+        out,
+        x_tiles,
+        weight_tiles,
+        ready,
+        free,
+        output,
+        M,
+        N,
+        steps,
+    )
     gl.warp_specialize(
         [
             (_multiply, (shared, OUTPUTS, ROWS, WIDTH, STAGES, GATED, IS_SILU, ADD, BIAS, SCALED, BESIDE)),

@@ -24,9 +24,8 @@ SMALLEST_GROUP = 32  # half of it is the least that a tensor core multiplies at 
 @dataclass(frozen=True, slots=True)
 class Int4Linear:
     codes: Tensor  # uint8 [out, in / 2]
-    factors: (
-        Tensor  # [out, in / group, 2] in the compute type: scale and offset, which are always needed together
-    )
+    # [out, in / group, 2] in the compute type: scale and offset, which are always needed together.
+    factors: Tensor
     group: int
     bias: Tensor | None
 

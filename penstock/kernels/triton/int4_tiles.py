@@ -45,9 +45,8 @@ MOST_FEW_ROWS = 64
 GROUPS = {16: 4, 32: 4, 64: 2}  # of warps, by rows of a tile that has a processor for itself
 # Numbers of rows up to one of these use the same tile, so that a few steps need every kernel (`engine/warmup.py`).
 MOST_ROWS = (128, 256, 512, 2048)
-SHORT_WIDTH = (
-    4096  # a program loops over this many columns in less time than the sum of a split-K product takes
-)
+# A program loops over this many columns in less time than the sum of a split-K product takes.
+SHORT_WIDTH = 4096
 MOST_STAGES = 20
 # Nanoseconds of a processor: to multiply a weight with a row, to scale a group of weights, and to add up the parts of
 # a split-K product.

@@ -35,9 +35,8 @@ class Int8Linear:
     offsets: Tensor | None  # likewise
     group: int  # a power of two
     bias: Tensor | None
-    row_scales: Tensor | None = (
-        None  # float32 [out], where many rows are multiplied in integers (`int8_rows`)
-    )
+    # float32 [out], where many rows are multiplied in integers (`int8_rows`).
+    row_scales: Tensor | None = None
     # float32 [out / 128, in / 128], where that many rows have the same scales and cuBLAS takes such blocks
     block_scales: Tensor | None = None
 

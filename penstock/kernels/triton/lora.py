@@ -198,9 +198,8 @@ class Tiles:
     """The rows of a step, by adapter: which tiles there are is written on the device, before the step."""
 
     order: Tensor  # int32: rows, sorted by slot
-    fields: (
-        Tensor  # int32 [most tiles × FIELDS]; a slot of -1 has no adapter; tiles past the last have no rows
-    )
+    # int32 [most tiles × FIELDS]; a slot of -1 has no adapter; tiles past the last have no rows.
+    fields: Tensor
     arrivals: Tensor  # int32, zero between launches: one for each tile and block of outputs
     count: int  # programs are launched for this many tiles
     rows: int  # of a tile

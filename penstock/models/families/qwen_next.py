@@ -206,9 +206,8 @@ class Qwen35MoE(Qwen35):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Qwen3NextStates(RecurrentConfig):
-    by_key_head: (
-        bool  # whether a GGUF file holds the parts of the projection for one key head after the other
-    )
+    # Whether a GGUF file holds the parts of the projection for one key head after the other.
+    by_key_head: bool
 
 
 class Qwen3Next(Qwen35MoE):
