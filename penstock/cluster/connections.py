@@ -1,4 +1,4 @@
-"""Opens and closes one gateway's connections to all replicas, and collects what replicas report about their models
+"""Opens and closes one gateway's connections to all replicas, and collects the replicas' reports about their models
 and statistics. Decides nothing and sends no request."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOST = (ReplicaState.UNHEALTHY, ReplicaState.GONE)
 # Figures of the latest step: the slowest replica's counts. All other figures but fragmentation are added up, and
 # drafters by name and position.
 _LATEST = frozenset({"step_s", "plan_s"})
-# Figures that rise and fall, as opposed to counters: a replica that goes takes its part with it.
+# Figures that rise and fall, as opposed to counters: the value of a replica disappears with the replica.
 _GAUGES = frozenset(
     {
         "num_running",
@@ -67,7 +67,7 @@ class Connection:
 
 
 class Listener(Protocol):
-    """Gets what comes over the connections."""
+    """Receives the events of the connections."""
 
     def on_ready(self) -> None: ...
 
@@ -86,7 +86,7 @@ class Connections:
     def __init__(
         self, listener: Listener, connect: Connector | None = None, client_keys: KeyPair | None = None
     ) -> None:
-        """`client_keys` are for engines that ask who connects."""
+        """`client_keys` are for engines that authenticate clients."""
         self.members: tuple[Member, ...] = ()
         self.by_id: dict[str, Connection] = {}
         self.models: dict[str, EngineReady] = {}  # every model that was ever served, by name
@@ -199,8 +199,8 @@ class Connections:
         )
 
     def _learn_models(self) -> None:
-        """Objects built from a model's description must not be rebuilt needlessly: the known description stays for as
-        long as any replica has it."""
+        """Record the models of connected replicas. A known description stays as long as any replica has it, so that
+        objects built from it are not rebuilt needlessly."""
         told: dict[str, list[EngineReady]] = {}
         for connection in self.by_id.values():
             if connection.client.ready is not None:

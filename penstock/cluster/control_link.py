@@ -1,5 +1,5 @@
-"""Connects a gateway to the control plane: reports what the fleet saw, follows the directive, and passes on what
-operators order. While the control plane does not answer, the gateway follows the last directive.
+"""Connects a gateway to the control plane: reports figures of the fleet, follows the directive, and passes on orders
+of operators. While the control plane does not answer, the gateway follows the last directive.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The messages between gateways and the control plane, JSON lines over a private socket, and sums of what gateways
-report.
+"""The messages between gateways and the control plane, JSON lines over a private socket, and sums of the gateways'
+reports.
 
 A gateway reports what happened since its last report and gets the directive in return. The control plane adds the
 reports up; a gateway that restarts only reports less. Time is an argument.
@@ -60,7 +60,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
     samples: tuple[Sample, ...] = ()
     models: dict[str, ModelReport] = {}
     token_s: dict[str, float] = {}  # by replica id: seconds that one more uncached prompt token takes there
-    reasons: dict[str, int] = {}  # requests routed since the last report, by what decided
+    reasons: dict[str, int] = {}  # requests routed since the last report, by reason
     num_prompt_tokens: int = 0
     num_matched_tokens: int = 0
     arms: tuple[ArmSample, ...] = ()

@@ -1,4 +1,4 @@
-"""The control plane of a server, in the process that owns the replicas. Adds up what gateways report, has pools
+"""The control plane of a server, in the process that owns the replicas. Adds up the reports of gateways, has pools
 scaled and releases carried out, and answers operators. Gateways reach it over a private socket (`control_link`).
 
 Decides nothing itself: `control` does, through `scaling` and `releases`.
@@ -109,8 +109,8 @@ def replica_view(member: Member, stats: EngineStats, times: ReplicaTimes, now: f
 
 
 class ControlPlane:
-    """Looks after pools and releases. `pools` says what each pool runs, by the server's settings, and how it scales;
-    None: the pool does not scale."""
+    """Looks after pools and releases. `pools` are the specs of the pools, from the server's settings, and their
+    scaling; None: the pool does not scale."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class ControlPlane:
             self._owner = ReleaseOwner(ownership, self.releases, store, self._base_revisions)
         self._directive_number = first_directive
         self._gateways: dict[int, _Gateway] = {}
-        self._num_gateways = 0  # that ever came
+        self._num_gateways = 0  # that ever connected
         self._heard = asyncio.Condition()
         self._should_look = asyncio.Event()
         self._reasons: Counter[str] = Counter()
@@ -173,7 +173,7 @@ class ControlPlane:
         self._next_views_s = 0.0
 
     async def prepare(self) -> tuple[ReplicaSpec, ...]:
-        """Return what to start for each pool, in order. A promoted release survives a restart of the server."""
+        """Return the specs to start for each pool, in order. A promoted release survives a restart of the server."""
         records = await self._store.load()
         for pool in self.pools:
             spec = serving_spec(pool.spec, records)
@@ -288,7 +288,7 @@ class ControlPlane:
         return self._described(view)
 
     def _note(self, report: Report, now: float) -> None:
-        """Note the cluster for operators."""
+        """Record the state of the cluster for operators."""
         self._reasons.update(report.reasons)
         self._num_prompt_tokens += report.num_prompt_tokens
         self._num_matched_tokens += report.num_matched_tokens

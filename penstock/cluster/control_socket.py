@@ -1,4 +1,4 @@
-"""The way from gateways of a shared fleet to the leader: questions and answers over TCP, encrypted (CURVE), for
+"""The connection of gateways of a shared fleet to the leader: questions and answers over TCP, encrypted (CURVE), for
 holders of the join token. Knows no message.
 """
 

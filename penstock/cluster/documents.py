@@ -55,8 +55,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """What one host runs. Slots of the host's own settings serve unless they are named here; of all others, the host
-    runs exactly those that are named here."""
+    """The replicas that one host shall run. Slots of the host's own settings serve unless they are named here; of all
+    others, the host runs exactly those that are named here."""
 
     host: str
     slots: tuple[Slot, ...] = ()
@@ -65,7 +65,7 @@ class HostOrders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """Which spec to start instead of the spec of a host's own settings. By model, role and revision of the own
+    """The spec to start instead of the spec of a host's own settings. By model, role and revision of the own
     spec."""
 
     specs: dict[str, ReplicaSpec] = {}

@@ -50,7 +50,7 @@ class ExperimentRecord(msgspec.Struct, frozen=True, kw_only=True):
         return Experiments(self.config, self.objective, self.b.policy.weights)
 
     def active(self) -> ActiveExperiment:
-        """Return what gateways carry out."""
+        """Return the experiment in the form for gateways."""
         arms = (self.a, self.b)
         return ActiveExperiment(
             id=self.id,

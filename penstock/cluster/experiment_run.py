@@ -1,5 +1,5 @@
-"""Runs one active experiment: starts the replicas of its arms, collects windows from gateways, and brings the
-replicas from before back. `control/experiment` decides when it ends, and the verdict."""
+"""Runs one active experiment: starts the replicas of its arms, collects windows from gateways, and restores the
+previous replicas. `control/experiment` decides when it ends, and the verdict."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ARM_LOST_S = 30.0  # without a ready replica of an arm
 
 
 class _Collected:
-    """What one arm did in the present window."""
+    """The results of one arm in the current window."""
 
     def __init__(self) -> None:
         self.sums: dict[Tier, TierSums] = {}
@@ -206,7 +206,7 @@ class ExperimentRun(StagedRun):
         return Window(seconds, parts[Arm.A], parts[Arm.B])
 
     def _with_capacity(self, state: ExperimentState) -> ExperimentState:
-        """Measure once what a replica of the first arm computes in a second of its steps."""
+        """Measure once the capacity of a replica of the first arm, in tokens per second of its steps."""
         if state.capacity_tokens_per_s is not None:
             return state
         revision = self.record.a.revision

@@ -82,8 +82,8 @@ class ExperimentTraffic:
 
 
 def _key(request: Request) -> str:
-    """Return what stays with one arm: the session, if the client named one. The key of an adapter is no session: all
-    its requests would go to one arm."""
+    """Return the key that keeps requests in one arm: the session, if the client named one. The key of an adapter is
+    no session: all its requests would go to one arm."""
     key = request.affinity_key
     if key and (request.adapter is None or key != request.adapter.digest):
         return f"{request.tenant}\0{key}"

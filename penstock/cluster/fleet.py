@@ -65,7 +65,7 @@ class FleetObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedFleet:
-    """What a gateway needs besides endpoints if its replicas run on other machines."""
+    """The objects that a gateway needs besides endpoints if its replicas run on other machines."""
 
     client_keys: KeyPair
     heartbeat_timeout_s: float
@@ -78,7 +78,7 @@ class _Caller:
 
 
 class Fleet:
-    """Implements `replica.EngineClient`. `update` says which replicas there are."""
+    """Implements `replica.EngineClient`. `update` sets the replicas."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Fleet:
 
     @property
     def ready(self) -> EngineReady | None:
-        """Return what the fleet serves, also while requests wait until a replica is started for them."""
+        """Return the fleet's first model, also while requests wait until a replica is started for them."""
         ready = self.connections.first_ready
         if ready is None and self._starts_on_demand:
             return next(iter(self.models.values()), None)

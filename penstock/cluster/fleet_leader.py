@@ -1,4 +1,4 @@
-"""One term of the leader of a shared fleet: reads what earlier leaders decided, then scales pools, carries out
+"""One term of the leader of a shared fleet: reads the decisions of earlier leaders, then scales pools, carries out
 releases and places replicas on hosts, until the lease is lost.
 
 Everything that the leader decides is a document in the registry, or a row of the table of releases, so that the next
@@ -95,7 +95,7 @@ class FleetLeader:
             term = Term(settings, writer, hosts, stores, scaling)
             stack.push_async_callback(term.close)
             await stack.enter_async_context(term.plane.running())
-            # What ends with this process, such as a start that it waits for, stays ordered for the next leader.
+            # Work that ends with this process, such as a start that it waits for, stays ordered for the next leader.
             stack.callback(setattr, hosts, "is_closing", True)
             server = ControlServer(settings.host, tokens, term.plane.answer, term.plane.forget)
             endpoint = await stack.enter_async_context(server.running())

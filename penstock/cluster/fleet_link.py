@@ -1,5 +1,5 @@
-"""A gateway's way to the leader of a shared fleet: follows its directives, reports to it, and passes on what
-operators order. Without a leader the gateway continues with the last directive, which the registry keeps.
+"""A gateway's connection to the leader of a shared fleet: follows its directives, reports to it, and passes on orders
+of operators. Without a leader the gateway continues with the last directive, which the registry keeps.
 """
 
 from __future__ import annotations

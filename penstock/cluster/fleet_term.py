@@ -1,5 +1,6 @@
-"""The work of a leader of a shared fleet: pools that follow what hosts offer, replicas that move, and the documents
-that the next leader continues with. `control` decides about scaling and releases, `hosts` carries orders out.
+"""The work of a leader of a shared fleet: pools that follow the offers of hosts, replicas that move, and the
+documents that the next leader continues with. `control` decides about scaling and releases, `hosts` carries orders
+out.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class LeaderSettings:
 
 
 class Stores(NamedTuple):
-    """What a leader writes down for the next one."""
+    """The stores that a leader writes for the next one."""
 
     releases: ReleaseStore
     experiments: ExperimentStore
@@ -269,7 +270,8 @@ async def _by_name(name: str) -> str:
 
 
 def _bounds(scaling: ScalingConfig, offers: list[Offer]) -> AutoscalerConfig | None:
-    """Without bounds of the control process, a pool scales between what hosts start and what they have room for."""
+    """Return the bounds of a pool. Without bounds of the control process, these are the replicas that hosts start by
+    themselves, and those that hosts have room for."""
     num_started = sum(offer.replicas for offer in offers)
     room = sum(offer.max_replicas for offer in offers)
     if scaling.max_replicas is None and room > num_started:

@@ -1,4 +1,5 @@
-"""The record that a host of engines publishes in the registry: its replicas, and what else it could start.
+"""The record that a host of engines publishes in the registry: its replicas, and further replicas that it could
+start.
 
 Hosts, gateways and leaders of different versions read each other's records. A reader leaves out fields that it does
 not know; a change that would be misunderstood raises `WIRE_VERSION`.

@@ -36,10 +36,10 @@ class Hosts:
         self._writing = asyncio.Lock()  # documents reach the registry in the order of their numbers
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.is_closing = False  # what was ordered stays ordered
+        self.is_closing = False  # orders stay in place
 
     def update(self, records: Mapping[str, HostRecord]) -> None:
-        """Take over what hosts have published."""
+        """Take over the records of hosts."""
         for host, record in records.items():
             if host not in self.orders:
                 self.orders[host] = _inferred(record)
@@ -48,8 +48,8 @@ class Hosts:
         self._tell()
 
     def members(self) -> tuple[Member, ...]:
-        """Return the replicas that may serve. Those that `departing` returns must not be taken back, so nobody counts
-        on them."""
+        """Return the replicas that may serve. Those that `departing` returns must not be taken back, so no pool
+        counts on them."""
         departing = {member.id for member in self.departing()}
         return tuple(
             member

@@ -46,8 +46,8 @@ class ReleaseStore(Protocol):
 
 
 def serving_spec(spec: ReplicaSpec, records: Iterable[ReleaseRecord]) -> ReplicaSpec:
-    """Return what to start for `spec`, which comes from the server's settings: the candidate of the last release that
-    was promoted, or was about to be, under these settings."""
+    """Return the spec to start for `spec`, which comes from the server's settings: the candidate of the last release
+    that was promoted, or was about to be, under these settings."""
     serving = spec
     for record in records:
         has_won = record.state.stage in (Stage.PROMOTED, Stage.LAME_DUCK)

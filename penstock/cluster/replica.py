@@ -25,7 +25,7 @@ OnError: TypeAlias = Callable[[PenstockError], None]
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Says what a replica runs. Two replicas with equal specs are interchangeable."""
+    """The model and the settings of a replica. Two replicas with equal specs are interchangeable."""
 
     model: str  # the name that requests ask for
     engine: EngineConfig
@@ -118,7 +118,7 @@ class ReplicaManager(Protocol):
 class EngineClient(Protocol):
     @property
     def ready(self) -> EngineReady | None:
-        """Return what the engine serves; None while the engine starts and after it has gone."""
+        """Return the engine's model; None while the engine starts and after it has gone."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Carries out what the autoscaler decides for one pool of replicas: gathers its signals, starts, drains and stops.
+"""Carries out the autoscaler's decisions for one pool of replicas: gathers its signals, starts, drains and stops.
 
 A pool is the replicas of one model and role, which are interchangeable. `control/autoscaler` decides how many there
 should be; the supervisor starts and stops them.
@@ -64,7 +64,7 @@ def _shifted(state: AutoscalerState, by_s: float) -> AutoscalerState:
 
 
 class PoolFigures:
-    """Adds up what all gateways report about one pool."""
+    """Adds up the reports of all gateways about one pool."""
 
     def __init__(self, config: AutoscalerConfig) -> None:
         # Times from before the last change must not cause another change.
@@ -160,7 +160,7 @@ class PoolScaler:
 
     @property
     def decided(self) -> tuple[AutoscalerState, int, int]:
-        """Return what changes with decisions."""
+        """Return the fields that change with decisions."""
         return self.state, self._num_ups, self._num_downs
 
     def kept(self, now: float, wall_s: float) -> PoolState:

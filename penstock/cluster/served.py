@@ -13,8 +13,8 @@ _NOT_OURS = (InvalidRequest, RateLimited, ShuttingDown)
 
 def is_dropped(attempt: Attempt) -> bool | None:
     """Say whether an attempt counts as a dropped request; None: it does not count, because its client has left, its
-    error or its grammar is the caller's, or it is a mirrored copy. A request that was too late counts as dropped: how
-    long requests wait is up to the scheduler. So does an attempt that another replica then answered."""
+    error or its grammar is the caller's, or it is a mirrored copy. A request that was too late counts as dropped: the
+    scheduler decides how long requests wait. So does an attempt that another replica then answered."""
     error, reason = attempt.error, attempt.finish_reason
     if is_mirrored(attempt.request) or isinstance(error, _NOT_OURS):
         return None

@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class StagedRun(ABC):
-    """A task that works on the present stage until there is none left. A stage that fails is tried again."""
+    """A task that carries out one stage after the other. A stage that fails is tried again."""
 
     kind: ClassVar[str]  # for the log: "release"
 
     def __init__(self, run_id: str, announce: Callable[[], Awaitable[None]], interval_s: float) -> None:
         self._run_id = run_id
-        self._announce = announce  # returns when every gateway has heard of the present state
+        self._announce = announce  # returns when every gateway knows the current state
         self._interval_s = interval_s
         self._driver: asyncio.Task[None] | None = None
 

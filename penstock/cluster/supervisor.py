@@ -93,7 +93,7 @@ class Supervisor:
         return self._slot(replica_id).process.stats
 
     def ready(self, replica_id: str) -> EngineReady | None:
-        """Return what the replica serves; None while it loads."""
+        """Return the replica's model; None while it loads."""
         return self._slot(replica_id).process.ready
 
     def pid(self, replica_id: str) -> int | None:

@@ -192,7 +192,7 @@ class ZmqEngineClient:
         self._reads_kv_events = False
         self._socket: zmq.Socket[bytes] | None = None
         self._listeners: dict[str, _Listener] = {}
-        self._outbox: list[bytes] = []  # what this turn of the event loop sends
+        self._outbox: list[bytes] = []  # messages that this turn of the event loop sends
         self._ready: EngineReady | None = None
         self._failure: PenstockError | None = None  # the reason why the engine is not ready, if known
         self._stats = EngineStats()
