@@ -243,6 +243,20 @@ def require_matplotlib() -> None:
     matplotlib.use("Agg")  # files only, no window system
 
 
+def check_plot(path: Path) -> None:
+    """Raise UsageError before a long run, not after it, if a plot could not be drawn or written there."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"There is no folder for the picture {path}.")
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise UsageError(
+            f"A picture cannot be written as {path.suffix}.", hint=f"Known are {', '.join(sorted(kinds))}."
+        )
+
+
 def plot_latencies(path: Path, summary: Summary, result: LoadResult) -> None:
     """Draw the cumulative distributions of the three latencies of one run."""
     require_matplotlib()

@@ -107,8 +107,8 @@ def bench_serve(
     from penstock.bench.drafts import drafts_table, read_drafters, reports_since
     from penstock.bench.load import find_target
     from penstock.bench.summary import (
+        check_plot,
         plot_latencies,
-        require_matplotlib,
         serve_table,
         summarize,
         totals_line,
@@ -116,7 +116,7 @@ def bench_serve(
     )
 
     if plot_file:
-        require_matplotlib()
+        check_plot(plot_file)
     workload = _workload(**{name: load[name] for name in load if name not in ("warmup", "timeout_s")})
     target = _run(find_target(None, url, model, api_key))
     if reports_drafts:
@@ -173,17 +173,17 @@ def bench_compare(
     """
     from penstock.bench.load import find_target
     from penstock.bench.summary import (
+        check_plot,
         compare,
         comparison_table,
         median_run,
         plot_comparison,
-        require_matplotlib,
         summarize,
         write_json,
     )
 
     if plot_file:
-        require_matplotlib()
+        check_plot(plot_file)
     targets = [_run(find_target("penstock", url, model, api_key))]
     for peer in peers:
         name, has_name, address = peer.rpartition("=")

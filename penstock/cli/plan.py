@@ -101,7 +101,7 @@ def plan(
       penstock plan llama-3.1-70b --hardware h200 --hardware h100 --format fp8 --ttft-ms 500
       penstock plan smollm2-135m --measure --rate 2
     """
-    from penstock.bench.summary import require_matplotlib
+    from penstock.bench.summary import check_plot
     from penstock.planner.capacity import Targets
 
     _check_numbers({"--rate": rate, "--ttft-ms": ttft_ms, "--itl-ms": itl_ms, "--share": share,
@@ -109,11 +109,9 @@ def plan(
     if measure and (names or own_devices or tensor_parallel or pipeline_parallel > 1):
         raise UsageError("--measure plans for this machine, so it takes neither --hardware nor a layout.")
     if plot_file:
-        require_matplotlib()
         if simulated == "none":
             raise UsageError("--plot draws what was simulated, and --simulate none simulates nothing.")
-        if not plot_file.absolute().parent.is_dir():
-            raise UsageError(f"There is no folder for the picture {plot_file}.")
+        check_plot(plot_file)
     shape = _shape(model)
     devices = _devices(names, own_devices, prices)
     traffic = _traffic(trace, rate, input_len, output_len, prefix_share)

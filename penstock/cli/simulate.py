@@ -73,12 +73,17 @@ def simulate(
     from penstock.planner.scenario import Scenario, load_scenario, simulation_of
 
     if num_cases is not None or case_file is not None:
+        if scenarios or replicas or rate or plot_file or as_json or None not in (num_cases, case_file):
+            raise UsageError(
+                "--fault-search and --fault-case have fleets of their own.",
+                hint="Give one of the two, with --seed and --requests at most.",
+            )
         _search(num_cases, case_file, seed or 0, num_requests)
         return
     if plot_file:
-        from penstock.bench.summary import require_matplotlib
+        from penstock.bench.summary import check_plot
 
-        require_matplotlib()
+        check_plot(plot_file)
     warn = stderr_console().print
     loaded = {str(path): load_scenario(path) for path in scenarios} or {"default": Scenario()}
     reports: dict[str, Report] = {}

@@ -336,7 +336,8 @@ class Report:
             f"{count} {name}" for name, count in (*self.finished.items(), *self.rejected.items())
         )
         lines = [
-            f"{self.num_requests} requests in {self.duration_s:.1f} s on {len(self.replicas)} replicas: {ended}",
+            f"{self.num_requests} request{'s' if self.num_requests != 1 else ''} in {self.duration_s:.1f} s on "
+            f"{len(self.replicas)} replica{'s' if len(self.replicas) != 1 else ''}: {ended}",
             f"{self.output_tokens_per_s:.0f} output tokens/s, {self.num_preemptions} preemptions, "
             f"{self.cached_share:.0%} of prompt tokens from the cache",
             f"{'seconds':<22}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}",

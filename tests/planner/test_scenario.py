@@ -93,6 +93,23 @@ def test_options_are_checked_like_the_values_of_the_scenario(tmp_path: Path) -> 
         assert sentence in " ".join(told.split())
 
 
+def test_options_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(SMALL)
+    for options in (["--replicas", "2"], ["--rate", "3"], ["--json"], [str(tmp_path / "fleet.toml")]):
+        code, _, told = run("--fault-search", "1", *options)
+        assert code != 0
+        assert "have fleets of their own" in " ".join(told.split())
+
+
+@pytest.mark.parametrize(("picture", "sentence"), [("x.nope", "written as .nope"), ("no/x.png", "no folder")])
+def test_a_picture_is_refused_before_the_run(picture: str, sentence: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "fleet.toml").write_text(SMALL)
+    code, report, told = run(str(tmp_path / "fleet.toml"), "--plot", str(tmp_path / picture))
+    assert (code != 0, report) == (True, "")
+    assert sentence in " ".join(told.split())
+
+
 def test_a_quiet_scenario_that_takes_long_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas send heartbeats while nothing arrives."""
 
