@@ -137,7 +137,9 @@ async def prepare_for_engine(
         )
         if request.beams is not None:
             max_tokens = min(max_tokens, MAX_BEAM_TOKENS)
-        sampling, notes = await model.with_checked_grammar(_sampling_params(options, prepared, max_tokens))
+        sampling, notes = await model.with_checked_grammar(
+            _sampling_params(options, prepared, max_tokens), request.principal.workspace_id
+        )
         relaxed += notes
         if request.beams is not None and sampling.grammar is not None:
             raise grammar_with_beams("tools")

@@ -379,13 +379,13 @@ class ServedModel:
         return fields | await self._token_options.fields(options)
 
     async def with_checked_grammar(
-        self, sampling: SamplingParams
+        self, sampling: SamplingParams, workspace_id: str
     ) -> tuple[SamplingParams, tuple[RequestWarning, ...]]:
         """Return the grammar as engines take it, and warnings about the parts that it does not enforce. Raises
         InvalidRequest when no engine could compile the grammar."""
         if sampling.grammar is None:
             return sampling, ()
-        checked = await self._grammars.check(sampling.grammar, self._special_token_ids)
+        checked = await self._grammars.check(sampling.grammar, self._special_token_ids, workspace_id)
         return msgspec.structs.replace(sampling, grammar=checked.grammar), checked.warnings
 
     async def decode(self, token_ids: Sequence[int]) -> str:

@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, Overloaded
 from penstock.core.grammar_text import decode_tags, grammar_text, is_lenient, lenient, without_assertions
 from penstock.core.request import Grammar
 from penstock.gateway.prompts import RequestWarning
@@ -179,28 +180,43 @@ class CheckedGrammar(msgspec.Struct, frozen=True):
 
 
 class GrammarChecker:
-    """Finds out whether grammars can be compiled, without making the event loop wait. Remembers those that can."""
+    """Finds out whether grammars can be compiled, without making the event loop wait. Remembers those that can.
+
+    A workspace has one check at a time and workspaces take turns, so that the others wait for one slow grammar of a
+    workspace, however many it sends."""
 
     def __init__(self) -> None:
+        # One lock per workspace, for as long as a request of the workspace has it or waits for it.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._free_threads = asyncio.Semaphore(_CHECK_THREADS)
         self._pool = ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="grammar-check")
         self._good: OrderedDict[Grammar, CheckedGrammar] = (
             OrderedDict()
         )  # by what was asked; oldest use first
 
-    async def check(self, grammar: Grammar, special_token_ids: Mapping[str, int]) -> CheckedGrammar:
-        """Raises InvalidRequest when no engine could compile the grammar."""
-        good = self._good.get(grammar)
-        if good is not None:
-            self._good.move_to_end(grammar)
-            return good
+    async def check(
+        self, grammar: Grammar, special_token_ids: Mapping[str, int], workspace_id: str = "default"
+    ) -> CheckedGrammar:
+        """Raises InvalidRequest when no engine could compile the grammar, and Overloaded when too many wait."""
+        if (known := self._remembered(grammar)) is not None:
+            return known
         param = _USUAL_PARAMS[grammar.kind]
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"The grammar is larger than {MAX_GRAMMAR_BYTES} bytes.", param=param)
+        turn = self._turns.setdefault(workspace_id, asyncio.Lock())
         loop = asyncio.get_running_loop()
-        checking = loop.run_in_executor(self._pool, _checked, grammar, special_token_ids)
+        has_begun = False
         try:
-            good = await asyncio.wait_for(checking, CHECK_TIMEOUT_S)
+            async with asyncio.timeout(CHECK_TIMEOUT_S) as limit, turn:
+                if (known := self._remembered(grammar)) is not None:  # the request before had the same
+                    return known
+                async with self._free_threads:
+                    has_begun = True
+                    limit.reschedule(loop.time() + CHECK_TIMEOUT_S)
+                    good = await loop.run_in_executor(self._pool, _checked, grammar, special_token_ids)
         except TimeoutError:
+            if not has_begun:
+                raise Overloaded("Too many grammars are being checked.", retry_after_s=1.0) from None
             raise InvalidRequest(
                 f"The grammar takes more than {CHECK_TIMEOUT_S:g} s to compile.", param=param
             ) from None
@@ -209,6 +225,12 @@ class GrammarChecker:
         self._good[grammar] = good
         if len(self._good) > _MAX_REMEMBERED:
             self._good.popitem(last=False)
+        return good
+
+    def _remembered(self, grammar: Grammar) -> CheckedGrammar | None:
+        good = self._good.get(grammar)
+        if good is not None:
+            self._good.move_to_end(grammar)
         return good
 
 

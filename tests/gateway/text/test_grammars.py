@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import llguidance
 import msgspec
 import pytest
 
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, Overloaded
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.grammar_text import StructuralTags, TaggedText, grammar_text, lenient
 from penstock.core.request import Grammar
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.text import grammars
-from penstock.gateway.text.grammars import GrammarChecker, JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from penstock.gateway.text.grammars import (
+    CheckedGrammar,
+    GrammarChecker,
+    JsonSchemaFormat,
+    ResponseFormat,
+    StructuredOutputs,
+)
 from tests.gateway.fake_engine import FakeEngine, byte_tokenizer, script_text
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -140,6 +148,57 @@ async def test_gbnf_is_translated() -> None:
     assert "::=" not in sent.grammar.text
     assert "start:" in sent.grammar.text
     assert await checker.check(asked, {}) is sent, "remembered"
+
+
+class SlowChecks:
+    """Checks of the regular expression `slow…` take until `released` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.released = threading.Event()
+        self.begun: list[str] = []
+        monkeypatch.setattr(grammars, "_checked", self._check)
+        monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 600.0)
+
+    def _check(self, grammar: Grammar, _: object) -> CheckedGrammar:
+        self.begun.append(grammar.text)
+        if grammar.text.startswith("slow"):
+            self.released.wait(60)
+        return CheckedGrammar(grammar)
+
+    async def until_begun(self) -> None:
+        while not self.begun:
+            await asyncio.sleep(0.001)
+
+
+async def test_the_slow_grammars_of_one_workspace_leave_room_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks, checker = SlowChecks(monkeypatch), GrammarChecker()
+    slow = [
+        asyncio.create_task(checker.check(Grammar("regex", f"slow{each % 3}"), {}, "a")) for each in range(9)
+    ]
+    await checks.until_begun()
+    async with asyncio.timeout(50):
+        await checker.check(Grammar("regex", "quick"), {}, "b")
+    assert checks.begun == ["slow0", "quick"]
+    checks.released.set()
+    await asyncio.gather(*slow)
+    assert checks.begun == ["slow0", "quick", "slow1", "slow2"], "each grammar is checked once"
+
+
+async def test_a_grammar_that_waits_too_long_for_others_is_not_called_bad(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks, checker = SlowChecks(monkeypatch), GrammarChecker()
+    slow = asyncio.create_task(checker.check(Grammar("regex", "slow"), {}, "a"))
+    await checks.until_begun()
+    monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 0.001)
+    with pytest.raises(Overloaded):
+        await checker.check(Grammar("regex", "quick"), {}, "a")
+    checks.released.set()
+    assert (await slow).grammar.text == "slow"
+    monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 600.0)
+    await checker.check(Grammar("regex", "quick"), {}, "a")
 
 
 async def test_a_request_with_a_bad_grammar_never_reaches_the_engine() -> None:

@@ -510,7 +510,7 @@ async def test_a_bound_answer_comes_behind_the_thoughts(
     plain = (await model.prepare(calm, grammar)).form
     assert plain is not None
     assert plain.grammar == grammar
-    await model.with_checked_grammar(SamplingParams(max_tokens=1, grammar=form.grammar))
+    await model.with_checked_grammar(SamplingParams(max_tokens=1, grammar=form.grammar), "w")
 
 
 async def test_thoughts_and_bound_answers_have_channels_in_harmony() -> None:
