@@ -157,6 +157,8 @@ class TestAdapters:
         ("changes", "status"),
         [
             ({"lora_path": "/nowhere"}, 400),
+            ({"lora_path": "\0"}, 400),
+            ({"lora_path": "~no-such-user/legal"}, 400),
             ({"lora_name": "small"}, 409),
             ({"lora_name": "sql"}, 409),
             ({"base_model_name": "other"}, 404),

@@ -149,13 +149,19 @@ async def register(name: str, folder: str, base_model: str | None = None) -> Reg
             f"The name of an adapter has 1 to {MAX_NAME_LENGTH} characters, all of them printable.",
             param="lora_name",
         )
-    path = Path(folder).expanduser().resolve()
+    hint = "Give a folder as PEFT writes it."
+    try:
+        path = Path(folder).expanduser().resolve()
+    except (ValueError, RuntimeError, OSError) as error:  # a NUL, the home of an unknown user, a loop of links
+        raise InvalidRequest(
+            f"{folder[:200]!r} is no path on this server.", hint=hint, param="lora_path"
+        ) from error
     try:
         digest = await asyncio.to_thread(adapter_digest, path)
     except OSError as error:
         raise InvalidRequest(
             f"{path} is no LoRA adapter: its {Path(error.filename).name} cannot be read.",
-            hint="Give a folder as PEFT writes it.",
+            hint=hint,
             param="lora_path",
         ) from error
     return RegisteredAdapter(Adapter(name, str(path), digest), base_model)
