@@ -97,7 +97,7 @@ class ReleaseOwner:
         if self._epoch is not None and epoch not in (self._epoch, self._epoch + 1):
             logger.warning("another server has taken over the release that this server carried out")
             self._epoch = None
-            await self._releases.let_go()
+            await self._releases.give_up()
         is_new = self._epoch is None and epoch is not None
         self._epoch = epoch
         if is_new:

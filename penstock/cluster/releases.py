@@ -138,7 +138,7 @@ class ReleaseService:
     def views(self) -> tuple[ReleaseView, ...]:
         return tuple(run.view() for run in self._runs.values())
 
-    async def let_go(self) -> None:
+    async def give_up(self) -> None:
         """Stop the unfinished releases, and leave them to their current owner. Replicas stay as they are."""
         for model, run in tuple(self._runs.items()):
             if not run.state.is_over:

@@ -41,7 +41,7 @@ class TransferConfig:
 _KEPT_SHARE = 0.7  # of earlier bytes and seconds, when a new transfer is measured
 
 
-class Way(enum.StrEnum):
+class SourceKind(enum.StrEnum):
     """The source of a prompt's KV."""
 
     HERE = "here"
@@ -65,21 +65,21 @@ class Options:
     is_for_decode: bool = False  # the serving replica should not compute prompts
 
 
-def cheapest_way(options: Options, config: TransferConfig) -> Way:
+def cheapest_source(options: Options, config: TransferConfig) -> SourceKind:
     missing = options.num_tokens - options.cached_here
     here_s = missing * options.token_here_s
     if options.is_for_decode and options.prefill_s is not None and missing >= config.min_prefill_tokens:
         limit_s = config.max_slowdown * (options.queue_here_s + here_s) + config.allowed_delay_s
         if options.prefill_s + config.latency_s <= limit_s:
-            return Way.PREFILL
+            return SourceKind.PREFILL
     fetched = options.cached_elsewhere - options.cached_here
     if fetched <= 0:
-        return Way.HERE
+        return SourceKind.HERE
     transfer_s = config.latency_s + fetched * options.kv_bytes_per_token / options.bytes_per_s
     saved_s = fetched * options.token_here_s - transfer_s
     if saved_s >= config.min_saved_s and saved_s >= config.min_saved_share * here_s:
-        return Way.FETCH
-    return Way.HERE
+        return SourceKind.FETCH
+    return SourceKind.HERE
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class TransferSpeeds:
 
 class KVSources:
     def __init__(self, table: ReplicaTable, rng: RandomSource, config: TransferConfig | None = None) -> None:
-        self.ways: Counter[str] = Counter()  # the chosen ways
+        self.chosen: Counter[str] = Counter()  # by kind of source
         self._table = table
         self._rng = rng
         self._config = config or TransferConfig()
@@ -161,13 +161,13 @@ class KVSources:
             prefill_s=None if prefill is None else prefill.predicted_ttft_s,
             is_for_decode=status.role == "decode",
         )
-        way = cheapest_way(options, self._config)
-        if way is not Way.PREFILL:
+        kind = cheapest_source(options, self._config)
+        if kind is not SourceKind.PREFILL:
             self.ended(request.id, now)
-        self.ways[way] += 1
-        if way is Way.PREFILL and prefill is not None:
+        self.chosen[kind] += 1
+        if kind is SourceKind.PREFILL and prefill is not None:
             return KVSource(self._endpoint(prefill.replica_id), computes=True)
-        if way is Way.FETCH and lender is not None:
+        if kind is SourceKind.FETCH and lender is not None:
             return KVSource(self._endpoint(lender), computes=False)
         return None
 

@@ -38,7 +38,7 @@ _ALONE_WAIT_S = 0.01
 _MOST_STARTED_ALONE = 4
 # Forced tokens are worth a wait that is short compared with a step, unless a request's tasks often take longer.
 _FORCED_WAIT_S = 0.0005
-_MOST_VAIN_WAITS = 4  # in a row, for a request
+_MOST_FAILED_WAITS = 4  # in a row, for a request
 
 # A step that is sampled later waits for masks while the device computes, and not longer than this.
 _BUSY_WAIT_S = 0.02
@@ -168,7 +168,7 @@ class _Constraint:
     pending: Future[None] | None = None
     pending_since_s: float = 0.0
     is_late: bool = False
-    num_vain_waits: int = 0  # for forced tokens, in a row
+    num_failed_waits: int = 0  # for forced tokens, in a row
 
     @property
     def is_busy(self) -> bool:
@@ -231,11 +231,13 @@ class GrammarMasks:
         if not self._constraints:
             return {}
         found = {each: self._constraints[each] for each in request_ids if each in self._constraints}
-        awaited = [each for each in found.values() if each.is_busy and each.num_vain_waits < _MOST_VAIN_WAITS]
+        awaited = [
+            each for each in found.values() if each.is_busy and each.num_failed_waits < _MOST_FAILED_WAITS
+        ]
         if awaited:
             wait([each.pending for each in awaited if each.pending is not None], _FORCED_WAIT_S)
             for constraint in awaited:
-                constraint.num_vain_waits = constraint.num_vain_waits + 1 if constraint.is_busy else 0
+                constraint.num_failed_waits = constraint.num_failed_waits + 1 if constraint.is_busy else 0
         forced = {request_id: constraint.next_forced() for request_id, constraint in found.items()}
         return {request_id: token_ids for request_id, token_ids in forced.items() if token_ids}
 

@@ -148,7 +148,7 @@ class Gateway:
         comes after `admit`. `is_internal` is a request that the gateway makes for an admitted one: neither limited
         nor guarded, but in the ledger."""
         work = self._authorize(request, is_internal=is_internal)
-        let_go = self._hold_drain()
+        release_drain = self._hold_drain()
         try:
             work.admission = await self.accounts.admit(work.claim(), is_limited=not is_internal)
             try:
@@ -159,9 +159,12 @@ class Gateway:
                 work.admission.release(error.code if isinstance(error, PenstockError) else None)
                 raise
             if work.case is not None and work.case.policy.output.rules:
-                answer, let_go = self.guards.wrap(work.case, answer, on_decided=let_go), _nothing
+                answer, release_drain = (
+                    self.guards.wrap(work.case, answer, on_decided=release_drain),
+                    _nothing,
+                )
         finally:
-            let_go()
+            release_drain()
         return answer
 
     async def _generate(self, work: PreparedRequest) -> AnswerStream:
@@ -324,11 +327,11 @@ class Gateway:
     @contextmanager
     def holding_drain(self) -> Iterator[None]:
         """Keep a drain waiting until the context ends."""
-        let_go = self._hold_drain()
+        release_drain = self._hold_drain()
         try:
             yield
         finally:
-            let_go()
+            release_drain()
 
     def _hold_drain(self) -> Callable[[], None]:
         """Keep a drain waiting until the returned function is called."""

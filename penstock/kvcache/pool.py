@@ -65,7 +65,7 @@ class BlockPool:
         self.events = EventLog(max_pending_hashes=2 * num_blocks + 1024)
         self.states = None if states is None else StatePool(self, states)
         self.windows: WindowPool | None = None  # window blocks that share the hashes of this pool's blocks
-        self._lodgers: WindowPool | None = None  # window blocks that take their memory from this pool
+        self._window_pool: WindowPool | None = None  # window blocks that take their memory from this pool
         if windows is not None:
             self._open_windows(windows)
         # Whether evicted blocks that are not retained go to host memory; set by the scheduler.
@@ -85,13 +85,13 @@ class BlockPool:
             memory = BlockPool(
                 layout.num_blocks, self.block_size, enable_prefix_caching=False, num_host_blocks=0
             )
-        self.windows = memory._lodgers = WindowPool(memory, layout.groups, self.block_size)
+        self.windows = memory._window_pool = WindowPool(memory, layout.groups, self.block_size)
 
     @property
     def num_available(self) -> int:
         """Return the number of blocks that `allocate` could hand out now."""
         num_available = self.num_blocks - len(self._blocks) + len(self._free) + len(self.cached)
-        return num_available if self._lodgers is None else num_available + self._lodgers.num_evictable
+        return num_available if self._window_pool is None else num_available + self._window_pool.num_evictable
 
     def next_use(self) -> int:
         """Count a release. Returns the count, by which blocks are ordered for eviction."""
@@ -302,8 +302,8 @@ class BlockPool:
             memory = self.windows.memory
             if isinstance(memory, BlockPool) and memory is not self:
                 memory.check_integrity(None if tables is None else (), windows)
-        if tables is not None and self._lodgers is not None:
-            tables = [*tables, *self._lodgers.holdings(windows)]
+        if tables is not None and self._window_pool is not None:
+            tables = [*tables, *self._window_pool.holdings(windows)]
         check_cache(self._blocks, self._free, self.index, tables)
         self.cached.check()
         self.pins.check()
@@ -322,11 +322,11 @@ class BlockPool:
 
     def _make_room(self) -> None:
         """Evict the block with the least value."""
-        lodgers = self._lodgers
-        if lodgers is not None and lodgers.num_evictable:
+        window_pool = self._window_pool
+        if window_pool is not None and window_pool.num_evictable:
             tail = self.cached.oldest_tail() if len(self.cached) else None
-            if lodgers.goes_first(None if tail is None else tail.last_use):
-                lodgers.evict()
+            if window_pool.is_evicted_before(None if tail is None else tail.last_use):
+                window_pool.evict()
                 return
         self._evict(self.cached.oldest_tail())
 

@@ -203,7 +203,7 @@ class WindowPool:
                 self._drop(block)
         self._pinned.clear()
 
-    def goes_first(self, last_use: int | None) -> bool:
+    def is_evicted_before(self, last_use: int | None) -> bool:
         """Say whether a window block is evicted before a pool block with this last use; None: there is no pool
         block."""
         if self._spent or not self._wanted or last_use is None:

@@ -31,7 +31,7 @@ _PACKINGS = {
 
 
 class HQQSource(QuantizedSource):
-    _has_told = False  # that weights are unpacked
+    _has_logged = False  # that weights are unpacked
 
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         stem = name.removesuffix(".weight")
@@ -59,8 +59,8 @@ class HQQSource(QuantizedSource):
             raise ModelLoadError(
                 f"{stem} has scales of shape {list(scales.shape)} for groups of shape {[height, width]}."
             )
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_logged:
+            self._has_logged = True
             logger.warning("HQQ weights with groups along axis 0 are unpacked to the compute type")
         return DenseWeight(((codes.float() - zeros) * scales).view(rows, columns))
 

@@ -145,7 +145,7 @@ class Float4Source(QuantizedSource):
 
 
 class BitsAndBytesSource(QuantizedSource):
-    _has_told = False  # that weights are unpacked
+    _has_logged = False  # that weights are unpacked
 
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         names = self.names()
@@ -167,8 +167,8 @@ class BitsAndBytesSource(QuantizedSource):
         return DenseWeight(weight.dequantize()) if group is None else weight.regrouped(group)
 
     def _four_bits(self, name: str, rows: int, columns: int, own: range) -> DenseWeight:
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_logged:
+            self._has_logged = True
             logger.warning("four-bit weights of bitsandbytes are unpacked to the compute type")
         states = sorted(each for each in self.names() if each.startswith(f"{name}.quant_state."))
         if not states:

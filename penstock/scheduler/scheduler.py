@@ -47,7 +47,7 @@ from penstock.scheduler.step_builder import StepBuilder, StepLoad, share_of_room
 
 _STEPS_BETWEEN_DECISIONS = 16  # between decisions whether evicted blocks are copied to host memory
 TOKENS_AFTER_LATE_MASK = 8  # tokens that are then planned only once the previous token is known
-MAX_TOLD_CHUNKS = 64  # chunks of a prompt that are reported to operators
+MAX_REPORTED_CHUNKS = 64  # chunks of a prompt that are reported to operators
 _NATURAL_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -276,7 +276,7 @@ class Scheduler(RequestLifecycle):
             room = self._images.reach(sequence, room, most, step)
         if room:
             step.add_prefill(sequence, room, begins=not sequence.has_row)
-            if sequence.first_planned_s is not None and len(sequence.prefill_chunks) < MAX_TOLD_CHUNKS:
+            if sequence.first_planned_s is not None and len(sequence.prefill_chunks) < MAX_REPORTED_CHUNKS:
                 chunk = now - sequence.first_planned_s, step.chunks[-1].num_tokens
                 sequence.prefill_chunks.append(chunk)
             self._publish(sequence, now)

@@ -123,7 +123,7 @@ class ApiWorkers:
         self._restarting = [asyncio.create_task(self._restart_when_dead(number)) for number in numbers]
         return True
 
-    def tell_of_members(self, members: tuple[Member, ...]) -> None:
+    def announce_members(self, members: tuple[Member, ...]) -> None:
         """Tell all workers, and workers that start later, which replicas exist now."""
         self._members = members
         self._tell_all(Members(members))

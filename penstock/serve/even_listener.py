@@ -104,7 +104,7 @@ class EvenListener:
             self._stop_for(PATIENCE_S)
             return
         if has_waited:
-            self._note_vain_wait(now)
+            self._note_failed_wait(now)
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -123,7 +123,7 @@ class EvenListener:
     def _holds_more(self) -> bool:
         return self._counts.own + len(self._starting) > self._counts.fewest + SLACK
 
-    def _note_vain_wait(self, now: float) -> None:
+    def _note_failed_wait(self, now: float) -> None:
         """Count a wait in which no other process took the connection, and the process with the fewest connections
         took no other one."""
         self._waited_until_s = -math.inf

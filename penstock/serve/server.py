@@ -186,7 +186,7 @@ async def _serve_by_workers(
         control = await stack.enter_async_context(open_control(config, replicas.supervisor, replicas.specs))
         workers = ApiWorkers(config, listener, control.socket, is_open=is_open)
         stack.push_async_callback(workers.stop)
-        replicas.supervisor.on_change.append(workers.tell_of_members)
+        replicas.supervisor.on_change.append(workers.announce_members)
         launched = await until(replicas.launch(control), stop)
         if launched is None:
             return

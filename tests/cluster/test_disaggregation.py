@@ -202,7 +202,7 @@ async def test_the_fleet_sends_long_prompts_by_way_of_the_prefill_replica_and_a_
     for each in long:
         ask(each)
     await until(lambda: all(len(answers.get(each.id, ())) >= 20 for each in long))
-    assert fleet.dispatcher.kv_sources.ways == {"here": 1, "prefill": 2}
+    assert fleet.dispatcher.kv_sources.chosen == {"here": 1, "prefill": 2}
 
     await kill(doomed)
     fleet.update([members[0], member(spare, "r2")])
@@ -213,11 +213,11 @@ async def test_the_fleet_sends_long_prompts_by_way_of_the_prefill_replica_and_a_
     # The two exchange their roles where they are: nothing is loaded, and the answers are the same.
     fleet.update([in_role(members[0], "decode"), in_role(member(spare, "r2"), "prefill")])
     again = msgspec.structs.replace(long[0], id="again", tenant="another")
-    num_before = fleet.dispatcher.kv_sources.ways["prefill"]
+    num_before = fleet.dispatcher.kv_sources.chosen["prefill"]
     ask(again)
     await until(lambda: "again" in ended)
     assert answers["again"] == expected[long[0].id]
-    assert fleet.dispatcher.kv_sources.ways["prefill"] == num_before + 1
+    assert fleet.dispatcher.kv_sources.chosen["prefill"] == num_before + 1
 
     # What a replica has cached is read at a speed that the receiver reports.
     cached = make_request("cached", 70)

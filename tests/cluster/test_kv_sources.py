@@ -101,7 +101,7 @@ async def test_long_prompts_go_by_way_of_prefill_replicas(rig: Rig) -> None:
     assert rig.ask(PROMPT[:100]) == ("d", None), "a short one stays"
     rig.cache("d", PROMPT[::-1])
     assert rig.ask(PROMPT[::-1]) == ("d", None), "and one that is cached there"
-    assert rig.fleet.dispatcher.kv_sources.ways == {"prefill": 1, "here": 2}
+    assert rig.fleet.dispatcher.kv_sources.chosen == {"prefill": 1, "here": 2}
 
 
 async def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_where_it_is_served(

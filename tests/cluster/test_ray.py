@@ -260,7 +260,7 @@ async def test_ranks_on_two_nodes_exchange_kv_and_use_an_adapter(cluster: Any, t
             await answered(fleet, f"moved {n}", 20, prompt, each) for n, each in enumerate((adapter, None))
         ]
         assert tokens == expected
-        assert fleet.dispatcher.kv_sources.ways["prefill"] == 2
+        assert fleet.dispatcher.kv_sources.chosen["prefill"] == 2
         await until(lambda: fleet.stats.kv_fetched_tokens == 2 * (700 // 16 * 16))
         assert fleet.stats.kv_fetches_failed == 0
     finally:

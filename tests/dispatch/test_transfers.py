@@ -14,7 +14,7 @@ from penstock.core.messages import EngineStats
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.dispatch import Action, DispatchConfig, Dispatcher, FleetStatus, ReplicaStatus, Send
-from penstock.dispatch.kv_sources import Options, TransferConfig, TransferSpeeds, Way, cheapest_way
+from penstock.dispatch.kv_sources import Options, SourceKind, TransferConfig, TransferSpeeds, cheapest_source
 from penstock.router import Replica, ReplicaState
 
 CONFIG = TransferConfig()
@@ -31,29 +31,33 @@ DECODE = replace(OPTIONS, is_for_decode=True, prefill_s=2.0)
 
 
 def test_a_long_prompt_is_computed_by_a_prefill_replica() -> None:
-    assert cheapest_way(DECODE, CONFIG) is Way.PREFILL
+    assert cheapest_source(DECODE, CONFIG) is SourceKind.PREFILL
 
 
 def test_short_and_mostly_cached_prompts_stay() -> None:
-    assert cheapest_way(replace(DECODE, num_tokens=200), CONFIG) is Way.HERE
-    assert cheapest_way(replace(DECODE, cached_here=1900), CONFIG) is Way.HERE
+    assert cheapest_source(replace(DECODE, num_tokens=200), CONFIG) is SourceKind.HERE
+    assert cheapest_source(replace(DECODE, cached_here=1900), CONFIG) is SourceKind.HERE
 
 
 def test_a_prefill_pool_that_is_too_busy_is_not_waited_for() -> None:
-    assert cheapest_way(replace(DECODE, prefill_s=20.0), CONFIG) is Way.HERE
+    assert cheapest_source(replace(DECODE, prefill_s=20.0), CONFIG) is SourceKind.HERE
 
 
 def test_a_replica_that_does_both_computes_what_nobody_has() -> None:
-    assert cheapest_way(replace(OPTIONS, prefill_s=0.1), CONFIG) is Way.HERE
+    assert cheapest_source(replace(OPTIONS, prefill_s=0.1), CONFIG) is SourceKind.HERE
 
 
 def test_what_another_replica_has_is_fetched_when_that_is_cheaper() -> None:
     there = replace(OPTIONS, cached_elsewhere=1600)
-    assert cheapest_way(there, CONFIG) is Way.FETCH
-    assert cheapest_way(replace(there, cached_here=1590), CONFIG) is Way.HERE, "ten tokens save nothing"
+    assert cheapest_source(there, CONFIG) is SourceKind.FETCH
+    assert cheapest_source(replace(there, cached_here=1590), CONFIG) is SourceKind.HERE, (
+        "ten tokens save nothing"
+    )
     fast = replace(there, token_here_s=10e-6)
-    assert cheapest_way(fast, CONFIG) is Way.HERE, "computing is quicker than moving"
-    assert cheapest_way(replace(fast, bytes_per_s=50e9), replace(CONFIG, latency_s=0.001)) is Way.FETCH
+    assert cheapest_source(fast, CONFIG) is SourceKind.HERE, "computing is quicker than moving"
+    assert (
+        cheapest_source(replace(fast, bytes_per_s=50e9), replace(CONFIG, latency_s=0.001)) is SourceKind.FETCH
+    )
 
 
 @given(
@@ -85,12 +89,12 @@ def test_no_way_is_taken_that_cannot_gain(
         prefill_s=prefill_s,
         is_for_decode=is_for_decode,
     )
-    way = cheapest_way(options, CONFIG)
-    if way is Way.PREFILL:
+    way = cheapest_source(options, CONFIG)
+    if way is SourceKind.PREFILL:
         assert is_for_decode
         assert prefill_s is not None
         assert options.num_tokens - options.cached_here >= CONFIG.min_prefill_tokens
-    elif way is Way.FETCH:
+    elif way is SourceKind.FETCH:
         num_fetched = options.cached_elsewhere - options.cached_here
         assert num_fetched * bytes_per_token / options.bytes_per_s < num_fetched * token_s
 
@@ -116,9 +120,10 @@ def test_a_slow_way_is_tried_again_after_a_while() -> None:
     speeds.heard("a", reads(1_000_000, 1.0), 0.0)
     there = replace(OPTIONS, cached_elsewhere=1600)
     ways = [
-        cheapest_way(replace(there, bytes_per_s=speeds.bytes_per_s("a", now)), CONFIG) for now in (0.0, 600.0)
+        cheapest_source(replace(there, bytes_per_s=speeds.bytes_per_s("a", now)), CONFIG)
+        for now in (0.0, 600.0)
     ]
-    assert ways == [Way.HERE, Way.FETCH]
+    assert ways == [SourceKind.HERE, SourceKind.FETCH]
 
 
 def test_a_replica_that_began_anew_and_one_that_is_gone_leave_nothing_behind() -> None:

@@ -71,7 +71,7 @@ class Server:
     async def resume(self, records: Sequence[ReleaseRecord], base_revisions: dict[str, str]) -> None:
         self.running = {record.id for record in records if not record.state.is_over}
 
-    async def let_go(self) -> None:
+    async def give_up(self) -> None:
         self.running.clear()
 
     def is_active(self, model: str) -> bool:

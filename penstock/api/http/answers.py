@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.api.http.context import answer_headers, note_limits_told, watch_of
+from penstock.api.http.context import answer_headers, note_limits_sent, watch_of
 from penstock.api.http.errors import is_anthropic
 from penstock.api.http.limit_headers import Headers, limit_headers
 from penstock.core.errors import PenstockError
@@ -125,8 +125,8 @@ async def answer_whole(
     return WholeAnswer(build(answer, deltas), answer.rate_limits, more_headers=answer_headers(answer))
 
 
-def _limits_told(scope: Scope, rate_limits: RateLimits) -> Headers:
-    note_limits_told(scope)
+def _sent_limits(scope: Scope, rate_limits: RateLimits) -> Headers:
+    note_limits_sent(scope)
     return limit_headers(rate_limits, is_anthropic=is_anthropic(scope))
 
 
@@ -144,7 +144,7 @@ class WholeAnswer:
         headers = [
             (b"content-length", b"%d" % len(self._body)),
             (b"content-type", b"application/json"),
-            *_limits_told(scope, self._rate_limits),
+            *_sent_limits(scope, self._rate_limits),
             *self._more_headers,
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -250,7 +250,7 @@ class EventStream:
         self._has_started = True
         headers = [*self.stream_headers]
         if self._answer is not None:
-            headers += _limits_told(self._scope, self._answer.rate_limits)
+            headers += _sent_limits(self._scope, self._answer.rate_limits)
             headers += answer_headers(self._answer)
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 

@@ -19,7 +19,7 @@ from starlette.websockets import WebSocket
 from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.context import (
     ON_DEPARTURE,
-    are_limits_told,
+    are_limits_sent,
     note_deployment,
     set_principal,
     set_request_id,
@@ -30,7 +30,7 @@ from penstock.api.http.errors import (
     internal_error_response_for,
     is_anthropic,
 )
-from penstock.api.http.limit_headers import Headers, limit_headers, tells_limits
+from penstock.api.http.limit_headers import Headers, has_limit_headers, limit_headers
 from penstock.api.http.request_counts import RequestCounts
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.identity import Principal
@@ -48,7 +48,7 @@ class Application(Starlette):
 
     def build_middleware_stack(self) -> ASGIApp:
         app: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)
-        app = ShortWay(app, self.routes)
+        app = FastPath(app, self.routes)
         for layer, arguments, options in reversed(self.user_middleware):
             app = layer(app, *arguments, **options)
         return app
@@ -65,7 +65,7 @@ async def answer_unknown_path(scope: Scope, receive: Receive, send: Send) -> Non
         await send({"type": "websocket.close", "code": 1008, "reason": error.message})
 
 
-class ShortWay:
+class FastPath:
     """Calls the endpoint of a POST to a fixed path, such as every request for tokens, directly: the router would try
     one pattern after the other, and the layers around it cost as much again. The rest goes on to `app`."""
 
@@ -205,7 +205,7 @@ class RequestIds:
                 if self._counts is not None:
                     self._counts.count(scope, message["status"])
                 headers = [*message.get("headers", ()), (header_name, request_id.encode())]
-                if self._limits is not None and not (are_limits_told(scope) or tells_limits(headers)):
+                if self._limits is not None and not (are_limits_sent(scope) or has_limit_headers(headers)):
                     headers += await self._limits.headers(scope)
                 message["headers"] = headers
             await send(message)

@@ -74,13 +74,13 @@ def deployment_of(connection: HTTPConnection) -> str | None:
     return deployment
 
 
-def note_limits_told(scope: Scope) -> None:
+def note_limits_sent(scope: Scope) -> None:
     """Record that the answer has its caller's rate-limit headers."""
-    scope.setdefault("state", {})["limits_told"] = True
+    scope.setdefault("state", {})["limits_sent"] = True
 
 
-def are_limits_told(scope: Scope) -> bool:
-    return scope["state"].get("limits_told", False) is True
+def are_limits_sent(scope: Scope) -> bool:
+    return scope["state"].get("limits_sent", False) is True
 
 
 def request_id_of(connection: HTTPConnection) -> str:

@@ -25,7 +25,7 @@ def limit_headers(rate_limits: RateLimits, *, is_anthropic: bool) -> Headers:
     return _anthropic_headers(rate_limits, time.time()) if is_anthropic else _openai_headers(rate_limits)
 
 
-def tells_limits(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+def has_limit_headers(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Say whether an answer already has rate limit headers."""
     return any(name.startswith(_LIMIT_HEADERS) for name, _ in headers)
 

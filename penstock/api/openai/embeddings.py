@@ -169,7 +169,7 @@ class EmbeddingEndpoints:
                 request_id=request_id_of(request),
                 user=wire.user,
                 timeout_s=timeout_s_of(request),
-                may_be_elsewhere=True,
+                allows_external=True,
             )
         )
         answer = await run_job(job, request)

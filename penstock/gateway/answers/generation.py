@@ -101,7 +101,7 @@ class Generation(MeteredAnswer[Choice]):
         self._context.metrics.observe_engines(self._context.engine)
         if event.prompt_logprobs is not None and choice.prompt_scores is not None:
             choice.prompt_scores.add(event.prompt_logprobs)
-            self._tell_of_prompt(choice)
+            self._show_prompt_scores(choice)
             return False
         if event.num_cached_tokens is not None:
             choice.num_cached_tokens = event.num_cached_tokens
@@ -119,9 +119,9 @@ class Generation(MeteredAnswer[Choice]):
         scores = choice.prompt_scores
         if scores is not None and not scores.is_over and choice.index % self._n == 0:
             scores.is_over = True
-            self._tell_of_prompt(choice)
+            self._show_prompt_scores(choice)
 
-    def _tell_of_prompt(self, leader: Choice) -> None:
+    def _show_prompt_scores(self, leader: Choice) -> None:
         """Show the answers to a prompt, whose scores are complete."""
         for choice in self._choices[leader.index : leader.index + self._n]:
             if choice.has_news:

@@ -74,7 +74,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     timeout_s: float | None = None
     is_internal: bool = False  # the gateway's own, for an admitted request: not limited, but in the ledger
-    may_be_elsewhere: bool = False  # whether vectors of an external server are acceptable
+    allows_external: bool = False  # whether vectors of an external server are acceptable
 
 
 class _Text(msgspec.Struct):
@@ -127,7 +127,7 @@ class Embeddings:
         """Open a job. Every refusal is raised here. The job must be run or cancelled."""
         gateway = self._gateway
         gateway.check_accepting(is_admitted=request.is_internal)
-        if request.may_be_elsewhere:
+        if request.allows_external:
             elsewhere = gateway.catalogue.answering(request.model, request.principal)
             if isinstance(elsewhere, ExternalModel):
                 return await self._open_elsewhere(request, elsewhere)
@@ -215,12 +215,12 @@ class Embeddings:
         workspace_id = request.principal.workspace_id
         texts: list[_Text] = []
         num_pair_tokens = 0
-        async for _, given in _unhurried(request.inputs):
+        async for _, given in _in_turns(request.inputs):
             key = cache_key(workspace_id, generation, pooling, request.normalizes, given, request.reading)
             texts.append(_Text(key, self._cache.get(key) if request.uses_cache else None))
         if request.uses_cache:
             await self._ask_shared(request, model, pooling, texts)
-        async for index, given in _unhurried(request.inputs):
+        async for index, given in _in_turns(request.inputs):
             text = texts[index]
             if text.known is None:
                 label = request.labels[index] if request.labels else f"input[{index}]"
@@ -343,7 +343,7 @@ class EmbeddingJob:
         self._account.settle(outcome)
 
 
-async def _unhurried(inputs: Sequence[Input]) -> AsyncIterator[tuple[int, Input]]:
+async def _in_turns(inputs: Sequence[Input]) -> AsyncIterator[tuple[int, Input]]:
     """Yield all inputs, with pauses for others: many short texts are as much work as a long one."""
     num_waiting_characters = 0
     for index, given in enumerate(inputs):

@@ -81,7 +81,7 @@ class EngineUse(msgspec.Struct, array_like=True):
         means = (self.running / looks, self.waiting / looks, self.kv_usage / looks)
         return EngineUse(1, *means, self.cache_queries, self.cache_hits)
 
-    def beside(self, other: EngineUse) -> EngineUse:
+    def merged_with(self, other: EngineUse) -> EngineUse:
         """One look at two sets of engines. The fuller KV cache counts."""
         return EngineUse(
             1,
@@ -132,7 +132,7 @@ def side_by_side(samples: Sequence[Sample]) -> Sample:
         for model, use in sample.engines.items():
             mean = use.mean()
             known = engines.get(model)
-            engines[model] = mean if known is None else known.beside(mean)
+            engines[model] = mean if known is None else known.merged_with(mean)
     return _joined(samples, engines)
 
 
