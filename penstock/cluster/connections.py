@@ -4,6 +4,7 @@ and statistics. Decides nothing and sends no request."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +15,13 @@ import zmq
 
 from penstock.cluster.replica import Connector, Member, ReplicaClient
 from penstock.cluster.transport import KeyPair, ZmqEngineClient
+from penstock.cluster.vocabularies import are_alike
 from penstock.core.messages import DrafterStats, EngineReady, EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.dispatch import FleetStatus, ReplicaStatus
 from penstock.router import ReplicaState
+
+logger = logging.getLogger(__name__)
 
 _LOST = (ReplicaState.UNHEALTHY, ReplicaState.GONE)
 # Figures of the latest step: the slowest replica's counts. All other figures but fragmentation are added up, and
@@ -56,6 +60,25 @@ _COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in 
 class Connection:
     member: Member
     client: ReplicaClient
+    _compared: tuple[EngineReady, EngineReady] | None = None  # with the description of the model, and
+    _is_alike: bool = True  # whether both have one vocabulary
+
+    def understands(self, model: EngineReady) -> bool:
+        """Say whether the replica is ready, and takes token ids for what a gateway that follows `model` means."""
+        ready = self.client.ready
+        if ready is None:
+            return False
+        if self._compared is None or self._compared[0] is not ready or self._compared[1] is not model:
+            self._compared = ready, model
+            self._is_alike = are_alike(ready.model.tokenizer_json, model.model.tokenizer_json)
+            if not self._is_alike:
+                logger.warning(
+                    "the replica %s gets no requests: its tokenizer is not that of the other replicas of %s; serve "
+                    "it under a name of its own",
+                    self.member.id,
+                    self.member.spec.model,
+                )
+        return self._is_alike
 
     @property
     def is_serving(self) -> bool:
@@ -163,11 +186,12 @@ class Connections:
     def _status_of(self, member: Member) -> ReplicaStatus:
         connection = self.by_id.get(member.id)
         ready = None if connection is None else connection.client.ready
+        model = self.models.get(member.spec.model)
         return ReplicaStatus(
             replica=member.replica,
             model=member.spec.model,
             role=member.role,
-            is_connected=ready is not None,
+            is_connected=connection is not None and model is not None and connection.understands(model),
             kv_endpoint="" if ready is None else ready.kv_endpoint,
             kv_bytes_per_token=0 if ready is None else ready.kv_bytes_per_token,
         )

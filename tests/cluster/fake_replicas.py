@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import EngineUnavailable, PenstockError
-from penstock.core.messages import EngineReady, EngineStats, KVEvent
+from penstock.core.messages import EngineReady, EngineStats, KVEvent, ModelCard
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.router import Replica, ReplicaState
@@ -72,7 +72,11 @@ class FakeReplica:
         self.is_closed = False
 
     def start(self) -> None:
-        self.ready = engine_ready(model_card(name=MODEL))
+        self.describe(model_card(name=MODEL))
+
+    def describe(self, card: ModelCard) -> None:
+        """Become ready with a model."""
+        self.ready = engine_ready(card)
         self._on_ready()
 
     def add(

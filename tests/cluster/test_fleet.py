@@ -18,6 +18,7 @@ from penstock.dispatch.requests import RetryConfig
 from penstock.router import ReplicaState, hash_tokens
 from tests.cluster.engines import Inbox, send, until
 from tests.cluster.fake_replicas import MODEL, FakeReplicas, make_request, member, token_at
+from tests.gateway.fake_engine import byte_tokenizer, model_card
 
 
 class Harness:
@@ -259,6 +260,30 @@ async def test_an_abort_of_one_that_pauses_before_its_next_attempt() -> None:
     # The pause of "b" began after the pause of "a", so both are over.
     assert [list(fake.requests) for fake in harness.fakes.by_id.values() if fake.requests] == [["b"]]
     assert not inbox.is_over
+
+
+async def test_a_replica_with_another_tokenizer_gets_no_requests(caplog: pytest.LogCaptureFixture) -> None:
+    harness = Harness("one")
+    fakes = harness.fakes
+    harness.tell(two=ReplicaState.READY)
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["another"])
+    fakes["two"].describe(model_card(name=MODEL, tokenizer=tokenizer))
+    for number in range(8):
+        harness.send(f"r{number}")
+    assert not fakes["two"].requests
+    assert "tokenizer is not that of the other replicas" in caplog.text
+    same = byte_tokenizer().to_str(pretty=True).encode()
+    assert same != model_card().tokenizer_json
+    fakes["two"].describe(model_card(name=MODEL, tokenizer_json=same))
+    harness.tell(one=ReplicaState.DRAINING)
+    harness.send("s")
+    assert fakes.holder_of("s") == "two"
+    fakes["two"].describe(model_card(name=MODEL, tokenizer=tokenizer))
+    harness.tell(one=None)
+    harness.send("last")
+    assert fakes.holder_of("last") == "two", "the gateway follows the tokenizer of those that are left"
+    harness.fleet.close()
 
 
 async def test_draining_replicas_keep_what_they_have_and_get_nothing_new(harness: Harness) -> None:
