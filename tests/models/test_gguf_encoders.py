@@ -32,11 +32,13 @@ ARCHITECTURES = {
     "nomic": gguf.MODEL_ARCH.NOMIC_BERT,
     "xlm-roberta": gguf.MODEL_ARCH.BERT,
     "modernbert": gguf.MODEL_ARCH.MODERN_BERT,
+    "eurobert": gguf.MODEL_ARCH.EUROBERT,
 }
 TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"▁{number}" for number in range(116))]
 
 
 TYPES = [3] * 4 + [1] * 116
+BYTE_LEVEL = [*TOKENS[:-3], "a", "b", "ab"]
 VOCABULARIES = {
     "xlm-roberta": Vocabulary(
         "t5",
@@ -46,7 +48,8 @@ VOCABULARIES = {
         merges=None,
         scores=[0.0] * 4 + [-float(number) for number in range(116)],
     ),
-    "modernbert": Vocabulary("gpt2", "modern-bert", [*TOKENS[:-3], "a", "b", "ab"], TYPES, merges=["a b"]),
+    "modernbert": Vocabulary("gpt2", "modern-bert", BYTE_LEVEL, TYPES, merges=["a b"]),
+    "eurobert": Vocabulary("gpt2", "llama-bpe", BYTE_LEVEL, TYPES, merges=["a b"]),
 }
 
 
@@ -59,7 +62,12 @@ def write_gguf_encoder(path: Path, family: str, model: Any, kind: GGMLQuantizati
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_eps(config.norm_eps if family == "modernbert" else config.layer_norm_eps)
+    if family == "eurobert":
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    else:
+        writer.add_layer_norm_eps(config.norm_eps if family == "modernbert" else config.layer_norm_eps)
     writer.add_causal_attention(False)
     writer.add_pooling_type(gguf.PoolingType.CLS)
     if family == "nomic":
@@ -154,6 +162,7 @@ def test_embedding_gemma_with_the_layers_behind_its_pooling(tmp_path: Path) -> N
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
     writer.add_sliding_window(16)  # as the makers write it: half of it lies before a token
@@ -166,9 +175,10 @@ def test_embedding_gemma_with_the_layers_behind_its_pooling(tmp_path: Path) -> N
         stored_name = names.get_name(f"model.{name}", (".weight",))
         assert stored_name is not None, name
         writer.add_tensor(stored_name, values.astype(np.float32))
-    dense = [torch.randn(96, config.hidden_size), torch.randn(40, 96)]
-    for number, weight in zip((2, 3), dense, strict=True):
-        writer.add_tensor(f"dense_{number}.weight", weight.numpy())
+    dense = [torch.randn(96, config.hidden_size), torch.randn(config.hidden_size, 96)]
+    for name, weight in zip(("dense_2", "dense_3"), dense, strict=True):
+        writer.add_dense_features_dims(name, weight.shape[1], weight.shape[0])
+        writer.add_tensor(f"{name}.weight", weight.numpy())
     finish(writer, path)
     assert is_encoder(path)
     (vector,) = embed(path, [LONG])

@@ -1,4 +1,4 @@
-"""Reads encoders from GGUF files: BERT, NomicBERT, ModernBERT and EmbeddingGemma."""
+"""Reads encoders from GGUF files: BERT, NomicBERT, ModernBERT, EuroBERT and EmbeddingGemma."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from penstock.models.config import Fields
 from penstock.models.encoders.base import Encoder
 from penstock.models.encoders.bert import Bert
 from penstock.models.encoders.embedding_gemma import EmbeddingGemma
+from penstock.models.encoders.eurobert import EuroBert
 from penstock.models.encoders.modernbert import ModernBert
 from penstock.models.encoders.nomic_bert import NomicBert
 from penstock.models.gguf_config import gguf_windows, metadata_fields
@@ -70,6 +71,16 @@ def _modernbert_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
     }
 
 
+def _eurobert_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
+    heads = fields.integer("attention.head_count")
+    return {
+        "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
+        "max_position_embeddings": fields.integer("context_length"),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.number("rope.freq_base", 10_000.0),
+    }
+
+
 def _gemma_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
     """Read the settings of EmbeddingGemma. Every sixth layer sees the whole text, where files do not say."""
     num_layers = fields.integer("block_count")
@@ -89,6 +100,16 @@ def _gemma_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
     }
 
 
+# Names of layers that are those of decoders.
+_DECODER_LAYERS = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "blk": "layers",
+    "attn_norm": "input_layernorm",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    "attn_output": "self_attn.o_proj",
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
+}
 _KNOWN = {
     "bert": GGUFEncoder(
         Bert,
@@ -139,20 +160,17 @@ _KNOWN = {
         },
         _modernbert_settings,
     ),
+    "eurobert": GGUFEncoder(
+        EuroBert, {**_DECODER_LAYERS, "ffn_norm": "post_attention_layernorm"}, _eurobert_settings
+    ),
     "gemma-embedding": GGUFEncoder(
         EmbeddingGemma,
         {
-            "token_embd": "embed_tokens",
-            "output_norm": "norm",
-            "blk": "layers",
-            "attn_norm": "input_layernorm",
-            **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
-            "attn_output": "self_attn.o_proj",
+            **_DECODER_LAYERS,
             "attn_q_norm": "self_attn.q_norm",
             "attn_k_norm": "self_attn.k_norm",
             "post_attention_norm": "post_attention_layernorm",
             "ffn_norm": "pre_feedforward_layernorm",
-            **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
             "post_ffw_norm": "post_feedforward_layernorm",
         },
         _gemma_settings,
