@@ -174,9 +174,8 @@ def write_model(
             stored_name = names.get_name(name.removeprefix("transformer."), suffixes)
         if ".router." in name:
             stored_name = f"blk.{name.split('.')[2]}.ffn_gate_inp.{name.split('.')[-1]}"
-        if (
-            values.ndim == 1 or "_norm." in name or stored.shape[-1] % 32
-        ):  # of states, some tensors are narrow
+        is_narrow = stored.shape[-1] % 32 != 0  # of states, some tensors are
+        if values.ndim == 1 or "_norm." in stored_name or is_narrow:
             writer.add_tensor(stored_name, stored)
             continue
         packed = gguf.quants.quantize(np.ascontiguousarray(stored), kind)

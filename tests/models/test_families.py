@@ -38,7 +38,7 @@ LENGTH = 48  # the cache of `small` is too small for two answers that long
 TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}
 # Of the second, files cannot say that norms come before gates. Those of the third name Granite 3.
 UNREAD = ("falcon-alibi", "falcon_h1-norm", "granite-attention")
-QUANTIZED_MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+QUANTIZED_MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoehybrid")
 
 
 @pytest.fixture(scope="module", params=TINY)
