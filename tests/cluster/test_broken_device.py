@@ -63,7 +63,7 @@ async def test_requests_survive_it(
         first = [await supervisor.launch(echo_spec()) for _ in range(num_replicas)]
         await fleet.wait_ready()
         inboxes = [
-            send(fleet, make_request(f"{n}", b"xyz", max_tokens=8_000), timeout_s=30.0) for n in range(3)
+            send(fleet, make_request(f"{n}", b"xyz", max_tokens=8_000), timeout_s=240.0) for n in range(3)
         ]
         for inbox in inboxes:
             await inbox.until(lambda inbox: len(inbox.tokens) > 10)
