@@ -19,8 +19,8 @@ HOST_RECORD = "penstock host record"  # what a signature is for
 
 @dataclass(frozen=True, slots=True)
 class JoinTokens:
-    """The secrets that the machines of a fleet share. The first token signs; each of them is accepted, so that a new
-    token can be rolled out before the old one is taken away."""
+    """The secrets that the machines of a fleet share. The first token signs; each of them is accepted. A new token is
+    rolled out behind the old one, then in front of it, and then alone."""
 
     tokens: tuple[str, ...] = field(repr=False)
 

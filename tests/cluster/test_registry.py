@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -171,6 +172,15 @@ def test_two_tokens_are_accepted_while_tokens_are_changed() -> None:
     assert both.verified(TOKENS.sign(b"x")) == both.verified(OTHERS.sign(b"x")) == b"x"
     assert TOKENS.verified(both.sign(b"x")) is None
     assert set(both.accepted_clients()) == {TOKENS.client_keys().public, OTHERS.client_keys().public}
+
+
+def test_machines_accept_each_other_in_every_step_of_a_change_of_tokens() -> None:
+    old, new = TOKENS.tokens, OTHERS.tokens
+    steps = [JoinTokens(tokens) for tokens in (old, old + new, new + old, new)]
+    for before, after in itertools.pairwise(steps):
+        for one, other in ((before, after), (after, before)):
+            assert other.verified(one.sign(b"x")) == b"x"
+            assert one.client_keys().public in other.accepted_clients()
 
 
 @pytest.mark.parametrize("text", ["", "short", "a token that is long enough,short"])
