@@ -184,7 +184,7 @@ class FileStore:
         try:
             await asyncio.to_thread(self.blobs.remove, file_id)
         except StoreUnavailable:
-            logger.warning("the bytes of the deleted file %s stay in the object store", file_id)
+            logger.warning("the bytes of the deleted file %s stay in their place", file_id)
 
     async def remove_expired(self) -> int:
         """Remove expired files, which are invisible already, and return how many there were."""

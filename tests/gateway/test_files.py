@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.core.errors import InvalidRequest, NotFound, RequestTooLarge
+from penstock.core.errors import InvalidRequest, NotFound, RequestTooLarge, StoreUnavailable
+from penstock.gateway.blobs import folder
 from penstock.gateway.blobs.folder import FileFolder
 from penstock.gateway.files import FilesConfig, FileStore, StoredFile
 from penstock.gateway.store.database import Database
@@ -174,3 +179,32 @@ async def test_ids_cannot_leave_the_folder(store: FileStore, file_id: str) -> No
         store.blobs.path(file_id)
     with pytest.raises(NotFound):
         await store.get("w1", file_id)
+
+
+class FullDisk(io.FileIO):
+    def write(self, _: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def test_a_full_disk_is_an_outage_and_leaves_nothing(
+    store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await keep(store)
+
+    def open_on_full_disk(path: Path, mode: str, opener: Any) -> io.BufferedWriter:
+        return io.BufferedWriter(FullDisk(path, mode, opener=opener))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "open", open_on_full_disk, raising=False)
+        for num_bytes in (1, io.DEFAULT_BUFFER_SIZE + 1):  # found out at the end, or at once
+            with pytest.raises(StoreUnavailable), store.blobs.writing("blob") as file:
+                file.write(bytes(num_bytes))
+        upload = await store.upload("w1")
+        await upload.write(bytes(4000))
+        with pytest.raises(StoreUnavailable):
+            await store.create(upload, filename="a", purpose="batch")
+        await upload.abandon()
+    assert len(list((tmp_path / "files").iterdir())) == 1
+    assert [record.levelname for record in caplog.records] == ["ERROR"], "one line for one outage"
+    assert await store.reserve("w1", "another", 11_000, ahead=0), "the room is free again"
+    await keep(store)

@@ -146,8 +146,7 @@ class MessageBatchEndpoints:
             counts=Counts(lines=len(wire.requests)),
         )
         await asyncio.to_thread(_write_input, self._work.files.blobs, batch, wire.requests)
-        await self._work.batches.create(batch)
-        self._work.runner.wake()
+        await self._work.add(batch)
         return json_response(_message_batch(request, batch))
 
     async def list_batches(self, request: Request) -> Response:

@@ -228,8 +228,7 @@ class OpenAIBatchEndpoints:
             ),
         )
         await asyncio.to_thread(self._work.files.blobs.copy, file.id, batch.input_id)
-        await self._work.batches.create(batch)
-        self._work.runner.wake()
+        await self._work.add(batch)
         return json_response(_wire_batch(batch))
 
     async def list_batches(self, request: Request) -> Response:

@@ -200,3 +200,12 @@ class StoredWork:
         self.files = FileStore(database, blobs, files)
         self.batches = BatchStore(database)
         self.runner = BatchRunner(self.batches, self.files, batches)
+
+    async def add(self, batch: Batch) -> None:
+        """Run a batch whose lines are stored. The lines of a batch that cannot be recorded are removed."""
+        try:
+            await self.batches.create(batch)
+        except Exception:
+            await self.files.remove_bytes(batch.input_id)
+            raise
+        self.runner.wake()

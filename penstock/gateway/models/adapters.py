@@ -152,7 +152,11 @@ async def register(name: str, folder: str, base_model: str | None = None) -> Reg
     hint = "Give a folder as PEFT writes it."
     try:
         path = Path(folder).expanduser().resolve()
-    except (ValueError, RuntimeError, OSError) as error:  # a NUL, the home of an unknown user, a loop of links
+    except (
+        ValueError,
+        RuntimeError,
+        OSError,
+    ) as error:  # a NUL, the home of an unknown user, a loop of links
         raise InvalidRequest(
             f"{folder[:200]!r} is no path on this server.", hint=hint, param="lora_path"
         ) from error

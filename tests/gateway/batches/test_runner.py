@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection
+from sqlalchemy.exc import IntegrityError
 
 from penstock.core.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound, QuotaExceeded
 from penstock.core.errors import RateLimited as TooFast
 from penstock.gateway.batches.batch import BatchLine, BatchStatus
 from penstock.gateway.batches.lines import MAX_BLANK_LINES
 from penstock.gateway.batches.run import Backoff, BatchRun
+from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.store import tables
 from penstock.gateway.store.database import Database
 from tests.gateway.batches.scripted import ScriptedDialect, Server, Wall
@@ -353,6 +355,14 @@ async def test_a_pause_records_what_is_in_flight_and_leaves_the_rest(tmp_path: P
     assert [line[0] for line in second.output(batch)] == list(range(1, 21))
     assert not first.dialect.asked & second.dialect.asked
     await second.runner.stop()
+
+
+async def test_the_lines_of_a_batch_that_cannot_be_recorded_are_removed(server: Server) -> None:
+    batch = await server.hand_in(["a"])
+    work = StoredWork(server.database, server.files.blobs)
+    with pytest.raises(IntegrityError):
+        await work.add(batch)  # a second time
+    assert not server.files.blobs.exists(batch.input_id)
 
 
 async def test_only_the_holder_of_the_lease_runs(tmp_path: Path) -> None:
