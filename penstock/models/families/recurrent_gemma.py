@@ -183,7 +183,7 @@ def _load_recurrence(load: LayerLoader) -> GatedRecurrence:
     count, width = settings.num_heads, settings.head_dim
     if count < shard.tensor_size:
         raise ModelLoadError(
-            f"The {count} heads of the recurrence cannot be shared out over {shard.tensor_size} ranks.",
+            f"The {count} heads of the recurrence cannot be sharded over {shard.tensor_size} ranks.",
             hint="Lower --tensor-parallel-size.",
         )
     heads = balanced(count, shard.tensor_size)[shard.tensor_rank]
