@@ -1,7 +1,7 @@
 """Loads the LoRA adapters of an engine, and runs the model with them.
 
-At most `max_loras` adapters are loaded. An adapter that no live request uses makes room for another, the longest
-unused first. `AdapterQueue` holds the requests that wait for their adapter, before the scheduler: a thread reads an
+At most `max_loras` adapters are loaded. The least recently used adapter without a live request is dropped for
+another. `AdapterQueue` holds the requests that wait for their adapter, before the scheduler: a thread reads an
 adapter from disk while steps continue, and the engine's loop packs its weights, which is short work. A request that
 waits can be aborted and has its deadline, like any other.
 """
@@ -40,7 +40,8 @@ RETRY_AFTER_S = 5.0  # when requests with other adapters may have ended
 
 
 class LoRAModel:
-    """A model and the adapters that are loaded for it, by digest. Costs nothing until a step has adapters in it."""
+    """A model and the adapters that are loaded for it, by digest. Without adapters in a step, the model runs as it
+    is."""
 
     def __init__(
         self,
@@ -51,8 +52,8 @@ class LoRAModel:
         around: Callable[[Ops], Ops] = lambda ops: ops,
         elsewhere: Shapes | None = None,
     ) -> None:
-        """`ops` compute the products of this rank alone; `around` connects them with those of other ranks. Other
-        stages have the matrices `elsewhere`."""
+        """`ops` compute the products of this rank alone; `around` wraps them for several ranks. `elsewhere` are the
+        matrices of other pipeline stages."""
         self._elsewhere = elsewhere
         self.max_rank = limits.max_lora_rank
         self.on_load: Callable[[Adapter], None] = _ignore  # called when an adapter was loaded ...
@@ -89,7 +90,7 @@ class LoRAModel:
 
     def read(self, adapter: Adapter) -> Any:
         """Read an adapter from disk, on any thread. Raises InvalidRequest for an adapter that cannot be used, or
-        whose files have changed since it was named: its KV would be mistaken for the KV of the former weights."""
+        whose files have changed since it was registered: cached KV of the old weights would be reused."""
         folder = Path(adapter.path)
         weights = read_lora(folder, self.products, self.max_rank, self._elsewhere)
         if adapter_digest(folder) != adapter.digest:
@@ -179,7 +180,7 @@ Weights = TypeVar("Weights")
 
 _ALL_IN_USE = "Too many requests wait for LoRA adapters that are not loaded."
 _IDLE_WAIT_S = 0.002  # for an adapter, when the engine has nothing else to do
-MAX_READ_AHEAD = 2  # adapters that are in memory twice, or wait there for a slot
+MAX_READ_AHEAD = 2  # adapters that are read into memory before a slot is free
 
 
 class LoadedAdapters(Protocol[Weights]):

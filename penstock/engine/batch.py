@@ -77,7 +77,7 @@ class HostStep:
     in_flight_at: Int64Array  # positions in T whose token an earlier step is still sampling ...
     in_flight_rows: Int64Array  # ... for these rows
     drafts_at: Int64Array  # positions in T of drafts that only the device knows ...
-    drafts_from: Int64Array  # ... and their places in `BatchRows.draft_tokens`
+    drafts_from: Int64Array  # ... and their indices in `BatchRows.draft_tokens`
     samples: Samples
     max_query_len: int
     max_context_len: int
@@ -125,7 +125,7 @@ class BatchRows:
         return len(self.last_tokens) + len(self.draft_tokens)
 
     def keep_tokens_in(self, place: Tensor) -> None:
-        """Keep the newest tokens, and after them the drafts, in this tensor from now on: int32 [num_device_tokens]
+        """Store the newest tokens, and after them the drafts, in this tensor from now on: int32 [num_device_tokens]
         on the device."""
         self.last_tokens, self.draft_tokens = place[: self.max_rows], place[self.max_rows :]
 
@@ -193,7 +193,7 @@ class BatchRows:
         return self._state_slots[rows]
 
     def build(self, chunks: Sequence[Chunk], pooled: Collection[str] = ()) -> HostStep:
-        """Lay chunks (whose rows and blocks are up to date) end to end. `pooled` are requests that never sample."""
+        """Concatenate chunks, whose rows and blocks must be up to date. `pooled` are requests that never sample."""
         count = len(chunks)
         rows = np.fromiter((self._row_of[c.request_id] for c in chunks), dtype=np.int64, count=count)
         starts = np.fromiter((c.start for c in chunks), dtype=np.int64, count=count)
@@ -352,14 +352,14 @@ def _samples(
     return Samples(request_ids, request_rows, at, np.repeat(request_rows, counts), offsets, drafts)
 
 
-# Fewer tokens hardly need less memory.
+# Smaller pieces would need hardly less memory.
 SMALLEST_PIECE_TOKENS = 16
 
 
 def halves(chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Sequence[Chunk]] | None:
     """Cut a step that lacks memory for its activations in two, to be computed in this order; None when its one chunk
-    is too small to be cut. Drafts are cut off a small chunk, since its request can do without them. Rows and blocks
-    must be up to date before: the parts do not mention them. Together the parts sample at the same positions."""
+    is too small to be cut. Drafts are cut off a small chunk, since they are optional. Rows and blocks must be up to
+    date, because the parts do not contain them. Together the parts sample at the same positions."""
     if len(chunks) > 1:
         middle = len(chunks) // 2
         return chunks[:middle], chunks[middle:]

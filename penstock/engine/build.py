@@ -1,6 +1,6 @@
 """Builds an engine from its configuration: loads the model and connects the parts.
 
-Torch takes seconds to import, and an echo engine has no use for it: modules that need torch are imported late.
+Torch takes seconds to import, and an echo engine does not need it, so modules that need torch are imported late.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _disk_cache(
     recorder: PlanRecorder | None,
     clock: Clock,
 ) -> Collaborator | None:
-    """Open the files of KV blocks. Where that is impossible, the engine continues without, and says so."""
+    """Open the files of KV blocks. If that fails, the engine logs a warning and continues without them."""
     if config.cache.kv_disk_cache is None:
         return None
     reason = ""

@@ -1,4 +1,4 @@
-"""Divides memory between the KV cache, the states of layers and host memory, and allocates the shares."""
+"""Divides memory between the KV cache, the states of layers and host memory, and allocates it."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _allocate_kv(
     num_bytes = num_blocks * kv_block_bytes(config, model, ops, layout)
     try:
         if ops.device.type == "cpu" and num_bytes > physical_memory_bytes():
-            raise MemoryError  # Linux would promise the memory, and kill the process when it is used
+            raise MemoryError  # Linux would grant the allocation, and kill the process when the memory is used
         return allocate_kv(model, ops, num_blocks, block_size, layout)
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
         raise ConfigError(

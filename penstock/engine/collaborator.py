@@ -3,7 +3,7 @@
 The collaborators of an engine are KV transfers between engines, LoRA adapters, grammars, the plan log and the watch
 over parallel ranks. The loop calls each of them at the same points, and does not know which of them there are.
 
-A collaborator may keep a waiting list before the scheduler: a request waits there until its KV has come, its
+A collaborator may keep a waiting list before the scheduler: a request waits there until its KV has arrived, its
 adapter is loaded or its grammar is compiled. Requests pass the collaborators in the loop's order.
 """
 
@@ -32,7 +32,7 @@ NO_GRAMMARS = "This engine cannot constrain answers: it has no tokenizer that gr
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request on its way to the scheduler, with what collaborators have found or made for it."""
+    """A request on its way to the scheduler, with the results of collaborators for it."""
 
     request: Request
     kv_source: KVSource | None = None
@@ -54,7 +54,7 @@ class Collaborator:
         return False
 
     def enter(self, arrival: Arrival, now: float) -> None:
-        """Put a request on the waiting list. Raises InvalidRequest or Overloaded, and then leaves no trace."""
+        """Put a request on the waiting list. Raises InvalidRequest or Overloaded; the request is then forgotten."""
 
     def ready(self, now: float, *, is_idle: bool) -> Iterable[tuple[Arrival, PenstockError | None]]:
         """Take the requests off the waiting list that can continue, or must end with an error. `is_idle`: the engine

@@ -67,8 +67,8 @@ def choose_ops(config: EngineConfig) -> Ops:
 
 
 def leave_cores_to(ops: Ops) -> None:
-    """Give torch a single thread, once the model is loaded. Torch does too little in a step to share it, and its
-    threads would spin for milliseconds afterwards, on the cores that the threads of the CPU kernels need."""
+    """Give torch a single thread, once the model is loaded. Torch's work in a step is too small for several threads,
+    and idle torch threads would spin for milliseconds on the cores of the CPU kernels."""
     if isinstance(ops, NativeOps):
         torch.set_num_threads(1)
 
@@ -129,7 +129,7 @@ def _choose_dtype(asked: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else preferred_cpu_dtype()
 
 
-# Left for CUDA graphs, the sampler's scratch and the allocator's fragments.
+# Reserved for CUDA graphs, the sampler's scratch memory and fragmentation.
 GPU_MARGIN_BYTES = 1 << 30
 CUDA_CONTEXT_BYTES = 1 << 29  # of a GPU, for a process that has allocated nothing
 MAX_DEFAULT_HOST_MEMORY = 4 << 30
@@ -331,8 +331,8 @@ def block_copy_s(kv: KVStore, ops: Ops, clock: Clock) -> float:
 
 def _gpu_memory_left(config: EngineConfig, model: Model, ops: Ops) -> int:
     """Return the memory that --gpu-memory-utilization allows this process, less its present memory and the measured
-    peak of the largest step. Other processes have shares of their own, but the memory that they have taken is
-    gone."""
+    peak of the largest step. The fraction is for this process alone, but memory that other processes have taken is
+    not available."""
     free, total = torch.cuda.mem_get_info(ops.device)
     peak = _peak_step_bytes(config, model, ops)
     allowed = int(total * config.cache.gpu_memory_utilization)

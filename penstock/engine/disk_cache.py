@@ -43,9 +43,9 @@ READERS = 4  # requests whose blocks are read at the same time
 MOST_WAITING_BYTES = 64 << 20  # for the writer
 STEP_BYTES = 32 << 20  # copied between two steps
 CLOSING_S = 3.0
-PATIENCE_S = 2.0  # for room in the cache, once blocks are read
+PATIENCE_S = 2.0  # wait for free blocks in the cache, once blocks are read
 _TOO_LATE = "The deadline passed while cached KV was read from disk."
-_FIRST_BYTES_PER_S = 1e9  # before anything was read
+_FIRST_BYTES_PER_S = 1e9  # before the first read
 _FILE_S = 2e-4
 _GAIN = 0.2  # of the newest read in the average
 
@@ -162,7 +162,7 @@ class DiskCache(Collaborator):
         )
 
     def close(self) -> None:
-        """Write what is cached on the device, for a few seconds, and end the threads."""
+        """Write the cached blocks of the device, for a few seconds, and end the threads."""
         self._readers.shutdown(cancel_futures=True)
         ends_s = time.monotonic() + CLOSING_S
         if self._cache.num_host_blocks:
@@ -170,7 +170,7 @@ class DiskCache(Collaborator):
                 if time.monotonic() > ends_s:
                     break
                 if block_hash not in self._files:
-                    self._kv.copy_to_host(block.block_id, 0)  # no one reads host memory any more
+                    self._kv.copy_to_host(block.block_id, 0)  # host memory is no longer in use
                     self._hand_over(block_hash, self._kv.read_host(0))
                 while self._num_waiting_bytes > MOST_WAITING_BYTES and time.monotonic() < ends_s:
                     time.sleep(0.01)
@@ -235,7 +235,8 @@ class DiskCache(Collaborator):
         return count
 
     def _begin(self, read: _Read, now: float) -> bool:
-        """Find room in the cache once the first block is read. Without room for long, the request computes."""
+        """Find room in the cache once the first block is read. If there is no room for too long, the request computes
+        the blocks."""
         if read.blocks.empty():
             return False
         if read.room_sought_s is None:

@@ -4,7 +4,7 @@
 
 MODEL is a digest of all that the bytes depend on: weights, dtypes, layout and version. Files of another model
 are never read, but count in the size, and the oldest files go first whichever model they belong to. A file appears
-under its name only when it is complete. What cannot be read or written is a sentence in the log, and nothing more.
+under its name only when it is complete. Errors of reads and writes are logged, and never raised.
 Only the user of the process can read the files.
 """
 

@@ -1,6 +1,6 @@
 """The echo engine has no model and answers with the prompt, over and over. Knows no torch.
 
-`penstock serve echo` runs the real scheduler, wire and gateway around it, which can then be measured and tested
+`penstock serve echo` runs the real scheduler, wire and gateway around it, so that these can be measured and tested
 alone. Tokens are bytes.
 """
 

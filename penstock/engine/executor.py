@@ -59,7 +59,9 @@ class _Submitted:
     timer: StepTimer
     encoder_timer: StepTimer | None
     host: HostStep | None = None
-    computed: torch.cuda.Event | None = None  # of a step that is sampled later: its logits are there
+    computed: torch.cuda.Event | None = (
+        None  # set when the logits of a step that is sampled later are computed
+    )
     made: Tensor | None = None  # logits, or argmaxes, until they are sampled
     # int64 [S] on the host once the step is done; None when nothing was sampled.
     token_ids: Tensor | None = None
@@ -123,7 +125,7 @@ class ModelExecutor:
         self._submitted: deque[_Submitted] = deque()
         self._unsampled: _Submitted | None = None  # the latest step, while it waits for tokens to mask with
         self._awaited: set[str] = set()  # constrained requests whose tokens that step waits for
-        self._late: frozenset[str] = frozenset()  # requests whose sample in the latest step means nothing
+        self._late: frozenset[str] = frozenset()  # requests whose sample in the latest step is invalid
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         self._live[request.id] = _Live(request, list(request.output_token_ids))
@@ -229,7 +231,7 @@ class ModelExecutor:
         self._late = frozenset(samples.request_ids[index] for index in late)
 
     def _void(self, plan: StepPlan) -> frozenset[str]:
-        """Return the requests whose newest token was sampled without its mask: what follows means nothing."""
+        """Return the requests whose newest token was sampled without its mask: later samples are invalid."""
         if not self._late:
             return self._late
         return self._late.intersection(chunk.request_id for chunk in plan.chunks if chunk.in_flight)
@@ -286,7 +288,7 @@ class ModelExecutor:
         hidden.states.clear()
 
     def _blind(self, samples: Samples) -> Collection[str]:
-        """Return the requests whose logits change neither by a grammar nor by the text before them."""
+        """Return the requests whose logits depend neither on a grammar nor on earlier tokens (penalties)."""
         masks, sampler = self._masks, self._sampler
         return {
             request_id

@@ -1,6 +1,6 @@
 """Runs the model on the chunks of a step: one forward pass, or several where the device lacks memory for one.
 
-A pass replays a captured graph where one fits. Besides logits, a pass makes what requests ask for instead of samples:
+A pass replays a captured graph where one fits. Besides logits, a pass computes other results that requests ask for:
 embeddings, scores of prompts, and hidden states for heads that draft. A step that lacks memory is computed in pieces
 (`halves`), and a piece that cannot be halved ends its own request.
 """
@@ -185,9 +185,7 @@ class ForwardPass:
             if parts is not None:
                 pieces += reversed(parts)
             else:
-                if first.start < self._rows.num_tokens(
-                    first.request_id
-                ):  # a request can do without its drafts
+                if first.start < self._rows.num_tokens(first.request_id):  # drafts are optional
                     lost.setdefault(first.request_id, first)
                 made += self._nothing_for(first, taken.embeddings)
         return torch.cat(made) if made else None, list(lost.values())

@@ -1,7 +1,7 @@
 """Compiles grammars in threads, each at most once, and caches them for the next request. Knows no logits.
 
 The matcher is llguidance. It lets other threads run while it works, and its own limits ("fuel", states, symbols)
-bound every call, so a grammar made to explode is refused or ends its own request, and nothing else.
+bound every call, so a malicious grammar is refused or ends its own request only.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class GrammarQueue(Collaborator):
 
 
 def with_unspellable_tokens(tokenizer_json: bytes) -> str:
-    """Return the `tokenizers` file with other names for tokens that no text may spell. Ids stay the same."""
+    """Return the `tokenizers` file with other names for tokens that no text may spell. Ids do not change."""
     names = {
         name: f"\ue000{token_id}\ue001" for name, token_id in token_ids_by_number(tokenizer_json).items()
     }

@@ -97,7 +97,7 @@ class CompiledGrammar:
         return self._prototype.deep_copy()
 
     def advance(self, matcher: Any, token_ids: Sequence[int]) -> None:
-        """Advance a matcher. A failure shows in the next mask."""
+        """Advance a matcher. A failure is reported by the next mask."""
         matcher.consume_tokens(list(token_ids))
 
     def masks(self, matchers: Sequence[Any]) -> list[Mask | str]:
@@ -126,8 +126,8 @@ class CompiledGrammar:
         self, matchers: Sequence[Any], masks: Sequence[Mask], drafts: Sequence[Sequence[int]]
     ) -> list[list[Mask]]:
         """Return the masks after each draft of each matcher, up to a draft that the grammar forbids. `masks` are
-        those before the first drafts. The matchers stay as they are: copies follow the drafts, since a matcher
-        that fails never recovers."""
+        those before the first drafts. The matchers stay as they are: copies follow the drafts, because a matcher
+        cannot be used after a failure."""
         copies = [matcher.deep_copy() for matcher in matchers]
         behind: list[list[Mask]] = [[] for _ in copies]
         going = list(range(len(copies)))

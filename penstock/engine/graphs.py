@@ -39,7 +39,7 @@ MIN_CONTEXT = 1024
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Put the garbage collector off while a graph is recorded: to free an old graph would break the recording."""
+    """Disable the garbage collector while a graph is recorded: freeing an old graph would break the recording."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -319,7 +319,7 @@ class PromptGraphs:
         self._sizes = padded_sizes(model.num_parameters)
         self._met: set[tuple[int, int | None]] = set()
         self._recorded: dict[tuple[int, int | None], _Recorded] = {}
-        self._is_full = False  # no memory for more sizes
+        self._is_full = False  # there is no memory for more sizes
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._spare_slot = kv.num_blocks * kv.block_size

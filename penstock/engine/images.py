@@ -1,8 +1,8 @@
 """Images in the engine: a waiting list on which they are decoded, and the encoder's output on the device.
 
 The scheduler decides what is encoded and what is kept (`scheduler.images`); this module carries it out. Pixels are
-prepared by a thread while a request waits. A rank without that thread, or a request that was preempted, prepares them
-when they are needed.
+prepared by a thread while a request waits. A rank without that thread prepares them when they are needed, also after
+a preemption.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class ImageQueue(Collaborator):
         self._decoder.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(self, request: Request, images: Sequence[ImageInput]) -> dict[bytes, Pixels]:
-        """Decode images, on the thread. Raises InvalidRequest when the prompt has other places for an image than the
-        image processor made of it."""
+        """Decode images, on the thread. Raises InvalidRequest if the prompt's image tokens do not match the image
+        processor's output."""
         prepared = {}
         for image in images:
             pixels = self._encoder.vision.prepare(image.data)

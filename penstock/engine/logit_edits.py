@@ -114,7 +114,7 @@ class LogitEdits:
             logits[self.banned_early] = -inf
 
     def truncate(self, logits: Tensor, position: int) -> None:
-        """Forbid tokens by their probability. What a grammar forbids is forbidden already."""
+        """Forbid tokens by their probability. The tokens that a grammar forbids are masked already."""
         truncate(logits, self.params, self.seed, position)
 
 
@@ -126,7 +126,7 @@ def make_edits(
     vocab_size: int,
     device: torch.device,
 ) -> LogitEdits | None:
-    """Return the edits that a request asks for; None for a request that leaves its logits alone."""
+    """Return the edits that a request asks for; None for a request that does not change its logits."""
     params = request.sampling
     repeats = params.repetition_penalty != 1.0
     counted = repeats or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0

@@ -134,7 +134,7 @@ class EngineLoop:
         self._advance(Arrival(request, kv_source), 0, now)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, wherever it is. No event follows. Unknown ids are ignored."""
+        """Forget a request in any state. No event follows. Unknown ids are ignored."""
         now = self._clock.now()
         for collaborator in self._collaborators:
             collaborator.forget(request_id)

@@ -2,7 +2,7 @@
 
 The logits of a whole prompt would need as much memory as its tokens times the vocabulary: a prompt of 8,192 tokens
 has 5 GB of them with a vocabulary of 152,000. They are computed for a few positions at a time instead, and only the
-asked numbers are kept.
+requested values are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_LOGIT_BYTES = 64 << 20  # of the positions that are computed at a time
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Numbers of one piece of a prompt, on the host once the step is done; see `PromptLogprobs`."""
+    """Log-probabilities of one piece of a prompt, on the host once the step is done; see `PromptLogprobs`."""
 
     request_id: str
     start: int

@@ -27,7 +27,7 @@ from penstock.engine.staging import Staging
 from penstock.kernels.interface import Ops, SamplingBatch
 from penstock.kernels.reference import forbid
 
-# Below this, float32 quotients overflow; the argmax wins in any case.
+# Below this temperature, float32 quotients overflow; the result is the argmax.
 MIN_TEMPERATURE = 1e-5
 
 
@@ -118,7 +118,7 @@ class Sampler:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Sample one token for each row of float32 `logits` [S, V]; returns int64 [S] on the device, and the
         log-probabilities (before penalties, masks and temperature) of the samples that asked for them, by index in S.
-        The sample of a request whose mask is late means nothing, and leaves no trace in the request's state."""
+        The sample of a request whose mask is late is invalid, and does not change the request's state."""
         late = masks.late if masks is not None else frozenset()
         logprobs = (
             {
@@ -240,8 +240,8 @@ class Sampler:
         return verified
 
     def _draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """Draw samples. Rows need scratch memory as wide as the vocabulary; without enough for all, halves take
-        turns."""
+        """Draw samples. Each row needs scratch memory of the vocabulary's size; if there is too little, the rows are
+        sampled in halves."""
         try:
             return self._ops.sample(logits, batch)
         except torch.OutOfMemoryError:

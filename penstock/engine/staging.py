@@ -16,7 +16,7 @@ ALIGNMENT = 16
 
 
 class Staging:
-    """Turns numpy arrays into device tensors. On a CPU they are the same memory, and nothing is copied."""
+    """Turns numpy arrays into device tensors. On a CPU, both share memory, and nothing is copied."""
 
     def __init__(self, device: torch.device, bytes_per_step: int) -> None:
         self.device = device

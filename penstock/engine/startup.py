@@ -95,7 +95,7 @@ def load_compiler() -> threading.Thread | None:
 def _load_compiler() -> threading.Thread | None:
     if importlib.util.find_spec("triton") is None:
         return None
-    # The package first. A thread that begins with a part of it holds the part while it waits for the package.
+    # The package first: a thread that imports a submodule first would hold its lock while it waits for the package.
 
     know_compiler_by_its_wheel()
     try:
@@ -175,7 +175,7 @@ for package in packages:
 
 
 def keep_bytecode(folder: Path) -> threading.Thread | None:
-    """Compile packages without bytecode into a folder. Call this before torch is imported. Returns at once; None when
+    """Compile packages without bytecode into a folder. Call this before torch is imported. Returns at once; None if
     there is nothing to compile."""
     specs = [spec for name in PACKAGES if (spec := importlib.util.find_spec(name)) and spec.origin]
     if not specs or _has_bytecode(specs[0]):

@@ -104,7 +104,7 @@ def _compiling(device: torch.device) -> Iterator[None]:
         return launch(self, *args, **(options | {"warmup": True}))
 
     def begin() -> None:
-        # Until then, compilers would only take the interpreter away from the thread that asks.
+        # Until then, compilers would only compete for the interpreter with the thread that collects kernels.
         asked_for_all.wait()
         if gpu is not None:
             torch.cuda.set_device(gpu)

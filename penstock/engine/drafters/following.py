@@ -81,7 +81,7 @@ def verified(
 
 @dataclass(frozen=True, slots=True)
 class OnTheWay:
-    """Drafts that the device makes while the host commits the step before them. The host needs not know those of
+    """Drafts that the device computes while the host commits the previous step. The host need not know the drafts of
     `blind` requests before they are verified."""
 
     request_ids: list[str]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from penstock.core.clock import Clock
 
 _DECAY = 0.97  # of counts, per draft
-_WEIGHT = 4.0  # as many drafts as the first guess counts for
+_WEIGHT = 4.0  # the initial guess counts as this many drafts
 _FIRST_CHANCE = 0.7
 _SMOOTHING = 0.2  # of a new measurement of seconds
 _MARGIN = 1.05  # a draft must be worth this many times its seconds
 _CALLS_BETWEEN_TRIALS = 64
 _TRIAL_TOKENS = 2
-_CALLS_TO_WARM_UP = 2  # the first calls compile kernels, and say nothing about later ones
+_CALLS_TO_WARM_UP = 2  # the first calls compile kernels, so their times do not count
 _OUTLIER = 2.0  # no call counts for more than this many times the usual time of a token
 _FEW_TOKENS = 12  # known tokens of a request, after a step with drafts
-_LONGEST_PAUSE = 4.0  # times the usual step: an idle engine is no step
+_LONGEST_PAUSE = 4.0  # times the usual step: a longer pause means an idle engine
 
 
 class DraftLength:
@@ -54,7 +54,7 @@ class DraftLength:
         """End a call that drafted this many tokens for this many requests, and computed this many known tokens
         before."""
         self._ended_s = self._clock.now()
-        # A call that catches up with a prompt says little about the next one.
+        # The time of a call that catches up with a prompt is not representative.
         if num_requests and num_known <= _FEW_TOKENS * num_requests:
             self.note_seconds((self._ended_s - self._began_s) / num_drafted)
 

@@ -1,7 +1,7 @@
 """Drafts by lookup: copies what followed the latest tokens earlier, in the request's own text, in the answer that the
 client predicts, or in recent answers of the same tenant. Needs no model. Imports no torch.
 
-Two ways lead to a draft. A *search* finds the longest earlier match of the latest tokens. An *alignment* follows a
+There are two methods. A *search* finds the longest earlier match of the latest tokens. An *alignment* follows a
 text that the answer copies, token by token, without searching. Where the answer departs from that text for a few
 tokens, the alignment finds the point at which both agree again, learns the replacement, and expects the same
 replacement further on. A file that is returned with one name changed is therefore drafted almost without a gap.
@@ -293,8 +293,8 @@ class LookupDrafter:
     """Drafts from the texts of running requests, and from the latest answers of each tenant.
 
     An answer is remembered for requests with the same tenant, cache salt and adapter only, and only in memory: the
-    latest `TENANT_TOKENS` of such requests, and at most `ALL_TOKENS` in all. Answers that were not looked at for the
-    longest time are forgotten first.
+    latest `TENANT_TOKENS` of such requests, and at most `ALL_TOKENS` in all. The least recently used answers are
+    forgotten first.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,8 @@
 """Drafts with a smaller model, or with heads on the served model's hidden states.
 
 The drafter's KV lies in a store of its own under the block ids of the served model, so that block tables, cached
-prefixes and preemption need no second bookkeeping. Drafts, and tokens whose block is shared with another request, lie
-in scratch blocks: each row has a few after the last block id. KV that is missing or wrong lowers acceptance and
-nothing else.
+prefixes and preemption are shared. Drafts, and tokens whose block is shared with another request, lie in scratch
+blocks: each row has a few after the last block id. Missing or wrong KV only lowers the acceptance rate.
 
 Work is done when drafts are asked for: first the tokens that are new since the last time, for all requests in one
 pass, then one pass for each further drafted token. A drafter that follows steps does this work after the step in
@@ -320,7 +319,7 @@ class ModelDrafter:
         return sorted(chunks, key=lambda chunk: chunk.count)
 
     def _follow(self, request_id: str) -> _Followed:
-        """Find out how much of a request's KV is there: its blocks may have changed since the last call."""
+        """Find how much of a request's KV is valid: its blocks may have changed since the last call."""
         rows = self._rows
         row, table = rows.row(request_id), rows.own_blocks(request_id)
         followed = self._followed.get(request_id)

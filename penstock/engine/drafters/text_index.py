@@ -1,4 +1,5 @@
-"""Finds earlier places of the latest tokens in a text: hash chains, as in LZ77. Knows no request. Imports no torch.
+"""Finds earlier occurrences of the latest tokens in a text, by hash chains as in LZ77. Knows no request. Imports no
+torch.
 
 A place is a position in the text, seen as what follows the tokens before it. Each run of `RUN` tokens has a slot
 by its hash. The slot has the latest place behind such a run, and each place has the place before it with the same

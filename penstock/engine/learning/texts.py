@@ -178,7 +178,7 @@ def write_texts(
     texts: Texts,
     on_stage: OnStage,
 ) -> None:
-    """Let the model answer prompts until the answers have enough tokens. What is there counts, and is kept."""
+    """Let the model answer prompts until the answers have enough tokens. Existing answers count, and are kept."""
     if texts.num_tokens >= settings.num_tokens:
         return
     engine = OfflineEngine(config, model_path)
