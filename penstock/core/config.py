@@ -45,7 +45,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int, Meta(description="Engines that answer with KV from --prefill-replicas.", ge=0, le=1024)
     ] = 0
     routing_policy: Annotated[
-        RoutingPolicy, Meta(description="How a request finds its replica, where there are several.")
+        RoutingPolicy, Meta(description="Policy that chooses the replica of a request.")
     ] = "prefix-aware"
     record_dispatch: (
         Annotated[
@@ -57,9 +57,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ]
         | None
     ) = None
-    region: Annotated[str, Meta(description="Name of the place where this server's replicas run.")] = ""
+    region: Annotated[str, Meta(description="Region in which this server's replicas run.")] = ""
     heartbeat_timeout_s: Annotated[
-        float, Meta(description="Kill and restart a replica that is silent for so long.", gt=0)
+        float, Meta(description="Kill and restart a replica that is silent for this many seconds.", gt=0)
     ] = 5.0
     cluster: Annotated[
         Literal["local", "ray"],
@@ -79,8 +79,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Annotated[
             str,
             Meta(
-                description="Secret that the machines of a shared fleet have in common. A second one behind a comma "
-                "is accepted too, while tokens are changed."
+                description="Secret that the machines of a shared fleet have in common. A second one after a "
+                "comma is accepted too, to rotate tokens."
             ),
         ]
         | None
@@ -129,7 +129,9 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         | None
     ) = None
     max_replicas: (
-        Annotated[int, Meta(description="Most replicas of a model. Default: their number stays.", ge=1)]
+        Annotated[
+            int, Meta(description="Most replicas of a model. Default: the number of replicas is fixed.", ge=1)
+        ]
         | None
     ) = None
     ttft_target_ms: Annotated[
@@ -140,17 +142,23 @@ class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 2.0
     kv_usage_target: Annotated[
         float,
-        Meta(description="Start replicas when more than this share of KV blocks is in use.", gt=0, le=1),
+        Meta(description="Start replicas when more than this fraction of KV blocks is in use.", gt=0, le=1),
     ] = 0.85
     scale_up_pause_s: Annotated[
-        float, Meta(description="After starting replicas, wait so long before starting more.", ge=0)
+        float, Meta(description="Seconds to wait after starting replicas before starting more.", ge=0)
     ] = 30.0
     scale_down_pause_s: Annotated[
-        float, Meta(description="How long fewer replicas must have been enough before one leaves.", ge=0)
+        float,
+        Meta(
+            description="Seconds for which fewer replicas must have been enough before one is stopped.", ge=0
+        ),
     ] = 120.0
     scale_to_zero_after_s: Annotated[
         float,
-        Meta(description="With --min-replicas 0: how long nothing may come before the last leaves.", ge=0),
+        Meta(
+            description="With --min-replicas 0: seconds without requests before the last replica is stopped.",
+            ge=0,
+        ),
     ] = 300.0
 
 

@@ -34,7 +34,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ]
         | None
     ) = None
-    device: Annotated[Device, Meta(description="Where to run: auto takes CUDA where there is one.")] = "auto"
+    device: Annotated[
+        Device, Meta(description="Device to run on. auto: a CUDA GPU if there is one, else the CPU.")
+    ] = "auto"
     dtype: Annotated[
         DType,
         Meta(
@@ -65,11 +67,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_model_len: (
         Annotated[
             int,
-            Meta(description="Longest prompt plus answer, in tokens. Default: what the model allows.", ge=1),
+            Meta(
+                description="Maximum length of prompt and answer together, in tokens. Default: the model's "
+                "maximum.",
+                ge=1,
+            ),
         ]
         | None
     ) = None
-    seed: Annotated[int, Meta(description="Seed for requests that bring none, and for random weights.")] = 0
+    seed: Annotated[int, Meta(description="Seed for requests without one, and for random weights.")] = 0
     load_format: Annotated[
         LoadFormat,
         Meta(
@@ -110,29 +116,29 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[
-        float, Meta(description="Share of a GPU's memory that Penstock may use.", gt=0, le=1)
+        float, Meta(description="Fraction of a GPU's memory that Penstock may use.", gt=0, le=1)
     ] = 0.9
-    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the KV of prefixes seen before.")] = True
+    enable_prefix_caching: Annotated[
+        bool, Meta(description="Reuse the KV of prefixes that earlier requests have computed.")
+    ] = True
     max_pinned_fraction: Annotated[
-        float, Meta(description="Share of the KV cache that pins may hold.", ge=0, le=1)
+        float, Meta(description="Fraction of the KV cache that pinned blocks may use.", ge=0, le=1)
     ] = 0.5
     kv_host_memory: (
         Annotated[
             str,
             Meta(
-                description="Host memory for KV that the cache has no room for any more, such as 4GiB; 0 for none. "
-                "Default: as much as the KV cache, at most 4GiB."
+                description="Host memory for KV that was evicted from the cache, such as 4GiB; 0 for none. "
+                "Default: the size of the KV cache, at most 4GiB."
             ),
         ]
         | None
     ) = None
     kv_disk_cache: (
-        Annotated[
-            str, Meta(description="A directory for KV of prefixes that host memory has no room for any more.")
-        ]
+        Annotated[str, Meta(description="Directory for KV of prefixes that were evicted from host memory.")]
         | None
     ) = None
-    kv_disk_cache_size: Annotated[str, Meta(description="Most bytes in that directory, such as 50GiB.")] = (
+    kv_disk_cache_size: Annotated[str, Meta(description="Maximum size of that directory, such as 50GiB.")] = (
         "50GiB"
     )
     image_cache_memory: Annotated[
@@ -163,7 +169,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         | None
     ) = None
     queue_timeout_s: (
-        Annotated[float, Meta(description="Longest wait for a first token's computation before 503.", gt=0)]
+        Annotated[float, Meta(description="Maximum seconds in the queue before a request gets 503.", gt=0)]
         | None
     ) = 600.0
     aging_s: Annotated[
@@ -197,7 +203,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_draft_tokens: Annotated[
         int,
         Meta(
-            description="Most tokens that are drafted for a request in one step, where that is predicted to pay.",
+            description="Maximum number of tokens drafted for a request in one step. Fewer are drafted if "
+            "more are not predicted to pay off.",
             ge=0,
             le=64,
         ),
@@ -208,7 +215,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Settings of a replica that is split over several processes, each with its own device."""
 
     tensor_parallel_size: Annotated[
-        int, Meta(description="Ranks that each layer is cut over.", ge=1, le=64)
+        int, Meta(description="Ranks that each layer is sharded over.", ge=1, le=64)
     ] = 1
     pipeline_parallel_size: Annotated[
         int, Meta(description="Pipeline stages that the layers are divided into.", ge=1, le=64)

@@ -83,7 +83,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(description="Refuse a max_tokens that does not fit, instead of lowering it to what fits."),
     ] = False
     request_timeout_s: (
-        Annotated[float, Meta(description="Longest life of one request. Default: none.", gt=0)] | None
+        Annotated[float, Meta(description="Maximum duration of one request. Default: none.", gt=0)] | None
     ) = None
     settings: (
         Annotated[
@@ -108,7 +108,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ) = None
     redis_policy: Annotated[
         RedisPolicy,
-        Meta(description="While Redis is gone: open applies limits in each process, closed answers 503."),
+        Meta(
+            description="While Redis is unavailable: open applies limits in each process, closed answers 503."
+        ),
     ] = "open"
     tool_call_parser: Annotated[
         ToolCallParser,
@@ -119,7 +121,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(description="How the model marks its reasoning. auto: as its chat template shows."),
     ] = "auto"
     embedding_cache_memory: Annotated[
-        str, Meta(description="Memory for vectors of texts embedded before, such as 256MiB; 0 for none.")
+        str, Meta(description="Memory for cached embeddings, such as 256MiB; 0 for none.")
     ] = "64MiB"
     stored_response_days: Annotated[
         float, Meta(description="How long a stored response can be looked up or continued.", gt=0)
@@ -143,7 +145,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = ()
     image_fetch_timeout_s: Annotated[
-        float, Meta(description="Longest time for fetching an image by URL.", gt=0)
+        float, Meta(description="Timeout for fetching an image by URL.", gt=0)
     ] = 10.0
     names: NamesConfig = NamesConfig()
 
@@ -167,8 +169,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[
             str,
             Meta(
-                description="Place of the bytes of files and batches: s3://bucket/prefix, or a folder that all "
-                "gateways share. Default: files in the data folder."
+                description="Storage for files and batches: s3://bucket/prefix, or a folder that all gateways "
+                "share. Default: files in the data folder."
             ),
         ]
         | None
@@ -190,13 +192,14 @@ class LedgerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ) = None
     when_unrecorded: Annotated[
         Literal["serve", "refuse"],
-        Meta(description="What to do with new requests while usage cannot be written down (a full disk)."),
+        Meta(description="What to do with new requests while usage cannot be recorded (a full disk)."),
     ] = "serve"
     usage_sync_s: (
         Annotated[
             float,
             Meta(
-                description="Sync the usage journal to the disk so often, where power may fail. Default: never.",
+                description="Seconds between syncs of the usage journal to the disk, against power failures. "
+                "Default: never.",
                 gt=0,
             ),
         ]
@@ -283,8 +286,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lame_duck_s: Annotated[
         float,
         Meta(
-            description="Seconds after SIGTERM in which /ready fails but requests are still taken, so that load "
-            "balancers can look elsewhere first.",
+            description="Seconds after SIGTERM in which /ready fails but requests are still taken, so that "
+            "load balancers can switch to other servers first.",
             ge=0,
         ),
     ] = 0.0
@@ -311,7 +314,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(description="Requests that one WebSocket runs at once.", ge=1)
     ] = 64
     websocket_idle_timeout_s: Annotated[
-        float, Meta(description="Close a WebSocket on which nothing runs after so long.", gt=0)
+        float, Meta(description="Close a WebSocket that has been idle for this many seconds.", gt=0)
     ] = 600.0
     header_timeout_s: Annotated[
         float, Meta(description="Time that a client gets to send a request's headers.", gt=0)
@@ -323,7 +326,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(description="Largest head of a request: its path and all headers.", ge=1024)
     ] = 32 << 10
     write_timeout_s: Annotated[
-        float, Meta(description="Drop a connection whose client reads nothing for so long.", gt=0)
+        float, Meta(description="Drop a connection whose client reads nothing for this many seconds.", gt=0)
     ] = 60.0
 
     @property
@@ -333,14 +336,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     log_format: Annotated[
-        Literal["text", "json"], Meta(description="How log lines look; json also turns on --access-log.")
+        Literal["text", "json"], Meta(description="Format of log lines; json also turns on --access-log.")
     ] = "text"
     access_log: (
         Annotated[bool, Meta(description="Write a line for every request. Default: with --log-format json.")]
         | None
     ) = None
     log_prompts: Annotated[
-        bool, Meta(description="Let access lines hold the text of prompts, which may be personal.")
+        bool, Meta(description="Include the text of prompts, which may be personal, in access log lines.")
     ] = False
     keep_history: Annotated[
         bool,
