@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -90,8 +90,8 @@ async def test_a_response_that_is_still_being_made_is_not_given_up(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began_at, renewals = time.time(), asyncio.Queue[float]()
-    clock = Mock(wraps=time, time=Mock(return_value=began_at))
-    monkeypatch.setattr(responses_service, "time", clock)
+    clock = AsyncMock(return_value=began_at)
+    monkeypatch.setattr(DatabaseResponses, "time", clock)
     monkeypatch.setattr(responses_service, "RENEWAL_S", 0.001)
     renew = DatabaseResponses.renew
 
@@ -104,7 +104,7 @@ async def test_a_response_that_is_still_being_made_is_not_given_up(
     async with gateway_process(database, engine) as maker, gateway_process(database, FakeEngine()) as other:
         made = (await maker.post("/v1/responses", json=BACKGROUND)).json()
         for now in (began_at + 0.9 * LEASE_S, began_at + 1.8 * LEASE_S):  # longer than its first lease
-            clock.time.return_value = now
+            clock.return_value = now
             while await renewals.get() < now + LEASE_S:
                 pass
         assert (await look_up(other, made["id"]))["status"] == "in_progress"
