@@ -238,6 +238,7 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.all_experts.gate_proj",
+    "ffn_gate_up_exps": "mlp.all_experts.gate_up_proj",
     "ffn_up_exps": "mlp.all_experts.up_proj",
     "ffn_down_exps": "mlp.all_experts.down_proj",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
@@ -262,10 +263,12 @@ def gguf_layout(
 ) -> Layout:
     """Return the layout of GGUF files, in which a family has some `names`, and the order of some `rows`, of its own,
     and tensors that are stored as one or in another form."""
-    experts = {}
-    for part in ("gate_proj", "up_proj", "down_proj"):
+    experts, fused, both = {}, {}, "mlp.all_experts.gate_up_proj"
+    for index, part in enumerate(("gate_proj", "up_proj", "down_proj")):
         name = f"mlp.all_experts.{part}"
         experts[part] = StackedPart(f"{name}.weight", f"{name}.bias")
+        if part != "down_proj":
+            fused[part] = StackedPart(f"{both}.weight", f"{both}.bias", index, 2)
     own = names or {}
     return Layout(
         # A family's own names first: they may have a general name as their part.
@@ -274,6 +277,7 @@ def gguf_layout(
         rows=rows or {},
         columns=columns or {},
         experts=experts,
+        fused_experts=fused,
         num_experts=num_experts,
         changed=changed or {},
     )

@@ -68,6 +68,9 @@ class Layout:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()  # names within a layer of matrices that are stored [in, out]
     experts: Mapping[str, StackedPart] = field(default_factory=dict)  # by the usual name, such as "gate_proj"
+    fused_experts: Mapping[str, StackedPart] = field(
+        default_factory=dict
+    )  # in checkpoints without those of `experts`
     num_experts: int = 0
     changed: Mapping[str, Callable[[Tensor], Tensor]] = field(
         default_factory=dict
@@ -209,7 +212,8 @@ class LayoutSource:
             f"{match[1]}mlp.experts.{number}.{part}.weight"
             for name in self._stored
             if (match := _LAYER.fullmatch(name))
-            for part, place in self._layout.experts.items()
+            for experts in (self._layout.experts, self._layout.fused_experts)
+            for part, place in experts.items()
             if match[2] in (place.weight, f"{place.weight}_blocks")
             for number in range(self._layout.num_experts)
         }
@@ -243,19 +247,21 @@ class LayoutSource:
         """Return where an expert's matrix or bias lies: the tensor, the rows that it has of the expert, and those of
         the matrix. None for a tensor that is stored as it is."""
         match = _EXPERT.fullmatch(name)
-        found = self._layout.experts.get(match[3]) if match else None
-        if match is None or found is None:
+        if match is None:
             return None
-        stored = match[1] + (found.weight if match[4] == "weight" else found.bias)
-        blocks = f"{stored}_blocks"  # of MXFP4
-        if blocks in self._stored:
-            own_name = self._stored[blocks].removesuffix("_blocks")
-        elif stored in self._stored:
-            own_name = self._stored[stored]
-        else:
-            return None
-        place = Stacked(own_name, int(match[2]), self._layout.num_experts, found.transposed)
-        return place, found.of * size, found.rows(size)
+        for experts in (self._layout.experts, self._layout.fused_experts):
+            found = experts.get(match[3])
+            if found is None:
+                continue
+            stored = match[1] + (found.weight if match[4] == "weight" else found.bias)
+            blocks = f"{stored}_blocks"  # of MXFP4
+            own_name = self._stored.get(stored)
+            if blocks in self._stored:
+                own_name = self._stored[blocks].removesuffix("_blocks")
+            if own_name is not None:
+                place = Stacked(own_name, int(match[2]), self._layout.num_experts, found.transposed)
+                return place, found.of * size, found.rows(size)
+        return None
 
     def _of_stack(self, place: Stacked, total: int, order: Tensor, columns: int, wanted: Part) -> WeightData:
         assert isinstance(self._source, StackedSource)

@@ -16,6 +16,7 @@ from tests.models.checkpoints import Reference
 from tests.models.gguf_states import (
     WITHOUT_ATTENTION,
     converted,
+    write_gemma4,
     write_special_settings,
     write_without_attention,
 )
@@ -130,9 +131,11 @@ def write_model(
     max_tensors: int = 0,
     *,
     spoil: str | None = None,
+    fuses_experts: bool = False,
 ) -> dict[str, np.ndarray]:
     """Convert a checkpoint the way llama.cpp's converter does. Returns the values that were stored, by Hugging Face
-    name, so that a test can put them back into the reference. `spoil` is a setting of experts to get wrong."""
+    name, so that a test can put them back into the reference. `spoil` is a setting of experts to get wrong;
+    `fuses_experts` puts gates in front of the other halves of experts, as the converter does if asked."""
     config = reference.model.config
     has_other_name = config.model_type == "nemotron_h" and "moe" in config.layers_block_type
     architecture = ARCHITECTURES["nemotron_h_moe" if has_other_name else config.model_type]
@@ -141,7 +144,7 @@ def write_model(
     if config.model_type == "gemma4_text":
         config.allow_global_per_layer_attribute_access = True
         _write_settings(writer, config)
-        _write_gemma4(writer, config)
+        write_gemma4(writer, config)
     elif config.model_type in WITHOUT_ATTENTION:
         write_without_attention(writer, config)
     else:
@@ -158,6 +161,9 @@ def write_model(
             continue
         name = f"{name}.weight" if name.endswith("layer_scalar") else name
         if ".experts." in name or "_linear." in name:
+            if fuses_experts and name.endswith("gate_up_proj"):
+                writer.add_tensor(f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight", values)
+                continue
             stored_values[name] = _write_experts(writer, name, values, kind, config.model_type)
             continue
         if name.endswith("kv_b_proj.weight"):
@@ -230,28 +236,6 @@ def _write_settings(writer: GGUFWriter, config: Any) -> None:
         writer.add_max_alibi_bias(attention.alibi_bias_max)
     if getattr(config, "rope_parameters", None):
         _write_rope(writer, config.rope_parameters, head_dim, config.max_position_embeddings)
-
-
-def _write_gemma4(writer: GGUFWriter, config: Any) -> None:
-    """Write what differs between its layers, and the frequencies of layers that see the whole context."""
-    layers = [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
-    if len({layer.num_key_value_heads for layer in layers}) > 1:
-        writer.add_head_count_kv([layer.num_key_value_heads for layer in layers])
-    inner, num_own = config.intermediate_size, config.num_hidden_layers - config.num_kv_shared_layers
-    if config.use_double_wide_mlp:
-        writer.add_feed_forward_length([inner] * num_own + [2 * inner] * config.num_kv_shared_layers)
-    writer.add_shared_kv_layers(config.num_kv_shared_layers)
-    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
-    narrow, wide = (layers[index].head_dim for index in range(2))  # of the first two layers, which differ
-    for part in ("key", "value"):
-        getattr(writer, f"add_{part}_length")(wide)
-        getattr(writer, f"add_{part}_length_swa")(narrow)
-    writer.add_rope_dimension_count(wide)
-    writer.add_rope_dimension_count_swa(narrow)
-    share = config.rope_parameters["full_attention"]["partial_rotary_factor"]
-    divisors = np.full(wide // 2, 1e30, dtype=np.float32)
-    divisors[: int(wide * share / 2)] = 1.0
-    writer.add_tensor("rope_freqs.weight", divisors)
 
 
 def _kv_heads(config: Any) -> int:

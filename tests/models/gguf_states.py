@@ -80,6 +80,28 @@ def write_special_settings(writer: GGUFWriter, config: Any, tensors: Tensors) ->
         _write_nemotron_h(writer, config)
 
 
+def write_gemma4(writer: GGUFWriter, config: Any) -> None:
+    """Write what differs between its layers, and the frequencies of layers that see the whole context."""
+    layers = [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
+    if len({layer.num_key_value_heads for layer in layers}) > 1:
+        writer.add_head_count_kv([layer.num_key_value_heads for layer in layers])
+    inner, num_own = config.intermediate_size, config.num_hidden_layers - config.num_kv_shared_layers
+    if config.use_double_wide_mlp:
+        writer.add_feed_forward_length([inner] * num_own + [2 * inner] * config.num_kv_shared_layers)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    narrow, wide = (layers[index].head_dim for index in range(2))  # of the first two layers, which differ
+    for part in ("key", "value"):
+        getattr(writer, f"add_{part}_length")(wide)
+        getattr(writer, f"add_{part}_length_swa")(narrow)
+    writer.add_rope_dimension_count(wide)
+    writer.add_rope_dimension_count_swa(narrow)
+    share = config.rope_parameters["full_attention"]["partial_rotary_factor"]
+    divisors = np.full(wide // 2, 1e30, dtype=np.float32)
+    divisors[: int(wide * share / 2)] = 1.0
+    writer.add_tensor("rope_freqs.weight", divisors)
+
+
 def _write_nemotron_h(writer: GGUFWriter, config: Any) -> None:
     inner = config.moe_intermediate_size if "moe" in config.layers_block_type else config.intermediate_size
     kinds = config.layers_block_type

@@ -110,6 +110,13 @@ def test_one_expert_is_read_at_a_time(tmp_path: Path) -> None:
     assert torch.equal(part.dequantize(), weight.dequantize()[32:64, 32:64])
 
 
+def test_experts_whose_gates_are_stored_with_the_other_halves(tmp_path: Path, ops: Ops) -> None:
+    reference, prompt = save_tiny("qwen3_moe", tmp_path / "folder"), random_prompt(20, seed=7)
+    write_model(tmp_path / "model.gguf", reference, GGMLQuantizationType.F32, fuses_experts=True)
+    logits = PagedRunner(load_model(tmp_path / "model.gguf", ops), ops).prompt_logits(prompt)
+    torch.testing.assert_close(logits, reference.logits(prompt), **TOLERANCE)
+
+
 def test_a_mixture_without_its_settings_is_refused_by_name(tmp_path: Path) -> None:
     reference = save_tiny("mixtral", tmp_path / "folder")
     for setting, message in (
