@@ -89,6 +89,8 @@ _DEEPSEEK_CODER = SplitRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p
 _BLOOM = SplitRule((r" ?[^(\s|.,!?…。，、।۔،)]+",))
 _SEED = SplitRule((_words_then(r"\p{N}", symbols=r"[^\s\p{L}\p{N}\r\n]+"),))
 _GPT2 = SplitRule()
+_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_FALCON = SplitRule((r"[\p{P}$+<=>^~|`]+", _GPT2_PATTERN, "[0-9][0-9][0-9]"))
 _DIGITS_THEN_GPT2 = SplitRule(isolate_digits=True)
 
 _BY_RULE: tuple[tuple[SplitRule, str], ...] = (
@@ -108,5 +110,6 @@ _BY_RULE: tuple[tuple[SplitRule, str], ...] = (
     (_DEEPSEEK_CODER, "deepseek-coder"),
     (_BLOOM, "bloom gpt3-finnish"),
     (_SEED, "seed-coder"),
+    (_FALCON, "falcon"),
 )
 SPLIT_RULES: Mapping[str, SplitRule] = {name: rule for rule, names in _BY_RULE for name in names.split()}

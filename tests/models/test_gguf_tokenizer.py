@@ -79,6 +79,13 @@ def byte_level(*first: Any, use_regex: bool) -> Any:
 
 GPT2 = byte_level(use_regex=True)
 SMOLLM = byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=True)
+FALCON = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Punctuation("contiguous"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+    ]
+)
 LLAMA3 = byte_level(pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated"), use_regex=False)
 
 
@@ -110,6 +117,7 @@ BYTE_LEVEL_KINDS = {
     "smollm": built_by_hand(SMOLLM),
     "llama-bpe": built_by_hand(LLAMA3, ignore_merges=True),
     "qwen2": built_by_transformers,
+    "falcon": built_by_hand(FALCON),
     "kimi-k2": built_by_hand(splits(KIMI_PATTERN)),
     "deepseek-v3": built_by_hand(splits(*DEEPSEEK_PATTERNS)),
 }
