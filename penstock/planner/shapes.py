@@ -14,6 +14,7 @@ from penstock.planner.state_layers import StateLayers, layer_counts, layer_kinds
 from penstock.planner.varied_layers import layer_averages
 
 _LARGEST_SIZE = 1 << 24
+_ALIBI_NUMBERS = 8  # that the engine keeps beside each key and value for the biases of ALiBi
 _GATED_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
@@ -128,7 +129,7 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     if blocks is not None:
         attention, head_size = blocks.parameters, blocks.head_dim
         kv_numbers = 2 * kv_heads * blocks.head_dim
-    window, window_layers = _windows(reader, layers)
+    window, window_layers = _windows(reader, counts.attention)
     return ModelShape(
         name=name,
         hidden_size=hidden,
@@ -178,7 +179,8 @@ def _attention(
     if not latent:
         size = head_dim * (heads + kv_heads)
         gate = hidden * heads * head_dim if reader.values.get("model_type") in _GATED_ATTENTION else 0
-        return 2 * hidden * size + gate, 2 * kv_heads * head_dim, head_dim
+        kept = head_dim + (_ALIBI_NUMBERS if _has_alibi(reader.values) else 0)
+        return 2 * hidden * size + gate, 2 * kv_heads * kept, head_dim
     rope, plain = reader.size("qk_rope_head_dim"), reader.size("qk_nope_head_dim")
     value, query = reader.size("v_head_dim"), reader.size("q_lora_rank", default=0)
     queries = heads * (rope + plain)
@@ -190,10 +192,16 @@ def _attention(
     return parameters, latent + rope + index, latent + rope // 2
 
 
+def _has_alibi(values: Mapping[str, Any]) -> bool:
+    return values["model_type"] in ("bloom", "mpt") or bool(values.get("alibi"))
+
+
 def _windows(reader: _Reader, num_layers: int) -> tuple[int | None, int]:
-    """Return the tokens that layers with a window see, and how many layers have one."""
+    """Return the tokens that layers with a window see, and how many layers have one, of the layers with attention."""
     if reader.values["model_type"] == "llama4_text":
         return _chunks(reader, num_layers)
+    if reader.values["model_type"] == "recurrent_gemma":
+        return reader.size("attention_window_size", default=2048), num_layers
     if not reader.values.get("sliding_window") or reader.values.get("use_sliding_window") is False:
         return None, 0
     window, kinds = reader.size("sliding_window"), reader.values.get("layer_types")

@@ -80,7 +80,9 @@ def test_one_head_of_keys_for_all_queries() -> None:
         shape_from_config("falcon", {"model_type": "falcon", "multi_query": True, **sizes}).num_kv_heads == 1
     )
     shape = shape_from_config("mpt", {"attn_config": {"kv_n_heads": 2}, "model_type": "mpt", **sizes})
-    assert shape.kv_numbers == 2 * 2 * 16
+    assert shape.kv_numbers == 2 * 2 * (16 + 8)  # with the columns of ALiBi
+    shape = shape_from_config("bloom", {"model_type": "bloom", **sizes})
+    assert shape.kv_numbers == 2 * 4 * (16 + 8)
 
 
 @pytest.mark.parametrize("kind", ["nonsense", {}, 3])
@@ -124,6 +126,19 @@ def test_files_as_their_makers_publish_them() -> None:
     assert (scout.window, scout.num_window_layers) == (8192, 36)
     listed = shape_from_config("scout", {**text, "no_rope_layers": [1, 0] * 24, "attention_chunk_size": 4096})
     assert (listed.window, listed.num_window_layers) == (4096, 24)
+
+
+def test_windows_of_hybrids_are_those_of_their_attention() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 8, "vocab_size": 320}
+    griffin = shape_from_config(
+        "griffin", {"model_type": "recurrent_gemma", "num_key_value_heads": 1, **sizes}
+    )
+    assert (griffin.window, griffin.num_window_layers, griffin.num_attention_layers) == (2048, 2, 2)
+    assert griffin.kv_bytes(10_000, 2.0) == griffin.kv_bytes(2048, 2.0)
+    jamba = {"model_type": "jamba", "sliding_window": 64, "attn_layer_period": 4, "attn_layer_offset": 2}
+    shape = shape_from_config("jamba", {**jamba, **sizes})
+    assert (shape.num_window_layers, shape.num_attention_layers) == (2, 2)
+    assert shape.kv_bytes(1000, 2.0) == shape.kv_bytes(64, 2.0) > 0
 
 
 def test_lightning_attention_keeps_a_state() -> None:
