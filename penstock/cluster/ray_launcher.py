@@ -268,7 +268,7 @@ class _RayReplica:
         return -signal.SIGKILL
 
     async def _exit_code(self) -> int:
-        """Wait until the engine process has ended, or cannot go on without a rank of another actor."""
+        """Wait until the engine process has ended, or cannot continue without a rank of another actor."""
         engine, *ranks = [asyncio.ensure_future(self._exit_code_of(host)) for host in self._hosts]
         await asyncio.wait((engine, *ranks), return_when=asyncio.FIRST_COMPLETED)
         # The engine ends by itself when a rank has gone, and says why.

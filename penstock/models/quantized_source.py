@@ -433,8 +433,8 @@ def _ceil(size: int, unit: int) -> int:
 
 
 def _is_stack(shape: Sequence[int], rows: int, columns: int) -> bool:
-    """Whether a tensor is several matrices, which are one matrix when they stand one below the other. The matrices of
-    a convolution have a row each."""
+    """Say whether a tensor is several matrices, which are one matrix when they stand one below the other. The
+    matrices of a convolution have a row each."""
     return len(shape) == 3 and (shape[0] * shape[1], shape[2]) == (rows, columns)
 
 

@@ -193,7 +193,7 @@ class CorrectedCost:
 
 
 def fit_corrected(observed: Iterable[tuple[StepWork, float]]) -> CorrectedCost:
-    """Fit linear costs, and then the factors: the median ratio of steps with about so many tokens. Sizes with few
+    """Fit linear costs, and then the factors: the median ratio of steps with about this many tokens. Sizes with few
     observations get the factor of the next smaller one."""
     observed = list(observed)
     linear = fit(observed)

@@ -191,7 +191,7 @@ class ReleaseRun:
             self._driver.start_replica(now, CANDIDATE)
 
     def _drain(self, revision: str, now: float) -> bool:
-        """Let replicas finish what they have, and remove those that have finished. Returns whether none is left."""
+        """Let replicas finish their requests, and remove those that have finished. Returns whether none is left."""
         members = self._members(revision)
         for member in members:
             self._driver.settle(member, now)

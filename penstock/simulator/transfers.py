@@ -97,7 +97,7 @@ class Transfers:
         self._moves.pop(request_id, None)
 
     def lost(self, source: Member, now: float) -> None:
-        """Let requests go on without the KV of a replica that is gone."""
+        """Let requests continue without the KV of a replica that is gone."""
         for move in [move for move in self._prefills.values() if move.source is source]:
             if self._moves.get(move.request.id) is move:
                 del self._moves[move.request.id]

@@ -134,7 +134,7 @@ class Arrival:
 
 
 def generate(workload: Workload, rng: Random, *, block_size: int = 16) -> Iterator[Arrival]:
-    """Yield arrivals in order of time. A conversation goes on whether or not its last turn was answered by then."""
+    """Yield arrivals in order of time. A conversation continues whether or not its last turn was answered by then."""
     return _Generator(workload, rng, block_size).arrivals()
 
 
@@ -283,7 +283,7 @@ class LoseKVEvents:
 
 @dataclass(frozen=True, slots=True)
 class RestartGateway:
-    """A gateway's process is replaced. Requests that it had end, and it forgets what it knew of replicas."""
+    """A gateway's process is replaced. Requests that it had end, and it forgets its knowledge of replicas."""
 
     at_s: float
     gateway: int

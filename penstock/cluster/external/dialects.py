@@ -46,7 +46,7 @@ class Dialect(Protocol):
         ...
 
     def read_whole(self, data: bytes) -> StreamChunk:
-        """An answer in one piece, with its message. Raises msgspec.DecodeError."""
+        """Return an answer in one piece, with its message. Raises msgspec.DecodeError."""
         ...
 
     def reader(self) -> ReadEvent:
@@ -264,7 +264,7 @@ def _says(delta: WireDelta) -> StreamChunk:
 
 
 def _anthropic_messages(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The system's blocks, and the turns. Results of tools are blocks of the user's turn."""
+    """Return the system's blocks, and the turns. Results of tools are blocks of the user's turn."""
     system: list[dict[str, Any]] = []
     turns: list[dict[str, Any]] = []
     for message in messages:

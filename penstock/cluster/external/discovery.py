@@ -31,7 +31,7 @@ LookUpTargets = Callable[[str], Awaitable[list[tuple[str, int]]]]
 
 
 async def look_up(host: str, port: int) -> list[str]:
-    """The addresses of a name, in order. Raises OSError."""
+    """Return the addresses of a name, in order. Raises OSError."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(LOOKUP_TIMEOUT_S):
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -53,7 +53,8 @@ class Discovery:
         self._known: dict[str, list[Endpoint]] = {}  # by URL
 
     async def servers(self, configs: Sequence[ExternalServerConfig]) -> list[ExternalServerConfig]:
-        """All servers that the tables stand for now. Raises ConfigError for a table that cannot be followed."""
+        """Return all servers that the tables stand for now. Raises ConfigError for a table that cannot be
+        followed."""
         groups = await asyncio.gather(*map(self._behind, configs))
         return [server for group in groups for server in group]
 
@@ -101,7 +102,7 @@ class Discovery:
         return await self._kubernetes.endpoints(where.host, where.port if where.names_port else None)
 
     async def _behind_records(self, host: str) -> list[Endpoint]:
-        """The addresses of all targets, each with the target's port."""
+        """Return the addresses of all targets, each with the target's port."""
         targets = await self._look_up_targets(host)
         addresses = await asyncio.gather(*(self._look_up(name, port) for name, port in targets))
         return sorted(

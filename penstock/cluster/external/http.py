@@ -85,7 +85,7 @@ class Address:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether a text can stand in the head of a request."""
+    """Say whether a text can stand in the head of a request."""
     return text.isascii() and text.isprintable() and " " not in text
 
 
@@ -129,7 +129,7 @@ class Answer(asyncio.Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether any byte of the answer is here."""
+        """Say whether any byte of the answer is here."""
         return self._head_bytes > 0
 
     def begin(self, request: bytes, silence_s: float) -> None:
@@ -166,7 +166,7 @@ class Answer(asyncio.Protocol):
             raise self._error
 
     async def read_all(self, max_bytes: int) -> bytes:
-        """The whole body. Raises AnswerBroken, also for a body of more than `max_bytes`."""
+        """Return the whole body. Raises AnswerBroken, also for a body of more than `max_bytes`."""
         if self._is_complete and len(self._pieces) == 1 and len(self._pieces[0]) <= max_bytes:
             return self._pieces.pop()  # as short answers come
         pieces: list[bytes] = []
@@ -370,7 +370,7 @@ class HttpClient:
         return asyncio.get_running_loop()
 
     async def get(self, path: str, *, timeout_s: float, max_bytes: int) -> tuple[int, bytes]:
-        """The status and the body, of at most `max_bytes`. Raises HttpError."""
+        """Return the status and the body, of at most `max_bytes`. Raises HttpError."""
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._send(b"GET %b HTTP/1.1\r\n%b\r\n" % (self._path(path), self._head))
@@ -428,7 +428,7 @@ class HttpClient:
                 return answer
 
     async def _connection(self) -> Answer:
-        """The connection that was used last, because those before it may be left to end."""
+        """Return the connection that was used last, because those before it may be left to end."""
         while self._idle:
             answer = self._idle.pop()
             if answer.is_open:

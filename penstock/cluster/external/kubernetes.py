@@ -68,8 +68,8 @@ class Kubernetes:
         self._http: HttpClient | None = None
 
     async def endpoints(self, host: str, port: int | None) -> list[Endpoint]:
-        """The ready endpoints of the service that a host names: `service`, `service.namespace`, or the full name.
-        With a port, endpoints that listen on it; else on their only port, or on the one called http. Raises
+        """Return the ready endpoints of the service that a host names: `service`, `service.namespace`, or the full
+        name. With a port, endpoints that listen on it; else on their only port, or on the one called http. Raises
         LookupFailed."""
         service, namespace = self._service_of(host)
         path = f"/apis/discovery.k8s.io/v1/namespaces/{quote(namespace, safe='')}/endpointslices"

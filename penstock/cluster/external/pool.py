@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 PROBE_INTERVAL_S = 2.0
 MAX_MISSED_PROBES = 3
 BLOCK_TOKENS = 16
-# A prefix is copied to another server when its own server's queue is longer by so many times the prefix. More than
+# A prefix is copied to another server when its own server's queue is longer by this many times the prefix. More than
 # for our own engines: queues are estimated here, because nobody tells when the prompt of a whole answer is computed,
-# and a copy may push another prefix out of a cache that nobody tells of.
+# and a copy may evict another prefix from a cache whose contents are unknown.
 RECOMPUTE_WEIGHT = 4.0
 _NONE: frozenset[str] = frozenset()
 
@@ -48,7 +48,7 @@ class _Member:
     missed_probes: int = 0
     num_running: int = 0  # sent from this gateway
     outcomes: Counter[str] = field(default_factory=Counter)
-    has_left: bool = False  # no longer one of the servers; what it runs goes on
+    has_left: bool = False  # no longer one of the servers; its running requests continue
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class ExternalPool:
         self._waiting = WaitingCalls()
         self._num_processes = num_processes  # that share what servers take at a time
         self.num_retries = 0
-        self.num_continued = 0  # answers that another server went on with
+        self.num_continued = 0  # answers that another server continued with
         # Called with a server and the hashes of a prompt that was sent there, if some of them are new there.
         self.on_placed: Callable[[str, Sequence[bytes]], None] | None = None
 
@@ -216,7 +216,7 @@ class ExternalPool:
         self._router.first_token(call.id, self._clock.now())
 
     async def _place(self, call: ExternalCall, failed: set[str], *, continues: bool) -> _Member:
-        """The server of the next attempt, which has room for it. Waits for room where no server has any."""
+        """Return the server of the next attempt, which has room for it. Waits for room where no server has any."""
         was_granted = False
         while True:
             usable = self._usable(call, failed, continues=continues)
@@ -240,7 +240,7 @@ class ExternalPool:
         return any(model in member.server.models for member in self._members.values())
 
     def _excluded(self, failed: Collection[str], allowed: Collection[str]) -> frozenset[str]:
-        """All servers but the allowed ones; where none is allowed, those that failed or are left alone."""
+        """Return all servers but the allowed ones; where none is allowed, those that failed or are left alone."""
         if len(allowed) == len(self._members):
             return _NONE
         if allowed:
@@ -252,7 +252,7 @@ class ExternalPool:
         return frozenset((*failed, *asleep))
 
     def _choose(self, call: ExternalCall, excluded: frozenset[str]) -> _Member:
-        """The router's choice of the servers that are not excluded."""
+        """Return the router's choice of the servers that are not excluded."""
         hashes = hash_text(call.tenant, call.text)
         now = self._clock.now()
         request = RoutingRequest(
@@ -275,7 +275,8 @@ class ExternalPool:
         self._router.sent_elsewhere(server, hashes, self._clock.now())
 
     def _usable(self, call: ExternalCall, failed: Collection[str], *, continues: bool) -> list[str]:
-        """The servers that could answer. With `continues`, those that can go on with a chat of another server."""
+        """Return the servers that could answer. With `continues`, those that can continue a chat of another
+        server."""
         now = self._clock.now()
         needs_prefill = continues and call.api == "chat/completions"
         is_bound = bool(call.region) and call.spill_over_s == math.inf
@@ -291,7 +292,7 @@ class ExternalPool:
         ]
 
     def _has_room(self, member: _Member, *, was_granted: bool = False) -> bool:
-        """Whether a server takes another request. Places that were granted to others count as taken."""
+        """Say whether a server takes another request. Places that were granted to others count as taken."""
         most = member.server.max_concurrent
         if most is None:
             return True
@@ -299,7 +300,7 @@ class ExternalPool:
         return num_taken < max(1, most // self._num_processes)
 
     def _cheapest(self, names: Sequence[str]) -> list[str]:
-        """The cheapest servers of each region: whether to leave a region is the router's business."""
+        """Return the cheapest servers of each region: whether to leave a region is the router's business."""
         if len(names) < 2:
             return list(names)
         servers = [self._members[name].server for name in names]

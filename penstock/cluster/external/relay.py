@@ -1,4 +1,4 @@
-"""Passes on the chunks of an answer, and knows enough of them to let another server go on where one broke off.
+"""Passes on the chunks of an answer, and knows enough of them to let another server continue where one broke off.
 
 A plain text can be continued: a completion by a longer prompt, a chat by an assistant's message that the server is
 to complete (prefill). An answer with thoughts, calls of tools, log-probabilities or a grammar cannot: the next server
@@ -55,7 +55,7 @@ class Relay:
         return self._is_plain and self._continued_body() is not None
 
     def continued(self) -> ExternalCall:
-        """The call for what is still to come. Only if `can_continue`."""
+        """Return the call for what is still to come. Only if `can_continue`."""
         body = self._continued_body()
         assert body is not None
         self._num_before = self._num_chunks

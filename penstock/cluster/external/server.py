@@ -49,7 +49,7 @@ class EventLines:
         self.has_ended = False  # by its own last event
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The data of the events that this piece completes. Raises LineTooLong."""
+        """Return the data of the events that this piece completes. Raises LineTooLong."""
         *lines, rest = piece.split(b"\n")
         if lines and self._pending:
             lines[0] = b"".join((*self._pending, lines[0]))
@@ -141,7 +141,7 @@ MAX_ERROR_BYTES = 64 << 10
 MAX_METRICS_BYTES = 4 << 20
 _CONTINUING = frozenset(
     {"vllm", "sglang", "penstock"}
-)  # owners of models, by which servers tell what they are
+)  # `owned_by` of models, which identifies the kind of server
 _NO_METRICS = frozenset({401, 403, 404, 405, 501})  # will not change while the server runs
 
 _decode_models = msgspec.json.Decoder(ModelPage).decode
@@ -285,7 +285,7 @@ class ExternalServer:
             take(lines.end())
 
     def _chunks(self, events: Sequence[bytes], read: ReadEvent) -> tuple[list[StreamChunk], Exception | None]:
-        """The chunks of these events, up to the first that is none or tells of an error, and that error."""
+        """Return the chunks of these events, up to the first that is no chunk or reports an error, and that error."""
         chunks: list[StreamChunk] = []
         for data in events:
             try:

@@ -25,8 +25,8 @@ class BadAnswer(OSError):
 
 
 async def srv_targets(host: str, servers: list[tuple[str, int]] | None = None) -> list[tuple[str, int]]:
-    """The targets of a name such as _http._tcp.gpus.example, with their ports, of the best priority only. Raises
-    OSError where no name server knows."""
+    """Return the targets of a name such as _http._tcp.gpus.example, with their ports, of the best priority only.
+    Raises OSError where no name server knows."""
     name_servers = servers or _name_servers()
     problem: Exception = OSError("no name server is known")
     for address, port in name_servers:
@@ -45,8 +45,8 @@ def _name_servers() -> list[tuple[str, int]]:
 
 
 def _best(records: list[tuple[int, int, str]]) -> list[tuple[str, int]]:
-    """The targets of the lowest priority number, which are to be used before all others. Weights are left to the
-    router."""
+    """Return the targets of the lowest priority number, which are to be used before all others. Weights are left to
+    the router."""
     first = min((priority for priority, _, _ in records), default=0)
     return sorted({(target, port) for priority, port, target in records if priority == first and target})
 
@@ -135,7 +135,7 @@ def _read(data: bytes, number: int, question: bytes) -> list[tuple[int, int, str
 
 
 def _name(data: bytes, place: int) -> tuple[str, int]:
-    """A name, and the place behind it. A name may go on at an earlier place."""
+    """Return a name, and the place behind it. A name may go on at an earlier place."""
     labels: list[str] = []
     end: int | None = None
     for _ in range(MAX_JUMPS * 2):

@@ -1,6 +1,7 @@
-"""The queue before external servers that take only so many requests at a time: by tier, then by arrival, and bounded.
+"""The queue before external servers that take only this many requests at a time: by tier, then by arrival, and
+bounded.
 
-Knows no server: whoever has room grants it to the first that waits for the model. Used from one event loop.
+Knows no server: a server with room grants it to the first request that waits for the model. Used from one event loop.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class WaitingCalls:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody waits. False also while calls that gave up are still on the list."""
+        """Say whether nobody waits. False also while calls that gave up are still on the list."""
         return not self._heap
 
     @property

@@ -68,8 +68,8 @@ class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, body=body, has_cache_marks=False)
 
     def with_shorter_answer(self, error: ContextLengthExceeded) -> ExternalCall | None:
-        """The call with a `max_tokens` that fits, after a server refused it with `error`. A server that does not say
-        how long the prompt is decides by itself. None where no shorter answer could help."""
+        """Return the call with a `max_tokens` that fits, after a server refused it with `error`. A server that does
+        not say how long the prompt is decides by itself. None where no shorter answer could help."""
         if self.max_tokens is None:
             return None
         overflow = error.overflow
@@ -96,7 +96,7 @@ def estimated_tokens(text: str) -> int:
 
 _MAX_SHOWN_CHARS = 500
 _TOO_LONG = ("context length", "context size", "context window", "maximum context", "too many tokens")
-# In the sentences of OpenAI, vLLM and SGLang. A prompt of "at least" so many tokens was not counted by its server.
+# In the sentences of OpenAI, vLLM and SGLang. A prompt of "at least" this many tokens was not counted by its server.
 _CONTEXT = re.compile(r"maximum context length (?:is|of) (\d{1,9})")
 _PROMPT = re.compile(
     r"(?<!at least )\b(\d{1,9}) (?:in the messages|in your prompt|input tokens|tokens from the input|in the prompt)"
@@ -230,7 +230,8 @@ class StreamChunk(msgspec.Struct, frozen=True):
         return False
 
     def as_whole(self, estimated_prompt_tokens: int) -> StreamChunk:
-        """A whole answer in the shape of a stream's only chunk. Usage that the server does not tell is estimated."""
+        """Return a whole answer in the shape of a stream's only chunk. Usage that the server does not tell is
+        estimated."""
         choices = [
             choice
             if choice.message is None

@@ -204,7 +204,7 @@ class BatchStore:
         )
 
     async def abandoned(self) -> frozenset[str]:
-        """The ids of running batches whose workspace was archived, so that no key is left to cancel them."""
+        """Return the ids of running batches whose workspace was archived, so that no key is left to cancel them."""
         query = (
             select(tables.batches.c.id)
             .join(tables.workspaces, tables.batches.c.workspace_id == tables.workspaces.c.id)
