@@ -147,7 +147,7 @@ class FileStore:
                 reads_only=True,
             )
         if row is None:
-            raise NotFound(f"There is no file {file_id[:64]!r}.", param="file_id")
+            raise _no_file(file_id)
         return _file(row)
 
     async def page(
@@ -178,6 +178,13 @@ class FileStore:
             )
         )
         await self.remove_bytes(file_id)
+
+    async def copy_bytes(self, file: StoredFile, blob_id: str) -> None:
+        """Give the bytes of a file a second id. Raises NotFound if the file was deleted since it was looked up."""
+        try:
+            await asyncio.to_thread(self.blobs.copy, file.id, blob_id)
+        except FileNotFoundError as error:
+            raise _no_file(file.id) from error
 
     async def remove_bytes(self, file_id: str) -> None:
         """Remove the bytes of a file whose row is gone. Bytes that cannot be removed now stay, unseen."""
@@ -301,6 +308,10 @@ def lock_workspace(connection: Connection, workspace_id: str) -> None:
 def _replace_reservation(connection: Connection, file: StoredFile) -> None:
     connection.execute(delete(tables.files).where(tables.files.c.id == file.id))
     insert_file(connection, file)
+
+
+def _no_file(file_id: str) -> NotFound:
+    return NotFound(f"There is no file {file_id[:64]!r}.", param="file_id")
 
 
 def _file(row: Row[Any]) -> StoredFile:

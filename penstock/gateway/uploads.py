@@ -145,7 +145,10 @@ class Uploads:
             created_at=now,
             expires_at=None if plan.expires_after_s is None else now + plan.expires_after_s,
         )
-        digest = await asyncio.to_thread(self._join, file.id, part_ids)
+        try:
+            digest = await asyncio.to_thread(self._join, file.id, part_ids)
+        except FileNotFoundError as error:  # another request ended the upload meanwhile
+            raise InvalidRequest("A part of the upload is gone.", param="part_ids") from error
         try:
             if md5 is not None and md5.lower() != digest:
                 raise InvalidRequest("The bytes of the parts have another md5.", param="md5")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,6 +53,19 @@ def test_a_form_has_few_parts_whatever_their_names(served: ServedWork) -> None:
     refused = httpx.post(f"{served.url}/v1/files", content=part * 33 + file, headers=kind)
     assert (taken.status_code, refused.status_code) == (200, 400)
     assert "more than 32 fields" in refused.text
+
+
+def test_bytes_that_another_request_removes_meanwhile(served: ServedWork) -> None:
+    sdk = served.openai()
+    file = sdk.files.create(file=b"{}", purpose="batch")
+    upload = sdk.uploads.create(filename="a", purpose="batch", mime_type="text/plain", bytes=2)
+    part = sdk.uploads.parts.create(upload.id, data=b"{}")
+    for blob_id in (file.id, part.id):
+        served.work.files.blobs.remove(blob_id)
+    with pytest.raises(openai.NotFoundError):
+        sdk.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    with pytest.raises(openai.BadRequestError, match="is gone"):
+        sdk.uploads.complete(upload.id, part_ids=[part.id])
 
 
 @pytest.mark.parametrize("path", ["/v1/files/{}", "/v1/files/{}/content", "/v1/batches/{}"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Mapping
@@ -227,7 +226,7 @@ class OpenAIBatchEndpoints:
                 output_expires_after_s=output_expires_after_s,
             ),
         )
-        await asyncio.to_thread(self._work.files.blobs.copy, file.id, batch.input_id)
+        await self._work.files.copy_bytes(file, batch.input_id)
         await self._work.add(batch)
         return json_response(_wire_batch(batch))
 
