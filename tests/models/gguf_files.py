@@ -85,6 +85,8 @@ ARCHITECTURES = {
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
 }
+# Names in files of the text parts of models with images, which are as those of the model types.
+TEXT_PARTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}
 NEWER_NAMES = {"deepseek_v32": "deepseek32"}  # of architectures that the package does not know
 # Families whose converters put the rows of rotary pairs beside each other.
 PERMUTED = ("llama", "ministral3", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
@@ -132,14 +134,16 @@ def write_model(
     *,
     spoil: str | None = None,
     fuses_experts: bool = False,
+    name: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Convert a checkpoint the way llama.cpp's converter does. Returns the values that were stored, by Hugging Face
     name, so that a test can put them back into the reference. `spoil` is a setting of experts to get wrong;
-    `fuses_experts` puts gates in front of the other halves of experts, as the converter does if asked."""
+    `fuses_experts` puts gates in front of the other halves of experts, as the converter does if asked.
+    `name` is another one for the architecture."""
     config = reference.model.config
     has_other_name = config.model_type == "nemotron_h" and "moe" in config.layers_block_type
     architecture = ARCHITECTURES["nemotron_h_moe" if has_other_name else config.model_type]
-    name = NEWER_NAMES.get(config.model_type, gguf.MODEL_ARCH_NAMES[architecture])
+    name = name or NEWER_NAMES.get(config.model_type, gguf.MODEL_ARCH_NAMES[architecture])
     writer = GGUFWriter(path, name, split_max_tensors=max_tensors)
     if config.model_type == "gemma4_text":
         config.allow_global_per_layer_attribute_access = True

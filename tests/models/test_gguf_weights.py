@@ -25,11 +25,11 @@ from penstock.models.load import (
 from penstock.models.weight_parts import Part, pick_columns
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
-from tests.models.gguf_files import write_model
+from tests.models.gguf_files import TEXT_PARTS, write_model
 from tests.models.gguf_states import CONVERSIONS, older_qwen3_next
 from tests.models.paged import PagedRunner
 from tests.models.ranks import run_ranks
-from tests.models.tiny_families import save_tiny
+from tests.models.tiny_families import TINY, save_tiny
 
 TOLERANCE = {"atol": 3e-4, "rtol": 3e-4}
 
@@ -113,6 +113,15 @@ def test_one_expert_is_read_at_a_time(tmp_path: Path) -> None:
 def test_experts_whose_gates_are_stored_with_the_other_halves(tmp_path: Path, ops: Ops) -> None:
     reference, prompt = save_tiny("qwen3_moe", tmp_path / "folder"), random_prompt(20, seed=7)
     write_model(tmp_path / "model.gguf", reference, GGMLQuantizationType.F32, fuses_experts=True)
+    logits = PagedRunner(load_model(tmp_path / "model.gguf", ops), ops).prompt_logits(prompt)
+    torch.testing.assert_close(logits, reference.logits(prompt), **TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "model_type"), TEXT_PARTS.items())
+def test_text_parts_of_models_with_images(name: str, model_type: str, tmp_path: Path, ops: Ops) -> None:
+    folder, prompt = tmp_path / "folder", random_prompt(20, seed=7)
+    reference = save_tiny(model_type, folder) if model_type in TINY else make_reference(model_type, folder)
+    write_model(tmp_path / "model.gguf", reference, GGMLQuantizationType.F32, name=name)
     logits = PagedRunner(load_model(tmp_path / "model.gguf", ops), ops).prompt_logits(prompt)
     torch.testing.assert_close(logits, reference.logits(prompt), **TOLERANCE)
 

@@ -20,7 +20,7 @@ from penstock.models.layout import Layout
 class Qwen2(PreNormDecoder):
     name = "qwen2"
     huggingface_names = ("Qwen2ForCausalLM", "qwen2")
-    gguf_names: ClassVar[tuple[str, ...]] = ("qwen2",)
+    gguf_names: ClassVar[tuple[str, ...]] = ("qwen2", "qwen2vl")  # of the second, the text part
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -57,7 +57,7 @@ _DEFAULT_HEAD_DIM = 128  # not hidden size / heads
 class Qwen3(PreNormDecoder):
     name = "qwen3"
     huggingface_names = ("Qwen3ForCausalLM", "qwen3")
-    gguf_names = ("qwen3",)
+    gguf_names: ClassVar[tuple[str, ...]] = ("qwen3", "qwen3vl")  # of the second, the text part
     has_head_norms = True
 
     @classmethod
@@ -101,7 +101,7 @@ class _Mixture(PreNormDecoder):
 class Qwen3MoE(_Mixture, Qwen3):
     name = "qwen3_moe"
     huggingface_names = ("Qwen3MoeForCausalLM", "qwen3_moe")
-    gguf_names = ("qwen3moe",)
+    gguf_names = ("qwen3moe", "qwen3vlmoe")
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
