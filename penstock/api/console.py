@@ -44,7 +44,7 @@ _TYPES = {
 
 
 class SignInOffer(msgspec.Struct, frozen=True):
-    """How users sign in to this server."""
+    """The methods by which users sign in to this server."""
 
     needs_key: bool
     provider: Provider | None  # signs users in without a key

@@ -1,4 +1,4 @@
-"""Which of several control processes decides for a shared fleet: the one that holds a lease in the registry.
+"""Elects the control process that decides for a shared fleet: the process that holds a lease in the registry.
 
 A leader renews its lease. A leader that could not renew it in time, because the registry is away or because the
 process was paused, stops by its own clock before another may take over. A pause between that check and an order is

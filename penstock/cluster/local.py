@@ -32,7 +32,7 @@ STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class NetworkAddress:
-    """Where engines of this machine listen for the gateways of a shared fleet."""
+    """The address at which engines of this machine listen for the gateways of a shared fleet."""
 
     host: str  # an address of this machine that gateways reach
     accepted: tuple[str, ...]  # public keys of clients

@@ -60,7 +60,7 @@ class Arm(enum.StrEnum):
 
 
 class ArmWindow(msgspec.Struct, frozen=True):
-    """What one arm did in one window."""
+    """The results of one arm in one window."""
 
     sums: dict[Tier, TierSums] = {}
     num_tokens: int = 0

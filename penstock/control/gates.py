@@ -38,7 +38,7 @@ class GateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What a gate found when it last looked."""
+    """The latest finding of a gate."""
 
     look: int  # 1 is the first in a stage
     figure: float  # the candidate's

@@ -82,7 +82,7 @@ ToEngine: TypeAlias = AddRequest | AbortRequests | Hello | RestartKVEvents | Shu
 
 
 class PoolerCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a model turns texts into vectors or scores, as its own files say."""
+    """The settings by which a model turns texts into vectors or scores, from its own files."""
 
     source: str = ""  # the file that names the pooling; empty when no file does
     normalizes: bool = True  # whether embeddings are scaled to length 1

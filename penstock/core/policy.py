@@ -24,7 +24,7 @@ RoutingPolicy = Literal["prefix-aware", "least-loaded", "power-of-two", "session
 
 
 class RoutingWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a request finds its replica. None: as the server was started."""
+    """The routing settings of a policy set. None: as the server was started."""
 
     policy: RoutingPolicy | None = None
     recompute_weight: Annotated[float, Meta(ge=1, le=100)] | None = None  # of prefix-aware

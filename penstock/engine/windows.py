@@ -34,7 +34,7 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """Which memory each layer of a model uses."""
+    """The memory that each layer of a model uses."""
 
     groups: tuple[WindowGroup, ...]
     num_layers: int  # that a block of memory has room for

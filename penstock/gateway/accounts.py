@@ -41,7 +41,7 @@ NOTHING_USED = Usage(0, 0, 0)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request ended and what it used."""
+    """The end of a request and its usage."""
 
     usage: Usage
     status: Literal["completed", "cancelled", "failed"]

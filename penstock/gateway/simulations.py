@@ -88,7 +88,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class SimulatedFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """What one fleet made of the traffic. Times are seconds of virtual time."""
+    """The results of one fleet. Times are seconds of virtual time."""
 
     replicas: int
     duration_s: float
@@ -110,7 +110,7 @@ class SimulationObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """What an order may name, and its bounds."""
+    """The values that an order may have, and their bounds."""
 
     models: tuple[str, ...]
     hardware: tuple[str, ...]
@@ -182,7 +182,7 @@ def _lengths(text: str) -> str:
 
 
 def _sentence(complaints: str) -> str:
-    """Return what the command said: `Error: …`, perhaps with a hint."""
+    """Return the command's message: `Error: …`, perhaps with a hint."""
     lines = complaints.splitlines()
     said = [line.partition(": ")[2] for line in lines if line.startswith(("Error: ", "Hint: "))]
     return " ".join(said)[:500] or "The simulation failed."

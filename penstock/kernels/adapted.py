@@ -37,7 +37,7 @@ class AdaptedProduct:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an adapter adds to a product: right @ (left @ x), for each matrix of the stack that it changes."""
+    """The change of a product by an adapter: right @ (left @ x), for each matrix of the stack that it changes."""
 
     heights: tuple[int, ...]
     columns: int

@@ -126,7 +126,7 @@ def _requests(cache: TorchKVPart, batch: AttentionBatch) -> Iterator[tuple[Tenso
 
 
 def cached_rows(latent: Tensor, layer: LatentLayer, positions: Tensor) -> Tensor:
-    """Return what the cache holds of tokens: [T, C + R] → [T, C + R], normed and rotated."""
+    """Return the cache entries of tokens: [T, C + R] → [T, C + R], normed and rotated."""
     content, key = latent.float().split([layer.latent_dim, layer.rope_dim], dim=1)
     scale = torch.rsqrt(content.square().mean(dim=1, keepdim=True) + layer.norm_eps)
     rotated = rotate(key.unsqueeze(1), layer.rope, positions).squeeze(1)

@@ -1,7 +1,5 @@
-"""What the compiled CPU library keeps between calls: packed matrices and KV caches.
-
-Knows how weights are handed to the library; the layouts themselves are its own affair (cpu/linear.h,
-cpu/attention.h). Computes nothing.
+"""Memory of the compiled CPU library between calls: packed matrices and KV caches. Knows how weights are handed to
+the library; only the library knows the layouts (cpu/linear.h, cpu/attention.h). Computes nothing.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class ExpertGroups:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a token chooses its experts: the `top_k` with the highest scores, which are also their weights. Among
-    equals the lower index comes first.
+    """The rule by which a token chooses its experts: the `top_k` with the highest scores, which are also their
+    weights. Among equals the lower index comes first.
 
     Scores are the softmax or the sigmoid of the router's logits. With "sparsemixer" (Phi's), the weight of each
     chosen expert is its softmax over the logits close to its own, without the experts chosen before."""

@@ -1,4 +1,4 @@
-"""Which backend serves a device and a type, and what this machine's CPU can do."""
+"""Selects the backend for a device and a dtype, and detects the features of this machine's CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AttentionBackend = Literal["auto", "triton", "flashinfer"]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the CPU backend uses on this machine. `isa` is None where there is no native library."""
+    """The features that the CPU backend uses on this machine. `isa` is None where there is no native library."""
 
     native: bool
     isa: str | None

@@ -94,7 +94,7 @@ class NoKV:
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """Where the states of a step's requests are."""
+    """The slots of the states of a step's requests."""
 
     store: StateStore
     slots: Tensor  # int64 [R] on the device

@@ -54,7 +54,7 @@ def sampling_defaults(config: ModelConfig, path: Path) -> SamplingDefaults:
 
 
 def makers_defaults(path: Path) -> SamplingDefaults:
-    """Return what the files of a model state. A value that makes no sense is passed over with a warning."""
+    """Return the sampling defaults in a model's files. An invalid value is skipped with a warning."""
     if path.is_dir():
         return _known(read_settings(path / FILE) or {}, FILE)
     metadata = GGUFFile(path).metadata

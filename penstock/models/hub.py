@@ -269,7 +269,7 @@ class ModelHub:
         return Path(folder) if gguf is None else Path(folder, gguf)
 
     def _cached_repository(self, repository: str, wanted: str | None) -> Path | None:
-        """Return what was downloaded of a repository before; None if that is nothing, or no file of the type."""
+        """Return the downloaded part of a repository; None if nothing, or no file of the type, was downloaded."""
         folder = self._hub_dir / f"models--{repository.replace('/', '--')}"
         snapshot = _latest_snapshot(folder)
         if snapshot is None or wanted is None:

@@ -54,7 +54,7 @@ class StackedPart:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How checkpoints of a family differ from the usual names and order.
+    """The differences of a family's checkpoints from the usual names and order.
 
     `base` is the part of names in front of everything but the head. `names` gives the usual name for a stored one,
     both as parts between dots. `cut` gives, by the name within a layer, the rows of a tensor in a larger one; a

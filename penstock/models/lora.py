@@ -185,7 +185,7 @@ def _read_pairs(folder: Path, config: LoRAConfig) -> dict[str, tuple[Tensor, Ten
 
 
 def _delta(product: NamedProduct, pairs: Mapping[str, tuple[Tensor, Tensor]], folder: Path) -> Delta:
-    """Return what an adapter adds to this rank's part of a product. The scale is part of the right matrices."""
+    """Return the change by an adapter of this rank's part of a product. The scale is part of the right matrices."""
     taken: list[tuple[Tensor, Tensor] | None] = []
     rows, columns = product.own_rows, product.own_columns
     for place, own in zip(product.adapted_places(), rows, strict=True):

@@ -202,7 +202,7 @@ def added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[Json]:
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceSettings:
-    """How SentencePiece prepares text."""
+    """SentencePiece's settings for the normalization of text."""
 
     characters: bytes = b""  # its compiled table of characters that stand for others
     prefixes_space: bool = True

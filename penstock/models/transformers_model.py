@@ -44,7 +44,7 @@ class NeedsWeight(Exception):
 
 
 class Runtime(threading.local):
-    """What the modules of a model use during one forward pass of this thread."""
+    """The objects that the modules of a model use during one forward pass of this thread."""
 
     ops: Ops
     attention: Callable[..., tuple[Tensor, None]]
@@ -153,7 +153,7 @@ def _packed_norm(module: nn.Module, ops: Ops) -> PackedNorm | None:
 
 
 class DecoderOutput:
-    """What a decoder returns to the head above it: the hidden states, and None for everything else."""
+    """The result of a decoder for its head: the hidden states, and None for everything else."""
 
     def __init__(self, states: Tensor) -> None:
         self.last_hidden_state = states

@@ -37,7 +37,7 @@ _STEPS = ((6, 5), (1, 7), (1, 0), (12, 1), (1, 1))
 
 @dataclass(slots=True)
 class Recording:
-    """How a model calls attention, and which products see all tokens of a step."""
+    """A model's calls of attention, and the products that get all tokens of a step."""
 
     num_positions: int
     calls: list[AttentionCall] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Recording:
 
 
 def _memory(mask: Tensor) -> int:
-    """Return what views of the same mask have in common."""
+    """Return a key that views of the same mask share."""
     return mask.untyped_storage().data_ptr()
 
 

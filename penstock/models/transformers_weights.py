@@ -32,7 +32,7 @@ _STANDS_FOR_WEIGHT = re.compile(r"\.(qweight|weight_packed|W_q)$")
 
 @dataclass(frozen=True, slots=True)
 class StoredNames:
-    """Where the parameters of a model come from: one stored tensor, or several that transformers converts."""
+    """The sources of a model's parameters: one stored tensor, or several that transformers converts."""
 
     direct: Mapping[str, str]  # parameter -> stored name
     converted: Mapping[str, Any]  # first parameter -> transformers' converter with its tensors

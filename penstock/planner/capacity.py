@@ -31,7 +31,7 @@ _MOST_ATTEMPTS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What clients send. Lengths are drawn by the simulator; the formula uses their means."""
+    """The traffic of clients. Lengths are drawn by the simulator; the formula uses their means."""
 
     requests_per_s: float
     prompt_tokens: Lengths
@@ -62,7 +62,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the formula says of one replica under load."""
+    """The formula's estimate for one replica under load."""
 
     batch: int  # requests that are answered at once
     requests_per_s: float

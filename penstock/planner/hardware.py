@@ -131,7 +131,7 @@ def _positive(text: str, figure: str, *, may_be_zero: bool) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How weights or KV are stored: bytes of one number, scales included, and whether products run in fp8.
+    """The storage format of weights or KV: bytes of one number, scales included, and whether products run in fp8.
 
     Products in fp8 reach less of their peak, and scale their inputs first, which takes time in every layer."""
 

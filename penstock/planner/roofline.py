@@ -99,7 +99,7 @@ class StepTimes:
 
     @property
     def binds(self) -> str:
-        """Return what takes most of the step."""
+        """Return the bottleneck of the step."""
         parts = {
             "weight bandwidth": self.weights_s,
             "compute": self.products_s,

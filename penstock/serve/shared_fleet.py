@@ -178,7 +178,7 @@ class Host:
 
 
 def offers_of(config: ServeConfig, specs: Sequence[ReplicaSpec]) -> list[Offer]:
-    """Return what this host runs, and may run if the leader wants more."""
+    """Return the replicas that this host runs, and may run if the leader wants more."""
     counts = Counter((spec.model, spec.role) for spec in specs)
     first = {(spec.model, spec.role): spec for spec in reversed(specs)}
     most = config.scaling.max_replicas or 0

@@ -24,7 +24,7 @@ from penstock.simulator.workload import Arrival
 
 @dataclass(frozen=True, slots=True)
 class KVLink:
-    """How KV travels between replicas."""
+    """The network between replicas for KV."""
 
     bytes_per_token: int
     bytes_per_s: float = 1e9
@@ -45,7 +45,7 @@ class _Move:
 
 
 class Host(Protocol):
-    """What moving KV asks of the driver."""
+    """The driver's interface for transfers of KV."""
 
     def settle(self, member: Member, now: float) -> None: ...
 

@@ -78,7 +78,7 @@ class MessageBatchDeleted(msgspec.Struct):
 
 
 class MessageBatches:
-    """How Anthropic writes batches: a `BatchDialect`."""
+    """Anthropic's format of batches: a `BatchDialect`."""
 
     lists_output_files = False
     max_lines = 100_000

@@ -207,7 +207,7 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def _refusal(error: Exception) -> InvalidRequest:
-    """Return what a client reads about a body that cannot be decoded."""
+    """Return the error for a body that cannot be decoded."""
     if isinstance(error, RecursionError):
         return InvalidRequest("The request body is nested too deeply.")
     if isinstance(error, msgspec.ValidationError):

@@ -101,7 +101,7 @@ def flat_choice(
 
 
 class CallStyle(msgspec.Struct, frozen=True):
-    """How calls are written: `custom` names the tools that take free text; `is_older` means `function_call`."""
+    """The format of calls: `custom` names the tools that take free text; `is_older` means `function_call`."""
 
     custom: frozenset[str] = frozenset()
     is_older: bool = False

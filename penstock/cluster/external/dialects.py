@@ -1,4 +1,5 @@
-"""How a server wants to be asked, and what its answers mean: OpenAI's API, the deployments of Azure, and Anthropic's.
+"""The wire formats of external servers, for requests and answers: OpenAI's API, the deployments of Azure, and
+Anthropic's.
 
 A call has OpenAI's shape. A dialect writes the call as its servers read it, and reads their answers back as OpenAI's
 chunks. Knows no connections.

@@ -48,7 +48,7 @@ class AnswerBroken(HttpError):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server listens, as its URL tells."""
+    """The address of a server, from its URL."""
 
     host: str
     port: int

@@ -63,7 +63,7 @@ class EventLines:
         return self._data(lines)
 
     def end(self) -> list[bytes]:
-        """What is left of a stream that its server closed."""
+        """Return the rest of a stream that its server closed."""
         return self._data([b"".join(self._pending)])
 
     def _data(self, lines: Sequence[bytes]) -> list[bytes]:

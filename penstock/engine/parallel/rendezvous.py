@@ -115,7 +115,7 @@ class RemoteTable:
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
-    """How a rank reaches the store when other ranks are on other nodes."""
+    """The access of a rank to the store when other ranks are on other nodes."""
 
     table: StoreTable | RemoteTable
     node_host: str  # the address of the rank's own node

@@ -58,7 +58,7 @@ class StopMatcher:
         return buffer[: len(buffer) - num_held]
 
     def finish(self) -> str:
-        """Return what was held back, now that no stop string can come any more."""
+        """Return the text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 

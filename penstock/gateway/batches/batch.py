@@ -115,7 +115,7 @@ class LineAnswer(msgspec.Struct, frozen=True):
 
 
 class LineResult(msgspec.Struct, frozen=True):
-    """How a line ended. A line that never ran has no answer."""
+    """The outcome of a line. A line that never ran has no answer."""
 
     number: int
     custom_id: str

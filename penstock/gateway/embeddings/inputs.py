@@ -52,7 +52,7 @@ Input: TypeAlias = str | tuple[int, ...] | RoledText | Pair
 
 
 class Truncation(msgspec.Struct, frozen=True):
-    """How to cut inputs that are too long, instead of refusing them."""
+    """Settings by which inputs that are too long are truncated instead of refused."""
 
     max_tokens: int | None = None  # None: as many as the model reads
     side: Literal["left", "right"] = "right"  # the side at which tokens are removed
@@ -60,7 +60,7 @@ class Truncation(msgspec.Struct, frozen=True):
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """How all inputs of a request become tokens."""
+    """The settings by which all inputs of a request become tokens."""
 
     prompt_name: str | None = None  # of texts without a role; None: the model's default
     truncation: Truncation | None = None

@@ -131,7 +131,7 @@ def _characters_of(items: Sequence[Any]) -> Iterator[str]:
 
 
 def _first_of(items: Sequence[Any]) -> tuple[list[str], bool]:
-    """Return what a sequence of nodes may begin with, and whether it may be empty."""
+    """Return the possible beginnings of a sequence of nodes, and whether it may be empty."""
     found: list[str] = []
     for operation, argument in items:
         if _is_character(operation):

@@ -224,7 +224,7 @@ RunLater: TypeAlias = Callable[[Coroutine[Any, Any, None]], None]
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """What patterns found in one passage."""
+    """The findings of patterns in one passage."""
 
     spans: tuple[Span, ...]
     pieces: tuple[str, ...]  # with what is to be redacted replaced
@@ -359,8 +359,8 @@ def _scan(case: Case, passage: Passage, check_time: Callable[[], None]) -> _Scan
 def _spans_of_parts(
     case: Case, passage: Passage, found: Sequence[Span], check_time: Callable[[], None]
 ) -> tuple[Span, ...]:
-    """Return what was found in a message of several parts with line breaks between them, and what is found only
-    without line breaks."""
+    """Return the findings in a message of several parts with line breaks between them, and the findings that exist
+    only without line breaks."""
     scanner = case.policy.input.scanner()
     scan_whole("".join(passage.pieces), scanner, between_slices=check_time)
     every = [*found, *spans_across_edges(passage.pieces, scanner.spans)]

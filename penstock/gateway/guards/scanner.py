@@ -18,7 +18,7 @@ SLICE_CHARS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a detector found, at `[start, end)` of the whole text."""
+    """A detector's finding at `[start, end)` of the whole text."""
 
     start: int
     end: int
@@ -86,7 +86,7 @@ class Scanner:
         return self._advance(text, is_final=False, is_json=is_json)
 
     def finish(self, *, is_json: bool = False) -> str:
-        """Return what was held back, now that no more text comes."""
+        """Return the text that was held back, at the end of the text."""
         return self._advance("", is_final=True, is_json=is_json)
 
     def _advance(self, text: str, *, is_final: bool, is_json: bool) -> str:

@@ -36,7 +36,7 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]  # names become 
 
 
 class Action(enum.StrEnum):
-    """What happens to text in which a rule found something. Of several rules, the strictest action counts."""
+    """The action on text in which a rule found something. Of several rules, the strictest action counts."""
 
     ALLOW = "allow"  # nothing; it is counted
     FLAG = "flag"  # it is logged

@@ -59,7 +59,7 @@ _GROUP_COLUMNS: Mapping[GroupName, sa.ColumnElement[Any]] = {
 
 
 class UsageQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rows to add up, and how. `after` is the last group of the page before."""
+    """A query for sums of usage rows. `after` is the last group of the page before."""
 
     group_by: tuple[GroupName, ...] = ("day",)
     start: float | None = None  # Unix seconds, included

@@ -253,7 +253,7 @@ def added_up(histograms: Sequence[Histogram]) -> Histogram:
 
 
 class Latencies:
-    """How long the requests of one tier took, and their parts; and how many there were, for the history."""
+    """Latencies of the requests of one tier and their parts, and counts for the history."""
 
     __slots__ = (
         "decode_s",

@@ -1,4 +1,5 @@
-"""Which model answers a request: one of several by weight (a split), and others when the first cannot (fallbacks).
+"""Chooses the model that answers a request: one of several by weight (a split), and others if the first fails
+(fallbacks).
 
 A split is decided by a hash of the caller and of what the caller names itself by, so that one user stays with one
 model. A fallback is asked while nothing of an answer has been shown: after that, a stream cannot be taken back. Each

@@ -1,4 +1,4 @@
-"""Which names stand for which models, who may use them and where: the table `[models]` of the settings file.
+"""The names of models, the callers that may use them, and their regions: the table `[models]` of the settings file.
 
     [models.aliases]
     "gpt-4o-mini" = "qwen2.5-coder-1.5b"
@@ -221,7 +221,7 @@ class AutoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ModelAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which models one key or workspace may use, and in which region."""
+    """The models that one key or workspace may use, and its region."""
 
     allowed: tuple[str, ...] | None = None  # names of models, adapters or aliases; None allows all
     region: str | None = None  # where its requests should be served, unless they say so themselves
@@ -231,7 +231,7 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RegionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the requests for one model are served."""
+    """The region in which the requests for one model are served."""
 
     # Of requests that name none; of all, with the policy "pin"; empty: as the caller's settings say.
     region: str = ""

@@ -98,7 +98,7 @@ def _dollars(value: float) -> str:
 
 
 class SlotTimes:
-    """How long a place under a concurrency limit is held, so that a refusal can say when one may come free."""
+    """Measures how long slots of a concurrency limit are held, so that a refusal can say when a slot may be free."""
 
     __slots__ = ("_mean_s",)
 

@@ -1,4 +1,4 @@
-"""What may be used: figures, who they apply to, and which of several applies.
+"""The settings of limits: figures, the callers that they apply to, and the rule for several matches.
 
 A figure that is absent is inherited: an override by id first, then the first matching pattern in the file's order,
 then the scope's default. Only `"unlimited"` lifts a limit that would be inherited. Knows neither buckets nor time.
@@ -86,7 +86,7 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ResolvedLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What applies to one subject; None is no limit."""
+    """The limits of one subject; None is no limit."""
 
     requests_per_minute: int | None = None
     input_tokens_per_minute: int | None = None
@@ -125,7 +125,7 @@ class CallerLimits(NamedTuple):
 
 
 class LimitResolver:
-    """Which limits apply to a caller, for one immutable LimitSettings."""
+    """Finds the limits that apply to a caller, for one immutable LimitSettings."""
 
     def __init__(self, settings: LimitSettings) -> None:
         self._settings = settings

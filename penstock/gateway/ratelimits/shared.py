@@ -91,7 +91,7 @@ class _Decision(msgspec.Struct):
 
 
 class _Caller:
-    """What is the same in all requests of one caller of one model."""
+    """The data that all requests of one caller of one model share."""
 
     __slots__ = ("asks", "keys", "limits")
 
@@ -309,7 +309,7 @@ class RedisLimiter:
         return caller
 
     async def _spends(self, limits: CallerLimits) -> list[Spend]:
-        """Return what each subject that applies has spent, in order."""
+        """Return the spend of each subject that applies, in order."""
         return [
             await self.local.spending.spent(subject) if resolved.has_budget else NOTHING_SPENT
             for subject, resolved in limits.applying

@@ -32,12 +32,12 @@ NOTHING_SPENT = Spend()
 
 class SpendTracker(Protocol):
     async def spent(self, subject: Subject) -> Spend:
-        """Return what a subject's settled requests cost today and this month. Usually answers from memory, without
+        """Return the cost of a subject's settled requests today and this month. Usually answers from memory, without
         suspending; the ledger settles a request in the same turn of the event loop in which the limiter does."""
         ...
 
     def cost_microdollars(self, claim: Claim, usage: Usage) -> float:
-        """Return what `usage` of the claim's model and tier costs."""
+        """Return the cost of `usage` of the claim's model and tier."""
         ...
 
 

@@ -1,5 +1,6 @@
-"""What all gateway processes of a server know of every subject: the levels of its buckets, and what each process runs
-for it. The table is a file that all processes map, so that a limit applies to all of them together.
+"""The limits' state that all gateway processes of a server share: the levels of every subject's buckets, and the
+number of requests that each process runs. The table is a file that all processes map, so that a limit applies to all
+of them together.
 
 Levels are changed under a lock on the file, which the kernel releases when a process dies. Running requests and the
 money that they reserve are written by their own process only, into its own column; a process that starts clears the

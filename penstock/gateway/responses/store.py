@@ -87,7 +87,7 @@ class ResponseStore(Protocol):
         ...
 
     async def events(self, workspace_id: str, response_id: str, first: int) -> list[tuple[int, bytes]]:
-        """Return what was added from the event number `first` on, in order, and maybe a few events before."""
+        """Return the events from the number `first` on, in order, and maybe a few events before."""
         ...
 
 

@@ -76,7 +76,7 @@ def question_of(request: GenerationRequest) -> Question | None:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Where to look. `context` is a fingerprint of all that must be the same, the vector's model included."""
+    """The key of a look-up. `context` is a fingerprint of all that must be the same, the vector's model included."""
 
     workspace_id: str
     context: bytes

@@ -52,7 +52,7 @@ class SettingsVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingsChange(msgspec.Struct, frozen=True):
-    """What the audit log keeps. Texts are not shown, because they may be private."""
+    """The record of a change in the audit log. Texts are not shown, because they may be private."""
 
     version: int
     changes: list[str]

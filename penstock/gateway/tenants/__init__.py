@@ -1,1 +1,1 @@
-"""Who may use the gateway: organisations, their workspaces, and the keys and tokens that speak for a workspace."""
+"""The callers of the gateway: organisations, their workspaces, and the keys and tokens that speak for a workspace."""

@@ -1,4 +1,5 @@
-"""What the database says about a caller, and a bounded cache of it, so that recognising a caller costs microseconds.
+"""Look-ups of callers in the database, and a bounded cache of the results, so that recognising a caller costs
+microseconds.
 
 Each look-up reads the number of the last change first. A change that commits meanwhile is then reported once more,
 rather than missed.
@@ -31,7 +32,7 @@ MAX_LOADING = 256
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[T]):
-    """What the database holds under a name, and the number of the last change that the look-up saw."""
+    """The record of a name in the database, and the number of the last change before the look-up."""
 
     value: T | None
     revision: int
@@ -148,7 +149,7 @@ class KnownWorkspace:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What changed since a change number. Names are None when there are too many to list, or when they are
+    """The changes since a change number. Names are None when there are too many to list, or when they are
     unknown."""
 
     revision: int
@@ -193,7 +194,7 @@ def read_workspace(connection: Connection, workspace_id: str) -> Loaded[KnownWor
 
 
 def read_changes(connection: Connection, since: int | None) -> Changes:
-    """Return what changed after the change number `since`; None means that the caller has cached nothing yet."""
+    """Return the changes after the change number `since`; None means that the caller has cached nothing yet."""
     revision = _read_revision(connection)
     if since is None or revision == since:
         return Changes(revision, (), ())

@@ -33,7 +33,7 @@ _ENDPOINTS = ("authorization_endpoint", "token_endpoint")
 
 
 class Provider(msgspec.Struct, frozen=True, kw_only=True):
-    """What a page needs to send its user to the identity provider."""
+    """The data with which a page sends its user to the identity provider."""
 
     issuer: str
     authorization_endpoint: str

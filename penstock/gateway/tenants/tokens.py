@@ -189,7 +189,7 @@ class TokenVerifier:
         return await self._placed(principal)
 
     async def verified_claims(self, token: str, audience: str | None = None) -> dict[str, Any]:
-        """Return what a good token says. `audience` is whom it is meant for, if not this server."""
+        """Return the claims of a valid token. `audience` is the expected audience, if not this server."""
         try:
             header = jwt.get_unverified_header(token)
         except jwt.InvalidTokenError as error:

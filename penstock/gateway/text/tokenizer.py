@@ -95,7 +95,7 @@ class TextTokenizer:
         plain_ranges: Sequence[tuple[int, int]],
         positions: Sequence[int],
     ) -> tuple[tuple[int, ...], dict[int, int]]:
-        """Return what `encode` gives without special tokens added, and for each of `positions`, in characters, how
+        """Return the tokens of `encode` without special tokens, and for each of `positions`, in characters, how
         many leading tokens end at or before it."""
         if self._goes_direct(len(text)):
             return self._encode_marked(text, plain_ranges, positions)
@@ -152,7 +152,7 @@ class TextTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.decode, token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what a token stands for on its own; not always whole characters."""
+        """Return the bytes of a single token; not always whole characters."""
         return self._token_bytes[token_id]
 
     def token_id(self, text: str) -> int | None:

@@ -21,7 +21,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 class CallMarkers(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family of models marks its calls."""
+    """The markers of calls of a family of models."""
 
     opening: tuple[str, ...] = ()  # none is the beginning of another
     closing: str | None = None  # None: a section reaches to the end of the answer
@@ -196,7 +196,7 @@ class CallParser(SectionParser):
         self._leave_section()
 
     def _raw_body(self) -> list[str]:
-        """Return what stood between the opening marker and here, such as the bracket of a list."""
+        """Return the text since the opening marker, such as the bracket of a list."""
         return self._raw[1:]
 
     def _fall_back(self, rest: str) -> None:

@@ -34,8 +34,8 @@ _NAME = "NAME"
 
 
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family writes a call: `head` with the function's name for `NAME`, the arguments, `call_tail`. Several are
-    separated by `separator` and surrounded by `list_start` and `list_end`."""
+    """The format of a call of a model family: `head` with the function's name for `NAME`, the arguments, `call_tail`.
+    Several are separated by `separator` and surrounded by `list_start` and `list_end`."""
 
     name: str
     markers: CallMarkers | TaggedCalls | None  # None: harmony, which has a parser of its own
@@ -54,7 +54,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trigger(self) -> str | None:
-        """Return what a call, and nothing else, begins with."""
+        """Return the text with which a call, and nothing else, begins."""
         return next((marker for marker in self.opening if self.head.startswith(marker)), None)
 
     @property
@@ -92,7 +92,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         return "".join(self.parameters.written(name, value) for name, value in given.items())
 
     def instructions(self, tools: tuple[Tool, ...]) -> str:
-        """Return what a model reads about tools whose template knows nothing of them."""
+        """Return the instructions about tools for a model whose template does not support them."""
         signatures = "\n".join(json.dumps(tool_schema(tool), ensure_ascii=False) for tool in tools)
         arguments = "<arguments as a JSON object>"
         if self.parameters is not None:

@@ -13,7 +13,7 @@ import msgspec
 
 
 class AnswerSink(Protocol):
-    """Where a parser puts what it recognised, in order."""
+    """The receiver of a parser's output, in order."""
 
     def add_reasoning(self, text: str) -> None: ...
     def add_text(self, text: str) -> None: ...
@@ -151,7 +151,8 @@ class SectionParser(SteppedParser):
 
 
 class ReasoningMarks(msgspec.Struct, frozen=True):
-    """What a family writes around its thoughts. `is_open`: answers begin inside the thoughts, whatever the prompt."""
+    """The marks around the thoughts of a model family. `is_open`: answers begin inside the thoughts, whatever the
+    prompt."""
 
     start: str
     end: str

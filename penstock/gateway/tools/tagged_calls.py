@@ -22,7 +22,7 @@ _WHITE_SPACE = " \t\r\n"
 
 
 class ParameterTags(msgspec.Struct, frozen=True):
-    """How a family writes one parameter: `start`, the name, `middle`, the value, `end`."""
+    """The format of one parameter: `start`, the name, `middle`, the value, `end`."""
 
     start: str
     middle: str
@@ -33,8 +33,8 @@ class ParameterTags(msgspec.Struct, frozen=True):
 
 
 class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family tags its calls. A section begins with one of `opening` and holds calls: `head`, a pattern with the
-    group `name`, up to one of `head_ends`, then the arguments."""
+    """The tags of calls of a model family. A section begins with one of `opening` and holds calls: `head`, a pattern
+    with the group `name`, up to one of `head_ends`, then the arguments."""
 
     opening: tuple[str, ...]
     closing: str

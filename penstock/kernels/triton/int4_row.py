@@ -140,7 +140,7 @@ def _rows_kernel(
 
 @dataclass(frozen=True, slots=True)
 class HeldTile:
-    """How many outputs a program covers at a time, and how many programs share a processor."""
+    """The number of outputs that a program covers at a time, and of programs that share a processor."""
 
     outputs: int
     num_warps: int

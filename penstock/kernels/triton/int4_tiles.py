@@ -1,4 +1,4 @@
-"""Which tile a product of four-bit weights has on Hopper (`int4_hopper`), by its shape. Measured on an H200."""
+"""Chooses the tile of a product of four-bit weights on Hopper (`int4_hopper`), by its shape. Measured on an H200."""
 
 from __future__ import annotations
 
