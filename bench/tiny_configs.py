@@ -94,8 +94,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
              "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}},
     "zaya": {"num_experts_per_tok": 1},
     "blt": {"encoder_hash_byte_group_vocab": 500},
-    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
-    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 8},
     "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (16, 16)},
     "xmod": {"default_language": "en_XX"},
     "longcat_flash": {"head_dim": 8, "num_key_value_heads": 4},

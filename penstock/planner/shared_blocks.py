@@ -1,4 +1,4 @@
-"""Blocks of attention and MLP that several layers share, as in Zamba 2."""
+"""Blocks of attention and MLP that several layers share, as in Zamba 1 and 2."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def shared_blocks(
     reader: Sizes, counts: LayerCounts, hidden: int, heads: int, kv_heads: int
 ) -> SharedBlocks | None:
     """Return the sizes of the blocks, or None for a model without shared ones."""
-    if reader.values.get("model_type") != "zamba2" or not counts.attention:
+    kind = reader.values.get("model_type")
+    if kind not in ("zamba", "zamba2") or not counts.attention:
         return None
     head_dim = 2 * hidden // heads  # queries read the residual beside the embedding
     inner, rank = (
         reader.size("intermediate_size", default=4 * hidden),
-        reader.size("adapter_rank", default=128),
+        reader.size("adapter_rank", default=128) if kind == "zamba2" else 0,
     )
     attention = head_dim * (2 * hidden * (heads + 2 * kv_heads) + heads * hidden)
     block = attention + 3 * hidden * inner

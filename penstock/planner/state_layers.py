@@ -79,7 +79,7 @@ def layer_counts(reader: Sizes, num_layers: int) -> LayerCounts:
         attention = len(values["attn_layer_indices"])
         return LayerCounts(attention, num_layers - attention, num_layers)
     kinds = layer_kinds(values)
-    if kind == "zamba2":  # every layer has a state, and some have a block of attention and MLP
+    if kind in ("zamba", "zamba2"):  # every layer has a state, and some have a block of attention and MLP
         hybrids = sum(each == "hybrid" for each in kinds)
         return LayerCounts(hybrids, num_layers, 0)
     if not kinds and values.get("full_attention_interval"):
@@ -139,7 +139,7 @@ def state_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers
         heads = reader.size("num_attention_heads")
         width = reader.size("head_dim", default=hidden // max(1, heads))
         return StateLayers(counts.state, 5 * hidden * heads * width, heads * width * width * _STATE_BYTES)
-    if reader.values.get("model_type") in ("mamba", "falcon_mamba", "jamba"):
+    if reader.values.get("model_type") in ("mamba", "falcon_mamba", "jamba", "zamba"):
         return _mamba1_layers(reader, counts, hidden)
     heads = reader.size("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
     if reader.values.get("model_type") == "zamba2":
@@ -157,11 +157,12 @@ def state_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers
 
 def _mamba1_layers(reader: Sizes, counts: LayerCounts, hidden: int) -> StateLayers:
     inner = hidden * reader.size("expand", "mamba_expand", default=2)
-    if reader.values["model_type"] != "jamba":
+    if reader.values["model_type"] not in ("jamba", "zamba"):
         inner = reader.size("intermediate_size", default=inner)
     size = reader.size("state_size", "mamba_d_state", default=16)
     ranks = [reader.values.get(key) for key in ("time_step_rank", "mamba_dt_rank")]
     rank = next((each for each in ranks if isinstance(each, int)), -(-hidden // 16))
-    kept = (reader.size("conv_kernel", "mamba_d_conv", default=4) - 1) * inner
-    parameters = inner * (3 * hidden + 2 * (rank + size) + size)
+    width = reader.size("conv_kernel", "mamba_d_conv", default=4)
+    kept = (width - 1) * inner
+    parameters = inner * (3 * hidden + 2 * (rank + size) + size + width)
     return StateLayers(counts.state, parameters, (inner * size + kept) * _STATE_BYTES)

@@ -95,7 +95,7 @@ def test_an_adapter_gives_the_logits_of_the_merged_model(family: Reference, tmp_
     targets: Any = r".*\.(q|k|v|o|q_a|q_b)_proj|.*kv_a_proj_with_mqa" if is_mixture(family) else "all-linear"
     if "mamba" in str(family.model.config.to_dict()):  # PEFT does not change the outputs of Mamba's layers
         targets = (*EVERYTHING, "in_proj")
-    if family.name.startswith("zamba2"):  # nor what several layers share
+    if family.name.startswith("zamba"):  # nor what several layers share
         targets = ("in_proj",)
     merged = write_adapter(family, tmp_path, seed=1, targets=targets)
     runner = lora_model(family, TorchOps(), [merged])
@@ -312,6 +312,10 @@ def test_a_cache_of_8_bits_is_refused_with_biases(tmp_path: Path) -> None:
         ("gpt_neo", {"attention_types": [[["global", "sparse"], 2]]}, "attention_types that do not fit"),
         ("gptj", {"rotary_dim": None}, "has no rotary_dim"),
         ("codegen", {"n_head": 2}, "needs a multiple of 4"),
+        ("zamba", {"attention_hidden_size": 96}, "attention_hidden_size other than"),
+        ("zamba", {"n_mamba_heads": 3}, "128 channels for 3 heads"),
+        ("recurrent_gemma", {"block_types": ["recurrent", "mamba"]}, "block_types other than"),
+        ("recurrent_gemma", {"lru_width": 98}, "must come out even"),
         ("zamba2", {"layers_block_type": ["mamba"] * 5}, "lists no hybrid layer"),
         ("zamba2", {"num_key_value_heads": 2}, "as many key-value heads as heads"),
     ],

@@ -37,7 +37,7 @@ FAMILIES = (
         "llama4_text",
     ),
     *("minimax", "mixtral", "mpt", "nemotron", "nemotron_h", "phi", "qwen2_moe", "qwen3_next"),
-    *("recurrent_gemma", "starcoder2", "zamba2"),
+    *("recurrent_gemma", "starcoder2", "zamba", "zamba2"),
 )
 
 

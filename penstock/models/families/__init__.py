@@ -36,6 +36,7 @@ from penstock.models.families import (
     recurrent_gemma,
     relu2,
     stablelm,
+    zamba,
     zamba2,
 )
 
@@ -110,6 +111,7 @@ FAMILIES: tuple[type[Decoder], ...] = (
     kimi_linear.KimiLinear,
     olmo_hybrid.OlmoHybrid,
     minimax.MiniMax,
+    zamba.Zamba,
     zamba2.Zamba2,
     recurrent_gemma.RecurrentGemma,
 )

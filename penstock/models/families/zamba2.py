@@ -18,8 +18,8 @@ from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import ACTIVATIONS, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows, fused_gate_up, fused_rows
-from penstock.models.mamba2 import Mamba2Mixer, load_mamba, mamba_rows
-from penstock.models.recurrent import HybridDecoder
+from penstock.models.mamba2 import load_mamba, mamba_rows
+from penstock.models.recurrent import HybridDecoder, StateMixer
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart, WeightLoader
 
@@ -32,7 +32,7 @@ _LONG_CONTEXT = 16384
 class Zamba2Config(ArchitectureConfig):
     hybrid_layers: tuple[int, ...]  # that have a block in front
     num_blocks: int  # which take turns
-    adapter_rank: int
+    adapter_rank: int  # of products beside the MLP's; 0 for none
     adapts_attention: bool
 
     def block_layer(self, index: int) -> int:
@@ -83,7 +83,7 @@ class SharedBlock:
     products: SharedProducts
     layer: AttentionLayer
     adapter: Adapter | None
-    mlp_adapter: Adapter
+    mlp_adapter: Adapter | None
     activation: Callable[[Tensor], Tensor]
     linear: PackedLinear  # after the block
 
@@ -95,7 +95,10 @@ class SharedBlock:
             qkv += self.adapter(ops, x)
         made = ops.add_up(ops.linear(ops.attend(qkv, self.layer, cache, batch), products.output))
         x = products.mlp_norm(ops, made)
-        gate, up = (ops.linear(x, products.gate_up) + self.mlp_adapter(ops, x)).chunk(2, dim=1)
+        both = ops.linear(x, products.gate_up)
+        if self.mlp_adapter is not None:
+            both += self.mlp_adapter(ops, x)
+        gate, up = both.chunk(2, dim=1)
         active = (self.activation(gate.float()) * up.float()).to(x.dtype)
         return ops.linear(ops.add_up(ops.linear(active, products.down)), self.linear)
 
@@ -104,7 +107,7 @@ class SharedBlock:
 class Zamba2Layer:
     attention: SharedBlock | None
     norm: RMSNorm
-    mixer: Mamba2Mixer
+    mixer: StateMixer
 
 
 class Zamba2(HybridDecoder):
@@ -157,7 +160,7 @@ class Zamba2(HybridDecoder):
         shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
         return Zamba2Config(
             **(shared | changed),
-            hybrid_layers=_hybrid_layers(fields, common.num_layers),
+            hybrid_layers=hybrid_layers(fields, common.num_layers),
             num_blocks=fields.integer("num_mem_blocks", 1),
             adapter_rank=fields.integer("adapter_rank", 128),
             adapts_attention=adapts_attention,
@@ -177,9 +180,12 @@ class Zamba2(HybridDecoder):
 
     def load_layer(self, load: LayerLoader) -> Zamba2Layer:
         if load.index not in self.config.hybrid_layers:
-            return Zamba2Layer(None, load.rms_norm("input_layernorm"), load_mamba(load))
-        norm, mixer = load.rms_norm(f"{BEHIND}.input_layernorm"), load_mamba(load, f"{BEHIND}.mamba")
+            return Zamba2Layer(None, load.rms_norm("input_layernorm"), self.load_mixer(load, "mamba"))
+        norm, mixer = load.rms_norm(f"{BEHIND}.input_layernorm"), self.load_mixer(load, f"{BEHIND}.mamba")
         return Zamba2Layer(self._load_block(load), norm, mixer)
+
+    def load_mixer(self, load: LayerLoader, name: str) -> StateMixer:
+        return load_mamba(load, name)
 
     def _load_block(self, load: LayerLoader) -> SharedBlock:
         config, weights, hidden = self.config, load.weights, self.config.hidden_size
@@ -188,25 +194,15 @@ class Zamba2(HybridDecoder):
         if at not in self._blocks:
             self._blocks[at] = self._load_products(load, f"model.layers.{at}.{BLOCK}")
         turn, prefix = config.hybrid_layers.index(load.index), f"model.layers.{at}.{BLOCK}"
-        mlp, rank = f"{prefix}.feed_forward", config.adapter_rank
-        own = weights.shard.inner(config.intermediate_size)
         block = SharedBlock(
             products=self._blocks[at],
             layer=load.attention_layer(),
             adapter=self._load_adapter(load, f"{prefix}.self_attn", turn)
             if config.adapts_attention
             else None,
-            mlp_adapter=Adapter(
-                weights.linear([f"{mlp}.gate_up_proj_adapter_list.{turn}.0"], [rank], hidden),
-                (
-                    weights.linear(
-                        [f"{mlp}.adapter.{turn}.{part}_proj" for part in ("gate", "up")],
-                        [config.intermediate_size] * 2,
-                        rank,
-                        part=LinearPart(rows=[own, own]),
-                    ),
-                ),
-            ),
+            mlp_adapter=self._load_mlp_adapter(load, f"{prefix}.feed_forward", turn)
+            if config.adapter_rank
+            else None,
             activation=ACTIVATIONS[config.plain_activation],
             linear=weights.linear([f"{load.prefix}.linear"], [hidden], hidden),
         )
@@ -243,6 +239,20 @@ class Zamba2(HybridDecoder):
             norm=RMSNorm(weights.vector(f"{prefix}.input_layernorm.weight", 2 * hidden), config.norm_eps),
             mlp_norm=RMSNorm(weights.vector(f"{prefix}.pre_ff_layernorm.weight", hidden), config.norm_eps),
         )
+
+    def _load_mlp_adapter(self, load: LayerLoader, prefix: str, turn: int) -> Adapter:
+        config, rank = self.config, self.config.adapter_rank
+        own = load.weights.shard.inner(config.intermediate_size)
+        wide = load.weights.linear(
+            [f"{prefix}.adapter.{turn}.{part}_proj" for part in ("gate", "up")],
+            [config.intermediate_size] * 2,
+            rank,
+            part=LinearPart(rows=[own, own]),
+        )
+        narrow = load.weights.linear(
+            [f"{prefix}.gate_up_proj_adapter_list.{turn}.0"], [rank], config.hidden_size
+        )
+        return Adapter(narrow, (wide,))
 
     def _load_adapter(self, load: LayerLoader, prefix: str, turn: int) -> Adapter:
         config, width = self.config, 2 * self.config.hidden_size
@@ -281,7 +291,8 @@ class Zamba2(HybridDecoder):
         residual.add_(layer.mixer(ops, inputs, cache.states, batch))
 
 
-def _hybrid_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+def hybrid_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """Return the layers with a block in front, as the settings list them."""
     known = {"mamba", "linear_attention", "hybrid"}
     kinds = layer_kinds(fields, num_layers, known, key="layers_block_type")
     if kinds is None or "hybrid" not in kinds:
