@@ -5,8 +5,10 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby
+from operator import sub
 
 from penstock.core.figures import percentile
 from penstock.core.objective import (
@@ -111,9 +113,11 @@ class Samples:
             return
         self._kept.extend(values)
         self._count += len(values)
+        total = self._sum
         for value in values:
-            self._sum += value
-        self._maximum = max(self._maximum, *values)
+            total += value
+        self._sum = total
+        self._maximum = max(self._maximum, max(values))
 
     def summary(self) -> Summary:
         if not self._count:
@@ -163,7 +167,7 @@ class _Times:
 
 def times_between(times_s: Sequence[float]) -> list[float]:
     """Return the times between tokens. Tokens that come together share the time since the last ones before."""
-    between = [later - earlier for earlier, later in pairwise(times_s)]
+    between = list(map(sub, times_s[1:], times_s))
     if 0.0 not in between:
         return between
     between = []
@@ -209,15 +213,26 @@ class Tally:
         self.num_retries += outcome.num_failures - (
             outcome.rejection is not None and outcome.num_failures > 0
         )
-        times = self._times_by_tier.setdefault(outcome.arrival.request.tier.value, _Times())
+        times = self._times_of(outcome.arrival.request.tier.value)
         if outcome.finish_reason in _ANSWERED:
             itl_s = times_between(outcome.token_times_s)
-            self._times.add(outcome, itl_s)
             times.add(outcome, itl_s)
+            if times is not self._times:
+                self._times.add(outcome, itl_s)
         if outcome.token_times_s:
             self._recent.append((now, outcome.token_times_s[0] - outcome.arrival.time_s))
         if outcome.finish_reason is not FinishReason.ABORT:  # else the client has left
             self._add_to_sums(outcome)
+
+    def _times_of(self, tier: str) -> _Times:
+        """Return the times of a tier. While there is one tier, they are the times of all requests, too."""
+        times = self._times_by_tier.get(tier)
+        if times is None:
+            if len(self._times_by_tier) == 1:
+                self._times = deepcopy(self._times)
+            times = _Times() if self._times_by_tier else self._times
+            self._times_by_tier[tier] = times
+        return times
 
     def _add_to_sums(self, outcome: Outcome) -> None:
         tier, times_s = outcome.arrival.request.tier, outcome.token_times_s

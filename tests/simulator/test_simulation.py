@@ -10,7 +10,7 @@ from penstock.core.figures import percentile
 from penstock.core.plan import StateSlots
 from penstock.core.request import Tier
 from penstock.simulator import Fixed, LogNormal, ReplicaConfig, SimulationConfig, Tenant, Workload, simulate
-from penstock.simulator.report import Report, Summary
+from penstock.simulator.report import Outcome, Report, Samples, Summary
 
 PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
 WORKLOAD = Workload(
@@ -43,6 +43,32 @@ def test_a_report_adds_up() -> None:
     assert computed >= report.prompt_tokens - report.cached_tokens + report.output_tokens - 200
     assert 0 < report.cached_tokens < report.prompt_tokens
     assert report.output_tokens_per_s == pytest.approx(report.output_tokens / report.duration_s)
+
+
+def test_times_of_tiers_and_of_all_requests() -> None:
+    """The first tier's times are those of all requests until a request of another tier ends."""
+    workload = Workload(
+        num_requests=60,
+        requests_per_s=20.0,
+        prompt_tokens=Fixed(50),
+        output_tokens=Fixed(5),
+        tenants=(Tenant("a", 4.0), Tenant("b", 1.0, Tier.BATCH)),
+    )
+    ended: list[Outcome] = []
+    report = simulate(SimulationConfig(workload=workload), on_outcome=ended.append)
+
+    def first_tokens(*tiers: Tier) -> Summary:
+        samples = Samples()
+        for each in ended:
+            if each.arrival.request.tier in tiers:
+                samples.add(each.token_times_s[0] - each.arrival.time_s)
+        return samples.summary()
+
+    assert report.latency.ttft_s == first_tokens(*Tier)
+    assert {tier: latency.ttft_s for tier, latency in report.latency_by_tier.items()} == {
+        tier.value: first_tokens(tier) for tier in (Tier.DEFAULT, Tier.BATCH)
+    }
+    assert report.latency.itl_s.count == 4 * 60
 
 
 def test_a_model_with_states_reuses_less_and_answers_all() -> None:
