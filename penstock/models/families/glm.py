@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,12 +18,10 @@ from penstock.models.layers import LayerLoader, SandwichLayer
 from penstock.models.layout import Layout, fused_gate_up, fused_qkv, rotated_rows
 
 
-class Glm(PreNormDecoder):
-    """Models of the first release, with Llama's layers."""
+class _GlmCheckpoints:
+    """The settings and the folders of both releases."""
 
-    name = "glm"
-    huggingface_names = ("GlmForCausalLM", "glm")
-    gguf_names = ("chatglm",)
+    name: ClassVar[str]
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -38,6 +36,14 @@ class Glm(PreNormDecoder):
         return Layout(
             cut=fused_gate_up(config.intermediate_size), rows=rotated_rows(config, interleaved=True)
         )
+
+
+class Glm(_GlmCheckpoints, PreNormDecoder):
+    """Models of the first release, with Llama's layers."""
+
+    name = "glm"
+    huggingface_names = ("GlmForCausalLM", "glm")
+    gguf_names = ("chatglm",)
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
@@ -47,26 +53,12 @@ class Glm(PreNormDecoder):
         return gguf_layout({"ffn_up": "mlp.gate_up_proj"}, cut=cut, rows=rows)
 
 
-class Glm4(Decoder):
-    """Models of the second release, with one more norm behind attention and after the MLP."""
+class Glm4(_GlmCheckpoints, Decoder):
+    """Models of the second release, with one more norm after attention and after the MLP."""
 
     name = "glm4"
     huggingface_names = ("Glm4ForCausalLM", "glm4")
     gguf_names = ("glm4",)
-
-    @classmethod
-    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        return glm_config(fields, cls.name)
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return common_gguf_config(file, cls.name)
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return Layout(
-            cut=fused_gate_up(config.intermediate_size), rows=rotated_rows(config, interleaved=True)
-        )
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
