@@ -6,6 +6,8 @@ workspace that keeps too much loses its oldest objects first. This module knows 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -66,6 +68,7 @@ class ObjectStore:
         self._growth = GrowthCheck(max_workspace_bytes)
         self._now = now
         self._swept_at = 0.0
+        self._searching = asyncio.Lock()
 
     async def add(self, objects: Sequence[StoredObject]) -> None:
         """Add objects of one workspace in their order. An object that is there already stays as it is, and an object
@@ -193,7 +196,10 @@ class ObjectStore:
 
         if not self._database.exists:
             return ObjectPage([], has_more=False)
-        return await self._database.run(read, reads_only=True)
+        # A search for metadata may read all objects. Several at once would occupy all threads of the database, and
+        # every request needs one to look up its key.
+        async with self._searching if metadata else contextlib.nullcontext():
+            return await self._database.run(read, reads_only=True)
 
     def _could_exist(self, *ids: str) -> bool:
         """Not every database can even look for a NUL."""

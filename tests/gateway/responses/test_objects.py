@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,6 +105,33 @@ async def test_pages_and_filters(store: ObjectStore) -> None:
     assert [each.id for each in page.objects] == ["2"]
     with pytest.raises(InvalidRequest):
         await store.page("w", "conversation", limit=1, order="asc", after="9")
+
+
+async def test_searches_for_metadata_take_turns_and_leave_threads_for_other_work(
+    store: ObjectStore, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.add([thing("a", metadata={"x": "y"})])
+    released = asyncio.Event()
+    begun: list[str] = []
+    run = database.run
+
+    async def held_up(*arguments: Any, **options: Any) -> Any:
+        begun.append("work")
+        await released.wait()
+        return await run(*arguments, **options)
+
+    monkeypatch.setattr(database, "run", held_up)
+    searches = [
+        asyncio.create_task(store.page("w", "conversation", limit=1, order="asc", metadata={"x": "y"}))
+        for _ in range(8)
+    ]
+    listing = asyncio.create_task(store.page("w", "conversation", limit=1, order="asc"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(begun) == 2, "one search, and the list"
+    released.set()
+    pages = await asyncio.gather(*searches, listing)
+    assert [[each.id for each in page.objects] for page in pages] == [["a"]] * 9
 
 
 async def test_changes(store: ObjectStore) -> None:
