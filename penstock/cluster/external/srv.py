@@ -35,7 +35,7 @@ async def srv_targets(host: str, servers: list[tuple[str, int]] | None = None) -
                 return _best(await _ask(host, address, port))
         except (OSError, TimeoutError) as error:
             problem = error
-    raise OSError(f"no SRV records: {problem or 'no answer in time'}") from problem
+    raise OSError(f"no SRV records: {str(problem) or 'no answer in time'}") from problem
 
 
 def _name_servers() -> list[tuple[str, int]]:

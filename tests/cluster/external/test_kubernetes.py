@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,11 +13,19 @@ from typing import Any
 
 import pytest
 
+from penstock.cluster.external import kubernetes, srv
 from penstock.cluster.external.discovery import Discovery
 from penstock.cluster.external.kubernetes import Endpoint, Kubernetes, LookupFailed
 from penstock.cluster.external.srv import srv_targets
 from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is not a silent server."""
+    monkeypatch.setattr(kubernetes, "ANSWER_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(srv, "ANSWER_TIMEOUT_S", 60.0)
 
 
 def pods(*addresses: str, ready: bool | None = True, port: int = 8000, **more: Any) -> dict[str, Any]:
@@ -233,3 +242,11 @@ async def test_no_records_and_refusals() -> None:
             await srv_targets("gone.example", places)
     with pytest.raises(OSError, match="no name of the DNS"):
         await srv_targets("a..b", places)
+
+
+async def test_a_name_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(srv, "ANSWER_TIMEOUT_S", 0.01)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        with pytest.raises(OSError, match="no SRV records: no answer in time"):
+            await srv_targets("gone.example", [silent.getsockname()])
