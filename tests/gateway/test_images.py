@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from PIL import Image
+from transformers.image_utils import load_image
 
 from penstock.core.errors import InvalidRequest, NotFound
 from penstock.core.gateway_config import GatewayConfig
@@ -27,6 +29,7 @@ from penstock.gateway.files import FileStore
 from penstock.gateway.images import ImageFetcher, ImageLoader, check_images, checked_image, decode_data_url
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart, image_parts
 from penstock.gateway.store.database import Database
+from penstock.models.vision import open_image
 from tests.models.vision_checkpoints import picture, png
 
 CONFIG = GatewayConfig()
@@ -70,6 +73,39 @@ def test_an_animation_counts_as_its_first_frame() -> None:
     frames = [picture(20, 20, seed) for seed in range(3)]
     data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert checked_image(PART, data, CONFIG).width == 20
+
+
+def _odd_files() -> dict[str, bytes]:
+    plain = picture(60, 40)
+    deep = Image.fromarray(np.arange(2400, dtype=np.uint16).reshape(40, 60) * 27)
+    shaded = plain.convert("RGBA")
+    shaded.putalpha(Image.linear_gradient("L").resize(plain.size))
+    frames: dict[str, Any] = {"save_all": True, "append_images": [picture(60, 40, 1)]}
+    turned = Image.Exif()
+    turned[0x0112] = 7
+    return {
+        "16 bits": encoded(deep, "PNG"),
+        "1 bit": encoded(plain.convert("1"), "PNG"),
+        "CMYK": encoded(plain.convert("CMYK"), "JPEG"),
+        "palette": encoded(plain.quantize(16), "PNG", transparency=3),
+        "gray and alpha": encoded(shaded.convert("LA"), "PNG"),
+        "alpha": encoded(shaded, "WEBP"),
+        "several photographs": encoded(plain, "MPO", **frames),
+        "moving PNG": encoded(plain, "PNG", **frames),
+        "moving WebP": encoded(plain, "WEBP", **frames),
+        "progressive": encoded(plain, "JPEG", progressive=True),
+        "mirrored and lying": encoded(plain, "PNG", exif=turned),
+        "one line": encoded(picture(4000, 1), "PNG"),
+    }
+
+
+@pytest.mark.parametrize("name", _odd_files())
+def test_odd_files_are_read_as_transformers_reads_them(name: str) -> None:
+    data = _odd_files()[name]
+    expected = load_image(Image.open(io.BytesIO(data)))
+    loaded = checked_image(PART, data, CONFIG)
+    assert (loaded.width, loaded.height) == expected.size
+    assert np.array_equal(np.asarray(open_image(data)), np.asarray(expected))
 
 
 @pytest.mark.parametrize(
