@@ -159,7 +159,10 @@ def probe(model: TransformersModel, ops: Ops) -> Recording:
             raise
         raise _refusal(name, error.message) from error
     except Exception as error:  # a model's code may fail in any way on paged attention, which has no mask
-        raise _refusal(name, f"{type(error).__name__}: {str(error).strip().rstrip('.')}.") from error
+        said = " ".join(str(error).split()).rstrip(".")
+        raise _refusal(
+            name, f"its code fails in a step without an attention mask ({type(error).__name__}: {said})."
+        ) from error
     return recording
 
 
