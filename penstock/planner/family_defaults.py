@@ -11,7 +11,7 @@ _TIED = frozenset(
     {
         *("bloom", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon", "falcon_mamba", "gemma", "gemma2"),
         *("gemma3_text", "gemma4_text", "gpt2", "gpt_bigcode", "gpt_neo", "lfm2", "lfm2_moe", "mamba", "mpt"),
-        *("opt", "recurrent_gemma", "smollm3", "starcoder2", "zamba2"),
+        *("opt", "recurrent_gemma", "smollm3", "starcoder2", "zamba", "zamba2"),
     }
 )  # fmt: skip
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
