@@ -165,7 +165,13 @@ def _pixtral(card: VisionCard, width: int, height: int) -> ImageLayout:
     patch, merge = card.numbers["patch_size"], card.numbers["merge_size"]
     ratio = max(height / card.numbers["longest_edge"], width / card.numbers["longest_edge"])
     if ratio > 1:
-        height, width = math.floor(height / ratio), math.floor(width / ratio)
+        scaled = math.floor(height / ratio), math.floor(width / ratio)
+        if 0 in scaled:
+            raise InvalidRequest(
+                f"An image of {width} × {height} pixels is too narrow: nothing is left of it when its longer side "
+                f"has {card.numbers['longest_edge']} pixels."
+            )
+        height, width = scaled
     rows, columns = (max(0, side - 1) // (patch * merge) + 1 for side in (height, width))
     text = f"{card.image_token}[IMG_BREAK]" * (rows - 1) + f"{card.image_token}[IMG_END]"
     return ImageLayout(

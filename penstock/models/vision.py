@@ -94,10 +94,14 @@ class TransformersVision(ABC):
 
     def _pixels(self, image: Any) -> Pixels:
         try:
-            made = self._processor(images=[image], return_tensors="pt", **self.processor_options)
+            made = self._processor(images=[image], return_tensors="pt", **self.options())
         except ValueError as error:  # a shape that the processor cannot scale
             raise InvalidRequest(f"The model cannot see an image of {image.size}: {error}") from error
         return self.pixels(made)
+
+    def options(self) -> Mapping[str, Any]:
+        """Return options of the image processor."""
+        return self.processor_options
 
     def encode(self, pixels: Pixels, first_tile: int, num_tiles: int) -> list[Tensor]:
         part = slice(first_tile, first_tile + num_tiles)
@@ -289,10 +293,8 @@ class PixtralVision(TransformersVision):
     def _patch(self) -> int:
         return int(self._vision.patch_size) * self._merge
 
-    def _pixels(self, image: Any) -> Pixels:
-        self_options = {"patch_size": {"height": self._patch, "width": self._patch}}
-        made = self._processor(images=[image], return_tensors="pt", **self_options)
-        return self.pixels(made)
+    def options(self) -> Mapping[str, Any]:
+        return {"patch_size": {"height": self._patch, "width": self._patch}}
 
     def pixels(self, made: Any) -> Pixels:
         sizes = torch.as_tensor(made["image_sizes"])

@@ -67,6 +67,11 @@ def test_rows_of_pixtral(size: tuple[int, int]) -> None:
     height, width = (int(side) for side in made["image_sizes"][0])
     layout = image_layout(card("pixtral", patch_size=16, merge_size=2, longest_edge=256), *size)
     assert layout.runs == (width // 32,) * (height // 32)
+    for narrow in ((1, 300), (300, 1)):
+        with pytest.raises(ValueError, match=r"\b0\b|greater than"):
+            process(processor, narrow, patch_size={"height": 32, "width": 32})
+        with pytest.raises(InvalidRequest, match="too narrow"):
+            image_layout(card("pixtral", patch_size=16, merge_size=2, longest_edge=256), *narrow)
 
 
 @pytest.mark.parametrize("size", [*SIZES, (1, 4000), (4000, 1), (335, 337), (5, 5)], ids=str)
