@@ -302,6 +302,10 @@ class PixtralVision(TransformersVision):
         return Pixels({"pixel_values": made["pixel_values"], "image_sizes": sizes}, {}, 1, rows)
 
     def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        # Transformers' code for Mistral 3 fails on one row in all, so an image of one row is encoded twice.
+        if tensors["pixel_values"].shape[-2:] == (self._patch, self._patch):
+            tensors = {name: torch.cat([tensor, tensor]) for name, tensor in tensors.items()}
+            return [self._tower.get_image_features(**tensors).pooler_output[0]]
         return list(self._tower.get_image_features(**tensors).pooler_output)
 
 

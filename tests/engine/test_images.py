@@ -126,6 +126,13 @@ def test_the_largest_image_is_as_large_as_the_model_sees(case: Case) -> None:
         assert 16 <= pixels.num_rows <= 64
 
 
+def test_an_image_of_one_pixel_is_seen(case: Case) -> None:
+    executor: Any = case.engine.loop.executor
+    vision = executor.forward.images.vision
+    pixels = vision.prepare(png(picture(1, 1)))
+    assert sum(len(rows) for rows in vision.encode(pixels, 0, pixels.num_tiles)) == pixels.num_rows
+
+
 def test_chunks_through_images_and_preemption_change_nothing(case: Case) -> None:
     longest = max(image.num_tokens for prompt in case.prompts for image in prompt.images)
     is_whole = any(image.is_whole for prompt in case.prompts for image in prompt.images)
