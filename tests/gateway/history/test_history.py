@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from penstock.core.messages import EngineStats
 from penstock.core.request import Tier
@@ -27,6 +28,12 @@ from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.store.ready_made import ready_made_database
 
 NOW = 1_800_000_000
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is not a process that is gone."""
+    monkeypatch.setattr("penstock.gateway.history.siblings.ANSWER_TIMEOUT_S", 60.0)
 
 
 def answered(metrics: GatewayMetrics, *, is_failure: bool = False, tier: Tier = Tier.DEFAULT) -> None:

@@ -13,8 +13,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from penstock.gateway.ledger.metrics import TokensPerHour
+from penstock.gateway.metrics import exchange
 from penstock.gateway.metrics.exchange import MetricsExchange, merge
 from penstock.gateway.metrics.table import Metric, metric, metric_by
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is not a process that is gone."""
+    monkeypatch.setattr(exchange, "ANSWER_TIMEOUT_S", 60.0)
 
 
 def page(value: int, num_lines: int = 1) -> bytes:

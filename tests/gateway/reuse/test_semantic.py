@@ -36,6 +36,12 @@ ON = SemanticCacheSettings(enabled=True, model="vectors", threshold=0.9)
 ANGLES = {"capital of France?": 0.0, "France's capital?": 0.2, "capital of Spain?": 1.0}
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is not a model that hangs."""
+    monkeypatch.setattr(reuse, "_EMBED_TIMEOUT_S", 60.0)
+
+
 async def angle(text: str, request: GenerationRequest, model: str) -> tuple[bytes, bytes]:
     assert model == "vectors"
     return at(ANGLES[text]), b"identity"
