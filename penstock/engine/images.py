@@ -37,6 +37,7 @@ _IDLE_WAIT_S = 0.002  # for pixels, when the engine has nothing else to do
 _RETRY_AFTER_S = 1.0
 _MAX_FILE_BYTES = 4 << 30  # of the images of all live requests
 _MAX_PIXEL_BYTES = 2 << 30  # prepared ahead; further images are prepared in the step that encodes them
+_NOWHERE = np.empty(0, dtype=np.int64)
 
 
 class ImageQueue(Collaborator):
@@ -141,7 +142,8 @@ class PlacedImages:
     rows after the first layers, one after the other."""
 
     at: NDArray[np.int64]  # positions in T
-    rows: Tensor  # [len(at), width]
+    rows: Tensor | None  # [len(at), width]; None for no position
+    failed: NDArray[np.int64]  # positions in T of images that the encoder failed on
     step: HostStep
     staging: Staging
 
@@ -154,9 +156,13 @@ class PlacedImages:
     def _run(self, model: Model, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
         assert isinstance(model, Decoder), "the loader has checked this"
         residual = model.embed(token_ids)
+        if self.failed.size:
+            residual[self.staging.to_device(self.failed)] = torch.nan
         at = self.staging.to_device(self.at)
-        first, *deeper = self.rows.to(residual.dtype).split(residual.shape[1], dim=1)
-        residual[at] = first
+        deeper: Sequence[Tensor] = ()
+        if self.rows is not None:
+            first, *deeper = self.rows.to(residual.dtype).split(residual.shape[1], dim=1)
+            residual[at] = first
         if self.step.spare_places is not None:
             axes = torch.tensor(model.config.rope_axes, device=residual.device)
             for table in model.rope_tables():
@@ -175,7 +181,10 @@ class PlacedImages:
 
 
 class ImageEncoder:
-    """Keeps pixels until they are encoded, and the encoder's output until a plan drops it, both by digest."""
+    """Keeps pixels until they are encoded, and the encoder's output until a plan drops it, both by digest.
+
+    An image on which the encoder fails ends the requests that have the image, and no others: rows of NaN take the
+    place of the encoder's output, and a request without numbers ends with an error."""
 
     def __init__(self, vision: VisionModel, staging: Staging, config: ArchitectureConfig, spare: int) -> None:
         """`spare` is the first spare row of rope tables."""
@@ -187,6 +196,7 @@ class ImageEncoder:
         self._pixels: dict[bytes, Pixels] = {}
         self._parts: dict[bytes, list[Tensor]] = {}  # of tiles, in order
         self._is_complete: set[bytes] = set()
+        self._failed: set[bytes] = set()
 
     def __contains__(self, digest: bytes) -> bool:
         """Say whether an image needs no pixels. Called from the loop's own thread."""
@@ -227,6 +237,7 @@ class ImageEncoder:
             self._parts.pop(digest, None)
             self._pixels.pop(digest, None)
             self._is_complete.discard(digest)
+            self._failed.discard(digest)
         for encoding in encodings:
             live = self._live.get(encoding.request_id)
             if live is None:  # it ended after the plan; another request may need the image all the same
@@ -236,20 +247,31 @@ class ImageEncoder:
                 self._encode(image, encoding.first_tile + encoding.num_tiles)
 
     def _encode(self, image: ImageInput, num_tiles: int) -> list[Tensor]:
-        """Encode an image up to `num_tiles` tiles, from where earlier steps have ended."""
+        """Encode an image up to `num_tiles` tiles, from where earlier steps have ended. Returns the tiles that are
+        encoded: not all of them if the encoder fails on this image."""
         parts = self._parts.setdefault(image.digest, [])
-        if len(parts) >= num_tiles:
+        if len(parts) >= num_tiles or image.digest in self._failed:
             return parts
+        try:
+            self._encode_further(image, num_tiles, parts)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            logger.exception("the encoder failed on an image of %d bytes", len(image.data))
+            self._failed.add(image.digest)
+            self._pixels.pop(image.digest, None)
+        if len(parts) == image.num_tiles:
+            self._is_complete.add(image.digest)
+            self._pixels.pop(image.digest, None)
+        return parts
+
+    def _encode_further(self, image: ImageInput, num_tiles: int, parts: list[Tensor]) -> None:
         pixels = self._pixels.get(image.digest)
         if pixels is None:
             pixels = self._pixels[image.digest] = self.vision.prepare(image.data)
         while len(parts) < num_tiles:
             count = min(self.vision.tiles_at_once, num_tiles - len(parts))
             parts += self.vision.encode(pixels, len(parts), count)
-        if len(parts) == image.num_tiles:
-            self._is_complete.add(image.digest)
-            self._pixels.pop(image.digest, None)
-        return parts
 
     def arranged(self, chunks: Sequence[Chunk], step: HostStep) -> HostStep:
         """Return the step with the positions and contexts of image tokens."""
@@ -265,7 +287,8 @@ class ImageEncoder:
         """Return the encoder's output for the image tokens of a step; None when there are none."""
         if not self._live:
             return None
-        at: list[NDArray[np.int64]] = []
+        at: list[NDArray[np.int64]] = [_NOWHERE]
+        failed: list[NDArray[np.int64]] = [_NOWHERE]
         rows: list[Tensor] = []
         for index, chunk in enumerate(chunks):
             live = self._live.get(chunk.request_id)
@@ -276,9 +299,19 @@ class ImageEncoder:
                 if image.start < end and image.end > start:
                     first, last = np.searchsorted(places, (start, end))
                     if last > first:
-                        at.append(places[first:last] - start + step.chunk_starts[index])
-                        output = torch.cat(self._encode(image, image.num_tiles))
-                        rows.append(output[first:last])
-        if not at:
+                        positions = places[first:last] - start + step.chunk_starts[index]
+                        parts = self._encode(image, image.num_tiles)
+                        if image.digest in self._failed:
+                            failed.append(positions)
+                        else:
+                            at.append(positions)
+                            rows.append(torch.cat(parts)[first:last])
+        if len(at) == len(failed) == 1:
             return None
-        return PlacedImages(np.concatenate(at), torch.cat(rows), step, self._staging)
+        return PlacedImages(
+            np.concatenate(at),
+            torch.cat(rows) if rows else None,
+            np.concatenate(failed),
+            step,
+            self._staging,
+        )

@@ -23,6 +23,7 @@ from penstock.gateway.images import checked_image
 from penstock.gateway.models.served_model import PreparedPrompt, ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart
 from penstock.kvcache.cache import blocks_of_context
+from penstock.models.vision import Pixels
 from tests.engine.tiny import run, teach_short_answers, tokens
 from tests.models.vision_checkpoints import CHECKPOINTS, TinyVision, make_vision, picture, png
 
@@ -254,3 +255,28 @@ def test_bad_images_are_refused_and_nothing_breaks(smallest: TinyVision) -> None
     assert set(refused) == {"damaged", "shape"}
     assert all(each.code == "invalid_request_error" for each in refused.values())
     assert events["good"][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_an_image_that_the_encoder_fails_on_ends_its_requests_only(
+    smallest: TinyVision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = vision_engine(smallest)
+    served = ServedModel(engine.ready, GatewayConfig())
+    good, bad = (asyncio.run(served.prepare(chat([picture(90, 60, seed)]))) for seed in (1, 2))
+    alone = tokens(run(engine, [request("alone", good)])["alone"])
+    images = engine.loop.executor.forward.images
+    assert images is not None
+    name, unlucky = next(iter(images.vision.prepare(bad.images[0].data).tiled.items()))
+    encode = images.vision.encode
+
+    def fails(pixels: Pixels, first_tile: int, num_tiles: int) -> list[Tensor]:
+        if pixels.tiled[name].equal(unlucky):
+            raise RuntimeError("shape '[0, 4]' is invalid")
+        return encode(pixels, first_tile, num_tiles)
+
+    monkeypatch.setattr(images.vision, "encode", fails)
+    engine.loop.scheduler._images._capacity_tokens = bad.images[0].num_tokens
+    for attempt in ("first", "second"):
+        events = run(engine, [request(f"{attempt}-bad", bad), request(f"{attempt}-good", good)])
+        assert events[f"{attempt}-bad"][-1].finish_reason is FinishReason.ERROR
+        assert tokens(events[f"{attempt}-good"]) == alone
