@@ -311,6 +311,7 @@ def test_damaged_traces(tmp_path: Path) -> None:
         gzip.compress(MOONCAKE.encode()),
         "".join(reversed(MOONCAKE.splitlines(keepends=True))).encode(),
     ],
+    ids=["byte-order-mark", "carriage-returns", "blank-lines", "gzip", "reversed"],
 )
 def test_traces_as_other_programs_store_them(stored: bytes, tmp_path: Path) -> None:
     path = tmp_path / "trace"
