@@ -3,6 +3,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import gc
+import logging
 import os
 import ssl
 import sys
@@ -50,6 +51,14 @@ LONG_FILES = (
 COMPILED = Path(__file__).parent / "__pycache__/compiled"
 # Tests in these files share a server with the default model. One worker takes them all, and starts the server once.
 SHARING_A_SERVER = tuple(f"tests/e2e/test_{name}.py" for name in ("readme", "serve", "structured_output"))
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Commands that a test runs in this process set the level of all logs, which later tests compare."""
+    level = logging.root.level
+    yield
+    logging.root.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)
