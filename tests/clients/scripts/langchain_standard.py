@@ -26,8 +26,8 @@ SMALL_MODEL = "smollm2-135m"
 REPEATS_ITSELF = "repeats itself inside a string until max_tokens"
 CHAT, RESPONSES, MESSAGES = "TestChatCompletions", "TestResponses", "TestMessages"
 EVERY_API = (CHAT, RESPONSES, MESSAGES)
-# Why a test fails, and with which APIs: their prompts differ. The model takes the most probable token, so the same tests
-# fail each time on one processor. Another one rounds otherwise, and some of them may pass.
+# Why a test fails, and with which APIs: their prompts differ. The model takes the most probable token, so the same
+# tests fail each time on one processor. Another one rounds otherwise, and some of them may pass.
 CANNOT = {
     "test_agent_loop": ("does not call a tool unless it must", EVERY_API),
     "test_json_mode": ("invents keys of its own where no schema binds it", (CHAT, RESPONSES)),
