@@ -98,10 +98,29 @@ def mamba1_rows(config: ArchitectureConfig, name: str) -> dict[str, StoredRows]:
     )
 
 
+def load_input(load: LayerLoader, prefix: str, own: range) -> PackedLinear:
+    """Load the projection to a rank's channels, of input and of gate."""
+    settings, names = mamba1_settings(load.config), [f"{prefix}.input_proj", f"{prefix}.gate_proj"]
+    sizes, part = [settings.num_channels] * 2, LinearPart(rows=[own, own])
+    return load.weights.linear(names, sizes, load.config.hidden_size, bias=settings.bias, part=part)
+
+
+def load_output(load: LayerLoader, prefix: str, own: range) -> PackedLinear:
+    """Load the projection from a rank's channels."""
+    settings, hidden = mamba1_settings(load.config), load.config.hidden_size
+    return load.weights.linear(
+        [f"{prefix}.out_proj"],
+        [hidden],
+        settings.num_channels,
+        bias=settings.output_bias,
+        part=LinearPart(columns=own),
+    )
+
+
 def load_mamba1(load: LayerLoader, name: str) -> Mamba1Mixer:
     """Load a rank's channels of Mamba 1."""
-    config, settings, weights = load.config, mamba1_settings(load.config), load.weights
-    prefix, channels, hidden = f"{load.prefix}.{name}", settings.num_channels, config.hidden_size
+    settings, weights = mamba1_settings(load.config), load.weights
+    prefix, channels = f"{load.prefix}.{name}", settings.num_channels
     own = weights.shard.inner(channels)
     sizes = settings.step_rank, settings.state_size, settings.state_size
 
@@ -109,13 +128,7 @@ def load_mamba1(load: LayerLoader, name: str) -> Mamba1Mixer:
         return taken(weights.vector(f"{prefix}.{part}", channels), [own])
 
     return Mamba1Mixer(
-        into=weights.linear(
-            [f"{prefix}.input_proj", f"{prefix}.gate_proj"],
-            [channels] * 2,
-            hidden,
-            bias=settings.bias,
-            part=LinearPart(rows=[own, own]),
-        ),
+        into=load_input(load, prefix, own),
         conv=load_conv(load, f"{prefix}.conv1d", channels, [own]),
         selection=weights.linear([f"{prefix}.x_proj"], [sum(sizes)], channels, part=LinearPart(columns=own)),
         selection_norms=_selection_norms(load, prefix, sizes, settings.selection_eps),
@@ -128,13 +141,7 @@ def load_mamba1(load: LayerLoader, name: str) -> Mamba1Mixer:
             skip=by_channel("D"),
             step_bias=by_channel("dt_proj.bias"),
         ),
-        output=weights.linear(
-            [f"{prefix}.out_proj"],
-            [hidden],
-            channels,
-            bias=settings.output_bias,
-            part=LinearPart(columns=own),
-        ),
+        output=load_output(load, prefix, own),
     )
 
 

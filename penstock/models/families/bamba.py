@@ -12,6 +12,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.experts import GRANITE_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
+from penstock.models.families.granite import with_gguf_scales
 from penstock.models.gguf_config import gguf_experts, has_experts, hybrid_gguf_config, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_states import gguf_mamba_config, gguf_mamba_layout
@@ -138,11 +139,7 @@ class GraniteHybrid(Bamba):
                 hint="Give the folder of the original checkpoint.",
             )
         return dataclasses.replace(
-            config,
-            attention_scale=fields.number("attention.scale", config.attention_scale),
-            embedding_scale=fields.number("embedding_scale", 1.0),
-            residual_scale=fields.number("residual_scale", 1.0),
-            logit_scale=1.0 / fields.number("logit_scale", 1.0),
+            with_gguf_scales(config, file),
             recurrent=gguf_mamba_config(file),
             experts=gguf_experts(file, config, normalizes=True) if has_experts(file) else None,
         )

@@ -37,14 +37,7 @@ class Granite(Decoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config, fields = common_gguf_config(file, cls.name), metadata_fields(file)
-        return dataclasses.replace(
-            config,
-            attention_scale=fields.number("attention.scale", config.attention_scale),
-            embedding_scale=fields.number("embedding_scale", 1.0),
-            residual_scale=fields.number("residual_scale", 1.0),
-            logit_scale=1.0 / fields.number("logit_scale", 1.0),
-        )
+        return with_gguf_scales(common_gguf_config(file, cls.name), file)
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
@@ -63,3 +56,15 @@ class Granite(Decoder):
         hidden = layer.attention(ops, layer.attention_norm(ops, residual), cache, batch)
         residual.add_(hidden, alpha=scale)
         residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)), alpha=scale)
+
+
+def with_gguf_scales(config: ArchitectureConfig, file: GGUFFile) -> ArchitectureConfig:
+    """Return the settings with Granite's factors, as GGUF files of all its generations name them."""
+    fields = metadata_fields(file)
+    return dataclasses.replace(
+        config,
+        attention_scale=fields.number("attention.scale", config.attention_scale),
+        embedding_scale=fields.number("embedding_scale", 1.0),
+        residual_scale=fields.number("residual_scale", 1.0),
+        logit_scale=1.0 / fields.number("logit_scale", 1.0),
+    )

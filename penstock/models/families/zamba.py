@@ -18,7 +18,7 @@ from penstock.models.families.zamba2 import BEHIND, BLOCK, Zamba2, Zamba2Config,
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import LayerLoader
 from penstock.models.layout import Layout, StoredRows
-from penstock.models.mamba1 import mamba1_config, mamba1_settings
+from penstock.models.mamba1 import load_input, load_output, mamba1_config, mamba1_settings
 from penstock.models.recurrent import ConvWeights, StateMixer, load_conv, taken
 from penstock.models.sharding import balanced, scaled
 from penstock.models.weights import LinearPart
@@ -121,7 +121,7 @@ class Zamba(Zamba2):
 
     def load_mixer(self, load: LayerLoader, name: str) -> HeadedMamba1:
         """Load a rank's heads of Mamba 1."""
-        settings, weights, hidden = mamba1_settings(load.config), load.weights, load.config.hidden_size
+        settings, weights = mamba1_settings(load.config), load.weights
         prefix, channels, count = f"{load.prefix}.{name}", settings.num_channels, settings.num_heads
         if count < weights.shard.tensor_size:
             raise ModelLoadError(
@@ -131,23 +131,11 @@ class Zamba(Zamba2):
         heads = balanced(count, weights.shard.tensor_size)[weights.shard.tensor_rank]
         own = scaled(heads, channels // count)
         return HeadedMamba1(
-            into=weights.linear(
-                [f"{prefix}.input_proj", f"{prefix}.gate_proj"],
-                [channels] * 2,
-                hidden,
-                bias=settings.bias,
-                part=LinearPart(rows=[own, own]),
-            ),
+            into=load_input(load, prefix, own),
             conv=load_conv(load, f"{prefix}.conv1d", channels, [own]),
             heads=[_load_head(load, prefix, head, own.start) for head in heads],
             sizes=(settings.step_rank, settings.state_size, settings.state_size),
-            output=weights.linear(
-                [f"{prefix}.out_proj"],
-                [hidden],
-                channels,
-                bias=settings.output_bias,
-                part=LinearPart(columns=own),
-            ),
+            output=load_output(load, prefix, own),
         )
 
 
