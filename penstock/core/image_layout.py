@@ -99,9 +99,13 @@ def _fixed(card: VisionCard, width: int, height: int) -> ImageLayout:
     )
 
 
+_LEAST_SCALE = 1.1  # by which LLaVA-OneVision scales rows down
+
+
 def _llava_next(card: VisionCard, width: int, height: int) -> ImageLayout:
-    """Lay out LLaVA-NeXT: the whole image, and then lines of patches over all tiles, each with one more row at its
-    end. Lines and columns of the padding are left out."""
+    """Lay out LLaVA-NeXT and LLaVA-OneVision: the whole image, and then lines of patches over all tiles, each with
+    one more row at its end. Lines and columns of the padding are left out. OneVision scales the lines and columns of
+    more than `max_area_tiles` tiles down."""
     tile, side = card.numbers["tile_size"], card.numbers["tile_side_patches"]
     tall, wide = _best_shape(card.shapes, width, height)
     rows, columns = tall // tile * side, wide // tile * side
@@ -110,6 +114,10 @@ def _llava_next(card: VisionCard, width: int, height: int) -> ImageLayout:
         rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
     else:
         columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    if most := card.numbers.get("max_area_tiles"):
+        ratio = math.sqrt(rows * columns / (most * side**2))
+        if ratio > _LEAST_SCALE:
+            rows, columns = int(rows // ratio), int(columns // ratio)
     num_rows = side * side + rows * (columns + 1)
     return ImageLayout(card.image_token, (num_rows,), tile_patches=num_patches)
 
@@ -160,6 +168,15 @@ def _qwen_vl(card: VisionCard, width: int, height: int) -> ImageLayout:
     )
 
 
+def _glm_v(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out GLM 4.1V to 4.6V: Qwen's grid, of images of at least one square of patches."""
+    square = card.numbers["patch_size"] * card.numbers["merge_size"]
+    if height < square or width < square:
+        scale = max(square / height, square / width)
+        height, width = int(height * scale), int(width * scale)
+    return _qwen_vl(card, width, height)
+
+
 def _pixtral(card: VisionCard, width: int, height: int) -> ImageLayout:
     """Lay out Pixtral and Mistral 3: rows of patches, each with a token at its end."""
     patch, merge = card.numbers["patch_size"], card.numbers["merge_size"]
@@ -181,18 +198,28 @@ def _pixtral(card: VisionCard, width: int, height: int) -> ImageLayout:
 
 def _internvl(card: VisionCard, width: int, height: int) -> ImageLayout:
     """Lay out InternVL: the grid of tiles whose shape is nearest to the image's, and the whole image as one more."""
-    numbers = card.numbers
-    num_tiles = 1
-    if numbers["splits"] and numbers["max_tiles"] > 1:
-        columns, rows = _nearest_grid(width, height, numbers)
-        if columns * rows > 1:
-            num_tiles += columns * rows
+    num_tiles = _num_tiles(card, width, height)
+    run = card.numbers["tile_tokens"] * num_tiles
+    return ImageLayout(f"<img>{card.image_token}</img>", (run,), num_tiles, card.numbers["tile_patches"])
+
+
+def _aya_vision(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out Aya Vision: InternVL's tiles, with a name before each."""
+    num_tiles = _num_tiles(card, width, height)
+    names = [f"TILE_{number}" for number in range(1, num_tiles)] + ["TILE_GLOBAL"]
+    tiles = "".join(name + card.image_token for name in names)
+    text = f"<|START_OF_IMG|>{tiles}<|END_OF_IMG|>"
     return ImageLayout(
-        f"<img>{card.image_token}</img>",
-        (numbers["tile_tokens"] * num_tiles,),
-        num_tiles,
-        numbers["tile_patches"],
+        text, (card.numbers["tile_tokens"],) * num_tiles, num_tiles, card.numbers["tile_patches"]
     )
+
+
+def _num_tiles(card: VisionCard, width: int, height: int) -> int:
+    """Return the tiles of InternVL's image processor, the whole image among them."""
+    if not card.numbers["splits"] or card.numbers["max_tiles"] <= 1:
+        return 1
+    tiles = math.prod(_nearest_grid(width, height, card.numbers))
+    return tiles + 1 if tiles > 1 else 1
 
 
 def _nearest_grid(width: int, height: int, numbers: Mapping[str, int]) -> tuple[int, int]:
@@ -219,6 +246,8 @@ RULES: dict[str, Callable[[VisionCard, int, int], ImageLayout]] = {
     "llava_next": _llava_next,
     "gemma3": _gemma3,
     "qwen_vl": _qwen_vl,
+    "glm_v": _glm_v,
     "pixtral": _pixtral,
     "internvl": _internvl,
+    "aya_vision": _aya_vision,
 }

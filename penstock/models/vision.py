@@ -1,8 +1,8 @@
 """The vision part of a vision-language model: image processor, vision tower and projector.
 
 They are transformers' own code, an optional dependency; the text model is one of our decoders. Every family has a
-class below, with the sizes that `core.image_layout` needs and the form of the tower's input. `vision_load` reads them
-from a checkpoint.
+class here, in `vision_tiles` or in `vision_grids`, with the sizes that `core.image_layout` needs and the form of the
+tower's input. `vision_load` reads them from a checkpoint.
 """
 
 from __future__ import annotations
@@ -160,35 +160,6 @@ class TransformersVision(ABC):
         ...
 
 
-class Idefics3Vision(TransformersVision):
-    """Idefics 3 and SmolVLM: a SigLIP tower with a pixel shuffle."""
-
-    rule = "idefics3"
-
-    def numbers(self) -> dict[str, int]:
-        tile = int(self._processor.max_image_size["longest_edge"])
-        return {
-            "tile_size": tile,
-            "longest_edge": int(self._processor.size["longest_edge"]),
-            "splits": int(bool(self._processor.do_image_splitting)),
-            "tile_tokens": self.rows_per_tile,
-            "tile_patches": (tile // int(self._vision.patch_size)) ** 2,
-        }
-
-    def pixels(self, made: Any) -> Pixels:
-        values = made["pixel_values"][0]
-        tiled = {"pixel_values": values}
-        if "pixel_attention_mask" in made:
-            tiled["pixel_attention_mask"] = made["pixel_attention_mask"][0]
-        count = len(values)
-        return Pixels(tiled, {}, count, count * getattr(self, "rows_per_tile", 0))
-
-    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        inputs = {name: tensor.unsqueeze(0) for name, tensor in tensors.items()}
-        rows = self._tower.get_image_features(**inputs).pooler_output[0]
-        return list(rows.chunk(len(tensors["pixel_values"])))
-
-
 class LlavaVision(TransformersVision):
     """LLaVA: a CLIP or SigLIP tower and an MLP; every image is scaled to one size."""
 
@@ -205,34 +176,6 @@ class LlavaVision(TransformersVision):
         return list(self._tower.get_image_features(**tensors).pooler_output)
 
 
-class LlavaNextVision(LlavaVision):
-    """LLaVA-NeXT: the image as a whole, and tiles of the image in one of several shapes. The rows of the tiles lie
-    side by side as in the image, without those of the padding, and end with a row for the end of the line."""
-
-    rule = "llava_next"
-
-    def numbers(self) -> dict[str, int]:
-        tile, patch = int(self._vision.image_size), int(self._vision.patch_size)
-        return {"tile_size": tile, "tile_side_patches": tile // patch}
-
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        return tuple((int(height), int(width)) for height, width in self.config.image_grid_pinpoints)
-
-    def pixels(self, made: Any) -> Pixels:
-        from transformers.models.llava_next.modeling_llava_next import (
-            get_anyres_image_grid_shape,
-            unpad_image,
-        )
-
-        tile, patch = int(self._vision.image_size), int(self._vision.patch_size)
-        size = made["image_sizes"][0].tolist()
-        rows, columns = get_anyres_image_grid_shape(size, self.config.image_grid_pinpoints, tile)
-        side = tile // patch
-        _, height, width = unpad_image(torch.empty(1, rows * side, columns * side, device="meta"), size).shape
-        tensors = {"pixel_values": made["pixel_values"], "image_sizes": made["image_sizes"]}
-        return Pixels({}, tensors, 1, side * side + height * (width + 1))
-
-
 class Gemma3Vision(LlavaVision):
     """Gemma 3: a SigLIP tower and average pooling. Images are not cut into crops (no pan and scan)."""
 
@@ -242,97 +185,6 @@ class Gemma3Vision(LlavaVision):
 
     def template_token(self, spellings: Mapping[int, str]) -> str:
         return spellings[int(self.config.boi_token_index)]
-
-
-class InternVLVision(TransformersVision):
-    """InternVL: a ViT with a pixel shuffle, over tiles in the shape of the image."""
-
-    rule = "internvl"
-    processor_options: ClassVar[Mapping[str, Any]] = {"crop_to_patches": True}
-
-    def numbers(self) -> dict[str, int]:
-        processor = self._processor
-        tile, patch = int(processor.size["height"]), self._vision.patch_size
-        patch = int(patch[0] if isinstance(patch, list | tuple) else patch)
-        return {
-            "tile_size": tile,
-            "splits": 1,
-            "min_tiles": int(processor.min_patches),
-            "max_tiles": int(processor.max_patches),
-            "tile_tokens": self.rows_per_tile,
-            "tile_patches": (tile // patch) ** 2,
-        }
-
-    def pixels(self, made: Any) -> Pixels:
-        values = made["pixel_values"]
-        return Pixels(
-            {"pixel_values": values}, {}, len(values), len(values) * getattr(self, "rows_per_tile", 0)
-        )
-
-    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        return list(self._tower.get_image_features(**tensors).pooler_output)
-
-
-class PixtralVision(TransformersVision):
-    """Pixtral and Mistral 3: a tower for images of any shape, a token at the end of each row of patches."""
-
-    rule = "pixtral"
-
-    @property
-    def _merge(self) -> int:
-        return int(getattr(self.config, "spatial_merge_size", 1) or 1)
-
-    def numbers(self) -> dict[str, int]:
-        return {
-            "patch_size": int(self._vision.patch_size),
-            "merge_size": self._merge,
-            "longest_edge": int(self._processor.size["longest_edge"]),
-        }
-
-    @property
-    def _patch(self) -> int:
-        return int(self._vision.patch_size) * self._merge
-
-    def options(self) -> Mapping[str, Any]:
-        return {"patch_size": {"height": self._patch, "width": self._patch}}
-
-    def pixels(self, made: Any) -> Pixels:
-        sizes = torch.as_tensor(made["image_sizes"])
-        rows = int((sizes[0] // self._patch).prod())
-        return Pixels({"pixel_values": made["pixel_values"], "image_sizes": sizes}, {}, 1, rows)
-
-    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        # Transformers' code for Mistral 3 fails on one row in all, so an image of one row is encoded twice.
-        if tensors["pixel_values"].shape[-2:] == (self._patch, self._patch):
-            tensors = {name: torch.cat([tensor, tensor]) for name, tensor in tensors.items()}
-            return [self._tower.get_image_features(**tensors).pooler_output[0]]
-        return list(self._tower.get_image_features(**tensors).pooler_output)
-
-
-class QwenVision(TransformersVision):
-    """Qwen 2, 2.5 and 3 VL, and Qwen 3.5: a tower for images of any shape, and positions in three dimensions. Rows of
-    Qwen 3 VL have further columns, which are added to the hidden states after the first layers."""
-
-    rule = "qwen_vl"
-
-    def numbers(self) -> dict[str, int]:
-        processor = self._processor
-        return {
-            "patch_size": int(processor.patch_size),
-            "merge_size": int(processor.merge_size),
-            "min_pixels": int(processor.size["shortest_edge"]),
-            "max_pixels": int(processor.size["longest_edge"]),
-        }
-
-    def pixels(self, made: Any) -> Pixels:
-        grid = torch.as_tensor(made["image_grid_thw"])
-        rows = int(grid[0].prod()) // int(self._processor.merge_size) ** 2
-        return Pixels({}, {"pixel_values": made["pixel_values"], "image_grid_thw": grid}, 1, rows)
-
-    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        made = self._tower.get_image_features(**tensors)
-        deep = [features[0] for features in getattr(made, "deepstack_features", None) or ()]
-        return [torch.cat([made.pooler_output[0], *deep], dim=1)]
 
 
 def open_image(data: bytes) -> Any:

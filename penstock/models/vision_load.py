@@ -12,15 +12,14 @@ from typing import Any
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Ops
 from penstock.models.config import Fields
-from penstock.models.vision import (
-    Gemma3Vision,
+from penstock.models.vision import Gemma3Vision, LlavaVision, TransformersVision
+from penstock.models.vision_grids import GlmVision, PixtralVision, QwenVision
+from penstock.models.vision_tiles import (
+    AyaVision,
     Idefics3Vision,
     InternVLVision,
     LlavaNextVision,
-    LlavaVision,
-    PixtralVision,
-    QwenVision,
-    TransformersVision,
+    LlavaOnevisionVision,
 )
 
 logger = logging.getLogger(__name__)
@@ -34,8 +33,10 @@ FAMILIES: dict[str, type[TransformersVision]] = {
     "SmolVLMForConditionalGeneration": Idefics3Vision,
     "LlavaForConditionalGeneration": LlavaVision,
     "LlavaNextForConditionalGeneration": LlavaNextVision,
+    "LlavaOnevisionForConditionalGeneration": LlavaOnevisionVision,
     "Gemma3ForConditionalGeneration": Gemma3Vision,
     "InternVLForConditionalGeneration": InternVLVision,
+    "AyaVisionForConditionalGeneration": AyaVision,
     "Mistral3ForConditionalGeneration": PixtralVision,
     "Qwen2VLForConditionalGeneration": QwenVision,
     "Qwen2_5_VLForConditionalGeneration": QwenVision,
@@ -43,6 +44,10 @@ FAMILIES: dict[str, type[TransformersVision]] = {
     "Qwen3VLMoeForConditionalGeneration": QwenVision,
     "Qwen3_5ForConditionalGeneration": QwenVision,
     "Qwen3_5MoeForConditionalGeneration": QwenVision,
+    "Glm4vForConditionalGeneration": GlmVision,
+    "Glm4vMoeForConditionalGeneration": GlmVision,
+    "Glm46VForConditionalGeneration": GlmVision,
+    "GlmOcrForConditionalGeneration": GlmVision,
 }
 # Text models within checkpoints whose own class is the same decoder under another name.
 _TEXT_TYPES = {
@@ -50,7 +55,12 @@ _TEXT_TYPES = {
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+    "glm_ocr_text": "glm4",
 }
+# Text models whose attention has biases, or none, whatever the file says.
+_HAS_BIASES = {"glm4v_text": True, "glm_ocr_text": False}
 _OUTER_KEYS = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 
 
@@ -74,6 +84,8 @@ def text_fields(path: Path, fields: Fields) -> Fields:
     text |= {key: fields.raw(key) for key in _OUTER_KEYS if fields.has(key)}
     if text["model_type"] == "qwen3_vl_moe_text":
         text["norm_topk_prob"] = True  # whatever the file says: its router always does so
+    if text["model_type"] in _HAS_BIASES:
+        text["attention_bias"] = _HAS_BIASES[text["model_type"]]
     text["model_type"] = _TEXT_TYPES.get(text["model_type"], text["model_type"])
     text.pop("architectures", None)
     for key in ("rope_parameters", "rope_scaling"):

@@ -20,7 +20,8 @@ from tests.api.scripted import scripted
 from tests.engine.test_images import vision_engine
 from tests.engine.tiny import run
 from tests.gateway.fake_engine import FakeEngine
-from tests.models.vision_checkpoints import TinyVision, make_vision, picture, png
+from tests.models.tiny_vision import TinyVision, picture, png
+from tests.models.vision_checkpoints import make_vision
 
 MODEL = "tiny-vl"
 CAT, DOG = picture(90, 60, 1), picture(40, 100, 2)

@@ -8,16 +8,19 @@ import msgspec
 import pytest
 from PIL import Image
 from transformers import (
+    Glm4vImageProcessorPil,
     GotOcr2ImageProcessorPil,
     Idefics3ImageProcessorPil,
     LlavaNextImageProcessorPil,
     LlavaNextProcessor,
+    LlavaOnevisionImageProcessorPil,
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
 )
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.image_layout import VisionCard, image_layout
+from tests.models.vision_tiles import onevision_counter
 
 SIZES = [(1, 1), (64, 64), (100, 37), (333, 500), (640, 480), (481, 700), (900, 60)]
 
@@ -60,6 +63,17 @@ def test_grids_of_qwen(size: tuple[int, int]) -> None:
         image_layout(card("qwen_vl", patch_size=14, merge_size=2, **bounds), 201, 1)
 
 
+@pytest.mark.parametrize("size", [*SIZES, (27, 4000), (2000, 1500)], ids=str)
+def test_grids_of_glm(size: tuple[int, int]) -> None:
+    processor = Glm4vImageProcessorPil(size={"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 400})
+    _, height, width = process(processor, size)["image_grid_thw"][0].tolist()
+    numbers = {"min_pixels": 56 * 112, "max_pixels": 28 * 28 * 200, "patch_size": 14, "merge_size": 2}
+    layout = image_layout(card("glm_v", **numbers), *size)
+    assert (layout.grid, layout.tile_patches) == ((height // 2, width // 2), height * width)
+    with pytest.raises(InvalidRequest, match="too narrow"):
+        image_layout(card("glm_v", **numbers), 201, 1)
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_rows_of_pixtral(size: tuple[int, int]) -> None:
     processor = PixtralImageProcessorPil(size={"longest_edge": 256})
@@ -92,6 +106,19 @@ def test_lines_of_llava_next(size: tuple[int, int]) -> None:
     assert layout.tile_patches == 24 * 24 * made["pixel_values"].shape[1]
 
 
+@pytest.mark.parametrize("size", [*SIZES, (1, 4000), (2000, 1900), (1200, 1100)], ids=str)
+def test_lines_of_llava_onevision(size: tuple[int, int]) -> None:
+    width, height = size
+    processor = LlavaOnevisionImageProcessorPil()
+    counter = onevision_counter(processor, num_image_tokens=27 * 27, vision_aspect_ratio="anyres_max_9")
+    shapes = tuple((tall, wide) for tall, wide in processor.image_grid_pinpoints)
+    numbers = {"tile_size": 384, "tile_side_patches": 27, "max_area_tiles": 9}
+    layout = image_layout(
+        msgspec.structs.replace(card("llava_next", **numbers), shapes=shapes), width, height
+    )
+    assert layout.runs == (counter._get_number_of_features(height, width, 384, 384),)
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_tiles_of_internvl(size: tuple[int, int]) -> None:
     processor = GotOcr2ImageProcessorPil(
@@ -101,3 +128,5 @@ def test_tiles_of_internvl(size: tuple[int, int]) -> None:
     numbers = {"tile_size": 64, "splits": 1, "min_tiles": 1, "max_tiles": 12, "tile_tokens": 4}
     layout = image_layout(card("internvl", tile_patches=16, **numbers), *size)
     assert layout.num_tiles == len(made["pixel_values"])
+    named = image_layout(card("aya_vision", tile_patches=16, **numbers), *size)
+    assert (named.num_tiles, named.runs) == (layout.num_tiles, (4,) * layout.num_tiles)

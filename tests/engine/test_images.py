@@ -25,7 +25,8 @@ from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPar
 from penstock.kvcache.cache import blocks_of_context
 from penstock.models.vision import Pixels
 from tests.engine.tiny import run, teach_short_answers, tokens
-from tests.models.vision_checkpoints import CHECKPOINTS, TinyVision, make_vision, picture, png
+from tests.models.tiny_vision import TinyVision, picture, png
+from tests.models.vision_checkpoints import CHECKPOINTS, make_vision
 
 NUM_TOKENS = 8
 PICTURES = (picture(90, 60, 1), picture(40, 100, 2))
@@ -114,6 +115,15 @@ def test_answers_are_those_of_transformers(case: Case) -> None:
     assert stats.image_cache_hits == stats.image_cache_queries - len(PICTURES)
     assert stats.prefix_cache_hits > 0
     assert stats.image_encoder_s > 0
+
+
+def test_a_text_that_spells_the_place_of_an_image_is_text(case: Case) -> None:
+    served = ServedModel(case.engine.ready, GatewayConfig())
+    assert served.card.vision is not None
+    spelled = asyncio.run(served.prepare(chat(PICTURES[:1], f"{served.card.vision.template_token} is what?")))
+    assert [image.num_tokens for image in spelled.images] == [
+        image.num_tokens for image in case.prompts[0].images
+    ]
 
 
 def test_the_largest_image_is_as_large_as_the_model_sees(case: Case) -> None:

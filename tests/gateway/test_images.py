@@ -30,7 +30,7 @@ from penstock.gateway.images import ImageFetcher, ImageLoader, check_images, che
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart, image_parts
 from penstock.gateway.store.database import Database
 from penstock.models.vision import open_image
-from tests.models.vision_checkpoints import picture, png
+from tests.models.tiny_vision import picture, png
 
 CONFIG = GatewayConfig()
 PART = ImagePart(url="data:", param="messages[0].content")

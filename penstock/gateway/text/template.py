@@ -130,8 +130,9 @@ class ChatTemplate:
         self._model_name = card.name
         self._special_tokens = card.special_tokens
         self._tool_format = tool_format or HERMES
-        self._marks = PlainTextMarks(special_token_ids(card.tokenizer_json))
         self._image_token = card.vision.template_token if card.vision is not None else ""
+        # Some templates write images as a word that is no token of the model.
+        self._marks = PlainTextMarks([*special_token_ids(card.tokenizer_json), self._image_token])
         self._default = None if card.chat_template is None else self._compiled(card.chat_template)
         self._named = {name: self._compiled(text) for name, text in card.named_templates.items()}
 

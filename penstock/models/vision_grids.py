@@ -1,0 +1,85 @@
+"""The vision parts of families whose towers take an image in its own shape, as a grid of patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.models.vision import Pixels, TransformersVision
+
+
+class PixtralVision(TransformersVision):
+    """Pixtral and Mistral 3: a tower for images of any shape, a token at the end of each row of patches."""
+
+    rule = "pixtral"
+
+    @property
+    def _merge(self) -> int:
+        return int(getattr(self.config, "spatial_merge_size", 1) or 1)
+
+    def numbers(self) -> dict[str, int]:
+        return {
+            "patch_size": int(self._vision.patch_size),
+            "merge_size": self._merge,
+            "longest_edge": int(self._processor.size["longest_edge"]),
+        }
+
+    @property
+    def _patch(self) -> int:
+        return int(self._vision.patch_size) * self._merge
+
+    def options(self) -> Mapping[str, Any]:
+        return {"patch_size": {"height": self._patch, "width": self._patch}}
+
+    def pixels(self, made: Any) -> Pixels:
+        sizes = torch.as_tensor(made["image_sizes"])
+        rows = int((sizes[0] // self._patch).prod())
+        return Pixels({"pixel_values": made["pixel_values"], "image_sizes": sizes}, {}, 1, rows)
+
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        # Transformers' code for Mistral 3 fails on one row in all, so an image of one row is encoded twice.
+        if tensors["pixel_values"].shape[-2:] == (self._patch, self._patch):
+            tensors = {name: torch.cat([tensor, tensor]) for name, tensor in tensors.items()}
+            return [self._tower.get_image_features(**tensors).pooler_output[0]]
+        return list(self._tower.get_image_features(**tensors).pooler_output)
+
+
+class QwenVision(TransformersVision):
+    """Qwen 2, 2.5 and 3 VL, and Qwen 3.5: a tower for images of any shape, and positions in three dimensions. Rows of
+    Qwen 3 VL have further columns, which are added to the hidden states after the first layers."""
+
+    rule = "qwen_vl"
+
+    def numbers(self) -> dict[str, int]:
+        processor = self._processor
+        return {
+            "patch_size": int(processor.patch_size),
+            "merge_size": int(processor.merge_size),
+            "min_pixels": int(processor.size["shortest_edge"]),
+            "max_pixels": int(processor.size["longest_edge"]),
+        }
+
+    def pixels(self, made: Any) -> Pixels:
+        grid = torch.as_tensor(made["image_grid_thw"])
+        rows = int(grid[0].prod()) // int(self._processor.merge_size) ** 2
+        return Pixels({}, {"pixel_values": made["pixel_values"], "image_grid_thw": grid}, 1, rows)
+
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        made = self._tower.get_image_features(**tensors)
+        deep = [features[0] for features in getattr(made, "deepstack_features", None) or ()]
+        return [torch.cat([made.pooler_output[0], *deep], dim=1)]
+
+
+class GlmVision(QwenVision):
+    """GLM 4.1V to 4.6V and GLM-OCR: as Qwen 2 VL, but the limits count the pixels of a frame that is doubled."""
+
+    rule = "glm_v"
+
+    def numbers(self) -> dict[str, int]:
+        numbers = super().numbers()
+        frames = int(self._processor.temporal_patch_size)
+        limits = {name: numbers[name] // frames for name in ("min_pixels", "max_pixels")}
+        return numbers | limits

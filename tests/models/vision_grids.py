@@ -1,0 +1,158 @@
+"""Tiny checkpoints of families whose towers take an image in its own shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.models.tiny_vision import (
+    EITHER_TEMPLATE,
+    TEXT,
+    VISION,
+    PlainProcessor,
+    TinyVision,
+    byte_tokenizer,
+    save_vision,
+)
+
+QWEN35_TEXT: dict[str, Any] = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+    },
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
+
+def qwen(folder: Path, version: str) -> TinyVision:
+    import transformers
+    from transformers import Qwen2VLImageProcessorPil
+
+    tokenizer = byte_tokenizer(
+        folder, ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+    )
+    ids = [tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")]
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    patch = 4
+    if version == "2":
+        vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+    elif version == "2_5_":
+        vision |= {"fullatt_block_indexes": [1], "window_size": 16}
+    elif version == "3":
+        vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+    else:
+        vision |= {"num_position_embeddings": 64}
+    text = {**TEXT, "num_hidden_layers": 3}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    if version.startswith("3_5"):
+        text |= QWEN35_TEXT
+    settings = {
+        "text_config": text,
+        "vision_config": {**vision, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2},
+        "image_token_id": ids[0],
+        "video_token_id": ids[1],
+    }
+    kind = version if version.startswith("3_5") else f"{version}VL"
+    config = getattr(transformers, f"Qwen{kind}Config")(**settings)
+    images = Qwen2VLImageProcessorPil(
+        patch_size=patch, merge_size=2, size={"shortest_edge": 256, "longest_edge": 2400}
+    )
+    template = EITHER_TEMPLATE.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+    model = save_vision(folder, config, tokenizer, images, template)
+
+    def written(made: Any, number: int) -> str:
+        return "<|image_pad|>" * (int(made["image_grid_thw"][number].prod()) // 4)
+
+    processor = PlainProcessor(images, tokenizer, "<|image_pad|>", written, {}, marks_images=True)
+    return TinyVision(folder, model, processor)
+
+
+def pixtral(folder: Path, *, mistral3: bool = False) -> TinyVision:
+    from transformers import (
+        LlavaConfig,
+        Mistral3Config,
+        PixtralImageProcessorPil,
+    )
+
+    tokenizer = byte_tokenizer(folder, ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
+    vision = {**VISION, "model_type": "pixtral", "head_dim": 16}
+    settings: dict[str, Any] = {
+        "text_config": {"model_type": "mistral", **TEXT, "sliding_window": None},
+        "vision_config": {**vision, "image_size": 64},
+        "image_token_id": tokenizer.convert_tokens_to_ids("[IMG]"),
+        "vision_feature_layer": -1,
+    }
+    if mistral3:
+        config = Mistral3Config(**settings, spatial_merge_size=2)
+    else:
+        config = LlavaConfig(**settings, vision_feature_select_strategy="full", image_seq_length=1)
+    images = PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size={"height": 8, "width": 8})
+    model = save_vision(folder, config, tokenizer, images, EITHER_TEMPLATE.replace("IMAGE", "[IMG]"))
+    patch = 16 if mistral3 else 8
+
+    def written(made: Any, number: int) -> str:
+        rows, columns = (int(side) // patch for side in made["image_sizes"][number])
+        lines = ["[IMG]" * columns] * rows
+        return "[IMG_BREAK]".join(lines) + "[IMG_END]"
+
+    options = {"patch_size": {"height": patch, "width": patch}}
+    return TinyVision(folder, model, PlainProcessor(images, tokenizer, "[IMG]", written, options))
+
+
+GLM_TOKENS = ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>")
+
+
+def glm(folder: Path, kind: str) -> TinyVision:
+    import transformers
+    from transformers import Glm4vImageProcessorPil, Glm46VImageProcessorPil
+
+    tokenizer = byte_tokenizer(folder, GLM_TOKENS)
+    begin, image, end, video = tokenizer.convert_tokens_to_ids(list(GLM_TOKENS))
+    text = {**TEXT, "num_hidden_layers": 3}
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 2],
+    }
+    if kind == "Glm4vMoe":
+        text |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text,
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "intermediate_size": 48,
+            "image_size": 32,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+        },
+        image_token_id=image,
+        video_token_id=video,
+        image_start_token_id=begin,
+        image_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    processor_kind = Glm46VImageProcessorPil if kind == "Glm46V" else Glm4vImageProcessorPil
+    images = processor_kind(patch_size=4, merge_size=2, size={"shortest_edge": 512, "longest_edge": 4800})
+    template = EITHER_TEMPLATE.replace("IMAGE", "<|begin_of_image|><|image|><|end_of_image|>")
+    model = save_vision(folder, config, tokenizer, images, template)
+
+    def written(made: Any, number: int) -> str:
+        return "<|image|>" * (int(made["image_grid_thw"][number].prod()) // 4)
+
+    processor = PlainProcessor(images, tokenizer, "<|image|>", written, {}, marks_images=True)
+    return TinyVision(folder, model, processor)

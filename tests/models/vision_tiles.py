@@ -1,0 +1,216 @@
+"""Tiny checkpoints of families that scale images to one size, or cut them into tiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.models.tiny_vision import (
+    EITHER_TEMPLATE,
+    PARTS_TEMPLATE,
+    TEXT,
+    VISION,
+    PlainProcessor,
+    TinyVision,
+    byte_tokenizer,
+    save_vision,
+)
+
+IDEFICS3_TOKENS = (
+    "<fake_token_around_image>",
+    "<image>",
+    "<end_of_utterance>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+)
+
+
+def idefics3(folder: Path, *, smol: bool = False) -> TinyVision:
+    from transformers import (
+        Idefics3Config,
+        Idefics3ImageProcessorPil,
+        Idefics3Processor,
+        SmolVLMConfig,
+        SmolVLMImageProcessorPil,
+    )
+
+    tokenizer = byte_tokenizer(folder, IDEFICS3_TOKENS)
+    image_id = tokenizer.convert_tokens_to_ids("<image>")
+    settings: dict[str, Any] = {
+        "text_config": {"model_type": "llama", **TEXT},
+        "vision_config": VISION,
+        "scale_factor": 2,
+        "image_token_id": image_id,
+        "pad_token_id": 0,
+    }
+    config = SmolVLMConfig(**settings) if smol else Idefics3Config(**settings)
+    kind = SmolVLMImageProcessorPil if smol else Idefics3ImageProcessorPil
+    images = kind(size={"longest_edge": 96}, max_image_size={"longest_edge": 32})
+    model = save_vision(folder, config, tokenizer, images, PARTS_TEMPLATE.replace("IMAGE", "<image>"))
+    # SmolVLM's own processor writes the same text, but needs a package that spells numbers.
+    return TinyVision(folder, model, Idefics3Processor(images, tokenizer, image_seq_len=4))
+
+
+CLIP_SIZES: dict[str, Any] = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+
+
+def _with_clip(
+    folder: Path, config_kind: Any, processor_kind: Any, images: Any, settings: dict[str, Any]
+) -> TinyVision:
+    """Write a checkpoint of the LLaVA family, whose tower is CLIP's. `settings` are those of the class alone."""
+    tokenizer = byte_tokenizer(folder, ("<image>",))
+    config = config_kind(
+        vision_config={"model_type": "clip_vision_model", **VISION, "num_hidden_layers": 3},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+        **settings,
+    )
+    model = save_vision(folder, config, tokenizer, images, PARTS_TEMPLATE.replace("IMAGE", "<image>"))
+    processor = processor_kind(
+        images,
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    return TinyVision(folder, model, processor)
+
+
+def llava(folder: Path) -> TinyVision:
+    from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaProcessor
+
+    settings = {"text_config": {"model_type": "llama", **TEXT}, "image_seq_length": 16}
+    return _with_clip(folder, LlavaConfig, LlavaProcessor, CLIPImageProcessorPil(**CLIP_SIZES), settings)
+
+
+def llava_next(folder: Path) -> TinyVision:
+    from transformers import LlavaNextConfig, LlavaNextImageProcessorPil, LlavaNextProcessor
+
+    shapes = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [32, 96], [96, 32]]}
+    images = LlavaNextImageProcessorPil(**CLIP_SIZES, **shapes)
+    settings = {"text_config": {"model_type": "qwen2", **TEXT}, **shapes}
+    return _with_clip(folder, LlavaNextConfig, LlavaNextProcessor, images, settings)
+
+
+def llava_onevision(folder: Path) -> TinyVision:
+    from transformers import LlavaOnevisionConfig, LlavaOnevisionImageProcessorPil
+
+    tokenizer = byte_tokenizer(folder, ("<image>", "<video>"))
+    shapes = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [32, 96], [96, 32]]}
+    config = LlavaOnevisionConfig(
+        text_config={"model_type": "qwen2", **TEXT},
+        vision_config={"model_type": "siglip_vision_model", **VISION, "vision_use_head": False},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<video>"),
+        vision_aspect_ratio="anyres_max_1",
+        **shapes,
+    )
+    images = LlavaOnevisionImageProcessorPil(size={"height": 32, "width": 32}, **shapes)
+    model = save_vision(folder, config, tokenizer, images, EITHER_TEMPLATE.replace("IMAGE", "<image>"))
+
+    def written(made: Any, number: int) -> str:
+        counter = onevision_counter(images, num_image_tokens=16, vision_aspect_ratio="anyres_max_1")
+        height, width = made["image_sizes"][number].tolist()
+        return "<image>" * counter._get_number_of_features(height, width, 32, 32)
+
+    return TinyVision(folder, model, PlainProcessor(images, tokenizer, "<image>", written, {}))
+
+
+def onevision_counter(images: Any, **settings: Any) -> Any:
+    """Return transformers' processor without a tokenizer and without the parts that need torchvision."""
+    from transformers import LlavaOnevisionProcessor
+
+    counter = object.__new__(LlavaOnevisionProcessor)
+    vars(counter).update(image_processor=images, **settings)
+    return counter
+
+
+def gemma3(folder: Path) -> TinyVision:
+    from transformers import Gemma3Config, Gemma3ImageProcessorPil, Gemma3Processor
+
+    tokenizer = byte_tokenizer(folder, ("<start_of_image>", "<image_soft_token>", "<end_of_image>"))
+    tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token = (
+        "<start_of_image>",
+        "<image_soft_token>",
+        "<end_of_image>",
+    )
+    names = ("boi_token", "eoi_token", "image_token")
+    ids = {name: tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)) for name in names}
+    tokenizer.boi_token_id, tokenizer.image_token_id = ids["boi_token"], ids["image_token"]
+    config = Gemma3Config(
+        text_config={
+            **TEXT,
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 256,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        vision_config=VISION,
+        tie_word_embeddings=False,  # a tied random model only repeats its last token
+        mm_tokens_per_image=16,
+        boi_token_index=ids["boi_token"],
+        eoi_token_index=ids["eoi_token"],
+        image_token_index=ids["image_token"],
+    )
+    images = Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    template = EITHER_TEMPLATE.replace("IMAGE", "<start_of_image>")
+    model = save_vision(folder, config, tokenizer, images, template)
+    return TinyVision(folder, model, Gemma3Processor(images, tokenizer, image_seq_length=16))
+
+
+def internvl(folder: Path) -> TinyVision:
+    from transformers import GotOcr2ImageProcessorPil, InternVLConfig
+
+    names = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
+    tokenizer = byte_tokenizer(folder, names)
+    config = InternVLConfig(
+        text_config={"model_type": "qwen2", **TEXT},
+        vision_config={**VISION, "image_size": [32, 32], "patch_size": [8, 8]},
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+    )
+    images = GotOcr2ImageProcessorPil(
+        size={"height": 32, "width": 32}, crop_to_patches=True, min_patches=1, max_patches=6
+    )
+    model = save_vision(
+        folder, config, tokenizer, images, EITHER_TEMPLATE.replace("IMAGE", "<IMG_CONTEXT>\n")
+    )
+
+    def written(made: Any, number: int) -> str:
+        count = int(made["num_patches"][number])
+        if number == len(made["num_patches"]) - 1:
+            del made["num_patches"]  # which the model does not take
+        return f"<img>{'<IMG_CONTEXT>' * 4 * count}</img>"
+
+    options = {"crop_to_patches": True}
+    return TinyVision(folder, model, PlainProcessor(images, tokenizer, "<IMG_CONTEXT>", written, options))
+
+
+COHERE_TOKENS = ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>")
+COHERE_TEXT: dict[str, Any] = {
+    **TEXT,
+    "model_type": "cohere2",
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 32,
+    "logit_scale": 0.25,
+}
+
+
+def aya_vision(folder: Path) -> TinyVision:
+    from transformers import AyaVisionConfig, AyaVisionProcessor, GotOcr2ImageProcessorPil
+
+    tokenizer = byte_tokenizer(folder, COHERE_TOKENS)
+    config = AyaVisionConfig(
+        text_config=COHERE_TEXT,
+        vision_config={"model_type": "siglip_vision_model", **VISION, "vision_use_head": False},
+        image_token_index=tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>"),
+        tie_word_embeddings=False,
+    )
+    images = GotOcr2ImageProcessorPil(
+        size={"height": 32, "width": 32}, crop_to_patches=True, min_patches=1, max_patches=6
+    )
+    model = save_vision(folder, config, tokenizer, images, EITHER_TEMPLATE.replace("IMAGE", "<image>"))
+    processor = AyaVisionProcessor(images, tokenizer, patch_size=8, img_size=32, downsample_factor=2)
+    return TinyVision(folder, model, processor)
