@@ -326,7 +326,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(description="Largest head of a request: its path and all headers.", ge=1024)
     ] = 32 << 10
     write_timeout_s: Annotated[
-        float, Meta(description="Drop a connection whose client reads nothing for this many seconds.", gt=0)
+        float,
+        Meta(
+            description="How often a client must read at least 16 KiB of the bytes that wait for it, or all of them.",
+            gt=0,
+        ),
     ] = 60.0
 
     @property

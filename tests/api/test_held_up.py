@@ -74,7 +74,8 @@ class OpenConnection(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
-        self.is_closed = False
+        self.is_closed = self.is_aborted = False
+        self.num_unread_bytes = 0  # that were written
         self.protocol: asyncio.BaseProtocol | None = None
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
@@ -82,6 +83,12 @@ class OpenConnection(asyncio.Transport):
 
     def close(self) -> None:
         self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = self.is_aborted = True
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread_bytes
 
     def is_closing(self) -> bool:
         return self.is_closed
@@ -103,7 +110,9 @@ Served: TypeAlias = tuple[VirtualLoop, BoundedHttpProtocol, OpenConnection]
 @pytest.fixture
 def served() -> Iterator[Served]:
     """A connection that a server has just taken, with time limits of 10 s."""
-    http, _, _ = bounded_protocols(ServerConfig(header_timeout_s=10.0, body_timeout_s=10.0))
+    http, _, _ = bounded_protocols(
+        ServerConfig(header_timeout_s=10.0, body_timeout_s=10.0, write_timeout_s=10.0)
+    )
     config = uvicorn.Config(Starlette(), timeout_keep_alive=10, log_config=None)
     config.load()
     loop = VirtualLoop()
@@ -169,3 +178,40 @@ def test_a_connection_that_was_idle_before_a_freeze_still_takes_requests(served:
     assert not connection.is_closed
     loop.pass_time(10.0)
     assert connection.is_closed
+
+
+def pass_seconds(loop: VirtualLoop, seconds: int) -> None:
+    for _ in range(seconds):
+        loop.pass_time(1.0)
+
+
+@pytest.mark.parametrize("is_kept_alive", [True, False])
+def test_a_closed_connection_whose_client_does_not_read_the_rest_ends(
+    served: Served, is_kept_alive: bool
+) -> None:
+    """The rest is too small to pause the writer, and the connection counts as open until it is read."""
+    loop, protocol, connection = served
+    connection.num_unread_bytes = 40_000
+    connection.is_closed = not is_kept_alive
+    if is_kept_alive:
+        answer(protocol)
+        pass_seconds(loop, 10)
+        assert connection.is_closed
+    else:
+        protocol.on_response_complete()
+    assert not connection.is_aborted
+    pass_seconds(loop, 10)
+    assert connection.is_aborted
+    assert protocol.limits.metrics.num_stalled == 1
+
+
+def test_a_client_that_reads_a_long_answer_slowly_is_not_dropped(served: Served) -> None:
+    loop, protocol, connection = served
+    connection.num_unread_bytes = 1_000_000
+    protocol.pause_writing()
+    while connection.num_unread_bytes > 20_000:
+        connection.num_unread_bytes -= 20_000
+        pass_seconds(loop, 10)
+        assert not connection.is_aborted
+    pass_seconds(loop, 10)
+    assert connection.is_aborted, "the client reads no more"

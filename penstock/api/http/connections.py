@@ -15,6 +15,7 @@ from penstock.api.http.turns import Turns
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.metrics.table import metrics
 
+MIN_READ_BYTES = 16 << 10  # that a client must read in each `write_timeout_s` while bytes wait for it
 HELD_UP_S = 1.0  # a timer that fires later than this shows that the process was suspended
 
 
@@ -106,20 +107,32 @@ class ConnectionLimits:
 
 
 class StallTimer:
-    """Aborts a connection whose client has not read our bytes for too long. A plain close would wait for those
-    bytes."""
+    """Aborts a connection whose client reads too little of the bytes that wait for it. A plain close would wait for
+    the client."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._timer: ClientTimer | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
-        def drop() -> None:
-            self._limits.metrics.num_stalled += 1
-            transport.abort()
+        """Expect the client to read. Nothing but pings may be written until `stop`."""
+        num_waiting = transport.get_write_buffer_size()
+
+        def look() -> None:
+            num_left = transport.get_write_buffer_size()
+            if num_waiting - num_left >= MIN_READ_BYTES:
+                self.start(loop, transport)
+            elif num_left:
+                self._limits.metrics.num_stalled += 1
+                transport.abort()
 
         self.stop()
-        self._timer = ClientTimer(loop, self._limits.config.write_timeout_s, drop)
+        self._timer = ClientTimer(loop, self._limits.config.write_timeout_s, look)
+
+    def start_at_close(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        """Bound the time that a closing connection waits for its client."""
+        if self._timer is None and transport.get_write_buffer_size():
+            self.start(loop, transport)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -131,10 +144,10 @@ class IdleTimer:
     """Closes a connection that no request has used for `limit_s`. One timer serves all requests of a connection: a
     timer for each answer would cost more than writing the answer."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float, transport: asyncio.Transport) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit_s: float, close: Callable[[], None]) -> None:
         self._loop = loop
         self._limit_s = limit_s
-        self._transport = transport
+        self._close = close
         self._since_s: float | None = None  # when the last answer ended, until something arrives
         self._handle: asyncio.TimerHandle | None = None
 
@@ -161,7 +174,7 @@ class IdleTimer:
 
     def _look(self) -> None:
         self._handle = None
-        if self._since_s is None or self._transport.is_closing():
+        if self._since_s is None:
             return  # the end of the next answer starts the timer again
         left_s = self._since_s + self._limit_s - self._loop.time()
         if left_s > 0:
@@ -169,4 +182,4 @@ class IdleTimer:
         elif left_s < -HELD_UP_S:  # the process was suspended: a request may have arrived meanwhile
             self.start()
         else:
-            self._transport.close()
+            self._close()

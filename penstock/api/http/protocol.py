@@ -75,7 +75,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = HeldFlow(transport)
         self._worker = RequestWorker(self.loop, transport, self.tasks)
-        self._idle = IdleTimer(self.loop, self.timeout_keep_alive, transport)
+        self._idle = IdleTimer(self.loop, self.timeout_keep_alive, self._close)
         if self.limits.count(+1) > self.limits.config.max_connections:
             self.limits.metrics.num_refused += 1
             self._refuse(Overloaded("This server has as many connections as it can hold.", retry_after_s=5.0))
@@ -202,7 +202,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._disarm()
         self.limits.metrics.num_malformed += 1
         self.transport.write(HTTP2_REFUSAL)
-        self.transport.close()
+        self._close()
 
     @property
     def _is_idle_without_timer(self) -> bool:
@@ -217,6 +217,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
         if self.transport.is_closing():
+            self._stall.start_at_close(self.loop, self.transport)
             return
         self.flow.resume_reading()
         work = self.pipeline.pop() if self.pipeline else None
@@ -327,7 +328,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             # The rest of a refused body is read and dropped: many clients read the refusal only after they sent all.
             self._body.num_discarded_bytes += len(body)
             if self._body.num_discarded_bytes > MAX_DISCARDED_BYTES:
-                self.transport.close()
+                self._close()
         if self.cycle is not None:
             super().on_body(body)
 
@@ -421,7 +422,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 body
             )
             self.transport.write(STATUS_LINE[error.status] + head + body)
+        self._close()
+
+    def _close(self) -> None:
+        """Close the connection when the client has read what was written, and soon in any case."""
         self.transport.close()
+        self._stall.start_at_close(self.loop, self.transport)
 
 
 def bounded_protocols(

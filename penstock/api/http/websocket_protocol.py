@@ -77,6 +77,8 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
             elif self._num_frames > MAX_TURN_PARTS and self._unread:
                 self._read_on_soon()
         self.limits.turns.spend(self.loop, self._num_frames)
+        if self.transport.is_closing():
+            self._stall.start_at_close(self.loop, self.transport)
         if self._unread:
             self._pause()
         elif self.read_paused and self._may_read and not self._unread and not self.transport.is_closing():
@@ -145,6 +147,8 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
 
     async def send(self, message: ASGISendEvent) -> None:
         await super().send(message)
+        if self.close_sent:
+            self._stall.start_at_close(self.loop, self.transport)
         if self.initial_response is not None and self.close_sent:
             # A refusal ends the handshake as well; uvicorn would log each one as an error of ours.
             self.handshake_complete = True
