@@ -148,24 +148,30 @@ def _qwen_vl(card: VisionCard, width: int, height: int) -> ImageLayout:
             f"An image of {width} × {height} pixels is too narrow: one side may be at most {_MAX_ASPECT_RATIO} times "
             "as long as the other."
         )
-    patch, merge = card.numbers["patch_size"], card.numbers["merge_size"]
-    factor = patch * merge
-    tall, wide = round(height / factor) * factor, round(width / factor) * factor
-    if tall * wide > card.numbers["max_pixels"]:
-        scale = math.sqrt(height * width / card.numbers["max_pixels"])
-        tall = max(factor, math.floor(height / scale / factor) * factor)
-        wide = max(factor, math.floor(width / scale / factor) * factor)
-    elif tall * wide < card.numbers["min_pixels"]:
-        scale = math.sqrt(card.numbers["min_pixels"] / (height * width))
-        tall = math.ceil(height * scale / factor) * factor
-        wide = math.ceil(width * scale / factor) * factor
-    rows, columns = tall // factor, wide // factor
+    merge = card.numbers["merge_size"]
+    factor = card.numbers["patch_size"] * merge
+    columns, rows = (side // factor for side in _scaled(card.numbers, width, height, factor))
     return ImageLayout(
         card.image_token,
         (rows * columns,),
         tile_patches=rows * columns * merge * merge,
         grid=(rows, columns),
     )
+
+
+def _scaled(
+    numbers: Mapping[str, int], width: int, height: int, factor: int, least: int = 0
+) -> tuple[int, int]:
+    """Return the width and height nearest to the image's that are multiples of `factor`, with as many pixels as the
+    model takes. `least` is the shortest side of an image that is neither too large nor too small."""
+    wide, tall = (max(least, round(side / factor) * factor) for side in (width, height))
+    if tall * wide > numbers["max_pixels"]:
+        scale = math.sqrt(height * width / numbers["max_pixels"])
+        wide, tall = (max(factor, math.floor(side / scale / factor) * factor) for side in (width, height))
+    elif tall * wide < numbers["min_pixels"]:
+        scale = math.sqrt(numbers["min_pixels"] / (height * width))
+        wide, tall = (math.ceil(side * scale / factor) * factor for side in (width, height))
+    return wide, tall
 
 
 def _glm_v(card: VisionCard, width: int, height: int) -> ImageLayout:
@@ -222,16 +228,68 @@ def _num_tiles(card: VisionCard, width: int, height: int) -> int:
     return tiles + 1 if tiles > 1 else 1
 
 
+def _cohere2_vision(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out Command A Vision: tiles, the whole image as one more, and a token after each."""
+    tiles = math.prod(fitting_grid(card.numbers, width, height))
+    num_tiles = tiles + 1 if tiles > 1 else 1
+    text = f"<|START_OF_IMG|>{f'{card.image_token}<|IMG_LINE_BREAK|>' * num_tiles}<|END_OF_IMG|>"
+    return ImageLayout(
+        text, (card.numbers["tile_tokens"],) * num_tiles, num_tiles, card.numbers["tile_patches"]
+    )
+
+
+def fitting_grid(numbers: Mapping[str, int], width: int, height: int) -> tuple[int, int]:
+    """Return the columns and rows of tiles that the image fills with the least scaling, preferably up."""
+    if not numbers["splits"]:
+        return 1, 1
+    tile = numbers["tile_size"]
+
+    def scale(grid: tuple[int, int]) -> float:
+        return min(grid[0] * tile / width, grid[1] * tile / height)
+
+    grids = _grids(1, numbers["max_tiles"])
+    enlarging = [grid for grid in grids if scale(grid) >= 1]
+    return min(enlarging, key=scale) if enlarging else max(grids, key=scale)
+
+
+def _lfm2_vl(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out LFM2-VL: the image in its own shape, and before it the tiles of a large image."""
+    columns, rows, wide, tall = lfm2_shape(card.numbers, width, height)
+    square = card.numbers["square"]
+    image, whole = card.image_token, wide // square * (tall // square)
+    tile_tokens = math.ceil(card.numbers["tile_size"] / square) ** 2
+    runs: tuple[int, ...] = (whole,)
+    text = image
+    if columns * rows > 1:
+        places = [(row, column) for row in range(1, rows + 1) for column in range(1, columns + 1)]
+        text = "".join(f"<|img_row_{row}_col_{column}|>{image}" for row, column in places)
+        runs = (tile_tokens,) * len(places)
+        if card.numbers["shows_whole"]:
+            text, runs = f"{text}<|img_thumbnail|>{image}", (*runs, whole)
+    return ImageLayout(f"<|image_start|>{text}<|image_end|>", runs, len(runs), card.numbers["tile_patches"])
+
+
+def lfm2_shape(numbers: Mapping[str, int], width: int, height: int) -> tuple[int, int, int, int]:
+    """Return the columns and rows of tiles, and the width and height of the image as a whole."""
+    square, patch = numbers["square"], numbers["encoder_patch"]
+    wide, tall = _scaled(numbers, width, height, square, least=square)
+    pixels = math.prod(max(patch, round(side / square) * square) for side in (width, height))
+    if not numbers["splits"] or pixels <= numbers["split_pixels"]:
+        return 1, 1, wide, tall
+    columns, rows = _nearest_grid(width, height, numbers)
+    return columns, rows, wide, tall
+
+
+def _grids(fewest: int, most: int) -> list[tuple[int, int]]:
+    """Return all columns and rows of so many tiles, those with fewer tiles first."""
+    sides = range(1, most + 1)
+    grids = [(columns, rows) for columns in sides for rows in sides if fewest <= columns * rows <= most]
+    return sorted(grids, key=math.prod)
+
+
 def _nearest_grid(width: int, height: int, numbers: Mapping[str, int]) -> tuple[int, int]:
-    most = numbers["max_tiles"]
-    grids = [
-        (columns, rows)
-        for columns in range(1, most + 1)
-        for rows in range(1, most + 1)
-        if numbers["min_tiles"] <= columns * rows <= most
-    ]
     best, best_difference = (1, 1), math.inf
-    for columns, rows in sorted(grids, key=math.prod):
+    for columns, rows in _grids(numbers["min_tiles"], numbers["max_tiles"]):
         difference = abs(width / height - columns / rows)
         # Among equals more tiles win, unless they were more than twice the area of the image.
         is_filled = width * height > 0.5 * numbers["tile_size"] ** 2 * columns * rows
@@ -250,4 +308,6 @@ RULES: dict[str, Callable[[VisionCard, int, int], ImageLayout]] = {
     "pixtral": _pixtral,
     "internvl": _internvl,
     "aya_vision": _aya_vision,
+    "cohere2_vision": _cohere2_vision,
+    "lfm2_vl": _lfm2_vl,
 }

@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -89,6 +90,13 @@ class TransformersVision(ABC):
             1, _PATCHES_AT_ONCE // self.card.numbers.get("tile_patches", _PATCHES_AT_ONCE)
         )
 
+    @classmethod
+    def load_processor(cls, path: Path) -> Any:
+        """Load the image processor of a checkpoint."""
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(path, backend="pil")
+
     def prepare(self, data: bytes) -> Pixels:
         return self._pixels(open_image(data))
 
@@ -123,8 +131,9 @@ class TransformersVision(ABC):
             limit = min(numbers.get("max_pixels", side**2), max_tokens * square**2)
             side = max(square, math.isqrt(limit) // square * square)
         shape = side, side
-        if "max_tiles" in numbers:  # in one row
-            shape = numbers["max_tiles"] * numbers["tile_size"], numbers["tile_size"]
+        if "max_tiles" in numbers:  # in one row, of an image that no family takes for a small one
+            side = 2 * numbers["tile_size"]
+            shape = numbers["max_tiles"] * side, side
         return self._pixels(Image.new("RGB", shape, (90, 120, 150)))
 
     def _trial_width(self) -> int:

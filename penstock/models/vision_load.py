@@ -16,8 +16,10 @@ from penstock.models.vision import Gemma3Vision, LlavaVision, TransformersVision
 from penstock.models.vision_grids import GlmVision, PixtralVision, QwenVision
 from penstock.models.vision_tiles import (
     AyaVision,
+    Cohere2Vision,
     Idefics3Vision,
     InternVLVision,
+    Lfm2VlVision,
     LlavaNextVision,
     LlavaOnevisionVision,
 )
@@ -37,6 +39,8 @@ FAMILIES: dict[str, type[TransformersVision]] = {
     "Gemma3ForConditionalGeneration": Gemma3Vision,
     "InternVLForConditionalGeneration": InternVLVision,
     "AyaVisionForConditionalGeneration": AyaVision,
+    "Cohere2VisionForConditionalGeneration": Cohere2Vision,
+    "Lfm2VlForConditionalGeneration": Lfm2VlVision,
     "Mistral3ForConditionalGeneration": PixtralVision,
     "Qwen2VLForConditionalGeneration": QwenVision,
     "Qwen2_5_VLForConditionalGeneration": QwenVision,
@@ -122,13 +126,13 @@ def load_vision(
         return None
     try:
         import PIL.Image  # noqa: F401
-        from transformers import AutoImageProcessor
+        import transformers  # noqa: F401
     except ImportError:
         logger.warning("images need %s: the model takes text only", EXTRA)
         return None
     config = _config(path)
     with _quiet():
-        processor = AutoImageProcessor.from_pretrained(path, backend="pil")
+        processor = family.load_processor(path)
         tower = _tower(path, config, ops, is_random=is_random)
     spellings = {
         token["id"]: token["content"] for token in json.loads(tokenizer_json).get("added_tokens", ())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from penstock.models.vision import LlavaVision, Pixels, TransformersVision
+from penstock.models.vision_processors import Cohere2VisionProcessor, Lfm2VlProcessor, processor_settings
 
 
 class Idefics3Vision(TransformersVision):
@@ -125,3 +127,38 @@ class AyaVision(InternVLVision):
 
     def template_token(self, spellings: Mapping[int, str]) -> str:
         return "<image>"
+
+
+class Cohere2Vision(InternVLVision):
+    """Command A Vision: tiles of the least scaling, before a SigLIP tower."""
+
+    rule = "cohere2_vision"
+    processor_options: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def load_processor(cls, path: Path) -> Cohere2VisionProcessor:
+        return Cohere2VisionProcessor(processor_settings(path))
+
+    def numbers(self) -> dict[str, int]:
+        return {**super().numbers(), **self._processor.numbers}
+
+
+class Lfm2VlVision(TransformersVision):
+    """LFM2-VL: a SigLIP 2 tower with a pixel shuffle, over tiles and the image in its own shape."""
+
+    rule = "lfm2_vl"
+
+    @classmethod
+    def load_processor(cls, path: Path) -> Lfm2VlProcessor:
+        return Lfm2VlProcessor(processor_settings(path))
+
+    def numbers(self) -> dict[str, int]:
+        return dict(self._processor.numbers)
+
+    def pixels(self, made: Any) -> Pixels:
+        side = int(self.config.downsample_factor)
+        rows = int((made["spatial_shapes"] // side).prod(dim=1).sum())
+        return Pixels(made, {}, len(made["pixel_values"]), rows)
+
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        return list(self._tower.get_image_features(**tensors).pooler_output)

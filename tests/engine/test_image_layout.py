@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from PIL import Image
 from transformers import (
     Glm4vImageProcessorPil,
@@ -16,10 +17,13 @@ from transformers import (
     LlavaOnevisionImageProcessorPil,
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
+    Siglip2ImageProcessorPil,
 )
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.image_layout import VisionCard, image_layout
+from penstock.models.vision_processors import Cohere2VisionProcessor, Lfm2VlProcessor
+from tests.models.tiny_vision import picture
 from tests.models.vision_tiles import onevision_counter
 
 SIZES = [(1, 1), (64, 64), (100, 37), (333, 500), (640, 480), (481, 700), (900, 60)]
@@ -32,7 +36,11 @@ def card(family: str, **numbers: int) -> VisionCard:
 
 
 def process(processor: Any, size: tuple[int, int], **options: Any) -> Any:
-    return processor(images=[Image.new("RGB", size, (90, 20, 10))], return_tensors="pt", **options)
+    return process_picture(processor, Image.new("RGB", size, (90, 20, 10)), **options)
+
+
+def process_picture(processor: Any, image: Image.Image, **options: Any) -> Any:
+    return processor(images=[image], return_tensors="pt", **options)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -130,3 +138,53 @@ def test_tiles_of_internvl(size: tuple[int, int]) -> None:
     assert layout.num_tiles == len(made["pixel_values"])
     named = image_layout(card("aya_vision", tile_patches=16, **numbers), *size)
     assert (named.num_tiles, named.runs) == (layout.num_tiles, (4,) * layout.num_tiles)
+
+
+# The runs of LFM2-VL and the tiles of Command A Vision as the processors of transformers 5.23 make them, which need
+# torchvision.
+RECORDED = [
+    ((1, 1), (64,), 1),
+    ((100, 37), (70,), 1),
+    ((640, 480), (234,), 3),
+    ((900, 60), (93,), 3),
+    ((1250, 1000), (256,) * 9 + (238,), 7),
+    ((2000, 1500), (256,) * 6 + (234,), 13),
+    ((551, 2332), (256,) * 4 + (224,), 11),
+    ((40, 5000), (156,), 11),
+]
+
+
+@pytest.mark.parametrize(("size", "runs", "num_tiles"), RECORDED, ids=str)
+def test_tiles_of_processors_of_our_own(size: tuple[int, int], runs: tuple[int, ...], num_tiles: int) -> None:
+    lfm2, cohere = Lfm2VlProcessor({}), Cohere2VisionProcessor({})
+    assert image_layout(card("lfm2_vl", **lfm2.numbers), *size).runs == runs
+    numbers = cohere.numbers | {"tile_tokens": 256, "tile_patches": 1024}
+    layout = image_layout(card("cohere2_vision", **numbers), *size)
+    assert (layout.num_tiles, layout.runs) == (num_tiles, (256,) * num_tiles)
+
+
+def test_tensors_of_processors_of_our_own() -> None:
+    """Transformers' processors for other models make the same tensors of images that all cut alike."""
+    size, image = {"height": 32, "width": 32}, picture(64, 32)
+    tiles = process_picture(GotOcr2ImageProcessorPil(size=size, crop_to_patches=True), image)
+    made = Cohere2VisionProcessor({"size": size})([image])
+    assert (made["num_patches"], tiles["num_patches"].tolist()) == ([3], [3])
+    assert torch.allclose(made["pixel_values"], tiles["pixel_values"], atol=1e-5)
+    settings = {"min_image_tokens": 1, "max_image_tokens": 4, "tile_size": 64}
+    rows = Lfm2VlProcessor(settings)([image])
+    assert rows["spatial_shapes"].tolist() == [[2, 4]]
+    exact = process_picture(
+        Siglip2ImageProcessorPil(patch_size=16, max_num_patches=16, do_resize=False), image
+    )
+    assert torch.allclose(rows["pixel_values"], exact["pixel_values"], atol=1e-5)
+    assert rows["pixel_attention_mask"].tolist() == exact["pixel_attention_mask"].tolist()
+
+
+def test_an_lfm2_image_is_not_split_where_the_settings_say_so() -> None:
+    whole = Lfm2VlProcessor({"do_image_splitting": False})
+    assert len(image_layout(card("lfm2_vl", **whole.numbers), 2000, 1500).runs) == 1
+    tiles = Lfm2VlProcessor({"use_thumbnail": False})
+    layout = image_layout(card("lfm2_vl", **tiles.numbers), 2000, 1500)
+    assert layout.runs == (256,) * 6
+    assert "thumbnail" not in layout.text
+    assert len(tiles([picture(2000, 1500)])["pixel_values"]) == 6

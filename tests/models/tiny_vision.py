@@ -153,3 +153,13 @@ EITHER_TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSettings:
+    """The settings of an image processor that transformers has with torchvision only."""
+
+    settings: dict[str, Any]
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.settings))

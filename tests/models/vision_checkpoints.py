@@ -10,9 +10,11 @@ from tests.models.tiny_vision import TinyVision
 from tests.models.vision_grids import glm, pixtral, qwen
 from tests.models.vision_tiles import (
     aya_vision,
+    cohere2_vision,
     gemma3,
     idefics3,
     internvl,
+    lfm2_vl,
     llava,
     llava_next,
     llava_onevision,
@@ -34,6 +36,8 @@ CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
     "mistral3": lambda folder: pixtral(folder, mistral3=True),
     "internvl": internvl,
     "aya-vision": aya_vision,
+    "cohere2-vision": cohere2_vision,
+    "lfm2-vl": lfm2_vl,
     "glm4.1v": lambda folder: glm(folder, "Glm4v"),
     "glm4.5v": lambda folder: glm(folder, "Glm4vMoe"),
     "glm4.6v": lambda folder: glm(folder, "Glm46V"),

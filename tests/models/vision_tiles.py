@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from penstock.core.image_layout import lfm2_shape
+from penstock.models.vision_processors import Cohere2VisionProcessor, Lfm2VlProcessor
 from tests.models.tiny_vision import (
     EITHER_TEMPLATE,
     PARTS_TEMPLATE,
     TEXT,
     VISION,
     PlainProcessor,
+    SavedSettings,
     TinyVision,
     byte_tokenizer,
     save_vision,
@@ -214,3 +220,81 @@ def aya_vision(folder: Path) -> TinyVision:
     model = save_vision(folder, config, tokenizer, images, EITHER_TEMPLATE.replace("IMAGE", "<image>"))
     processor = AyaVisionProcessor(images, tokenizer, patch_size=8, img_size=32, downsample_factor=2)
     return TinyVision(folder, model, processor)
+
+
+def cohere2_vision(folder: Path) -> TinyVision:
+    from transformers import Cohere2VisionConfig
+
+    tokenizer = byte_tokenizer(folder, COHERE_TOKENS)
+    config = Cohere2VisionConfig(
+        text_config=COHERE_TEXT,
+        vision_config={"model_type": "siglip_vision_model", **VISION, "vision_use_head": False},
+        image_token_id=tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>"),
+        alignment_intermediate_size=32,
+        tie_word_embeddings=False,
+    )
+    settings = {"size": {"height": 32, "width": 32}, "max_patches": 6}
+    template = EITHER_TEMPLATE.replace("IMAGE", "<|IMG_PATCH|>")
+    model = save_vision(folder, config, tokenizer, SavedSettings(settings), template)
+
+    def written(made: Any, number: int) -> str:
+        count = made["num_patches"][number]
+        if number == len(made["num_patches"]) - 1:
+            del made["num_patches"]  # which the model does not take
+        tile = "<|IMG_PATCH|>" * 4 + "<|IMG_LINE_BREAK|>"
+        return f"<|START_OF_IMG|>{tile * count}<|END_OF_IMG|>"
+
+    processor = Cohere2VisionProcessor(settings)
+    return TinyVision(folder, model, PlainProcessor(processor, tokenizer, "<|IMG_PATCH|>", written, {}))
+
+
+LFM2_TOKENS = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
+
+
+def lfm2_vl(folder: Path) -> TinyVision:
+    from transformers import Lfm2VlConfig
+
+    places = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)]
+    tokenizer = byte_tokenizer(folder, (*LFM2_TOKENS, *places))
+    config = Lfm2VlConfig(
+        text_config={
+            "model_type": "lfm2",
+            **TEXT,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "conv_L_cache": 3,
+        },
+        vision_config={
+            "model_type": "siglip2_vision_model",
+            **VISION,
+            "num_patches": 16,
+            "vision_use_head": False,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        projector_hidden_size=32,
+        tie_word_embeddings=False,
+    )
+    settings = {"encoder_patch_size": 8, "tile_size": 32, "max_tiles": 4}
+    settings |= {"min_image_tokens": 2, "max_image_tokens": 8}
+    template = EITHER_TEMPLATE.replace("IMAGE", "<image>")
+    model = save_vision(folder, config, tokenizer, SavedSettings(settings), template)
+    processor = Lfm2VlProcessor(settings)
+    sizes: list[tuple[int, int]] = []
+
+    def processed(images: Sequence[Image.Image], return_tensors: str) -> dict[str, Any]:
+        sizes[:] = [image.size for image in images]
+        return processor(images, return_tensors)
+
+    def written(made: Any, number: int) -> str:
+        columns, rows, wide, tall = lfm2_shape(processor.numbers, *sizes[number])
+        whole = "<image>" * (wide * tall // 16**2)
+        if columns * rows == 1:
+            return f"<|image_start|>{whole}<|image_end|>"
+        tiles = "".join(
+            f"<|img_row_{row + 1}_col_{column + 1}|>" + "<image>" * 4
+            for row in range(rows)
+            for column in range(columns)
+        )
+        return f"<|image_start|>{tiles}<|img_thumbnail|>{whole}<|image_end|>"
+
+    return TinyVision(folder, model, PlainProcessor(processed, tokenizer, "<image>", written, {}))
