@@ -140,8 +140,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     allowed_image_hosts: Annotated[
         tuple[str, ...],
         Meta(
-            description="Host that images may be fetched from by URL, such as images.example or *.example.com; can "
-            "be repeated. A private address must be named itself, such as 10.1.2.3 or 10.1.0.0/16. Default: none."
+            description="Host that images may be fetched from by URL, also by external servers, such as "
+            "images.example or *.example.com, or * for all names; can be repeated. A private address must be named "
+            "itself, such as 10.1.2.3 or 10.1.0.0/16. Default: none."
         ),
     ] = ()
     image_fetch_timeout_s: Annotated[

@@ -226,7 +226,7 @@ class Gateway:
                 work.request = await self.images.load_request(work.request)
             await prepare_for_engine(work, work.model, self.prompt_cache)
         else:
-            work.request = await self.images.load_request(work.request, only_files=True)
+            work.request = await self.images.relay_request(work.request, work.model.name)
             prepare_for_server(work, work.model)
         work.time_left_s(self.clock.now())
 

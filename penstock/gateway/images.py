@@ -3,7 +3,7 @@ the header, then a whole decoding, off the event loop. Knows no model.
 
 An image by URL is fetched only from hosts that the operator has named. The name is resolved once, the addresses are
 checked, and the connection goes to a checked address, so that no name leads into the internal network. Redirects stay
-on the same host.
+on the same host. A URL that an external server will fetch passes the same checks first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hashlib
 import io
 import ipaddress
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -82,18 +82,23 @@ class ImageLoader:
         self._fetcher = ImageFetcher(config)
         self._threads: ThreadPoolExecutor | None = None
 
-    async def load_request(
-        self, request: GenerationRequest, *, only_files: bool = False
+    async def load_request(self, request: GenerationRequest) -> GenerationRequest:
+        """Return the request with all of its images loaded."""
+        return await self._each_prompt(request, self.load)
+
+    async def relay_request(self, request: GenerationRequest, model: str) -> GenerationRequest:
+        """Return the request for an external server, which fetches URLs by itself: URLs are checked, and uploaded
+        files become data URLs. Raises InvalidRequest that names the image's place."""
+        check_images(request.prompts, model, self._config, sees=True)
+        return await self._each_prompt(request, self._relay)
+
+    async def _each_prompt(
+        self, request: GenerationRequest, change: Callable[[Prompt, str], Awaitable[Prompt]]
     ) -> GenerationRequest:
-        """Return the request with all of its images loaded. With `only_files`, uploaded files become data URLs, for a
-        server that reads URLs itself."""
         if not any(image_parts(prompt) for prompt in request.prompts):
             return request
         workspace_id = request.principal.workspace_id
-        if only_files:
-            prompts = [await self._inline_files(prompt, workspace_id) for prompt in request.prompts]
-        else:
-            prompts = [await self.load(prompt, workspace_id) for prompt in request.prompts]
+        prompts = [await change(prompt, workspace_id) for prompt in request.prompts]
         return msgspec.structs.replace(request, prompts=tuple(prompts))
 
     async def load(self, prompt: Prompt, workspace_id: str) -> Prompt:
@@ -106,13 +111,15 @@ class ImageLoader:
             loaded[id(part)] = msgspec.structs.replace(part, loaded=image)
         return _with_parts(prompt, lambda part: loaded.get(id(part), part))
 
-    async def _inline_files(self, prompt: Prompt, workspace_id: str) -> Prompt:
+    async def _relay(self, prompt: Prompt, workspace_id: str) -> Prompt:
         inlined: dict[int, ImagePart] = {}
         for part in image_parts(prompt):
             if part.file_id:
                 data = await self._read(part, workspace_id)
                 url = f"data:{_media_type(data)};base64,{base64.b64encode(data).decode()}"
                 inlined[id(part)] = msgspec.structs.replace(part, url=url, file_id="")
+            elif not part.url.startswith("data:"):
+                await self._fetcher.check(part)
         return _with_parts(prompt, lambda part: inlined.get(id(part), part))
 
     async def _read(self, part: ImagePart, workspace_id: str) -> bytes:
@@ -230,9 +237,16 @@ class ImageFetcher:
         self._networks = [network for host in self._hosts if (network := _network(host)) is not None]
 
     async def fetch(self, part: ImagePart) -> bytes:
+        return await self._in_time(part, self._fetch(part))
+
+    async def check(self, part: ImagePart) -> None:
+        """Check a URL that another server will fetch."""
+        await self._in_time(part, self._checked(part.url, part))
+
+    async def _in_time(self, part: ImagePart, work: Awaitable[Made]) -> Made:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._fetch(part)
+                return await work
         except TimeoutError as error:
             raise _unfetched(part, f"took longer than {self._timeout_s:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
@@ -282,7 +296,8 @@ class ImageFetcher:
         if (address := _address(host)) is not None:
             return any(address in network for network in self._networks)
         return any(
-            host == allowed or (allowed[:2] == "*." and host.endswith(allowed[1:])) for allowed in self._hosts
+            allowed in ("*", host) or (allowed[:2] == "*." and host.endswith(allowed[1:]))
+            for allowed in self._hosts
         )
 
     def _may_connect(self, address: Address) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -186,6 +187,44 @@ async def test_anthropic_whole_and_streamed() -> None:
         assert events[-2].usage.input_tokens == 40
     assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be kind."}
     assert server.bodies[0]["stop"] == ["!"]
+
+
+def with_images(*urls: str) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"model": "theirs", "messages": [{"role": "user", "content": parts}]}
+
+
+async def test_urls_of_images_lead_no_server_into_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server would fetch them for anybody. The rules are those for models of our own."""
+    addresses = {"good.example": "93.184.216.34", "evil.example": "169.254.169.254"}
+
+    async def resolve(host: str, port: int, **_: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (addresses[host], port))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve, raising=False)
+    inline = "data:image/png;base64,AAAA"
+    refused = {
+        "http://other.example/cat.png": "'other.example' may not be fetched",
+        "http://evil.example/cat.png": "leads into an internal network",
+        "http://127.0.0.1:8000/metrics": "'127.0.0.1' may not be fetched",
+        "file:///etc/passwd": "must begin with",
+    }
+    server = OpenAIServer(script=script("Hel", "lo"))
+    async with platform(server, allowed_image_hosts=("good.example", "evil.example"), max_images=2) as ours:
+        for url, says in refused.items():
+            answer = await ours.http.post("/v1/chat/completions", json=with_images(inline, url))
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "messages[0].content")
+            assert says in error["message"]
+        answer = await ours.http.post("/v1/chat/completions", json=with_images(inline, inline, inline))
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            400,
+            "The request has 3 images, and at most 2 are allowed.",
+        )
+        assert not server.bodies
+        taken = with_images(inline, "https://good.example/cat.png")
+        assert (await ours.http.post("/v1/chat/completions", json=taken)).status_code == 200
+    assert server.bodies[0]["messages"] == taken["messages"]
 
 
 async def test_tools_and_structure_are_passed_on() -> None:

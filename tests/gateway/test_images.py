@@ -238,6 +238,8 @@ def test_fetches_that_fail(host: str, path: str, says: str) -> None:
     [
         ("http://127.0.0.1/a.png", (), "may not be fetched"),
         ("http://127.0.0.1/a.png", ("images.example",), "may not be fetched"),
+        ("http://127.0.0.1/a.png", ("*",), "may not be fetched"),
+        ("http://localhost/a.png", ("*",), "leads into an internal network"),
         ("http://evil-images.example/a.png", ("images.example", "*.images.example"), "may not be fetched"),
         ("ftp://images.example/a.png", ("images.example",), "must begin with"),
         ("file:///etc/passwd", ("images.example",), "must begin with"),
