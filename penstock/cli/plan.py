@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import msgspec
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import fetch_model, json_option, print_json, spinner, stderr_console
 from penstock.cli.plan_report import num_replicas, plan_row, plot_plans, print_plans
+from penstock.cli.simulations import SimulationRuns
 from penstock.core.errors import UsageError
 from penstock.core.figures import format_bytes
 
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from penstock.planner.hardware import Hardware
     from penstock.planner.roofline import Layout
     from penstock.planner.shapes import ModelShape
+    from penstock.simulator import Report, SimulationConfig
     from penstock.simulator.cost import LinearCost
+    from penstock.simulator.report import Outcome
 
 _TENSOR_PARALLEL = (1, 2, 4, 8)
 _MEASURED = "this machine"
@@ -309,11 +313,15 @@ def _simulated(
     layout; other layouts may still meet them."""
     from penstock.planner.capacity import plan_replicas
 
-    with spinner(f"Simulating {layout.hardware.name}"):
-        try:
-            return plan_replicas(layout, guess, traffic, targets, cost=measured[1] if measured else None)
-        except UsageError as error:
-            return error
+    def run(config: SimulationConfig, number: int, on_outcome: Callable[[Outcome], None]) -> Report:
+        return SimulationRuns(f"{layout.hardware.name}, replicas: {number}", config).simulate(
+            config, on_outcome
+        )
+
+    try:
+        return plan_replicas(layout, guess, traffic, targets, cost=measured[1] if measured else None, run=run)
+    except UsageError as error:
+        return error
 
 
 def _measured_layout(model: str, shape: ModelShape, prices: tuple[str, ...]) -> tuple[Layout, LinearCost]:

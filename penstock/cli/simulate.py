@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,6 +13,7 @@ import msgspec
 
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import json_option, print_json, stderr_console, stdout_console
+from penstock.cli.simulations import PROGRESS_S, SimulationRuns, duration
 from penstock.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from penstock.simulator.search import FaultCase
 
 _LONG_RUN_S = 60.0
-_PROGRESS_S = 2.0
 _GUESSED_REQUEST_S = 2e-3  # before anything was measured
 _GUESSED_BEAT_S = 1e-4
 
@@ -175,40 +174,19 @@ class _Limits:
 def _run(
     name: str, config: SimulationConfig, limits: _Limits | None
 ) -> tuple[Report, list[tuple[float, float]]]:
-    """Run one scenario. A run that takes long says how far it is, and when it will be done."""
-    from penstock.simulator import simulate as run
-
-    total = config.workload.num_requests if config.arrivals is None else len(config.arrivals)
-    console, began_s = stderr_console(), time.monotonic()
-    shown_s, seen, warned = began_s, list[tuple[float, float]](), False
-    guess_s = total * _GUESSED_REQUEST_S + _num_beats(config) * _GUESSED_BEAT_S
+    """Run one scenario. Return its report, and the time to the first token and between tokens of each answer."""
+    runs, seen = SimulationRuns(name, config), list[tuple[float, float]]()
+    guess_s = runs.num_requests * _GUESSED_REQUEST_S + _num_beats(config) * _GUESSED_BEAT_S
     if guess_s > _LONG_RUN_S:
-        console.print(f"{name}: {total:,} requests will take about {_in_words(guess_s)} of one core.")
-
-    def progress(num_ended: int, now: float) -> None:
-        nonlocal shown_s, warned
-        if num_ended % 256 or time.monotonic() - shown_s < _PROGRESS_S:
-            return
-        shown_s = time.monotonic()
-        left_s = (shown_s - began_s) * (total - num_ended) / num_ended
-        if left_s > _LONG_RUN_S and not warned:
-            warned = True
-            console.print(f"{name}: {total:,} requests take about {_in_words(left_s)}.")
-        console.print(
-            f"{name}: {num_ended:,} of {total:,} requests, {now:,.0f} s of virtual time, {left_s:.0f} s left"
+        stderr_console().print(
+            f"{name}: {runs.num_requests:,} requests will take about {duration(guess_s)} of one core."
         )
 
     def watch(outcome: Outcome) -> None:
-        moments = outcome.token_times_s
-        if moments:
-            mean_s = (moments[-1] - moments[0]) / max(1, len(moments) - 1)
-            seen.append((moments[0] - outcome.arrival.time_s, mean_s))
+        if (waits_s := outcome.waits_s) is not None:
+            seen.append(waits_s)
 
-    gc.disable()  # a run makes no reference cycles, and has too many live objects to look through again and again
-    try:
-        return run(config, progress, watch, admission=limits), seen
-    finally:
-        gc.enable()
+    return runs.simulate(config, watch, limits), seen
 
 
 def _num_beats(config: SimulationConfig) -> float:
@@ -217,10 +195,6 @@ def _num_beats(config: SimulationConfig) -> float:
     if config.arrivals is not None:
         duration_s = config.arrivals[-1].time_s
     return duration_s / config.times.heartbeat_s * (config.num_replicas + config.num_prefill_replicas)
-
-
-def _in_words(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} hours" if seconds > 5400 else f"{seconds / 60:.0f} minutes"
 
 
 def _compare(reports: dict[str, Report]) -> None:
@@ -265,7 +239,7 @@ def _search(num_cases: int | None, case_file: Path | None, first_seed: int, num_
         broken = _violation(case)
         if broken is not None:
             _found(case, broken)
-        if time.monotonic() - shown_s >= _PROGRESS_S:
+        if time.monotonic() - shown_s >= PROGRESS_S:
             shown_s = time.monotonic()
             console.print(f"{number + 1:,} of {num_cases:,} fleets, {(number + 1) * size:,} requests")
     click.echo(f"{num_cases:,} fleets and {num_cases * size:,} requests: no promise was broken.")

@@ -10,14 +10,14 @@ import click
 
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import json_option, print_json, stderr_console
+from penstock.cli.simulations import SimulationRuns, duration
 from penstock.core.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.planner.tune import Check, Evaluation
-    from penstock.simulator import Report, SimulationConfig
+    from penstock.simulator import SimulationConfig
 
 _LONG_S = 60.0
-_PROGRESS_S = 5.0
 
 
 @click.command(cls=PenstockCommand, short_help="Search for better scheduling policies, in virtual time.")
@@ -54,7 +54,9 @@ def tune(scenario: Path, max_evaluations: int, only: tuple[str, ...], name: str,
     evaluations = _search(load, max_evaluations, settings)
     best = next(each for each in reversed(evaluations) if each.is_best)
     check_names({name: best.policy})
-    compared = check(checks, best.policy, _simulate) if best.number > 1 else ()
+    compared: tuple[Check, ...] = ()
+    if best.number > 1 and checks:
+        compared = check(checks, best.policy, SimulationRuns("check", checks[0], 2 * len(checks)).simulate)
     if as_json:
         print_json({"name": name, "evaluations": evaluations, "policy": best.policy, "checks": compared})
         return
@@ -82,25 +84,19 @@ def _shown(checks: tuple[Check, ...]) -> str:
     return f"objective {pairs} on requests that the search has not seen"
 
 
-def _simulate(config: SimulationConfig) -> Report:
-    from penstock.simulator import simulate
-
-    return simulate(config)
-
-
 def _search(load: SimulationConfig, max_evaluations: int, settings: tuple[str, ...]) -> list[Evaluation]:
     """Run the search. A search that takes long says so, and says how far it is."""
     from penstock.planner.tune import search
 
     console, evaluations, began_s = stderr_console(), [], time.monotonic()
-    progress = _Progress(load, max_evaluations)
+    runs = SimulationRuns("search", load, max_evaluations)
     try:
-        for each in search(load, progress.simulate, max_evaluations=max_evaluations, settings=settings):
+        for each in search(load, runs.simulate, max_evaluations=max_evaluations, settings=settings):
             evaluations.append(each)
             if each.number == 1:
                 each_s = time.monotonic() - began_s
                 if each_s * max_evaluations > _LONG_S:
-                    total = _duration(each_s * max_evaluations)
+                    total = duration(each_s * max_evaluations)
                     console.print(
                         f"{max_evaluations} simulations take up to {total}. Ctrl-C ends the search; --evaluations "
                         "and a shorter load make it quicker."
@@ -112,38 +108,3 @@ def _search(load: SimulationConfig, max_evaluations: int, settings: tuple[str, .
             raise
         console.print(f"Ended after {len(evaluations)} simulations.")
     return evaluations
-
-
-class _Progress:
-    """Runs simulations, and says now and then how far they are."""
-
-    def __init__(self, load: SimulationConfig, max_evaluations: int) -> None:
-        self._num_requests = load.workload.num_requests if load.arrivals is None else len(load.arrivals)
-        self._total = self._num_requests * max_evaluations
-        self._max_evaluations = max_evaluations
-        self._began_s = self._shown_s = time.monotonic()
-        self._count = 0
-
-    def simulate(self, config: SimulationConfig) -> Report:
-        from penstock.simulator import simulate
-
-        report = simulate(config, progress=self._tell)
-        self._count += 1
-        return report
-
-    def _tell(self, num_ended: int, now: float) -> None:
-        if num_ended % 64 or time.monotonic() - self._shown_s < _PROGRESS_S:
-            return
-        self._shown_s = time.monotonic()
-        done = self._count * self._num_requests + num_ended
-        left_s = (self._shown_s - self._began_s) * (self._total - done) / done
-        stderr_console().print(
-            f"simulation {self._count + 1} of at most {self._max_evaluations}, at most {_duration(left_s)} left"
-        )
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"

@@ -10,11 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from penstock.core.engine_config import SchedulerConfig
+from penstock.core.engine_config import CacheConfig, SchedulerConfig
 from penstock.core.errors import UsageError
+from penstock.core.messages import HEARTBEAT_INTERVAL_S
 from penstock.planner.roofline import Layout, RooflineCost
-from penstock.simulator import Fixed, ReplicaConfig, SimulationConfig, Workload, simulate
+from penstock.simulator import (
+    ControlTimes,
+    Fixed,
+    ReplicaConfig,
+    Report,
+    SimulationConfig,
+    Workload,
+    simulate,
+)
 from penstock.simulator.cost import StepCost, StepWork
 from penstock.simulator.report import Outcome
 from penstock.simulator.workload import Lengths
@@ -27,6 +37,15 @@ _MOST_SIMULATED = 2  # replicas; a larger fleet is simulated by a part with its 
 _REQUESTS_PER_REPLICA = 120
 _MOST_SEQUENCES = 256
 _MOST_ATTEMPTS = 12
+
+# Simulates (a part of) a fleet of so many replicas, and calls the function for each outcome.
+SimulateFleet: TypeAlias = Callable[[SimulationConfig, int, Callable[[Outcome], None]], Report]
+
+
+def simulate_fleet(
+    config: SimulationConfig, num_replicas: int, on_outcome: Callable[[Outcome], None]
+) -> Report:
+    return simulate(config, on_outcome=on_outcome)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +72,10 @@ class Targets:
 
     def are_met_by(self, outcome: Outcome) -> bool:
         """Say whether a request was answered in time: its first token, and the mean time between its tokens."""
-        times = outcome.token_times_s
-        if outcome.rejection is not None or not times:
+        waits_s = outcome.waits_s
+        if outcome.rejection is not None or waits_s is None:
             return False
-        mean_s = (times[-1] - times[0]) / max(1, len(times) - 1)
-        return times[0] - outcome.arrival.time_s <= self.ttft_s and mean_s <= self.itl_s
+        return waits_s[0] <= self.ttft_s and waits_s[1] <= self.itl_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +206,15 @@ def best_layout(
     return min(possible, key=price)
 
 
-def attained(
-    layout: Layout, cost: StepCost, traffic: Traffic, targets: Targets, num_replicas: int, seed: int = 0
-) -> Attainment:
-    """Simulate this many replicas under the traffic, or a part of both in proportion."""
+def fleet_of(
+    layout: Layout, cost: StepCost, traffic: Traffic, targets: Targets, num_replicas: int
+) -> SimulationConfig:
+    """Describe the simulation of this many replicas under the traffic, or of a part of both in proportion."""
     simulated = min(num_replicas, _MOST_SIMULATED)
     rate = traffic.requests_per_s * simulated / num_replicas
-    outcomes: list[Outcome] = []
     whole = round(traffic.mean_prompt + traffic.mean_output)
     prefix = round(traffic.mean_prompt * traffic.prefix_share)
-    config = SimulationConfig(
+    return SimulationConfig(
         workload=Workload(
             num_requests=_REQUESTS_PER_REPLICA * simulated,
             requests_per_s=rate,
@@ -210,23 +227,36 @@ def attained(
             max_model_len=layout.model.max_positions,
             cost=cost,
             scheduler=SchedulerConfig(itl_target_ms=targets.itl_s * 1e3, max_num_seqs=_MOST_SEQUENCES),
+            # Prompts without a common prefix find nothing in a cache, and filling it takes longer than all the rest.
+            cache=CacheConfig(enable_prefix_caching=bool(prefix)),
         ),
         num_replicas=simulated,
-        seed=seed,
+        times=ControlTimes(heartbeat_s=HEARTBEAT_INTERVAL_S),
     )
-    report = simulate(config, on_outcome=outcomes.append)
+
+
+def attained(
+    config: SimulationConfig, targets: Targets, num_replicas: int, run: SimulateFleet = simulate_fleet
+) -> Attainment:
+    """Simulate a fleet of this many replicas, or the part of it that `fleet_of` describes."""
+    seen: list[tuple[bool, tuple[float, float] | None]] = []  # figures alone: outcomes hold whole prompts
+
+    def watch(outcome: Outcome) -> None:
+        seen.append((targets.are_met_by(outcome), outcome.waits_s))
+
+    report = run(config, num_replicas, watch)
     # The first requests meet an empty fleet, and the last ones an emptying one.
-    skipped = len(outcomes) // 10
-    counted = outcomes[skipped : len(outcomes) - skipped] or outcomes
-    met = sum(targets.are_met_by(outcome) for outcome in counted)
+    skipped = len(seen) // 10
+    counted = seen[skipped : len(seen) - skipped] or seen
+    waits_s = [each for _, each in counted if each is not None]
+    rate = report.output_tokens / report.duration_s if report.duration_s else 0.0
     return Attainment(
         num_replicas,
-        met / len(counted),
-        _p95([o.token_times_s[0] - o.arrival.time_s for o in counted if o.token_times_s]),
-        _p95([(o.token_times_s[-1] - o.token_times_s[0]) / max(1, len(o.token_times_s) - 1)
-              for o in counted if o.token_times_s]),
-        report.output_tokens / report.duration_s * num_replicas / simulated if report.duration_s else 0.0,
-    )  # fmt: skip
+        sum(is_met for is_met, _ in counted) / len(counted),
+        _p95([ttft_s for ttft_s, _ in waits_s]),
+        _p95([itl_s for _, itl_s in waits_s]),
+        rate * num_replicas / config.num_replicas,
+    )
 
 
 def _p95(values: Sequence[float]) -> float:
@@ -241,7 +271,7 @@ def plan_replicas(
     targets: Targets,
     *,
     cost: StepCost | None = None,
-    on_attempt: Callable[[int], None] | None = None,
+    run: SimulateFleet = simulate_fleet,
 ) -> Plan:
     """Find the least number of replicas that meets the targets in the simulator, from the estimate on."""
     cost = cost or RooflineCost(layout, serves=True)
@@ -249,9 +279,8 @@ def plan_replicas(
 
     def is_enough(number: int) -> bool:
         if number not in points:
-            if on_attempt is not None:
-                on_attempt(number)
-            points[number] = attained(layout, cost, traffic, targets, number)
+            config = fleet_of(layout, cost, traffic, targets, number)
+            points[number] = attained(config, targets, number, run)
         return points[number].share >= targets.share
 
     number = max(1, math.ceil(traffic.requests_per_s / guess.requests_per_s))

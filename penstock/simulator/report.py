@@ -54,6 +54,14 @@ class Outcome:
         if event.queue_s is not None:
             self.queue_s = event.queue_s
 
+    @property
+    def waits_s(self) -> tuple[float, float] | None:
+        """Return the time to the first token and the mean time between tokens; None without a token."""
+        times_s = self.token_times_s
+        if not times_s:
+            return None
+        return times_s[0] - self.arrival.time_s, (times_s[-1] - times_s[0]) / max(1, len(times_s) - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:

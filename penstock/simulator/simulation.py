@@ -152,7 +152,9 @@ def simulate(
     if release is not None:
         run = ReleaseRun(driver, release, RELEASE_INTERVAL_S, Random(rng.random()))
         run.begin()
-    arrivals: Iterator[Arrival] = generate(config.workload, Random(config.seed), block_size=block_size)
+    # Without prefix caching no replica holds a prefix, and routers need no hashes.
+    hashed_size = block_size if config.replica.cache.enable_prefix_caching else None
+    arrivals: Iterator[Arrival] = generate(config.workload, Random(config.seed), block_size=hashed_size)
     if config.arrivals is not None:
         arrivals = iter(config.arrivals)
     driver.run(arrivals, None if on_event is None else partial(on_event, fleet))

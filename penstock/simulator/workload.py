@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from math import log
 from random import Random
@@ -133,8 +133,9 @@ class Arrival:
         return [self.output_token(index) for index in range(start, stop)]
 
 
-def generate(workload: Workload, rng: Random, *, block_size: int = 16) -> Iterator[Arrival]:
-    """Yield arrivals in order of time. A conversation continues whether or not its last turn was answered by then."""
+def generate(workload: Workload, rng: Random, *, block_size: int | None = 16) -> Iterator[Arrival]:
+    """Yield arrivals in order of time. A conversation continues whether or not its last turn was answered by then.
+    With the block size None, prompts are not hashed."""
     return _Generator(workload, rng, block_size).arrivals()
 
 
@@ -145,10 +146,12 @@ class _Prompt:
     tokens: tuple[int, ...]
     hashes: tuple[bytes, ...]
     root: bytes  # of the tenant's chains
-    block_size: int
+    block_size: int | None
 
     def extended(self, tokens: tuple[int, ...]) -> _Prompt:
         all_tokens = self.tokens + tokens
+        if self.block_size is None:
+            return replace(self, tokens=all_tokens)
         parent = self.hashes[-1] if self.hashes else self.root
         unhashed = all_tokens[len(self.hashes) * self.block_size :]
         hashes = self.hashes + tuple(chain_hashes(parent, unhashed, self.block_size))
@@ -166,7 +169,7 @@ class _Turn:
 
 
 class _Generator:
-    def __init__(self, workload: Workload, rng: Random, block_size: int) -> None:
+    def __init__(self, workload: Workload, rng: Random, block_size: int | None) -> None:
         self._workload = workload
         self._rng = rng
         self._block_size = block_size
@@ -227,7 +230,9 @@ class _Generator:
         )
         patience_s = workload.mean_patience_s
         departs_s = None if patience_s is None else time_s + rng.expovariate(1.0 / patience_s)
-        hashes = turn.prompt.hashes[: (len(tokens) - 1) // self._block_size]
+        hashes = turn.prompt.hashes
+        if self._block_size is not None:
+            hashes = hashes[: (len(tokens) - 1) // self._block_size]
         arrival = Arrival(time_s, request, num_output_tokens, departs_s, hashes)
         if turn.turns_left and len(tokens) < workload.max_prompt_tokens:
             answer = tuple(arrival.output_token(index) for index in range(num_output_tokens))

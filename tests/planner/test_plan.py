@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli.app import penstock
-from penstock.core.engine_config import SchedulerConfig
+from penstock.core.engine_config import CacheConfig, SchedulerConfig
 from penstock.core.errors import UsageError
 from penstock.planner.capacity import (
     Targets,
@@ -19,6 +19,7 @@ from penstock.planner.capacity import (
     attained,
     best_layout,
     estimate,
+    fleet_of,
     plan_replicas,
     under_load,
 )
@@ -232,8 +233,30 @@ def test_replicas_follow_the_traffic() -> None:
     assert 3 <= needed[1].num_replicas <= 5
     assert needed[1].reached.share >= targets.share
     assert needed[1].dollars_per_month == pytest.approx(1.70 * 730 * needed[1].num_replicas)
-    fewer = attained(each, RooflineCost(each), traffic(3.5 * guess.requests_per_s), targets, 2)
-    assert fewer.share < needed[1].reached.share
+    fleet = fleet_of(each, RooflineCost(each), traffic(3.5 * guess.requests_per_s), targets, 2)
+    assert attained(fleet, targets, 2).share < needed[1].reached.share
+
+
+def test_prompts_that_share_nothing_need_no_prefix_cache() -> None:
+    """A fleet is simulated without the cache where the cache could not matter, with the same figures."""
+    each, targets = layout("llama-3.1-8b", "a100"), Targets(1.0, 0.05)
+    fleet = fleet_of(each, RooflineCost(each), traffic(20.0, prompt=2000), targets, 3)
+    assert not fleet.replica.cache.enable_prefix_caching
+    cached = replace(fleet, replica=replace(fleet.replica, cache=CacheConfig(enable_prefix_caching=True)))
+    assert attained(fleet, targets, 3) == attained(cached, targets, 3)
+    shared = replace(traffic(20.0, prompt=2000), prefix_share=0.5)
+    assert fleet_of(each, RooflineCost(each), shared, targets, 3).replica.cache.enable_prefix_caching
+
+
+def test_a_long_plan_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.simulations.PROGRESS_S", 0.0)
+    told = (
+        CliRunner()
+        .invoke(penstock, ["plan", "llama-3.1-8b", "--hardware", "h200", "--output-len", "8"])
+        .stderr
+    )
+    assert "h200, replicas: 1: 1 of 120 requests, " in " ".join(told.split())
+    assert " s left" in " ".join(told.split())
 
 
 def test_the_cheapest_layout_that_fits_is_chosen() -> None:

@@ -125,7 +125,7 @@ def test_a_setting_that_does_not_exist_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_search_that_takes_long_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.cli.tune._PROGRESS_S", 0.0)
+    monkeypatch.setattr("penstock.cli.simulations.PROGRESS_S", 0.0)
     _, _, err = run(tmp_path, "--evaluations", "100000", "--only", "preempt_batch")
     assert "simulations take up to" in " ".join(err.split())
     assert "hours" in err

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -32,6 +33,15 @@ def arrivals(seed: int = 0, **changes: object) -> list[Arrival]:
 def test_a_seed_is_a_workload() -> None:
     assert arrivals(seed=3) == arrivals(seed=3)
     assert arrivals(seed=3) != arrivals(seed=4)
+
+
+def test_prompts_without_hashes_are_the_same_prompts() -> None:
+    workload = Workload(num_requests=50, requests_per_s=9.0, prompt_tokens=Uniform(1, 50), output_tokens=Fixed(5),
+                        prefix_tokens=Fixed(40), session_share=0.5)  # fmt: skip
+    plain = list(generate(workload, Random(0), block_size=None))
+    hashed = list(generate(workload, Random(0)))
+    assert not any(arrival.block_hashes for arrival in plain)
+    assert plain == [replace(arrival, block_hashes=()) for arrival in hashed]
 
 
 def test_arrivals_come_in_order_and_at_the_rate_asked_for() -> None:
