@@ -26,6 +26,7 @@ class VisionCard(msgspec.Struct, frozen=True, kw_only=True):
     image_token_id: int
     numbers: dict[str, int]  # sizes that the rule of the family needs
     sees_both_ways: bool = False  # the tokens of an image attend to each other
+    prompt_sees_both_ways: bool = False  # ... and so do those of the text; a prompt then has one image
     shapes: tuple[tuple[int, int], ...] = ()  # heights and widths in pixels that tiles may fill together
 
 

@@ -115,6 +115,7 @@ def load_decoder(
         pooler=pooling.card,
         generates=not pooling.only_pools,
         vision=vision.card if vision is not None else None,
+        chat_template=card.chat_template or (vision.chat_template if vision is not None else None),
     )
     max_rows = sizes.max_num_seqs
     staging = Staging(ops.device, STAGING_BYTES)

@@ -54,12 +54,13 @@ class ImageQueue(Collaborator):
         return len(self._waiting)
 
     def must_wait(self, arrival: Arrival) -> bool:
-        return bool(arrival.request.images)
+        return bool(arrival.request.images) or self._encoder.vision.card.prompt_sees_both_ways
 
     def enter(self, arrival: Arrival, now: float) -> None:
         request = arrival.request
         if request.id in self._waiting:
             raise InvalidRequest(f"A request with the id {request.id!r} is already being served.")
+        self._encoder.check(request)
         num_bytes = sum(len(image.data) for image in request.images)
         is_full = num_bytes + sum(self._bytes_of.values()) > _MAX_FILE_BYTES and bool(self._bytes_of)
         if is_full or len(self._waiting) >= self._max_waiting:
@@ -191,6 +192,7 @@ class ImageEncoder:
         self.vision = vision
         self._staging = staging
         self._has_rope_axes = bool(config.rope_axes)
+        self._window = min((window for window in config.windows if window), default=None)
         self._spare = spare
         self._live: dict[str, _Live] = {}
         self._pixels: dict[bytes, Pixels] = {}
@@ -201,6 +203,18 @@ class ImageEncoder:
     def __contains__(self, digest: bytes) -> bool:
         """Say whether an image needs no pixels. Called from the loop's own thread."""
         return digest in self._is_complete or digest in self._pixels
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest for a prompt whose tokens must all attend to each other, and do not."""
+        if not self.vision.card.prompt_sees_both_ways:
+            return
+        if not request.images:
+            raise InvalidRequest("This model answers about an image, and the request has none.")
+        num_tokens = len(request.prompt_token_ids)
+        if self._window is not None and num_tokens > self._window:
+            raise InvalidRequest(
+                f"The prompt has {num_tokens} tokens with its image, and the model attends to at most {self._window}."
+            )
 
     def offer(self, pixels: Mapping[bytes, Pixels]) -> None:
         """Take prepared images, as long as there is room for them."""

@@ -178,7 +178,8 @@ def _num_mtp_layers(fields: Fields) -> int:
 def pooling_settings(path: Path) -> PoolingSettings:
     """Read from a decoder's files how it makes vectors."""
     if path.is_dir():
-        return read_pooling(path, _read_config(path / "config.json"), is_decoder=True)
+        fields = text_fields(path, _read_config(path / "config.json"))
+        return read_pooling(path, fields, is_decoder=True)
     return gguf_pooling(GGUFFile(path), is_decoder=True)
 
 

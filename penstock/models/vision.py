@@ -42,6 +42,7 @@ class Pixels:
 
 class VisionModel(Protocol):
     card: VisionCard
+    chat_template: ClassVar[str | None]  # of folders without one
     bytes_per_token: int  # of the encoder's output
     tiles_at_once: int
 
@@ -63,6 +64,8 @@ class TransformersVision(ABC):
 
     rule: ClassVar[str]  # a key of `core.image_layout.RULES`
     sees_both_ways: ClassVar[bool] = False
+    prompt_sees_both_ways: ClassVar[bool] = False
+    chat_template: ClassVar[str | None] = None  # of folders without one
     processor_options: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(
@@ -85,6 +88,7 @@ class TransformersVision(ABC):
             numbers=self.numbers(),
             shapes=self.shapes(),
             sees_both_ways=self.sees_both_ways,
+            prompt_sees_both_ways=self.prompt_sees_both_ways,
         )
         self.tiles_at_once = max(
             1, _PATCHES_AT_ONCE // self.card.numbers.get("tile_patches", _PATCHES_AT_ONCE)
@@ -194,6 +198,20 @@ class Gemma3Vision(LlavaVision):
 
     def template_token(self, spellings: Mapping[int, str]) -> str:
         return spellings[int(self.config.boi_token_index)]
+
+
+class PaliGemmaVision(LlavaVision):
+    """PaliGemma 1 and 2: a SigLIP tower and one matrix. All tokens of a prompt attend to each other."""
+
+    sees_both_ways = True
+    prompt_sees_both_ways = True
+    # As transformers' processor writes prompts.
+    chat_template = (
+        "{% set turn = messages[0] %}{% if messages | length > 1 or turn.role != 'user' %}"
+        "{{ raise_exception('This model takes one message of the user, with an image and a text.') }}{% endif %}"
+        "{% for part in turn.content if part.type == 'image' %}<image>{% endfor %}{{ bos_token }}"
+        "{% for part in turn.content if part.type == 'text' %}{{ part.text }}{% endfor %}{{ '\n' }}"
+    )
 
 
 def open_image(data: bytes) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Ops
 from penstock.models.config import Fields
-from penstock.models.vision import Gemma3Vision, LlavaVision, TransformersVision
+from penstock.models.vision import Gemma3Vision, LlavaVision, PaliGemmaVision, TransformersVision
 from penstock.models.vision_grids import GlmVision, PixtralVision, QwenVision
 from penstock.models.vision_tiles import (
     AyaVision,
@@ -37,6 +37,7 @@ FAMILIES: dict[str, type[TransformersVision]] = {
     "LlavaNextForConditionalGeneration": LlavaNextVision,
     "LlavaOnevisionForConditionalGeneration": LlavaOnevisionVision,
     "Gemma3ForConditionalGeneration": Gemma3Vision,
+    "PaliGemmaForConditionalGeneration": PaliGemmaVision,
     "InternVLForConditionalGeneration": InternVLVision,
     "AyaVisionForConditionalGeneration": AyaVision,
     "Cohere2VisionForConditionalGeneration": Cohere2Vision,
@@ -92,6 +93,8 @@ def text_fields(path: Path, fields: Fields) -> Fields:
         text["attention_bias"] = _HAS_BIASES[text["model_type"]]
     text["model_type"] = _TEXT_TYPES.get(text["model_type"], text["model_type"])
     text.pop("architectures", None)
+    if family is PaliGemmaVision:
+        text["use_bidirectional_attention"] = None  # of prompts only: the image says so
     for key in ("rope_parameters", "rope_scaling"):
         rope = text.get(key)
         if isinstance(rope, dict) and text["model_type"].startswith("qwen3_5"):

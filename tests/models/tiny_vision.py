@@ -102,7 +102,7 @@ def byte_tokenizer(folder: Path, specials: Sequence[str]) -> Any:
     return fast
 
 
-def save_vision(folder: Path, config: Any, tokenizer: Any, processor: Any, template: str) -> Any:
+def save_vision(folder: Path, config: Any, tokenizer: Any, processor: Any, template: str | None) -> Any:
     """Write the checkpoint. Weights are larger than usual, so that images change the answers."""
     from transformers import AutoModelForImageTextToText
 
@@ -118,8 +118,9 @@ def save_vision(folder: Path, config: Any, tokenizer: Any, processor: Any, templ
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    if template is not None:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
     return model
 
 
@@ -153,6 +154,14 @@ EITHER_TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+class PrefixProcessor(PlainProcessor):
+    """As PaliGemma's processor: all tokens of the prompt attend to each other."""
+
+    def __call__(self, text: str, images: Any, return_tensors: str) -> dict[str, Any]:
+        inputs = PlainProcessor.__call__(self, text, images, return_tensors)
+        return inputs | {"token_type_ids": torch.zeros_like(inputs["input_ids"])}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from tests.models.vision_tiles import (
     llava,
     llava_next,
     llava_onevision,
+    paligemma,
 )
 
 CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
@@ -45,6 +46,13 @@ CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
 }
 
 
+# Models whose prompts have one image, and whose prompts' tokens all attend to each other.
+PREFIX_CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
+    "paligemma": paligemma,
+    "paligemma2": lambda folder: paligemma(folder, second=True),
+}
+
+
 def make_vision(name: str, folder: Path) -> TinyVision:
     folder.mkdir(parents=True, exist_ok=True)
-    return CHECKPOINTS[name](folder)
+    return (CHECKPOINTS | PREFIX_CHECKPOINTS)[name](folder)

@@ -16,6 +16,7 @@ from tests.models.tiny_vision import (
     TEXT,
     VISION,
     PlainProcessor,
+    PrefixProcessor,
     SavedSettings,
     TinyVision,
     byte_tokenizer,
@@ -163,6 +164,32 @@ def gemma3(folder: Path) -> TinyVision:
     template = EITHER_TEMPLATE.replace("IMAGE", "<start_of_image>")
     model = save_vision(folder, config, tokenizer, images, template)
     return TinyVision(folder, model, Gemma3Processor(images, tokenizer, image_seq_length=16))
+
+
+def paligemma(folder: Path, *, second: bool = False) -> TinyVision:
+    from transformers import PaliGemmaConfig, SiglipImageProcessorPil
+
+    tokenizer = byte_tokenizer(folder, ("<image>",))
+    text: dict[str, Any] = {"model_type": "gemma", **TEXT}
+    if second:
+        layers = ["sliding_attention", "full_attention", "sliding_attention"]
+        text |= {"model_type": "gemma2", "layer_types": layers, "sliding_window": 64}
+        text |= {"num_hidden_layers": 3, "query_pre_attn_scalar": 16}
+    config = PaliGemmaConfig(
+        text_config=text,
+        vision_config={"model_type": "siglip_vision_model", **VISION, "vision_use_head": False},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        projection_dim=64,
+        hidden_size=64,
+        tie_word_embeddings=False,
+    )
+    images = SiglipImageProcessorPil(size={"height": 32, "width": 32})
+    model = save_vision(folder, config, tokenizer, images, None)
+
+    def written(made: Any, number: int) -> str:
+        return "<image>" * 16
+
+    return TinyVision(folder, model, PrefixProcessor(images, tokenizer, "<image>", written, {}))
 
 
 def internvl(folder: Path) -> TinyVision:

@@ -6,6 +6,7 @@ which every image token still stands for a run of such tokens; after the text is
 
 from __future__ import annotations
 
+import hashlib
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ class ImagePlaces:
     """The images of one prompt. Raises InvalidRequest for an image that the model cannot see."""
 
     def __init__(self, card: VisionCard, parts: Sequence[ImagePart]) -> None:
+        if card.prompt_sees_both_ways and len(parts) > 1:
+            raise InvalidRequest("This model takes one image in a request.", param=parts[1].param)
         self._card = card
         self._parts = parts
         self._layouts = [self._layout(part) for part in parts]
@@ -83,7 +86,10 @@ class ImagePlaces:
             counts.append(len(told))
         if next(runs, None) is not None:
             raise self._misplaced()
-        return tuple(told), tuple(self._image(number, *spans[number]) for number in sorted(spans)), counts
+        images = tuple(self._image(number, *spans[number]) for number in sorted(spans))
+        if self._card.prompt_sees_both_ways:
+            images = tuple(_over_prompt(image, told) for image in images)
+        return tuple(told), images, counts
 
     def _image(self, number: int, start: int, end: int) -> ImageInput:
         layout, loaded = self._layouts[number], self._parts[number].loaded
@@ -110,6 +116,14 @@ class ImagePlaces:
             "The chat template of this model has no place for an image in one of these turns.",
             param=self._parts[0].param,
         )
+
+
+def _over_prompt(image: ImageInput, token_ids: Sequence[int]) -> ImageInput:
+    """Return an image that takes the whole prompt with it: every token depends on every other one, so two prompts
+    share KV only if they are equal."""
+    prompt = msgspec.msgpack.encode((image.digest, token_ids))
+    digest = hashlib.blake2b(prompt, digest_size=len(image.digest)).digest()
+    return msgspec.structs.replace(image, start=0, num_tokens=len(token_ids), digest=digest)
 
 
 def with_images_in_user_turns(prompt: ChatPrompt) -> ChatPrompt:
