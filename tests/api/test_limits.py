@@ -27,7 +27,7 @@ from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits, Sub
 from penstock.gateway.ratelimits.spend import Spend
 from penstock.gateway.settings.settings import TierSettings
 from tests.api.conftest import Serve, Served, direct_client
-from tests.gateway.fake_engine import FakeEngine, script_text
+from tests.gateway.fake_engine import FakeEngine, script_text, until
 
 USER: Any = {"role": "user", "content": "hi"}
 CHAT = {"model": "bytes", "messages": [USER]}
@@ -164,8 +164,11 @@ async def test_a_request_larger_than_its_limit_is_not_worth_retrying() -> None:
 
 
 class SpentBudget:
+    def __init__(self, spent_dollars: float = 5.0) -> None:
+        self.spent_microdollars = spent_dollars * 1_000_000
+
     async def spent(self, subject: Subject) -> Spend:
-        return Spend(today_microdollars=5_000_000, month_microdollars=5_000_000)
+        return Spend(self.spent_microdollars, self.spent_microdollars)
 
     def cost_microdollars(self, claim: Claim, usage: Usage) -> float:
         return 1.0
@@ -181,6 +184,28 @@ def test_a_spent_budget_is_a_quota_that_no_sdk_retries(serve: Serve) -> None:
         patient.chat.completions.create(model="bytes", messages=[USER])
     assert refused.value.code == "insufficient_quota"
     assert refused.value.response.headers["x-should-retry"] == "false"
+
+
+async def test_a_budget_that_is_spent_meanwhile_cuts_no_answer() -> None:
+    """Running answers end whole, streamed or not, and every later request is refused."""
+    engine, spending = FakeEngine(), SpentBudget(0.0)
+    settings = LimitSettings(workspace=ScopeLimits(dollars_per_day=5))
+    async with client_of(engine, LocalLimiter(settings, spending=spending)) as client:
+        asking = [
+            asyncio.create_task(client.post("/v1/chat/completions", json=CHAT | {"stream": is_stream}))
+            for is_stream in (True, False)
+        ]
+        await until(lambda: len(engine.streams) == 2)
+        for request_id in engine.streams:
+            engine.emit(request_id, *b"half")
+        spending.spent_microdollars = 5_000_000.0
+        refused = await client.post("/v1/chat/completions", json=CHAT)
+        for request_id in list(engine.streams):
+            engine.emit(request_id, *b" whole", finish_reason=FinishReason.STOP)
+        streamed, whole = await asyncio.gather(*asking)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert whole.json()["choices"][0]["message"]["content"] == "half whole"
 
 
 async def test_a_client_that_hangs_up_gives_back_its_place_and_unused_output(serve: Serve) -> None:
