@@ -27,6 +27,10 @@ class VisionCard(msgspec.Struct, frozen=True, kw_only=True):
     numbers: dict[str, int]  # sizes that the rule of the family needs
     sees_both_ways: bool = False  # the tokens of an image attend to each other
     prompt_sees_both_ways: bool = False  # ... and so do those of the text; a prompt then has one image
+    around: tuple[str, str] = (
+        "",
+        "",
+    )  # written before and after an image, for families whose rule has no names
     shapes: tuple[tuple[int, int], ...] = ()  # heights and widths in pixels that tiles may fill together
 
 
@@ -184,6 +188,20 @@ def _glm_v(card: VisionCard, width: int, height: int) -> ImageLayout:
     return _qwen_vl(card, width, height)
 
 
+def _gemma4(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out Gemma 4: the largest grid of squares of patches in the shape of the image."""
+    square, most = card.numbers["square"], card.numbers["max_tokens"]
+    scale = math.sqrt(most * square**2 / (height * width))
+    columns, rows = (math.floor(scale * side / square) for side in (width, height))
+    if rows == 0:
+        columns, rows = min(width // height, most), 1
+    elif columns == 0:
+        columns, rows = 1, min(height // width, most)
+    begin, end = card.around
+    patches = rows * columns * card.numbers["square_patches"]
+    return ImageLayout(f"{begin}{card.image_token}{end}", (rows * columns,), tile_patches=patches)
+
+
 def _pixtral(card: VisionCard, width: int, height: int) -> ImageLayout:
     """Lay out Pixtral and Mistral 3: rows of patches, each with a token at its end."""
     patch, merge = card.numbers["patch_size"], card.numbers["merge_size"]
@@ -306,6 +324,7 @@ RULES: dict[str, Callable[[VisionCard, int, int], ImageLayout]] = {
     "gemma3": _gemma3,
     "qwen_vl": _qwen_vl,
     "glm_v": _glm_v,
+    "gemma4": _gemma4,
     "pixtral": _pixtral,
     "internvl": _internvl,
     "aya_vision": _aya_vision,

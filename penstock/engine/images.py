@@ -164,6 +164,7 @@ class PlacedImages:
         if self.rows is not None:
             first, *deeper = self.rows.to(residual.dtype).split(residual.shape[1], dim=1)
             residual[at] = first
+            model.rows_replaced(token_ids, at, residual)
         if self.step.spare_places is not None:
             axes = torch.tensor(model.config.rope_axes, device=residual.device)
             for table in model.rope_tables():

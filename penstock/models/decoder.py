@@ -154,6 +154,9 @@ class Decoder(ABC):
         scale = self.config.embedding_scale
         return embedded if scale == 1.0 else embedded.mul_(scale)
 
+    def rows_replaced(self, token_ids: Tensor, at: Tensor, residual: Tensor) -> None:  # noqa: B027
+        """Called after `embed` when the rows `at` of its result were replaced, for decoders that read them again."""
+
     def run_layers(self, residual: Tensor, batch: AttentionBatch, kv: KVStore) -> None:
         self._run_one_by_one(residual, batch, kv)
 

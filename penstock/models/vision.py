@@ -21,6 +21,7 @@ from torch import Tensor
 from penstock.core.errors import InvalidRequest, ModelLoadError
 from penstock.core.image_layout import VisionCard
 from penstock.kernels.interface import Ops
+from penstock.models.config import Fields
 
 _LARGE_SIDE = 2048  # pixels, which all towers with a fixed size scale down
 _PATCHES_AT_ONCE = 16384  # bound the memory of one call of the tower
@@ -86,6 +87,7 @@ class TransformersVision(ABC):
             image_token=spellings[token_id],
             image_token_id=token_id,
             numbers=self.numbers(),
+            around=self.around(spellings),
             shapes=self.shapes(),
             sees_both_ways=self.sees_both_ways,
             prompt_sees_both_ways=self.prompt_sees_both_ways,
@@ -152,6 +154,15 @@ class TransformersVision(ABC):
     def template_token(self, spellings: Mapping[int, str]) -> str:
         """Return what the chat template writes for an image."""
         return spellings[int(self.config.image_token_id)]
+
+    def around(self, spellings: Mapping[int, str]) -> tuple[str, str]:
+        """Return what the prompt has before and after an image, for families whose rule does not say so."""
+        return "", ""
+
+    @classmethod
+    def refusal(cls, fields: Fields) -> str | None:
+        """Return why images are not seen with these settings; None if they are."""
+        return None
 
     @property
     def _vision(self) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.models.config import Fields
 from penstock.models.vision import Pixels, TransformersVision
 
 
@@ -44,6 +45,37 @@ class PixtralVision(TransformersVision):
         if tensors["pixel_values"].shape[-2:] == (self._patch, self._patch):
             tensors = {name: torch.cat([tensor, tensor]) for name, tensor in tensors.items()}
             return [self._tower.get_image_features(**tensors).pooler_output[0]]
+        return list(self._tower.get_image_features(**tensors).pooler_output)
+
+
+class Gemma4Vision(TransformersVision):
+    """Gemma 4: a tower for images of any shape, which are scaled to nearly as many patches as the tower takes."""
+
+    rule = "gemma4"
+
+    @classmethod
+    def refusal(cls, fields: Fields) -> str | None:
+        text = fields.raw("text_config")
+        if isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision":
+            return "image tokens attend to each other in some layers only, which is not supported"
+        return None if isinstance(fields.raw("vision_config"), dict) else "it has no vision tower"
+
+    def numbers(self) -> dict[str, int]:
+        pool = int(self._processor.pooling_kernel_size)
+        return {
+            "square": int(self._processor.patch_size) * pool,
+            "square_patches": pool**2,
+            "max_tokens": int(self._processor.max_soft_tokens),
+        }
+
+    def around(self, spellings: Mapping[int, str]) -> tuple[str, str]:
+        return spellings[int(self.config.boi_token_id)], spellings[int(self.config.eoi_token_id)]
+
+    def pixels(self, made: Any) -> Pixels:
+        tensors = {name: made[name] for name in ("pixel_values", "image_position_ids")}
+        return Pixels({}, tensors, 1, int(made["num_soft_tokens_per_image"][0]))
+
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         return list(self._tower.get_image_features(**tensors).pooler_output)
 
 

@@ -13,7 +13,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Ops
 from penstock.models.config import Fields
 from penstock.models.vision import Gemma3Vision, LlavaVision, PaliGemmaVision, TransformersVision
-from penstock.models.vision_grids import GlmVision, PixtralVision, QwenVision
+from penstock.models.vision_grids import Gemma4Vision, GlmVision, PixtralVision, QwenVision
 from penstock.models.vision_tiles import (
     AyaVision,
     Cohere2Vision,
@@ -37,6 +37,7 @@ FAMILIES: dict[str, type[TransformersVision]] = {
     "LlavaNextForConditionalGeneration": LlavaNextVision,
     "LlavaOnevisionForConditionalGeneration": LlavaOnevisionVision,
     "Gemma3ForConditionalGeneration": Gemma3Vision,
+    "Gemma4ForConditionalGeneration": Gemma4Vision,
     "PaliGemmaForConditionalGeneration": PaliGemmaVision,
     "InternVLForConditionalGeneration": InternVLVision,
     "AyaVisionForConditionalGeneration": AyaVision,
@@ -82,7 +83,7 @@ def text_fields(path: Path, fields: Fields) -> Fields:
     """Return the settings of the text model within a vision-language checkpoint, with the defaults of its class; the
     settings of other checkpoints as they are."""
     family = family_of(fields)
-    if family is None or family is Gemma3Vision:  # our Gemma 3 reads its own settings
+    if family in (None, Gemma3Vision, Gemma4Vision):  # our Gemma 3 and 4 read their own settings
         return fields
     config = _config(path)
     text = config.get_text_config().to_dict()
@@ -127,6 +128,9 @@ def load_vision(
     if not any((path / name).is_file() for name in _PROCESSOR_FILES):
         logger.warning("%s has no %s: the model takes text only", path, _PROCESSOR_FILES[0])
         return None
+    if (reason := family.refusal(fields)) is not None:
+        logger.warning("%s takes text only: %s", path, reason)
+        return None
     try:
         import PIL.Image  # noqa: F401
         import transformers  # noqa: F401
@@ -150,6 +154,9 @@ def _tower(path: Path, config: Any, ops: Ops, *, is_random: bool) -> Any:
     without_text = type(config).from_dict(config.to_dict())
     text = without_text.get_text_config()
     text.num_hidden_layers = 0
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if getattr(text, name, None):
+            setattr(text, name, 0)
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = []
     if is_random:
@@ -157,7 +164,7 @@ def _tower(path: Path, config: Any, ops: Ops, *, is_random: bool) -> Any:
     else:
         whole = AutoModelForImageTextToText.from_pretrained(path, config=without_text, dtype=ops.dtype)
     tower = whole.model
-    for name in ("language_model", "text_model"):
+    for name in ("language_model", "text_model", "audio_tower", "embed_audio"):
         if name in tower._modules:
             del tower._modules[name]
     return tower.to(ops.device).eval().requires_grad_(False)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from transformers import (
+    Gemma4ImageProcessorPil,
     Glm4vImageProcessorPil,
     GotOcr2ImageProcessorPil,
     Idefics3ImageProcessorPil,
@@ -80,6 +81,14 @@ def test_grids_of_glm(size: tuple[int, int]) -> None:
     assert (layout.grid, layout.tile_patches) == ((height // 2, width // 2), height * width)
     with pytest.raises(InvalidRequest, match="too narrow"):
         image_layout(card("glm_v", **numbers), 201, 1)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (1, 4000), (4000, 3)], ids=str)
+def test_grids_of_gemma4(size: tuple[int, int]) -> None:
+    made = process(Gemma4ImageProcessorPil(max_soft_tokens=70), size)
+    numbers = {"square": 48, "square_patches": 9, "max_tokens": 70}
+    layout = image_layout(card("gemma4", **numbers), *size)
+    assert layout.runs == (int(made["num_soft_tokens_per_image"][0]),)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

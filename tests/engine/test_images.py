@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,8 +23,11 @@ from penstock.engine.build import Engine, build_engine
 from penstock.gateway.images import checked_image
 from penstock.gateway.models.served_model import PreparedPrompt, ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart
+from penstock.kernels.reference import TorchOps
 from penstock.kvcache.cache import blocks_of_context
+from penstock.models.config import Fields
 from penstock.models.vision import Pixels
+from penstock.models.vision_load import load_vision
 from tests.engine.tiny import run, teach_short_answers, tokens
 from tests.models.tiny_vision import TinyVision, picture, png
 from tests.models.vision_checkpoints import CHECKPOINTS, make_vision
@@ -250,6 +254,20 @@ def test_a_cancelled_request_and_a_full_cache_leave_the_engine_working(smallest:
     for number in range(len(prompts)):
         assert tokens(first[f"first-{number}"]) == tokens(again[f"again-{number}"])
     assert engine.loop.stats().image_cache_tokens <= 2 * prompts[0].images[0].num_tokens
+
+
+def test_gemma_4_whose_images_see_themselves_takes_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    settings = {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "text_config": {"use_bidirectional_attention": "vision"},
+        "vision_config": {},
+    }
+    with caplog.at_level("WARNING", logger="penstock"):
+        assert load_vision(tmp_path, Fields(settings, "config.json"), b"{}", TorchOps()) is None
+    assert "in some layers only" in caplog.text
 
 
 def test_bad_images_are_refused_and_nothing_breaks(smallest: TinyVision) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.models.tiny_vision import TinyVision
-from tests.models.vision_grids import glm, pixtral, qwen
+from tests.models.vision_grids import gemma4, glm, pixtral, qwen
 from tests.models.vision_tiles import (
     aya_vision,
     cohere2_vision,
@@ -28,6 +28,7 @@ CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
     "llava-next": llava_next,
     "llava-onevision": llava_onevision,
     "gemma3": gemma3,
+    "gemma4": gemma4,
     "qwen2-vl": lambda folder: qwen(folder, "2"),
     "qwen2.5-vl": lambda folder: qwen(folder, "2_5_"),
     "qwen3-vl": lambda folder: qwen(folder, "3"),

@@ -35,6 +35,55 @@ QWEN35_TEXT: dict[str, Any] = {
 }
 
 
+def gemma4(folder: Path, **text: Any) -> TinyVision:
+    from transformers import Gemma4Config, Gemma4ImageProcessorPil
+
+    names = ("<|image>", "<image|>", "<|image|>", "<|video|>", "<|audio|>")
+    tokenizer = byte_tokenizer(folder, names)
+    begin, end, image, video, audio = tokenizer.convert_tokens_to_ids(list(names))
+    config = Gemma4Config(
+        text_config={
+            **TEXT,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 32,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 400,
+            **text,
+        },
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 512,
+        },
+        boi_token_id=begin,
+        eoi_token_id=end,
+        image_token_id=image,
+        video_token_id=video,
+        audio_token_id=audio,
+        tie_word_embeddings=False,
+    )
+    images = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
+    model = save_vision(folder, config, tokenizer, images, EITHER_TEMPLATE.replace("IMAGE", "<|image|>"))
+
+    def written(made: Any, number: int) -> str:
+        count = int(made["num_soft_tokens_per_image"][number])
+        if number == len(made["num_soft_tokens_per_image"]) - 1:
+            del made["num_soft_tokens_per_image"]  # which the model does not take
+        return f"<|image>{'<|image|>' * count}<image|>"
+
+    processor = PlainProcessor(images, tokenizer, "<|image|>", written, {}, marks_images=True)
+    return TinyVision(folder, model, processor)
+
+
 def qwen(folder: Path, version: str) -> TinyVision:
     import transformers
     from transformers import Qwen2VLImageProcessorPil

@@ -172,15 +172,23 @@ class Gemma4(Decoder):
         return self  # layers that share keys and values need the layers before them
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        config, ops = self.config, self._ops
         residual = super().embed(token_ids)
-        if config.input_size:
-            looked_up = ops.embed(token_ids, self._input_embedding).mul_(self._input_scale)
-            projected = ops.linear(residual, self._input_projection).mul_(config.hidden_size**-0.5)
-            projected = self._input_norm(ops, projected.view(-1, config.input_size)).view(looked_up.shape)
-            inputs = (projected + looked_up).mul_(2.0**-0.5)
-            self._inputs = inputs.view(len(token_ids), config.num_layers, config.input_size)
+        if self.config.input_size:
+            self._inputs = self._layer_inputs(token_ids, residual)
         return residual
+
+    def rows_replaced(self, token_ids: Tensor, at: Tensor, residual: Tensor) -> None:
+        if self.config.input_size:
+            self._inputs = self._layer_inputs(token_ids.index_fill(0, at, self.config.pad_token_id), residual)
+
+    def _layer_inputs(self, token_ids: Tensor, residual: Tensor) -> Tensor:
+        """Return [tokens, layers, size]."""
+        config, ops = self.config, self._ops
+        looked_up = ops.embed(token_ids, self._input_embedding).mul_(self._input_scale)
+        projected = ops.linear(residual, self._input_projection).mul_(config.hidden_size**-0.5)
+        projected = self._input_norm(ops, projected.view(-1, config.input_size)).view(looked_up.shape)
+        inputs = (projected + looked_up).mul_(2.0**-0.5)
+        return inputs.view(len(token_ids), config.num_layers, config.input_size)
 
     def _run_one_by_one(
         self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: Any = None

@@ -44,6 +44,7 @@ class Gemma4Config(ArchitectureConfig):
     is_double_wide: bool  # the MLPs of these layers
     input_size: int  # of the embedding of each layer; 0 where there is none
     input_vocab_size: int
+    pad_token_id: int = 0  # whose embeddings of layers image tokens have
 
     def kind(self, index: int) -> HeadKind:
         return self.whole if self.windows[index] is None else self.windowed
@@ -107,6 +108,7 @@ def huggingface_config(fields: Fields, name: str) -> Gemma4Config:
         is_double_wide=fields.flag("use_double_wide_mlp", False),
         input_size=fields.integer("hidden_size_per_layer_input", 256) if input_size != 0 else 0,
         input_vocab_size=fields.integer("vocab_size_per_layer_input", 262144),
+        pad_token_id=(fields.token_ids("pad_token_id") or (0,))[0],
     )
 
 
