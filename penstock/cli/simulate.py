@@ -192,8 +192,6 @@ def _run(
 def _num_beats(config: SimulationConfig) -> float:
     """Return about how many heartbeats replicas send, also while nothing arrives."""
     duration_s = config.workload.num_requests / config.workload.requests_per_s
-    if config.arrivals is not None:
-        duration_s = config.arrivals[-1].time_s
     return duration_s / config.times.heartbeat_s * (config.num_replicas + config.num_prefill_replicas)
 
 

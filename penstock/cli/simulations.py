@@ -22,7 +22,7 @@ class SimulationRuns:
 
     def __init__(self, title: str, config: SimulationConfig, most_runs: int = 1) -> None:
         self._title = title
-        self.num_requests = len(config.arrivals or ()) or config.workload.num_requests
+        self.num_requests = config.workload.num_requests
         self._most_runs = most_runs
         self._num_runs = 0
         self._began_s = self._shown_s = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,14 +14,15 @@ from penstock.control.autoscaler import AutoscalerConfig
 from penstock.control.release import ReleaseConfig
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import UsageError
-from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.objective import ObjectiveSettings
-from penstock.core.request import Request, SamplingParams, Tier
+from penstock.core.request import Tier
 from penstock.dispatch import DispatchConfig
+from penstock.planner.capacity import BLOCK_TOKENS
 from penstock.planner.hardware import HARDWARE, KV_FORMATS, WEIGHT_FORMATS
+from penstock.planner.recorded import RecordedArrivals
 from penstock.planner.roofline import Layout, RooflineCost
 from penstock.planner.shapes import KNOWN_MODELS, known_shape
-from penstock.planner.traffic import MOST_TOKENS, TraceLine, parse_lengths, read_trace
+from penstock.planner.traffic import MOST_TOKENS, parse_lengths, read_trace
 from penstock.simulator import (
     ControlTimes,
     Kill,
@@ -35,15 +36,13 @@ from penstock.simulator import (
 )
 from penstock.simulator.releases import SimulatedRelease
 from penstock.simulator.transfers import KVLink
-from penstock.simulator.workload import Arrival, Fault, Lengths, RestartGateway, StepClock
+from penstock.simulator.workload import Fault, Lengths, RestartGateway, StepClock
 
-_BLOCK_TOKENS = 16
 _CONTEXT = 2048  # tokens: what layers with windows or states are worth in blocks
 _HOST_BYTES_PER_S = 25e9  # PCIe 4.0 with 16 lanes
 _KV_GBYTES_PER_S = 10.0  # a 100 Gbit/s network
 _FROZEN_S = 10.0  # unless until_s says otherwise
 _FROZEN_FACTOR = 1e4
-_MOST_TOKEN_ID = (1 << 31) - (1 << 23)  # a prompt and its answer still fit behind it
 _MOST_SIGMA = 10.0
 _LOG_NORMAL = re.compile(r"lognormal\((\d+), *(\d+(?:\.\d+)?), *(\d+)\)")
 
@@ -176,12 +175,12 @@ def simulation_of(
         )
     layout = _layout(scenario.model)
     kv_tokens = layout.kv_tokens(_CONTEXT)
-    if kv_tokens < _BLOCK_TOKENS:
+    if kv_tokens < BLOCK_TOKENS:
         raise UsageError(
             f"{layout.model.name} leaves no memory for KV on {layout.tensor_parallel} × {layout.hardware.name}.",
             hint="Raise model.tensor_parallel, or choose a smaller format.",
         )
-    block_bytes = layout.kv_bytes_per_token * _BLOCK_TOKENS
+    block_bytes = layout.kv_bytes_per_token * BLOCK_TOKENS
     host_bytes = scenario.model.host_memory_gib * (1 << 30)
     if not 0 <= host_bytes < 1 << 45:
         raise UsageError(f"model.host_memory_gib = {scenario.model.host_memory_gib} is no amount of memory.")
@@ -196,11 +195,13 @@ def simulation_of(
     ):
         raise UsageError("fleet.prefill_replicas and fleet.kv_gbytes_per_s are positive numbers.")
     gbytes_per_s = fleet.kv_gbytes_per_s or (_KV_GBYTES_PER_S if fleet.prefill_replicas else None)
+    workload = _workload(traffic)
+    recorded = None if traffic.trace is None else _recorded(folder / traffic.trace, warn)
     return SimulationConfig(
-        workload=_workload(traffic),
-        arrivals=None if traffic.trace is None else _recorded(folder / traffic.trace, warn),
+        workload=workload if recorded is None else recorded.described_by(workload),
+        arrivals=recorded,
         replica=ReplicaConfig(
-            num_blocks=kv_tokens // _BLOCK_TOKENS,
+            num_blocks=kv_tokens // BLOCK_TOKENS,
             max_model_len=layout.model.max_positions,
             cost=RooflineCost(layout, serves=True),
             scheduler=scenario.scheduler,
@@ -321,52 +322,14 @@ def _fault(fault: FaultSection, fleet: FleetSection) -> Fault:
     return LoseKVEvents(fault.at_s, until_s, fault.share)
 
 
-def _recorded(path: Path, warn: Callable[[str], None]) -> tuple[Arrival, ...]:
+def _recorded(path: Path, warn: Callable[[str], None]) -> RecordedArrivals:
     trace = read_trace(path)
     if (warning := trace.warning(path)) is not None:
         warn(warning)
-    if trace.lines[-1].time_s - trace.lines[0].time_s > _LONGEST_S:
+    recorded = RecordedArrivals(trace.lines)
+    if recorded.duration_s > _LONGEST_S:
         raise UsageError(
             f"The requests of {path} are more than a year apart.",
             hint="A timestamp is wrong, or not in milliseconds.",
         )
-    return _arrivals(trace.lines)
-
-
-def _arrivals(lines: Sequence[TraceLine]) -> tuple[Arrival, ...]:
-    """Make the requests of a trace. Prompts with equal block ids begin alike; all others have nothing in common."""
-    first_s, next_token = lines[0].time_s, 1
-    known: dict[tuple[str, int], int] = {}  # tenants and blocks: where the tokens of a block begin
-    made = []
-    for number, line in enumerate(lines):
-        tokens: list[int] = []
-        size = line.block_tokens
-        for block in line.blocks[: line.prompt_tokens // size + 1]:
-            begin = known.get((line.tenant, block))
-            if begin is None:
-                begin = known[line.tenant, block] = next_token
-                next_token += size
-            tokens += range(begin, begin + size)
-        del tokens[line.prompt_tokens :]
-        missing = line.prompt_tokens - len(tokens)
-        tokens += range(next_token, next_token + missing)
-        next_token += missing
-        if next_token > _MOST_TOKEN_ID:
-            next_token = 1  # prompts of so long ago are no longer cached anywhere
-            known.clear()
-        hashes = chain_hashes(root_hash(line.tenant), tokens, _BLOCK_TOKENS)
-        made.append(
-            Arrival(
-                line.time_s - first_s,
-                Request(
-                    id=f"r{number}",
-                    prompt_token_ids=tuple(tokens),
-                    sampling=SamplingParams(max_tokens=line.output_tokens),
-                    tenant=line.tenant,
-                    tier=line.tier,
-                ),
-                line.output_tokens,
-                block_hashes=tuple(hashes)[: (line.prompt_tokens - 1) // _BLOCK_TOKENS],
-            )
-        )
-    return tuple(made)
+    return recorded

@@ -17,6 +17,7 @@ import msgspec
 from penstock.core.objective import Objective
 from penstock.core.policy import PolicySet, RoutingWeights
 from penstock.core.request import Tier
+from penstock.planner.recorded import RecordedArrivals
 from penstock.simulator import Report, SimulationConfig
 
 MIN_GAIN = 0.005  # of the objective, to keep a change: smaller ones are chance
@@ -81,15 +82,18 @@ def with_policy(config: SimulationConfig, policy: PolicySet) -> SimulationConfig
 
 def split(config: SimulationConfig) -> tuple[SimulationConfig, tuple[SimulationConfig, ...]]:
     """Return the load to search with, and the loads to check with."""
-    if config.arrivals is None:
+    if not isinstance(config.arrivals, RecordedArrivals):
         checks = tuple(replace(config, seed=config.seed + 1 + number) for number in range(NUM_CHECKS))
         return config, checks
-    cut = int(len(config.arrivals) * TRAINING_SHARE)
+    lines = config.arrivals.lines
+    cut = int(len(lines) * TRAINING_SHARE)
     if cut < _MIN_ARRIVALS:
         return config, ()
-    first, rest = config.arrivals[:cut], config.arrivals[cut:]
-    later = tuple(replace(each, time_s=each.time_s - rest[0].time_s) for each in rest)
-    return replace(config, arrivals=first), (replace(config, arrivals=later),)
+    first, later = (
+        replace(config, arrivals=part, workload=part.described_by(config.workload))
+        for part in (RecordedArrivals(lines[:cut]), RecordedArrivals(lines[cut:]))
+    )
+    return first, (later,)
 
 
 def search(
@@ -148,10 +152,7 @@ def mean_gain(checks: tuple[Check, ...]) -> float:
 
 def _that_matter(config: SimulationConfig) -> Iterator[str]:
     """Yield the settings that can make a difference for this load."""
-    if config.arrivals is not None:
-        tiers = {arrival.request.tier for arrival in config.arrivals}
-    else:
-        tiers = {tenant.tier for tenant in config.workload.tenants}
+    tiers = {tenant.tier for tenant in config.workload.tenants}
     irrelevant = set()
     if len(tiers) == 1:
         irrelevant.add("tier_shares")

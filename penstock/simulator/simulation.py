@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -86,7 +86,7 @@ class ReplicaConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
     workload: Workload
-    arrivals: tuple[Arrival, ...] | None = None  # requests that were recorded, instead of the workload's
+    arrivals: Iterable[Arrival] | None = None  # requests that were recorded, instead of the workload's
     replica: ReplicaConfig = field(default_factory=ReplicaConfig)
     num_replicas: int = 1
     num_prefill_replicas: int = 0  # that compute long prompts for the others, which then decode

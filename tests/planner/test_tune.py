@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from penstock.cli.app import penstock
 from penstock.core.objective import ObjectiveSettings, Weights
 from penstock.core.policy import PolicySet, RoutingWeights
+from penstock.planner.recorded import RecordedArrivals
 from penstock.planner.scenario import scenario_of, simulation_of
 from penstock.planner.tune import check, mean_gain, search, split, with_policy
 from penstock.simulator import SimulationConfig, simulate
@@ -92,10 +93,11 @@ def test_a_recorded_load_is_checked_with_its_later_part(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
     config = simulation_of(scenario_of({"traffic": {"trace": "trace.jsonl"}}, "test"), tmp_path)
     training, (later,) = split(config)
-    assert training.arrivals is not None
-    assert later.arrivals is not None
-    assert (len(training.arrivals), len(later.arrivals)) == (24, 16)
-    assert later.arrivals[0].time_s == 0.0
+    assert (training.workload.num_requests, later.workload.num_requests) == (24, 16)
+    assert isinstance(later.arrivals, RecordedArrivals)
+    times_s = [arrival.time_s for arrival in later.arrivals]
+    assert (len(times_s), times_s[0]) == (16, 0.0)
+    assert [arrival.time_s for arrival in later.arrivals] == times_s  # may be simulated again
 
 
 def run(tmp_path: Path, *arguments: str) -> tuple[int, str, str]:
