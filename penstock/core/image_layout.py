@@ -202,23 +202,48 @@ def _gemma4(card: VisionCard, width: int, height: int) -> ImageLayout:
     return ImageLayout(f"{begin}{card.image_token}{end}", (rows * columns,), tile_patches=patches)
 
 
+def _paddleocr_vl(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out PaddleOCR-VL: as GLM, with another rounding."""
+    square = card.numbers["patch_size"] * card.numbers["merge_size"]
+    if height < square:
+        width, height = round(width * square / height), square
+    if width < square:
+        width, height = square, round(height * square / width)
+    return _qwen_vl(card, width, height)
+
+
 def _pixtral(card: VisionCard, width: int, height: int) -> ImageLayout:
     """Lay out Pixtral and Mistral 3: rows of patches, each with a token at its end."""
-    patch, merge = card.numbers["patch_size"], card.numbers["merge_size"]
-    ratio = max(height / card.numbers["longest_edge"], width / card.numbers["longest_edge"])
+    rows, columns = _pixtral_grid(card, width, height)
+    text = f"{card.image_token}[IMG_BREAK]" * (rows - 1) + f"{card.image_token}[IMG_END]"
+    return ImageLayout(
+        text,
+        (columns,) * rows,
+        tile_patches=rows * columns * card.numbers["merge_size"] ** 2,
+        grid=(rows, columns),
+    )
+
+
+def _lighton_ocr(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out LightOnOCR: Pixtral's patches, with no tokens between rows."""
+    rows, columns = _pixtral_grid(card, width, height)
+    patches = rows * columns * card.numbers["merge_size"] ** 2
+    return ImageLayout(card.image_token, (rows * columns,), tile_patches=patches)
+
+
+def _pixtral_grid(card: VisionCard, width: int, height: int) -> tuple[int, int]:
+    """Return the rows and columns of squares of patches."""
+    square, longest = card.numbers["patch_size"] * card.numbers["merge_size"], card.numbers["longest_edge"]
+    ratio = max(height / longest, width / longest)
     if ratio > 1:
         scaled = math.floor(height / ratio), math.floor(width / ratio)
         if 0 in scaled:
             raise InvalidRequest(
                 f"An image of {width} × {height} pixels is too narrow: nothing is left of it when its longer side "
-                f"has {card.numbers['longest_edge']} pixels."
+                f"has {longest} pixels."
             )
         height, width = scaled
-    rows, columns = (max(0, side - 1) // (patch * merge) + 1 for side in (height, width))
-    text = f"{card.image_token}[IMG_BREAK]" * (rows - 1) + f"{card.image_token}[IMG_END]"
-    return ImageLayout(
-        text, (columns,) * rows, tile_patches=rows * columns * merge * merge, grid=(rows, columns)
-    )
+    return max(0, height - 1) // square + 1, max(0, width - 1) // square + 1
 
 
 def _internvl(card: VisionCard, width: int, height: int) -> ImageLayout:
@@ -324,8 +349,10 @@ RULES: dict[str, Callable[[VisionCard, int, int], ImageLayout]] = {
     "gemma3": _gemma3,
     "qwen_vl": _qwen_vl,
     "glm_v": _glm_v,
+    "paddleocr_vl": _paddleocr_vl,
     "gemma4": _gemma4,
     "pixtral": _pixtral,
+    "lighton_ocr": _lighton_ocr,
     "internvl": _internvl,
     "aya_vision": _aya_vision,
     "cohere2_vision": _cohere2_vision,

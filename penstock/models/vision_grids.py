@@ -115,3 +115,15 @@ class GlmVision(QwenVision):
         frames = int(self._processor.temporal_patch_size)
         limits = {name: numbers[name] // frames for name in ("min_pixels", "max_pixels")}
         return numbers | limits
+
+
+class PaddleOCRVision(QwenVision):
+    """PaddleOCR-VL: a SigLIP tower for images of any shape, and positions in three dimensions."""
+
+    rule = "paddleocr_vl"
+
+
+class LightOnOcrVision(PixtralVision):
+    """LightOnOCR: as Mistral 3, with no tokens between rows."""
+
+    rule = "lighton_ocr"

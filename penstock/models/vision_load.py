@@ -13,7 +13,14 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Ops
 from penstock.models.config import Fields
 from penstock.models.vision import Gemma3Vision, LlavaVision, PaliGemmaVision, TransformersVision
-from penstock.models.vision_grids import Gemma4Vision, GlmVision, PixtralVision, QwenVision
+from penstock.models.vision_grids import (
+    Gemma4Vision,
+    GlmVision,
+    LightOnOcrVision,
+    PaddleOCRVision,
+    PixtralVision,
+    QwenVision,
+)
 from penstock.models.vision_tiles import (
     AyaVision,
     Cohere2Vision,
@@ -50,6 +57,8 @@ FAMILIES: dict[str, type[TransformersVision]] = {
     "Qwen3VLMoeForConditionalGeneration": QwenVision,
     "Qwen3_5ForConditionalGeneration": QwenVision,
     "Qwen3_5MoeForConditionalGeneration": QwenVision,
+    "PaddleOCRVLForConditionalGeneration": PaddleOCRVision,
+    "LightOnOcrForConditionalGeneration": LightOnOcrVision,
     "Glm4vForConditionalGeneration": GlmVision,
     "Glm4vMoeForConditionalGeneration": GlmVision,
     "Glm46VForConditionalGeneration": GlmVision,
@@ -64,6 +73,7 @@ _TEXT_TYPES = {
     "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
     "glm_ocr_text": "glm4",
+    "paddleocr_vl_text": "llama",
 }
 # Text models whose attention has biases, or none, whatever the file says.
 _HAS_BIASES = {"glm4v_text": True, "glm_ocr_text": False}
@@ -90,6 +100,8 @@ def text_fields(path: Path, fields: Fields) -> Fields:
     text |= {key: fields.raw(key) for key in _OUTER_KEYS if fields.has(key)}
     if text["model_type"] == "qwen3_vl_moe_text":
         text["norm_topk_prob"] = True  # whatever the file says: its router always does so
+    if text["model_type"] == "paddleocr_vl_text":
+        text["attention_bias"] = text["mlp_bias"] = text["use_bias"]
     if text["model_type"] in _HAS_BIASES:
         text["attention_bias"] = _HAS_BIASES[text["model_type"]]
     text["model_type"] = _TEXT_TYPES.get(text["model_type"], text["model_type"])

@@ -16,6 +16,7 @@ from transformers import (
     LlavaNextImageProcessorPil,
     LlavaNextProcessor,
     LlavaOnevisionImageProcessorPil,
+    PaddleOCRVLImageProcessorPil,
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
     Siglip2ImageProcessorPil,
@@ -81,6 +82,17 @@ def test_grids_of_glm(size: tuple[int, int]) -> None:
     assert (layout.grid, layout.tile_patches) == ((height // 2, width // 2), height * width)
     with pytest.raises(InvalidRequest, match="too narrow"):
         image_layout(card("glm_v", **numbers), 201, 1)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (27, 4000), (2000, 15), (20, 10)], ids=str)
+def test_grids_of_paddleocr(size: tuple[int, int]) -> None:
+    bounds = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 200}
+    processor = PaddleOCRVLImageProcessorPil(
+        size={"shortest_edge": bounds["min_pixels"], "longest_edge": bounds["max_pixels"]}
+    )
+    _, height, width = process(processor, size)["image_grid_thw"][0].tolist()
+    layout = image_layout(card("paddleocr_vl", patch_size=14, merge_size=2, **bounds), *size)
+    assert (layout.grid, layout.tile_patches) == ((height // 2, width // 2), height * width)
 
 
 @pytest.mark.parametrize("size", [*SIZES, (1, 4000), (4000, 3)], ids=str)

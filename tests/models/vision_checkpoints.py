@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.models.tiny_vision import TinyVision
-from tests.models.vision_grids import gemma4, glm, pixtral, qwen
+from tests.models.vision_grids import gemma4, glm, lighton_ocr, paddleocr_vl, pixtral, qwen
 from tests.models.vision_tiles import (
     aya_vision,
     cohere2_vision,
@@ -36,6 +36,8 @@ CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
     "qwen3.5-moe": lambda folder: qwen(folder, "3_5Moe"),
     "pixtral": pixtral,
     "mistral3": lambda folder: pixtral(folder, mistral3=True),
+    "lighton-ocr": lighton_ocr,
+    "paddleocr-vl": paddleocr_vl,
     "internvl": internvl,
     "aya-vision": aya_vision,
     "cohere2-vision": cohere2_vision,

@@ -127,6 +127,56 @@ def qwen(folder: Path, version: str) -> TinyVision:
     return TinyVision(folder, model, processor)
 
 
+def paddleocr_vl(folder: Path) -> TinyVision:
+    from transformers import PaddleOCRVLConfig, PaddleOCRVLImageProcessorPil
+
+    names = ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>", "<|video_pad|>")
+    tokenizer = byte_tokenizer(folder, names)
+    begin, image, end, video = tokenizer.convert_tokens_to_ids(list(names))
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    config = PaddleOCRVLConfig(
+        text_config={**TEXT, "rope_parameters": rope},
+        vision_config={**VISION, "patch_size": 4, "spatial_merge_size": 2},
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=begin,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    images = PaddleOCRVLImageProcessorPil(
+        patch_size=4, merge_size=2, size={"shortest_edge": 256, "longest_edge": 2400}
+    )
+    template = EITHER_TEMPLATE.replace("IMAGE", "".join(names[:3]))
+    model = save_vision(folder, config, tokenizer, images, template)
+
+    def written(made: Any, number: int) -> str:
+        return names[1] * (int(made["image_grid_thw"][number].prod()) // 4)
+
+    processor = PlainProcessor(images, tokenizer, names[1], written, {}, marks_images=True)
+    return TinyVision(folder, model, processor)
+
+
+def lighton_ocr(folder: Path) -> TinyVision:
+    from transformers import LightOnOcrConfig, PixtralImageProcessorPil
+
+    tokenizer = byte_tokenizer(folder, ("<|image_pad|>",))
+    config = LightOnOcrConfig(
+        text_config={"model_type": "qwen3", **TEXT},
+        vision_config={**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 64},
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        tie_word_embeddings=False,
+    )
+    images = PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size={"height": 16, "width": 16})
+    template = EITHER_TEMPLATE.replace("IMAGE", "<|image_pad|>")
+    model = save_vision(folder, config, tokenizer, images, template)
+
+    def written(made: Any, number: int) -> str:
+        rows, columns = (int(side) // 16 for side in made["image_sizes"][number])
+        return "<|image_pad|>" * (rows * columns)
+
+    return TinyVision(folder, model, PlainProcessor(images, tokenizer, "<|image_pad|>", written, {}))
+
+
 def pixtral(folder: Path, *, mistral3: bool = False) -> TinyVision:
     from transformers import (
         LlavaConfig,
