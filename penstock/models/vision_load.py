@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,13 @@ _TEXT_TYPES = {
     "glm_ocr_text": "glm4",
     "paddleocr_vl_text": "llama",
 }
+# Pairs of a head that time, rows and columns turn, for files that do not say so.
+_ROPE_SECTIONS = {
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text"), (16, 24, 24)),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), (24, 20, 20)),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), (11, 11, 10)),
+    **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text"), (8, 12, 12)),
+}
 # Text models whose attention has biases, or none, whatever the file says.
 _HAS_BIASES = {"glm4v_text": True, "glm_ocr_text": False}
 _OUTER_KEYS = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
@@ -104,14 +111,15 @@ def text_fields(path: Path, fields: Fields) -> Fields:
         text["attention_bias"] = text["mlp_bias"] = text["use_bias"]
     if text["model_type"] in _HAS_BIASES:
         text["attention_bias"] = _HAS_BIASES[text["model_type"]]
+    sections = _ROPE_SECTIONS.get(text["model_type"])
     text["model_type"] = _TEXT_TYPES.get(text["model_type"], text["model_type"])
     text.pop("architectures", None)
     if family is PaliGemmaVision:
         text["use_bidirectional_attention"] = None  # of prompts only: the image says so
     for key in ("rope_parameters", "rope_scaling"):
         rope = text.get(key)
-        if isinstance(rope, dict) and text["model_type"].startswith("qwen3_5"):
-            rope = {"mrope_section": [11, 11, 10], **rope}
+        if isinstance(rope, dict) and sections is not None:
+            rope = {"mrope_section": sections, **rope}
         if isinstance(rope, dict) and "mrope_section" in rope:
             text["rope_axes"] = _rope_axes(rope["mrope_section"], interleaved="qwen3" in text["model_type"])
             plain = {name: value for name, value in rope.items() if not name.startswith("mrope")}
@@ -119,7 +127,7 @@ def text_fields(path: Path, fields: Fields) -> Fields:
     return Fields(text, fields.where)
 
 
-def _rope_axes(sections: list[int], *, interleaved: bool) -> list[int]:
+def _rope_axes(sections: Sequence[int], *, interleaved: bool) -> list[int]:
     """Return for each pair of a head which position turns it: 0 for time, 1 for rows, 2 for columns."""
     if not interleaved:
         return [axis for axis, count in enumerate(sections) for _ in range(count)]

@@ -5,6 +5,7 @@ processors too."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import transformers
 from PIL import Image
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from penstock.kernels.reference import TorchOps
 from penstock.kvcache.cache import blocks_of_context
 from penstock.models.config import Fields
 from penstock.models.vision import Pixels
-from penstock.models.vision_load import load_vision
+from penstock.models.vision_load import load_vision, text_fields
 from tests.engine.tiny import run, teach_short_answers, tokens
 from tests.models.tiny_vision import TinyVision, picture, png
 from tests.models.vision_checkpoints import CHECKPOINTS, make_vision
@@ -268,6 +270,20 @@ def test_gemma_4_whose_images_see_themselves_takes_text(
     with caplog.at_level("WARNING", logger="penstock"):
         assert load_vision(tmp_path, Fields(settings, "config.json"), b"{}", TorchOps()) is None
     assert "in some layers only" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"), [("Glm4v", (8, 12, 12)), ("PaddleOCRVL", (16, 24, 24)), ("Qwen2VL", (16, 24, 24))]
+)
+def test_settings_without_sections_have_positions_in_three_dimensions(
+    tmp_path: Path, kind: str, counts: tuple[int, ...]
+) -> None:
+    config = getattr(transformers, f"{kind}Config")(architectures=[f"{kind}ForConditionalGeneration"])
+    config.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert "mrope_section" not in json.dumps(settings)
+    axes = text_fields(tmp_path, Fields(settings, "config.json")).raw("rope_axes")
+    assert tuple(axes.count(axis) for axis in range(3)) == counts
 
 
 def test_bad_images_are_refused_and_nothing_breaks(smallest: TinyVision) -> None:
