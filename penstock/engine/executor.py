@@ -258,7 +258,7 @@ class ModelExecutor:
             if not plain.size:
                 return
             rows, sampled = rows[plain], sampled[self._staging.to_device(plain)]
-        self._rows.last_tokens[self._staging.to_device(rows)] = sampled.to(torch.int32)
+        self._rows.last_tokens.index_copy_(0, self._staging.kept(rows), sampled.to(torch.int32))
 
     def _copy_blocks(self, copies: Sequence[KVCopy]) -> None:
         for copy in copies:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from penstock.core.plan import NO_TOKEN_LEFT, NOT_A_NUMBER, SampledToken, TokenLogprobs
 from penstock.core.request import Request
-from penstock.engine.batch import Samples
+from penstock.engine.batch import Int64Array, Samples
 from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.logit_edits import History, LogitEdits, make_edits
 from penstock.engine.staging import Staging
@@ -54,12 +55,15 @@ class Sampler:
         self._min_p = np.zeros(max_rows, dtype=np.float32)
         self._seeds = np.zeros(max_rows, dtype=np.int64)
         self._positions = np.zeros(max_rows, dtype=np.int64)  # index of the row's next token in its answer
+        self._num_begun = 0  # requests
+        self._settings: tuple[tuple[int, bytes], SamplingBatch] | None = None  # of the latest samples
         self._edits: dict[int, LogitEdits] = {}
         self._logprobs: dict[int, int] = {}
         self._uncommitted: set[int] = set()  # rows that were sampled with drafts, whose state is to advance
 
     def begin(self, row: int, request: Request, output_token_ids: Sequence[int]) -> None:
         params = request.sampling
+        self._num_begun += 1
         self._temperature[row] = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
         self._top_k[row] = min(params.top_k or 0, self.vocab_size)
         self._top_p[row] = params.top_p
@@ -255,10 +259,17 @@ class Sampler:
         rows, positions = samples.rows, self._positions[samples.rows]
         if samples.offsets is not None:
             positions += samples.offsets
+        key = self._num_begun, rows.tobytes()
+        if self._settings is None or self._settings[0] != key:
+            self._settings = key, self._settings_of(rows)
+        return replace(self._settings[1], position=self._staging.to_device(positions))
+
+    def _settings_of(self, rows: Int64Array) -> SamplingBatch:
+        """Return all that stays the same from step to step, for as long as the same requests are sampled."""
         temperature, top_k = self._temperature[rows], self._top_k[rows]
         top_p, min_p = self._top_p[rows], self._min_p[rows]
-        heat, most, share, floor, seeds, places = self._staging.all_to_device(
-            temperature, top_k, top_p, min_p, self._seeds[rows], positions
+        heat, most, share, floor, seeds = self._staging.all_to_device(
+            temperature, top_k, top_p, min_p, self._seeds[rows]
         )
         return SamplingBatch(
             temperature=heat,
@@ -266,7 +277,7 @@ class Sampler:
             top_p=share,
             min_p=floor,
             seed=seeds,
-            position=places,
+            position=seeds,
             all_greedy=not temperature.any(),
             whole_vocabulary=not top_k.any() and not min_p.any() and bool((top_p >= 1).all()),
         )

@@ -28,6 +28,7 @@ class Staging:
             ]
         self._current = 0
         self._used = 0
+        self._kept: tuple[tuple[object, bytes], Tensor] | None = None
 
     def next_step(self) -> None:
         if self._buffers:
@@ -52,6 +53,16 @@ class Staging:
             _part(pinned, offset, source).copy_(source)
         copied = pinned.to(self.device, non_blocking=True)
         return [_part(copied, offset, source) for source, offset in zip(sources, offsets, strict=False)]
+
+    def kept(self, array: NDArray[np.generic]) -> Tensor:
+        """Return the array on the device. An array with the same contents as in the last call is not copied again:
+        most steps have the rows of the step before. Nothing may write to the result."""
+        if not self._buffers:
+            return torch.from_numpy(array)
+        contents = array.dtype, array.tobytes()
+        if self._kept is None or self._kept[0] != contents:
+            self._kept = contents, self.to_device(array)
+        return self._kept[1]
 
     def copy_into(self, target: Tensor, array: NDArray[np.generic]) -> None:
         """Overwrite the beginning of a one-dimensional device tensor."""

@@ -219,3 +219,17 @@ def test_no_setting_makes_drafts_matter(
     engine = tiny_engine(model, speculate="off", **engine_settings)
     speculate(engine, KnowingDrafter(known, spoiled, seed), most)
     assert answers(engine, requests) == expected
+
+
+def test_a_row_that_another_request_takes_over_has_the_settings_of_that_request() -> None:
+    ops = select_ops("cpu", torch.float32)
+    sampler = Sampler(ops, Staging(ops.device, 0), 1, 8, (), seed=1)
+    logits = torch.arange(8, dtype=torch.float32)[None]
+    samples = Samples(["r"], np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64))
+    found = []
+    for name, settings in (("greedy", {"temperature": 0.0}), ("drawn", {"temperature": 50.0, "seed": 1})):
+        sampler.begin(0, request(name, [1], **settings), ())
+        found.append({int(sampler.sample(logits.clone(), samples)[0]) for _ in range(20)})
+        sampler.end(0)
+    assert found[0] == {7}
+    assert len(found[1]) > 3
