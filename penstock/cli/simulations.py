@@ -50,13 +50,13 @@ class SimulationRuns:
         self._shown_s = moment_s
         done = self._num_runs * self.num_requests + num_ended
         left = self._most_runs * self.num_requests - done
-        left_s = (moment_s - self._began_s) * max(0, left) / done
+        remaining = duration((moment_s - self._began_s) * max(0, left) / done) if done else "unknown time"
         title = self._title
         if self._most_runs > 1:
             title += f", simulation {self._num_runs + 1} of at most {self._most_runs}"
         stderr_console().print(
             f"{title}: {num_ended:,} of {self.num_requests:,} requests, {now:,.0f} s of virtual time, "
-            f"{duration(left_s)} left"
+            f"{remaining} left"
         )
 
 

@@ -5,7 +5,7 @@ Carries out in virtual time what `control` decides, as the cluster room does for
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -59,6 +59,7 @@ class FleetControl:
         self._lost_share = 0.0  # of batches of KV events
         self._arrived_tokens = 0.0  # by the last look
         self.sizes: list[tuple[float, int]] = []  # when the number of serving replicas changed, and to what
+        self.on_look: Callable[[float], None] | None = None  # called whenever signals are looked at
 
     def begin(self, faults: Iterable[Fault]) -> None:
         events = self._driver.events
@@ -130,6 +131,8 @@ class FleetControl:
         self._driver.update(now)
 
     def _look(self, now: float) -> None:
+        if self.on_look is not None:
+            self.on_look(now)
         if self._autoscaler is not None:
             actions, self._scaling = self._autoscaler.decide(self._signals(now), self._scaling, now)
             for action in actions:

@@ -109,8 +109,9 @@ def simulate(
     admission: Admission | None = None,
 ) -> Report:
     """Run the workload to its end in virtual time. The same configuration gives the same report, to the last bit.
-    `progress` is told the number of requests that have ended and the virtual time, `on_outcome` each outcome;
-    `on_event` looks at the replicas after every event; `admission` are the limits of the gateways."""
+    `progress` gets the number of requests that have ended and the virtual time, whenever a request ends and every few
+    virtual seconds. `on_outcome` gets each outcome. `on_event` looks at the replicas after every event. `admission`
+    are the limits of the gateways."""
     rng = Random(config.seed)
     tally = Tally(targets=config.objective.targets)
 
@@ -147,6 +148,8 @@ def simulate(
     )
     autoscaler = None if config.autoscaler is None else Autoscaler(config.autoscaler)
     control = FleetControl(driver, tally, config.times, autoscaler, Random(rng.random()))
+    if progress is not None:
+        control.on_look = lambda now: progress(tally.num_requests, now)
     control.begin(config.faults)
     run = None
     if release is not None:
