@@ -44,6 +44,7 @@ from penstock.gateway.reuse.shared_cache import EmbeddingCacheSettings, SharedCa
 from penstock.gateway.settings.settings import TierSettings, least_urgent
 from penstock.gateway.telemetry import current_record
 from penstock.gateway.text.caching import PromptCacheSettings
+from penstock.gateway.turns import Turns
 
 
 class LiveWork(Protocol):
@@ -81,6 +82,7 @@ class Gateway:
         self.metrics.register(self.reuse)
         # Called before anything is done for it.
         self.on_request: Callable[[GenerationRequest], None] | None = None
+        self.turns = Turns()
         self.max_buffer_bytes = config.max_stream_buffer_bytes
         self.catalogue = Catalogue(engine, config)
         self.auto = AutoModel(self.ask, self.catalogue, self.clock)
@@ -224,7 +226,7 @@ class Gateway:
         if isinstance(work.model, ServedModel):
             if work.model.card.vision is not None:
                 work.request = await self.images.load_request(work.request)
-            await prepare_for_engine(work, work.model, self.prompt_cache)
+            await prepare_for_engine(work, work.model, self.prompt_cache, self.turns)
         else:
             work.request = await self.images.relay_request(work.request, work.model.name)
             prepare_for_server(work, work.model)

@@ -38,6 +38,7 @@ from penstock.gateway.prompts import (
     image_parts,
 )
 from penstock.gateway.text.caching import PromptCacheSettings
+from penstock.gateway.turns import Turns
 
 IMAGES_SKIPPED = RequestWarning(
     "item_skipped", "Input items of the type 'input_image' were skipped.", "input"
@@ -100,11 +101,12 @@ class PreparedRequest:
 
 
 async def prepare_for_engine(
-    work: PreparedRequest, model: ServedModel, prompt_cache: PromptCacheSettings
+    work: PreparedRequest, model: ServedModel, prompt_cache: PromptCacheSettings, turns: Turns
 ) -> None:
     """Render, tokenize, and check the grammar. One engine request per answer: the n answers of a prompt follow each
     other, with consecutive seeds."""
     request = work.request
+    pace = turns.pace()
     asked = request.sampling.max_tokens
     stated = model.card.sampling_defaults
     options = await model.sampling_options(request.sampling)
@@ -115,9 +117,9 @@ async def prepare_for_engine(
     if room is not None:
         most = max(1, model.max_model_len - min(asked or 1, model.max_model_len))
         room = most if room < 0 else min(room, most)
-    work.prompts = [
-        await model.prepare(prompt, request.sampling.grammar, truncates_to=room) for prompt in prompts
-    ]
+    for prompt in prompts:
+        await pace.spend()
+        work.prompts.append(await model.prepare(prompt, request.sampling.grammar, truncates_to=room))
     # Without a better reason, requests go where the adapter is likely loaded already.
     affinity_key = request.prompt_cache_key or (model.adapter.digest if model.adapter else "")
     _check_copies(request, work.prompts)
@@ -126,6 +128,7 @@ async def prepare_for_engine(
     relaxed = tuple(each for each in unbound if each is not None)  # what is not enforced
     prediction = await model.prediction_ids(request.prediction) if request.prediction else ()
     for prompt, prepared in zip(prompts, work.prompts, strict=True):
+        await pace.spend(request.n)
         max_tokens = resolve_max_tokens(
             asked,
             work.default_max_tokens or stated.max_new_tokens,

@@ -219,8 +219,10 @@ class BeamGeneration(Generation):
             watch = choices[0].stop_watch()
             search = BeamSearch(self._options, request.sampling, choices[0].stop_ids, watch)
             self._searches.append(_PromptSearch(search, request, choices))
-        for searched in self._searches:
-            self._ask(searched)
+        first, *others = self._searches
+        self._ask(first)
+        for searched in others:
+            self._in_turn(partial(self._ask, searched))
 
     @property
     def usage(self) -> Usage:
@@ -264,8 +266,10 @@ class BeamGeneration(Generation):
             searched.advance()
             if searched.search.is_over:
                 self._show(searched)
-            else:
+            elif len(self._searches) == 1:
                 self._ask(searched)
+            else:
+                self._in_turn(partial(self._ask, searched))
 
     def _end_step_early(self, searched: _PromptSearch, event: TokenEvent) -> None:
         """End the search at a deadline: the beams so far are the answers, if there are any."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -22,6 +22,7 @@ from penstock.gateway.answers.choice import Choice
 from penstock.gateway.answers.stream import ENGINE_GRACE_S, MeteredAnswer
 from penstock.gateway.prompts import Usage
 from penstock.gateway.text.caching import written_by_ttl
+from penstock.gateway.turns import SLICE
 
 
 class Generation(MeteredAnswer[Choice]):
@@ -31,14 +32,37 @@ class Generation(MeteredAnswer[Choice]):
     _num_predicted = _num_predicted_right = 0  # those of them that came from the client's prediction
 
     def start(self, requests: Sequence[Request], timeout_s: float | None) -> None:
-        """Send one request per choice to the engine."""
+        """Send one request per choice to the engine, many of them in turns with other requests."""
         self._limit_time(timeout_s)
-        for choice, request in zip(self._choices, requests, strict=True):
+        self._send(requests, timeout_s)
+
+    def _send(self, requests: Sequence[Request], timeout_s: float | None, first: int = 0) -> None:
+        """Send the requests from place `first` on."""
+        end = first + SLICE
+        for choice, request in zip(self._choices[first:end], requests[first:end], strict=True):
             if self._error is not None:  # an engine may refuse before `add` returns
                 return
             self._context.engine.add(
                 request, timeout_s=timeout_s, on_event=partial(self._on_event, choice), on_error=self.fail
             )
+        if end < len(requests):
+            self._in_turn(partial(self._send, requests, timeout_s, end))
+
+    def _in_turn(self, work: Callable[[], None]) -> None:
+        """Do the work in a later turn of the event loop, if the answer has not ended by then."""
+
+        def go_on() -> None:
+            if self._error is not None:
+                return
+            try:
+                work()
+            except PenstockError as error:
+                self.fail(error)
+            except BaseException:
+                self.fail(PenstockError("The request could not be sent to an engine."))
+                raise
+
+        self._context.turns.wait(go_on)
 
     def _limit_time(self, timeout_s: float | None) -> None:
         if timeout_s is not None:

@@ -21,6 +21,7 @@ from penstock.gateway.accounts import Account, Outcome, RateLimits
 from penstock.gateway.answers.choice import Delta, merged
 from penstock.gateway.metrics.gateway import GatewayMetrics
 from penstock.gateway.prompts import RequestWarning, Usage
+from penstock.gateway.turns import Turns
 
 # The engine ends a request at its deadline; this much later the gateway does it for an engine that hangs.
 ENGINE_GRACE_S = 1.0
@@ -38,6 +39,7 @@ class StreamContext(Protocol):
     engine: EngineClient
     metrics: GatewayMetrics
     clock: Clock
+    turns: Turns
     max_buffer_bytes: int
 
     def queue_drain_s(self) -> float:

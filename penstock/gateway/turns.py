@@ -1,0 +1,63 @@
+"""Fair work on the event loop: requests for many answers are prepared and sent in slices, so that a client with a
+thousand prompts does not keep all others waiting. Knows no request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+SLICE = 16  # prompts or answers of one request that are worked on at once
+
+
+class Turns:
+    """Lets large requests proceed one after the other: one slice of one of them in each iteration of the event
+    loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def wait(self, go_on: Callable[[], None]) -> None:
+        """Call `go_on` when it is the caller's turn."""
+        self._waiting.append(go_on)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._next)
+
+    async def next(self) -> None:
+        """Return when it is the caller's turn."""
+        turn = asyncio.get_running_loop().create_future()
+        self.wait(partial(_begin, turn))
+        await turn
+
+    def pace(self) -> Pace:
+        return Pace(self)
+
+    def _next(self) -> None:
+        go_on = self._waiting[0]  # stays until it is over, so that `wait` schedules no second call
+        try:
+            go_on()
+        finally:  # after an error too: the others must not wait forever
+            self._waiting.popleft()
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._next)
+
+
+class Pace:
+    """What one request may still do in its turn."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._left = SLICE
+
+    async def spend(self, amount: int = 1) -> None:
+        """Count work that comes next. Waits for another turn if this turn has no room for more."""
+        if self._left <= 0:
+            await self._turns.next()
+            self._left = SLICE
+        self._left -= amount
+
+
+def _begin(turn: asyncio.Future[None]) -> None:
+    if not turn.done():  # a cancelled request waits no more
+        turn.set_result(None)
