@@ -28,7 +28,6 @@ from penstock.scheduler.counted_plan import Answers, CountedPlan, Decode, Told, 
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, State, seniority
 from penstock.scheduler.step_builder import StepBuilder, StepLoad
-from penstock.scheduler.tenants import OUTPUT_TOKEN_WEIGHT
 
 _TIMES_KEPT = 4096  # before times of commits that nobody needs any more are dropped
 _by_turn = attrgetter("sequence.turn")
@@ -346,7 +345,8 @@ class CountedScheduler(Scheduler):
         return super()._num_prefill_tokens() + sum(plan.load.prefill_tokens for plan in self._counted)
 
     def check_integrity(self) -> None:
-        self._update_all()
+        for decode in self._decodes.values():
+            self._update(decode, self._num_committed)
         super().check_integrity()
         assert self._num_in_step == sum(not decode.has_left for decode in self._decodes.values())
 
@@ -373,7 +373,7 @@ class CountedScheduler(Scheduler):
         self._prefilling.pop(sequence.number, None)
         decode = self._decodes.pop(sequence.number, None)
         if decode is not None:
-            self._update_planned(decode)
+            decode.update_planned(self._num_planned)
             self._leave_plans(decode)
         super()._stop(sequence)
 
@@ -385,7 +385,7 @@ class CountedScheduler(Scheduler):
     def _take_sample(self, sequence: Sequence, sampled: SampledToken, now: float) -> TokenEvent:
         decode = self._decodes.get(sequence.number)
         if decode is not None:
-            self._update_planned(decode)
+            decode.update_planned(self._num_planned)
         return super()._take_sample(sequence, sampled, now)
 
     # The counts of one request.
@@ -427,7 +427,7 @@ class CountedScheduler(Scheduler):
             return []
         due = [each for each in self._growing[index] if each.last >= index and self._is_current(each)]
         for decode in due:
-            self._update_planned(decode)
+            decode.update_planned(self._num_planned)
         return [decode.sequence for decode in (sorted(due, key=_by_turn) if len(due) > 1 else due)]
 
     def _note_growth(self, index: int) -> None:
@@ -443,42 +443,15 @@ class CountedScheduler(Scheduler):
     def _is_current(self, decode: Decode) -> bool:
         return self._decodes.get(decode.sequence.number) is decode
 
-    def _update_all(self) -> None:
-        for decode in self._decodes.values():
-            self._update(decode, self._num_committed)
-
-    def _update(self, decode: Decode, committed: int) -> None:
+    def _update(self, decode: Decode, num_committed: int) -> None:
         """Bring the counts of a request up to date with all plans, and with so many commits."""
-        self._update_planned(decode)
-        if committed < decode.first:
-            return
-        sequence = decode.sequence
-        sequence.num_known = decode.expected + min(committed, decode.last) - decode.first + 1
-        output = sequence.output_token_ids
-        count = sequence.num_known - sequence.num_prompt
-        if count > len(output):
-            output += self._answers.tokens(sequence.request_id, len(output), count)
-        if count > decode.num_served:
-            sequence.account.service += OUTPUT_TOKEN_WEIGHT * (count - decode.num_served)
-            decode.num_served = count
+        decode.update_planned(self._num_planned)
+        decode.update_committed(num_committed, self._answers)
 
     def _update_services(self) -> None:
-        """Bring the accounts of tenants up to date, which decide who goes first."""
-        committed = self._num_committed
+        """Bring the accounts of tenants up to date, which decide whose request goes first."""
         for decode in self._decodes.values():
-            last = decode.last
-            since = (committed if committed < last else last) - decode.first + 1
-            if since > 0:
-                count = decode.expected + since - decode.sequence.num_prompt
-                if count > decode.num_served:
-                    decode.sequence.account.service += OUTPUT_TOKEN_WEIGHT * (count - decode.num_served)
-                    decode.num_served = count
-
-    def _update_planned(self, decode: Decode) -> None:
-        num_planned = min(self._num_planned, decode.last) - decode.first + 1
-        if num_planned > 0:
-            decode.sequence.num_computed = decode.computed + num_planned
-            decode.sequence.num_expected = decode.expected + num_planned
+            decode.update_service(self._num_committed)
 
     def _last_times(self, count: int) -> list[float]:
         """Return the times of the last commits."""
@@ -486,7 +459,6 @@ class CountedScheduler(Scheduler):
 
     def _drop_times(self) -> None:
         """Forget the times of tokens that were told."""
-        first = min((each.first + each.num_told - (each.expected - each.sequence.num_prompt)
-                     for each in self._decodes.values()), default=self._num_committed + 1)  # fmt: skip
-        num_kept = max(0, self._num_committed + 1 - first)
-        self._times_s = self._last_times(num_kept) if num_kept else []
+        next_commit = self._num_committed + 1
+        first = min((each.first_untold for each in self._decodes.values()), default=next_commit)
+        self._times_s = self._last_times(max(0, next_commit - first))

@@ -1,4 +1,4 @@
-"""The data of `counted`: plans in which decodes are two numbers, and what is known of each request that decodes."""
+"""The data of `counted`: plans in which decodes are two numbers, and the counts of each request that decodes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from penstock.core.plan import Chunk, TokenEvent
 from penstock.core.request import Request
 from penstock.scheduler.sequence import Sequence
 from penstock.scheduler.step_builder import StepLoad
+from penstock.scheduler.tenants import OUTPUT_TOKEN_WEIGHT
 
 
 class Answers(Protocol):
@@ -76,6 +77,40 @@ class Decode:
         self.num_served = self.num_told  # tokens that the tenant's account knows of
         self.end = first + num_tokens - self.num_told - 1  # the commit of the last token
         self.has_left = False  # plans no longer have it
+
+    @property
+    def first_untold(self) -> int:
+        """Return the commit of the first token that was not told yet."""
+        return self.first + self.num_told - (self.expected - self.sequence.num_prompt)
+
+    def update_planned(self, num_planned: int) -> None:
+        """Bring the counts of the request up to date with this many plans."""
+        count = min(num_planned, self.last) - self.first + 1
+        if count > 0:
+            self.sequence.num_computed = self.computed + count
+            self.sequence.num_expected = self.expected + count
+
+    def update_committed(self, num_committed: int, answers: Answers) -> None:
+        """Bring the tokens of the request up to date with this many commits."""
+        if num_committed < self.first:
+            return
+        sequence = self.sequence
+        sequence.num_known = self.expected + min(num_committed, self.last) - self.first + 1
+        output = sequence.output_token_ids
+        count = sequence.num_known - sequence.num_prompt
+        if count > len(output):
+            output += answers.tokens(sequence.request_id, len(output), count)
+        self.update_service(num_committed)
+
+    def update_service(self, num_committed: int) -> None:
+        """Bring the account of the tenant up to date with this many commits."""
+        last = self.last
+        since = (num_committed if num_committed < last else last) - self.first + 1
+        if since > 0:
+            count = self.expected + since - self.sequence.num_prompt
+            if count > self.num_served:
+                self.sequence.account.service += OUTPUT_TOKEN_WEIGHT * (count - self.num_served)
+                self.num_served = count
 
 
 def is_countable(request: Request) -> bool:
