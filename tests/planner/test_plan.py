@@ -250,10 +250,11 @@ def test_prompts_that_share_nothing_need_no_prefix_cache() -> None:
 
 def test_a_long_plan_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.simulations.PROGRESS_S", 0.0)
+    monkeypatch.setattr("penstock.planner.capacity._REQUESTS_PER_REPLICA", 4)
     arguments = ["plan", "llama-3.1-8b", "--hardware", "h200", "--rate", "0.5", "--output-len", "2000"]
     told = " ".join(CliRunner().invoke(penstock, arguments).stderr.split())
-    assert "h200, replicas: 1: 0 of 120 requests, 5 s of virtual time, unknown time left" in told
-    assert "h200, replicas: 1: 120 of 120 requests, " in told
+    assert "h200, replicas: 1: 0 of 4 requests, 5 s of virtual time, unknown time left" in told
+    assert "h200, replicas: 1: 4 of 4 requests, " in told
 
 
 def test_the_cheapest_layout_that_fits_is_chosen() -> None:
