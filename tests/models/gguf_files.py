@@ -62,6 +62,7 @@ ARCHITECTURES = {
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
+    "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
     "phimoe": gguf.MODEL_ARCH.PHIMOE,
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "llama4_text": gguf.MODEL_ARCH.LLAMA4,
@@ -89,7 +90,17 @@ ARCHITECTURES = {
 TEXT_PARTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}
 NEWER_NAMES = {"deepseek_v32": "deepseek32"}  # of architectures that the package does not know
 # Families whose converters put the rows of rotary pairs beside each other.
-PERMUTED = ("llama", "ministral3", "smollm3", "granite", "olmo", "arcee", "mixtral", "granitemoe")
+PERMUTED = (
+    "llama",
+    "ministral3",
+    "smollm3",
+    "granite",
+    "olmo",
+    "arcee",
+    "mixtral",
+    "granitemoe",
+    "granitemoeshared",
+)
 NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")
 
 
@@ -308,6 +319,8 @@ def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if getattr(config, "shared_expert_intermediate_size", 0):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type == "granitemoeshared":
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     if hasattr(config, "norm_topk_prob"):
         writer.add_expert_weights_norm(config.norm_topk_prob and config.model_type != "deepseek_v2")
     if getattr(config, "n_shared_experts", None):

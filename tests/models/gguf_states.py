@@ -185,9 +185,13 @@ def _kimi_linear(config: Any, tensors: Tensors) -> Tensors:
 
 
 def _granite_hybrid(config: Any, tensors: Tensors) -> Tensors:
+    return _granite_shared(config, _mamba2(tensors, config.mamba_n_groups))
+
+
+def _granite_shared(config: Any, tensors: Tensors) -> Tensors:
     shared = "mlp.shared_expert" if config.num_local_experts else "mlp"
     made = {}
-    for name, values in _mamba2(tensors, config.mamba_n_groups).items():
+    for name, values in tensors.items():
         name = name.replace("shared_mlp.output_linear", f"{shared}.down_proj")
         if "shared_mlp.input_linear" not in name:
             made[name] = values
@@ -317,6 +321,7 @@ CONVERSIONS: dict[str, Callable[[Any, Tensors], Tensors]] = {
     "kimi_linear": _kimi_linear,
     "apertus": _apertus,
     "granitemoehybrid": _granite_hybrid,
+    "granitemoeshared": _granite_shared,
     "falcon_h1": _falcon_h1,
     "jamba": _mamba1,
     "mamba": _mamba1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ class Granite(Decoder):
     """Granite 3, dense: Llama with factors for embeddings, attention, residual additions and logits."""
 
     name = "granite"
-    huggingface_names = ("GraniteForCausalLM", "granite")
+    huggingface_names: ClassVar[tuple[str, ...]] = ("GraniteForCausalLM", "granite")
     gguf_names = ("granite",)
 
     @classmethod

@@ -34,7 +34,7 @@ from penstock.models.layers import (
     Norm,
     load_layer_norm,
 )
-from penstock.models.layout import Layout, rotated_rows
+from penstock.models.layout import Layout, fused_rows, rotated_rows
 from penstock.models.weights import WeightLoader
 
 _SELECTION_BIAS = "gate.e_score_correction_bias"
@@ -273,10 +273,15 @@ class Ernie45Moe(Llama):
 
 
 class GraniteMoe(Granite):
-    """Granite 3 with experts."""
+    """Granite 3 with experts, in some models with one more for every token."""
 
     name = "granitemoe"
-    huggingface_names = ("GraniteMoeForCausalLM", "granitemoe")
+    huggingface_names = (
+        "GraniteMoeForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "granitemoe",
+        "granitemoeshared",
+    )
     gguf_names = ("granitemoe",)
 
     @classmethod
@@ -286,6 +291,7 @@ class GraniteMoe(Granite):
             per_token=fields.integer("num_experts_per_tok"),
             intermediate_size=fields.integer("intermediate_size"),
             normalizes=True,  # the softmax of the chosen logits
+            shared_intermediate_size=_shared_size(fields),
         )
         return dataclasses.replace(super().config_from_huggingface(fields), experts=experts)
 
@@ -296,8 +302,18 @@ class GraniteMoe(Granite):
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"block_sparse_moe": "mlp", "router.layer": "gate"}
-        return expert_layout(config, names, GRANITE_EXPERTS)
+        names = {
+            "shared_mlp.input_linear": "mlp.shared_experts.gate_up_proj",
+            "shared_mlp.output_linear": "mlp.shared_experts.down_proj",
+            "block_sparse_moe": "mlp",
+            "router.layer": "gate",
+        }
+        layout = expert_layout(config, names, GRANITE_EXPERTS)
+        shared = config.experts.shared_intermediate_size if config.experts is not None else None
+        if shared is None:
+            return layout
+        halves = {f"mlp.shared_experts.{part}_proj": shared for part in ("gate", "up")}
+        return dataclasses.replace(layout, cut=fused_rows("mlp.shared_experts.gate_up_proj", halves))
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
@@ -311,6 +327,11 @@ class GraniteMoe(Granite):
             mlp_norm=load.rms_norm("post_attention_layernorm"),
             mlp=load_experts(load),
         )
+
+
+def _shared_size(fields: Fields) -> int | None:
+    key = "shared_intermediate_size"
+    return fields.integer(key) if fields.raw(key) else None
 
 
 class PhiMoe(Decoder):
