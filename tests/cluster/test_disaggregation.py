@@ -7,8 +7,10 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import pytest
@@ -47,7 +49,7 @@ class Process:
     client: ZmqEngineClient
     answers: dict[str, list[int]] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
-    is_killed: bool = False
+    has_ended: bool = False
 
     @property
     def source(self) -> KVSource:
@@ -70,6 +72,17 @@ class Process:
             assert await self.running.wait() == 0
         await self.running.stop()
         self.client.close()
+        self.has_ended = True
+
+    async def kill(self) -> None:
+        """End it in any state, unless it has ended: neither the process nor the connection outlives its test."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        self.client.close()
+        self.running.kill()
+        await self.running.wait()
+        await self.running.stop()
 
     def signal(self, number: signal.Signals) -> None:
         assert self.running.pid is not None
@@ -106,44 +119,50 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def start(model: Path, role: Role, parallel: ParallelConfig = ParallelConfig()) -> Process:  # noqa: B008
-    engine = EngineConfig(
-        model=ModelConfig(model=str(model), device="cpu", dtype="float32", load_format="random"),
-        cache=CacheConfig(num_kv_blocks=1024),
-        # Slow to prefill, quick to decode.
-        scheduler=SchedulerConfig(
-            itl_target_ms=None, max_num_batched_tokens=16 if role == "prefill" else 512, max_num_seqs=16
-        ),
-        num_threads=1,
-        kv_transfer=True,
-        parallel=parallel,
-    )
-    spec = ReplicaSpec(model=MODEL, engine=engine, model_path=str(model), revision="a", role=role)
-    running = await LocalLauncher(log_level="WARNING").launch(spec, role)
-    client = ZmqEngineClient(running.endpoint)
-    client.start()
-    return Process(spec, running, client)
+class Start(Protocol):
+    async def __call__(self, role: Role, parallel: ParallelConfig = ...) -> Process: ...
 
 
 @pytest.fixture
-async def engines(model: Path) -> AsyncIterator[tuple[Process, Process]]:
+async def start(model: Path) -> AsyncIterator[Start]:
+    """Starts engines, and ends those that the test has left behind, for example because it failed."""
+    async with AsyncExitStack() as stack:
+
+        async def start_one(role: Role, parallel: ParallelConfig = ParallelConfig()) -> Process:  # noqa: B008
+            engine = EngineConfig(
+                model=ModelConfig(model=str(model), device="cpu", dtype="float32", load_format="random"),
+                cache=CacheConfig(num_kv_blocks=1024),
+                # Slow to prefill, quick to decode.
+                scheduler=SchedulerConfig(
+                    itl_target_ms=None,
+                    max_num_batched_tokens=16 if role == "prefill" else 512,
+                    max_num_seqs=16,
+                ),
+                num_threads=1,
+                kv_transfer=True,
+                parallel=parallel,
+            )
+            spec = ReplicaSpec(model=MODEL, engine=engine, model_path=str(model), revision="a", role=role)
+            running = await LocalLauncher(log_level="WARNING").launch(spec, role)
+            process = Process(spec, running, ZmqEngineClient(running.endpoint))
+            stack.push_async_callback(process.kill)
+            process.client.start()
+            return process
+
+        yield start_one
+
+
+@pytest.fixture
+async def engines(start: Start) -> AsyncIterator[tuple[Process, Process]]:
     """One that prefills and one that decodes. Whoever is alive at the end leaves in good order."""
-    pair = await start(model, "prefill"), await start(model, "decode")
+    pair = await start("prefill"), await start("decode")
     async with asyncio.timeout(WAIT_S):
         for process in pair:
             await process.client.wait_ready()
     yield pair
     for process in pair:
-        if not process.is_killed:
+        if not process.has_ended:
             await process.leave()
-
-
-async def kill(process: Process) -> None:
-    process.running.kill()
-    await process.running.wait()
-    await process.running.stop()
-    process.client.close()
-    process.is_killed = True
 
 
 async def test_a_prefill_peer_that_freezes_and_is_killed_costs_no_request(
@@ -168,73 +187,72 @@ async def test_a_prefill_peer_that_freezes_and_is_killed_costs_no_request(
     assert decode.client.stats.kv_fetches_failed >= 4
     await until(lambda: decode.client.stats.num_kv_blocks_used == 0)
     assert [await decode.answer(make_request(f"later {n}", n)) for n in range(3)] == expected
-    await kill(prefill)
+    await prefill.kill()
 
 
 async def test_the_fleet_sends_long_prompts_by_way_of_the_prefill_replica_and_a_killed_decoder_costs_nothing(
-    engines: tuple[Process, Process], model: Path
+    engines: tuple[Process, Process], start: Start
 ) -> None:
     prefill, doomed = engines
-    spare = await start(model, "decode")
+    spare = await start("decode")
     await asyncio.wait_for(spare.client.wait_ready(), WAIT_S)
     long = [make_request(f"long {n}", 50 + n, max_tokens=200) for n in range(2)]
     expected = {each.id: await spare.answer(each) for each in long}
 
-    fleet = Fleet()
-    members = [member(process, f"r{n}") for n, process in enumerate((prefill, doomed))]
-    fleet.update(members)
-    await asyncio.wait_for(fleet.wait_ready(), WAIT_S)
-    answers: dict[str, list[int]] = {}
-    ended: set[str] = set()
+    with closing(Fleet()) as fleet:
+        members = [member(process, f"r{n}") for n, process in enumerate((prefill, doomed))]
+        fleet.update(members)
+        await asyncio.wait_for(fleet.wait_ready(), WAIT_S)
+        answers: dict[str, list[int]] = {}
+        ended: set[str] = set()
 
-    def on_event(event: TokenEvent) -> None:
-        answers.setdefault(event.request_id, []).extend(event.token_ids)
-        if event.finish_reason is not None:
-            ended.add(event.request_id)
+        def on_event(event: TokenEvent) -> None:
+            answers.setdefault(event.request_id, []).extend(event.token_ids)
+            if event.finish_reason is not None:
+                ended.add(event.request_id)
 
-    def ask(request: Request) -> None:
-        fleet.add(request, timeout_s=None, on_event=on_event, on_error=_fail)
+        def ask(request: Request) -> None:
+            fleet.add(request, timeout_s=None, on_event=on_event, on_error=_fail)
 
-    await until(lambda: len(fleet.connections.by_id) == 2 and fleet.connections.first_ready is not None)
-    await until(lambda: all(link.client.ready is not None for link in fleet.connections.by_id.values()))
-    short = make_request("short", 60, num_tokens=100)
-    ask(short)
-    for each in long:
-        ask(each)
-    await until(lambda: all(len(answers.get(each.id, ())) >= 20 for each in long))
-    assert fleet.dispatcher.kv_sources.chosen == {"here": 1, "prefill": 2}
+        await until(lambda: len(fleet.connections.by_id) == 2 and fleet.connections.first_ready is not None)
+        await until(lambda: all(link.client.ready is not None for link in fleet.connections.by_id.values()))
+        short = make_request("short", 60, num_tokens=100)
+        ask(short)
+        for each in long:
+            ask(each)
+        await until(lambda: all(len(answers.get(each.id, ())) >= 20 for each in long))
+        assert fleet.dispatcher.kv_sources.chosen == {"here": 1, "prefill": 2}
 
-    await kill(doomed)
-    fleet.update([members[0], member(spare, "r2")])
-    await until(lambda: ended >= {each.id for each in (short, *long)})
-    assert {each.id: answers[each.id] for each in long} == expected
-    await until(lambda: prefill.client.stats.num_kv_blocks_used == 0)
+        await doomed.kill()
+        fleet.update([members[0], member(spare, "r2")])
+        await until(lambda: ended >= {each.id for each in (short, *long)})
+        assert {each.id: answers[each.id] for each in long} == expected
+        await until(lambda: prefill.client.stats.num_kv_blocks_used == 0)
 
-    # The two exchange their roles where they are: nothing is loaded, and the answers are the same.
-    fleet.update([in_role(members[0], "decode"), in_role(member(spare, "r2"), "prefill")])
-    again = msgspec.structs.replace(long[0], id="again", tenant="another")
-    num_before = fleet.dispatcher.kv_sources.chosen["prefill"]
-    ask(again)
-    await until(lambda: "again" in ended)
-    assert answers["again"] == expected[long[0].id]
-    assert fleet.dispatcher.kv_sources.chosen["prefill"] == num_before + 1
+        # The two exchange their roles where they are: nothing is loaded, and the answers are the same.
+        fleet.update([in_role(members[0], "decode"), in_role(member(spare, "r2"), "prefill")])
+        again = msgspec.structs.replace(long[0], id="again", tenant="another")
+        num_before = fleet.dispatcher.kv_sources.chosen["prefill"]
+        ask(again)
+        await until(lambda: "again" in ended)
+        assert answers["again"] == expected[long[0].id]
+        assert fleet.dispatcher.kv_sources.chosen["prefill"] == num_before + 1
 
-    # What a replica has cached is read at a speed that the receiver reports.
-    cached = make_request("cached", 70)
-    lent = msgspec.structs.replace(cached, id="lent")
-    expected_tokens = await prefill.answer(cached)
-    source = msgspec.structs.replace(prefill.source, computes=False)
-    assert await spare.answer(lent, source) == expected_tokens
-    await until(lambda: spare.client.stats.kv_read_bytes > 0)
-    assert spare.client.stats.kv_read_s > 0.0
-    fleet.close()
+        # What a replica has cached is read at a speed that the receiver reports.
+        cached = make_request("cached", 70)
+        lent = msgspec.structs.replace(cached, id="lent")
+        expected_tokens = await prefill.answer(cached)
+        source = msgspec.structs.replace(prefill.source, computes=False)
+        assert await spare.answer(lent, source) == expected_tokens
+        await until(lambda: spare.client.stats.kv_read_bytes > 0)
+        assert spare.client.stats.kv_read_s > 0.0
     await spare.leave()
 
 
-async def test_ranks_of_two_engines_exchange_their_own_parts_of_blocks(model: Path) -> None:
+async def test_ranks_of_two_engines_exchange_their_own_parts_of_blocks(start: Start) -> None:
     two_ranks = ParallelConfig(tensor_parallel_size=2)
     prefill, decode, alone = await asyncio.gather(
-        start(model, "prefill", two_ranks), start(model, "decode", two_ranks), start(model, "decode")
+        start("prefill", two_ranks), start("decode", two_ranks), start("decode")
     )
     async with asyncio.timeout(WAIT_S):
         for process in (prefill, decode, alone):
