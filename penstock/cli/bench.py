@@ -259,7 +259,7 @@ def bench_offline(
 
     try:
         with spinner(f"Generating {num_requests} answers"):
-            # The first call allocates memory and compiles code, so it is not measured.
+            # The first call allocates memory and compiles code, and is not measured.
             warm = workload.warm_up(1).prompts()
             measure_offline(engine.card.name, warm, temperature, generate, SystemClock())
             summary = measure_offline(

@@ -139,7 +139,7 @@ def _ask_and_go_on(conversation: Conversation, text: str) -> None:
 
 def _enable_line_editing() -> None:
     try:
-        import readline  # noqa: F401  importing it gives input() arrow keys and a history
+        import readline  # noqa: F401  the import gives input() arrow keys and a history
     except ImportError:
         return
 

@@ -184,8 +184,8 @@ def fetch_drafter(engine: EngineConfig) -> EngineConfig:
 def sigterm_unwinds() -> Iterator[None]:
     """Let SIGTERM unwind the stack as Ctrl-C does, so that temporary files and child processes are removed.
 
-    Whatever the interrupted code makes of the signal (it may fail while it cleans up, or end before the signal is
-    noticed), the block ends with exit code 143.
+    The block ends with exit code 143 in every case, also if the interrupted code fails while cleaning up, or ends
+    before the signal is noticed.
     """
     exit_code = 128 + signal.SIGTERM
     received = False

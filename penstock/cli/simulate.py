@@ -251,7 +251,7 @@ def _violation(case: FaultCase) -> str | None:
 
 
 def _found(case: FaultCase, broken: str) -> None:
-    """Make a failing case smaller, write it down, and end with an error."""
+    """Make a failing case smaller, write the case to a file, and raise an error."""
     from penstock.simulator.search import shrink
 
     stderr_console().print(f"Seed {case.seed} broke a promise ({broken}); making the case smaller.")

@@ -85,7 +85,7 @@ def _shown(checks: tuple[Check, ...]) -> str:
 
 
 def _search(load: SimulationConfig, max_evaluations: int, settings: tuple[str, ...]) -> list[Evaluation]:
-    """Run the search. A search that takes long says so, and says how far it is."""
+    """Run the search. Prints an estimate of the time if the search takes long."""
     from penstock.planner.tune import search
 
     console, evaluations, began_s = stderr_console(), [], time.monotonic()

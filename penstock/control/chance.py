@@ -12,9 +12,9 @@ from math import ceil, exp, lgamma, log
 from operator import mul
 
 _LEAST_VARIANCE = 1e-12
-_MAX_DEPENDENCE = 0.95  # of a value on the one before
-_LEAST_SERIES = 20  # shorter ones say nothing about dependence
-_NEGLIGIBLE = 1e-12  # of a sum of chances that only fall
+_MAX_DEPENDENCE = 0.95  # of a value on the previous value
+_LEAST_SERIES = 20  # values; fewer values say nothing about dependence
+_NEGLIGIBLE = 1e-12  # share of a sum whose terms only get smaller
 
 
 def chance_of_share(num_events: int, count: int, share: float) -> float:
@@ -52,7 +52,7 @@ def chance_of_slower(ours: Sequence[float], allowed: Sequence[float], percent: f
     other_count = max(1, int(len(allowed) / _repetition([time_s > ordered[place] for time_s in allowed])))
     other_above = min(
         other_count - 1, ceil((len(ordered) - 1 - place) * other_count / len(ordered))
-    )  # the rest is the one at the percentile, and those below
+    )  # the other samples are at the percentile or below
     below = other_count - 1 - other_above
     total = _log_choose(count + other_count, count)
     return _sum(

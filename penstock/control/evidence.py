@@ -133,6 +133,6 @@ class EvidenceCollector:
         allowed_s = [max(time_s * max_ratio, time_s + slack_s) for time_s in stable_s]
         figure_s = percentile(sorted(candidate_s), LATENCY_PERCENT)
         most_s = percentile(sorted(allowed_s), LATENCY_PERCENT)
-        is_slow = figure_s > most_s  # nobody asks for the chance of anything else
+        is_slow = figure_s > most_s  # otherwise the gate passes without the chance
         chance = chance_of_slower(candidate_s, allowed_s, LATENCY_PERCENT) if is_slow else 1.0
         return Finding(self._looks.number, figure_s, most_s, chance)

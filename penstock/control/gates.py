@@ -2,13 +2,13 @@
 than its limits allow? Pure.
 
 A gate compares the candidate with the stable revision in the same time and traffic, because no absolute limit fits
-every model and load. A figure within its limit passes. A figure beyond its limit fails only if that is no chance: the
-gate tests whether a candidate exactly at the limit would look as bad. Otherwise the gate is undecided until there are
-more samples.
+every model and load. A figure within the limit passes. A figure beyond the limit fails only if chance is an unlikely
+cause: the gate tests how often a candidate exactly at the limit would look as bad. Otherwise the gate is undecided
+until there are more samples.
 
-Looking again and again finds a difference in the end, even where there is none. So a gate looks only when its samples
-have grown by half, and each look gets its share of the chance of a false alarm, which is a setting for the whole
-release.
+A test that is repeated often finds a difference in the end, even where there is none. A gate therefore tests only
+when the samples have grown by half, and each test gets a share of the chance of a false alarm, which is a setting for
+the whole release.
 """
 
 from __future__ import annotations

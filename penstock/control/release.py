@@ -165,7 +165,7 @@ class Releases:
 
     def num_replicas(self, state: ReleaseState, num_stable: int) -> int:
         """Return how many replicas the candidate needs beside this many of the stable revision, for the same load per
-        replica: gates that compare unequal loads find what the candidate is not to blame for."""
+        replica: with unequal loads, gates find differences that the candidate does not cause."""
         share = self.split(state).candidate_share
         if state.stage in (Stage.WARMING, Stage.SHADOW):
             ratio = self.config.mirrored_share  # the stable revision answers everything

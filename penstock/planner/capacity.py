@@ -31,9 +31,9 @@ from penstock.simulator.workload import Lengths
 
 HOURS_PER_MONTH = 730.0
 BLOCK_TOKENS = 16
-# A replica that is busy all the time has an endless queue; the formula keeps this share of what a replica can do.
+# The queue of a replica that is always busy grows without end. The formula uses this share of the largest rate.
 _LOAD = 0.8
-_MOST_SIMULATED = 2  # replicas; a larger fleet is simulated by a part with its part of the traffic
+_MOST_SIMULATED = 2  # replicas; of a larger fleet, this part is simulated with the same part of the traffic
 _REQUESTS_PER_REPLICA = 120
 _MOST_SEQUENCES = 256
 _MOST_ATTEMPTS = 12
@@ -57,7 +57,9 @@ class Traffic:
     output_tokens: Lengths
     mean_prompt: float
     mean_output: float
-    prefix_share: float = 0.0  # of a prompt's tokens that are in the cache, because other prompts begin alike
+    prefix_share: float = (
+        0.0  # of prompt tokens that are cached, because other prompts begin with the same tokens
+    )
 
     @property
     def computed_prompt(self) -> float:
@@ -95,7 +97,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A replica with this many requests at once, which are replaced when they end."""
+    """Describes the steps of a replica that always has the same number of requests."""
 
     decode: StepWork
     decode_s: float
@@ -107,8 +109,8 @@ class Load:
 
 
 def under_load(cost: StepCost, traffic: Traffic, batch: int) -> Load:
-    """With b requests at once, d(b) seconds for a decode step, p(b) seconds that a prompt adds to one and o tokens in
-    an answer, prompts stretch each step to d(b) + b p(b) / o."""
+    """Return the load of a replica with b requests at once. With d(b) seconds for a decode step, p(b) seconds that a
+    prompt adds to a step, and o tokens in an answer, the mean step takes d(b) + b p(b) / o seconds."""
     context = round(traffic.mean_prompt + traffic.mean_output / 2)
     decode = StepWork(batch, batch, batch * context)
     prompt, computed = round(traffic.mean_prompt), max(1, round(traffic.computed_prompt))
@@ -155,7 +157,7 @@ def _binding(cost: StepCost, load: Load) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """The outcome of a simulation of this many replicas."""
+    """The figures of a simulation with this many replicas."""
 
     num_replicas: int
     share: float  # of requests that met the targets
@@ -184,7 +186,7 @@ class Plan:
         return self.dollars_per_hour * HOURS_PER_MONTH
 
     def dollars_per_million(self, traffic: Traffic) -> float:
-        """Dollars for a million output tokens of this traffic."""
+        """Return the dollars for a million output tokens of this traffic."""
         return self.dollars_per_hour / (traffic.requests_per_s * traffic.mean_output * 3600 / 1e6)
 
 
@@ -245,7 +247,7 @@ def attained(
         seen.append((targets.are_met_by(outcome), outcome.waits_s))
 
     report = run(config, num_replicas, watch)
-    # The first requests meet an empty fleet, and the last ones an emptying one.
+    # The first requests find an empty fleet, and the last requests run while the fleet empties: neither count.
     skipped = len(seen) // 10
     counted = seen[skipped : len(seen) - skipped] or seen
     waits_s = [each for _, each in counted if each is not None]

@@ -1,5 +1,5 @@
-"""What a `config.json` means where it says nothing. Published files leave out settings that equal the defaults of
-their family."""
+"""Adds the defaults of a model family to a `config.json`. Published files leave out settings that equal these
+defaults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Lists hardware by its data sheet, reads other devices, and lists the formats of weights and KV. Prices are examples
-for `--price`."""
+"""Lists known devices with the figures of their data sheets, reads descriptions of other devices, and lists the
+formats of weights and KV. Prices are examples; `--price` replaces them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Hardware:
     memory_efficiency: float = 0.79
     compute_efficiency: float = 0.72
     layer_s: float = 1.7e-5  # the least time of a layer's products; 2.8 times that with experts
-    # Of a layer's kernels: the least time in a step with prompts, which has no graph.
+    # The least time of a layer's kernels in a step with prompts, which runs without a CUDA graph.
     launch_s: float = 1.4e-4
     step_s: float = 1.8e-4  # launches and gaps that nothing hides
     sequence_s: float = 1.2e-6  # sampling
-    stream_s: float = 6e-6  # of a token on its way to a client, as far as nothing hides it
-    exchange_s: float = 1.2e-5  # of one all-reduce, or of one hop to the next stage, without its bytes
+    stream_s: float = 6e-6  # to send a token to a client, as far as no other work hides the time
+    exchange_s: float = 1.2e-5  # the latency of one all-reduce, or of one transfer to the next stage
 
 
 def _gpu(

@@ -39,18 +39,19 @@ class Layout:
 
     @property
     def weight_bytes(self) -> float:
-        """Of the whole replica. Embeddings stay in 16 bits where weights have fewer."""
+        """Return the bytes of weights in the whole replica. Embeddings keep 16 bits if weights have fewer."""
         table = self.model.embedding_parameters * (1 if self.model.tied else 2)
         others = self.model.num_parameters - table
         return others * self.weights.bytes_per_number + table * max(2.0, self.weights.bytes_per_number)
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Of the whole replica, for a token that all layers still see."""
+        """Return the bytes of KV in the whole replica for one token that no window has left behind."""
         return self.context_bytes(1) - self.model.state_bytes
 
     def context_bytes(self, num_tokens: int) -> float:
-        """KV and states of one context. A KV head that there are too few of is kept by several devices."""
+        """Return the bytes of KV and states of one context. With fewer KV heads than devices, several devices keep
+        the same head."""
         copies = max(1.0, self.tensor_parallel / self.model.num_kv_heads)
         return self.model.kv_bytes(num_tokens, self.kv.bytes_per_number) * copies + self.model.state_bytes
 
@@ -84,8 +85,8 @@ class StepTimes:
     attention_s: float
     exchange_s: float
     fixed_s: float
-    least_s: float = 0.0  # of the products, however small
-    launches_s: float = 0.0  # of the whole step: the host cannot start its kernels faster
+    least_s: float = 0.0  # the least time of the products
+    launches_s: float = 0.0  # the least time of the whole step: the host cannot start kernels faster
 
     @property
     def linear_s(self) -> float:
@@ -126,8 +127,8 @@ class RooflineCost:
         layout, device, model = self.layout, self.layout.hardware, self.layout.model
         stages = layout.pipeline_parallel
         if stages > 1:
-            # Each stage works on its own part of the requests; a turn of all parts takes as long as a step of one
-            # part on one stage that had all layers.
+            # Each stage works on a part of the requests. The time until every part has passed all stages is the time
+            # of a step with one part and all layers on one stage.
             work = StepWork(
                 *(-(-each // stages) for each in (work.tokens, work.sequences, work.context_tokens))
             )
@@ -157,13 +158,13 @@ class RooflineCost:
         )
 
     def _seen(self, work: StepWork) -> tuple[float, float]:
-        """Tokens of KV that the layers read on average, and pairs of tokens that attention multiplies."""
+        """Return the tokens of KV that a layer reads on average, and the pairs of tokens in attention."""
         model, seen = self.layout.model, float(work.context_tokens)
         if model.window is not None and work.sequences and model.num_attention_layers:
             mean = work.context_tokens / work.sequences
             share = model.num_window_layers / model.num_attention_layers
             seen *= 1 - share + share * min(1.0, model.window / max(1.0, mean))
-        # Every computed token multiplies with the KV in front of it: on average with half of a chunk of its own.
+        # Attention multiplies a token with all earlier tokens: of the same chunk, with half of the tokens on average.
         pairs = seen / max(1, work.sequences) * work.tokens
         if work.tokens > work.sequences:
             pairs -= work.tokens * (work.tokens / max(1, work.sequences)) / 2

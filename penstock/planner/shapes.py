@@ -62,12 +62,12 @@ class ModelShape:
 
     @property
     def multiplied_parameters(self) -> int:
-        """Parameters that one token is multiplied with: looking up an embedding multiplies nothing."""
+        """Return the parameters that one token is multiplied with. Looking up an embedding multiplies nothing."""
         return self.read_parameters(1)
 
     def read_parameters(self, num_tokens: int) -> int:
-        """Parameters that a step of this many tokens reads. Each token chooses its experts by itself, so a few tokens
-        leave most experts alone and many tokens read all of them."""
+        """Return the parameters that a step of this many tokens reads. Tokens choose experts independently: a few
+        tokens read few experts, and many tokens read all experts."""
         if not self.num_experts:
             return self.embedding_parameters + self._dense_parameters + self.reread_parameters
         missed = (1 - self.experts_per_token / self.num_experts) ** num_tokens
@@ -95,7 +95,7 @@ class ModelShape:
 
     @property
     def state_bytes(self) -> int:
-        """Of one context, however long it is."""
+        """Return the bytes of states of one context, which do not depend on the length."""
         return self.states.num_layers * self.states.state_bytes if self.states else 0
 
 
@@ -212,7 +212,8 @@ def _windows(reader: _Reader, num_layers: int) -> tuple[int | None, int]:
 
 
 def _chunks(reader: _Reader, num_layers: int) -> tuple[int | None, int]:
-    """Chunks of Llama 4: a token sees those in front of it in its own chunk. Layers without rope see everything."""
+    """Return the chunks of Llama 4: a token sees the earlier tokens of the same chunk. Layers without rope see all
+    earlier tokens."""
     values = reader.values
     kinds, rotates = values.get("layer_types"), values.get("no_rope_layers")
     count = num_layers - num_layers // max(1, reader.size("no_rope_layer_interval", default=4))
@@ -269,7 +270,7 @@ def _mixture(base: dict[str, Any], count: int, per_token: int, inner: int) -> di
 
 _HEAD_128 = {"head_dim": 128}
 _TIED = {"tie_word_embeddings": True}
-# What the published config.json of each model says.
+# The settings in the published config.json of each model.
 KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
     "smollm2-135m": _dense(576, 1536, 30, 9, 3, 49152) | _TIED | {"max_position_embeddings": 8192},
     "qwen3-0.6b": _dense(1024, 3072, 28, 16, 8, 151936) | _HEAD_128 | _TIED,

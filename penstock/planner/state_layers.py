@@ -1,6 +1,7 @@
-"""Layers that keep a state of fixed size for each sequence instead of KV: Mamba, gated delta nets, convolutions.
+"""Reads the sizes of layers that keep a state of fixed size for each sequence instead of KV: Mamba, gated delta nets,
+convolutions.
 
-Hybrids mix them with attention. Which layer is of which kind stands in a `config.json` in one of several ways.
+Hybrid models also have attention layers. A `config.json` lists the kinds of layers in one of several ways.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _DAMAGED_SHARE = 0.05  # of a trace's lines that may be left out
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Lengths that were seen, each as likely as any other."""
+    """Draws a length from recorded lengths, all with the same probability."""
 
     tokens: tuple[int, ...]
 

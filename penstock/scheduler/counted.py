@@ -1,15 +1,16 @@
-"""The scheduler for a driver that knows its answers beforehand, such as the simulator: decodes are counted instead of
+"""The scheduler for a driver that knows all answers beforehand, such as the simulator. Decodes are counted instead of
 being planned and committed token by token.
 
-A request that decodes does the same in every step: one more token is planned, and one is committed. What it changes
-besides happens at steps that are known when its prompt is done: the plan that needs another block, the commit that
-fills a block which others may find, the plan that no longer has it, the commit that ends it. So a step costs what
-happens in it, however many requests decode, and the counts of a request are brought up to date when something looks
-at them. Everything else (admission, prompts, the queue, tenants, blocks, endings) is the code of `Scheduler`, and
-plans and commits have the same effects in the same order; a test holds the two to each other.
+A request that decodes does the same in every step: one more token is planned, and one token is committed. Four other
+changes happen at steps that are known as soon as the prompt is computed: the plan that needs another block, the
+commit that fills a block for the prefix index, the first plan without the request, and the commit that ends the
+answer. The scheduler notes these steps. The time of a step therefore depends on the changes in the step, not on the
+number of decodes. The counts of a request are brought up to date when another method reads them. Everything else
+(admission, prompts, the queue, tenants, blocks, endings) is the code of `Scheduler`. Plans and commits have the same
+effects in the same order; a test compares the two schedulers.
 
-Where a request cannot be counted (a deadline, a grammar, a stop token), and where blocks run out, the scheduler goes
-back to plans with a chunk for each token, until its steps in flight are committed.
+When a request cannot be counted (because of a deadline, a grammar or a stop token), or when blocks run out, the
+scheduler goes back to plans with a chunk for each token, until the counted steps in flight are committed.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, State, seniority
 from penstock.scheduler.step_builder import StepBuilder, StepLoad
 
-_TIMES_KEPT = 4096  # before times of commits that nobody needs any more are dropped
+_TIMES_KEPT = 4096  # commits; beyond, the times of tokens that were told are dropped
 _by_turn = attrgetter("sequence.turn")
 
 
 class CountedScheduler(Scheduler):
-    """Use `plan_step` and `commit_step` in place of `plan` and `commit`, and `plan` and `commit` for the plans that
-    are not counted."""
+    """Counts decodes. Call `plan_step` in place of `plan`, and `commit_step` for counted plans; other plans are
+    committed by `commit`."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class CountedScheduler(Scheduler):
         self._counted: deque[CountedPlan] = deque()  # planned, not yet committed
         self._num_planned = 0  # counted plans
         self._num_committed = 0
-        # What happens at which plan or commit. An entry counts while its request decodes as it did then.
+        # The changes that happen at each plan or commit. An entry of a request that no longer decodes is ignored.
         self._growing: dict[int, list[Decode]] = {}
         self._leaving: dict[int, list[Decode]] = {}
         self._noted: dict[int, list[Decode]] = {}  # commits that may fill a block or end an answer
@@ -152,8 +153,8 @@ class CountedScheduler(Scheduler):
     def commit_step(
         self, plan: CountedPlan, elapsed_s: float, tokens: list[SampledToken], now: float
     ) -> list[Told]:
-        """Take the samples of the oldest counted plan: `tokens` are those of prompts that ended in it. Returns the
-        events for clients. Tokens of answers that go on are told later."""
+        """Take the samples of the oldest counted plan. `tokens` are the first tokens of answers whose prompts ended
+        in this plan. Returns the events for clients. Tokens of answers that continue are told later."""
         self._commit_one(plan, elapsed_s, now)
         told = self._take_noted(plan.index, now)
         for sequence in plan.rows or ():
@@ -178,7 +179,7 @@ class CountedScheduler(Scheduler):
             self._drop_times()
 
     def _take_noted(self, index: int, now: float) -> list[Told]:
-        """End the answers that end with this commit, and publish the blocks that it fills."""
+        """End the answers whose last token is in this commit, and publish the blocks that the commit fills."""
         noted = self._noted.pop(index, None)
         if noted is None:
             return []
@@ -250,8 +251,9 @@ class CountedScheduler(Scheduler):
         )
 
     def coasting_steps(self, most: int) -> list[tuple[int, int]]:
-        """Return the decodes and the KV entries of the next plans, which are not made yet: one for each of the next
-        commits, at most `most`, up to the first that ends an answer. Plans that could lack blocks are left out."""
+        """Return the number of decodes and of KV entries for each of the next plans: one plan for each of the next
+        commits, at most `most`, up to the first commit that ends an answer. Plans that could lack blocks are left
+        out. This method makes no plan."""
         num_committed, num_planned = self._num_committed, self._num_planned
         next_end = min(
             (each.end for each in self._decodes.values() if each.end > num_committed),
@@ -260,7 +262,7 @@ class CountedScheduler(Scheduler):
         num_spare = self.cache.num_available
         count, num_entries = self._num_in_step, self._num_entries
         leaving, growing = self._leaving, self._growing
-        again: dict[int, int] = {}  # requests that have grown by then and need more slots
+        again: dict[int, int] = {}  # by plan: the number of requests that need slots a second time
         steps = []
         for index in range(num_planned + 1, num_planned + 1 + min(most, next_end - num_committed - 1)):
             if index in leaving:
@@ -323,7 +325,7 @@ class CountedScheduler(Scheduler):
         self._num_planned = index
         return count, self._num_entries
 
-    # Where something looks at a request.
+    # Methods that read or change requests bring the counts up to date first.
 
     def add(self, request: Request, now: float) -> None:
         self._update_services()
@@ -351,7 +353,8 @@ class CountedScheduler(Scheduler):
         assert self._num_in_step == sum(not decode.has_left for decode in self._decodes.values())
 
     def stop_counting(self) -> None:
-        """Write the requests of counted steps down, so that they can be preempted. Their tokens so far are told."""
+        """List the decodes of each counted step in flight, so that requests can be preempted. All tokens so far are
+        told."""
         if not self._decodes:
             return
         self._untold = self.tell()

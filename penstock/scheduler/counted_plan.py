@@ -14,7 +14,7 @@ from penstock.scheduler.tenants import OUTPUT_TOKEN_WEIGHT
 
 
 class Answers(Protocol):
-    """The answers of a model that is not run."""
+    """Knows the answers of a model that is not run."""
 
     def length(self, request_id: str) -> int:
         """Return the number of tokens after which the model ends this answer."""
@@ -35,7 +35,7 @@ class CountedPlan:
     num_entries: int  # KV entries that decodes read
     chunks: TokenIds[Chunk] = ()
     sampling: dict[str, Sequence] = field(default_factory=dict)  # prompts that end in this step
-    rows: list[Sequence] | None = None  # the decodes, once they are no longer counted
+    rows: list[Sequence] | None = None  # the decodes, after counting has stopped
 
     @property
     def num_tokens(self) -> int:
@@ -44,15 +44,16 @@ class CountedPlan:
 
 @dataclass(slots=True)
 class Told:
-    """An event for a client. `times_s` are the times of its first tokens; the others came now."""
+    """An event for a client. `times_s` are the commit times of the first tokens; the other tokens were committed
+    now."""
 
     event: TokenEvent
     times_s: TokenIds[float] = ()
 
 
 class Decode:
-    """One request that decodes from the plan `first` to the plan `last`. Its counts are as they were before
-    `first` was planned, once all steps before it are committed."""
+    """One request that decodes from the plan `first` to the plan `last`. `computed` and `expected` are the counts of
+    the request before the plan `first`, once all earlier steps are committed."""
 
     __slots__ = (
         "computed",
@@ -70,13 +71,13 @@ class Decode:
         self.sequence = sequence
         self.first = first
         self.computed = sequence.num_computed
-        self.expected = sequence.num_expected  # and known, by then
+        self.expected = sequence.num_expected  # all of them known when the plan `first` is committed
         self.last = first + sequence.length_limit - sequence.num_expected - 1
         num_tokens = min(answer_length, sequence.length_limit - sequence.num_prompt)
         self.num_told = sequence.num_expected - sequence.num_prompt  # tokens of the answer
         self.num_served = self.num_told  # tokens that the tenant's account knows of
         self.end = first + num_tokens - self.num_told - 1  # the commit of the last token
-        self.has_left = False  # plans no longer have it
+        self.has_left = False  # whether the next plan leaves the request out
 
     @property
     def first_untold(self) -> int:
@@ -114,7 +115,7 @@ class Decode:
 
 
 def is_countable(request: Request) -> bool:
-    """Say whether an answer ends by its length, or where the model ends it, and nowhere else."""
+    """Say whether only the length limit or the model's end token can end an answer."""
     sampling = request.sampling
     return (
         request.deadline_s is None

@@ -1,7 +1,7 @@
 """Predicts how long a step takes, without running it. Knows plans and numbers; no hardware, no clock.
 
-A step costs a constant (reading the weights, launching it), some time per token (the matrix products), per
-sequence (sampling, bookkeeping), per context token (reading its KV) and per pair of query and key (attention over
+A step costs a constant (reading the weights, launching the kernels), some time per token (the matrix products), per
+sequence (sampling, records), per context token (reading KV) and per pair of query and key (attention over
 long prompts). Adding these up overrates a step in which memory traffic and arithmetic overlap, by at most a factor of
 two where both take equally long; fitted coefficients absorb most of that.
 """
@@ -57,7 +57,7 @@ class StepCost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """Seconds per step, and per unit of each kind of work in it."""
+    """Predicts seconds as a constant per step, and a rate for each kind of work."""
 
     base_s: float
     per_token_s: float
@@ -77,7 +77,7 @@ class LinearCost:
 
 @dataclass(frozen=True, slots=True)
 class SlowerCost:
-    """Another cost, times a factor."""
+    """Multiplies another cost by a factor."""
 
     cost: StepCost
     factor: float

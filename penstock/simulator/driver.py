@@ -1,8 +1,8 @@
 """Drives `dispatch`, and the scheduler in every replica, in virtual time, ordered by a heap of events.
 
 Requests arrive at gateways, each gateway has a dispatcher, replicas plan, steps take as long as the cost model says,
-and events go back to the dispatcher of the request. Knows no workload and no report; `control` tells it of faults and
-of replicas that start and stop.
+and events go back to the dispatcher of the request. Knows no workload and no report. `control` calls the driver for
+faults, and for replicas that start and stop.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Admission(Protocol):
     """The limits of the gateways."""
 
     def admit(self, request: Request, now: float) -> str | None:
-        """Let a request in, or return the code of the error that refuses it."""
+        """Admit a request and return None, or return the code of the error that refuses the request."""
         ...
 
     def ended(self, outcome: Outcome, now: float) -> None:
-        """Called for every request, also for refused ones."""
+        """Note the end of a request. Called for every request, also for refused requests."""
         ...
 
 
@@ -72,13 +72,13 @@ class Release(Protocol):
         ...
 
     def ended(self, attempt: Attempt) -> None:
-        """Called for every attempt."""
+        """Note the end of an attempt. Called for every attempt."""
         ...
 
 
 class Rank(enum.IntEnum):
-    """The order of events at the same instant. Planning is last, so that a plan knows of
-    everything that happened up to now, as it does in the engine, which empties its inbox before it plans."""
+    """The order of events at the same instant. Planning is last: a plan then includes everything that happened up to
+    now, as in the engine, which empties the inbox before each plan."""
 
     COMMIT = 0
     FAULT = 1
@@ -155,8 +155,8 @@ class Driver:
         self.events.run(after_event)
 
     def restart_gateway(self, gateway: int, dispatcher: Dispatcher, now: float) -> None:
-        """Replace a gateway by one that knows nothing. Its clients lose their connections, and replicas forget the
-        requests of a gateway that is gone."""
+        """Replace a gateway by a gateway without any knowledge. Clients of the old gateway lose their connections,
+        and replicas abort the requests of the old gateway."""
         for outcome in [each for each in self._outcomes.values() if each.gateway == gateway]:
             request_id = outcome.arrival.request.id
             if self.transfers is not None:
@@ -297,7 +297,7 @@ class Driver:
         outcome = self._outcomes[action.request.id]
         outcome.replica_id = member.id
         if not member.is_alive:
-            return  # the death was not noticed yet: no answer
+            return  # no gateway has noticed that the replica died: no answer comes
         if action.kv_source is not None and self.transfers is not None:
             source = self.fleet.members.get(action.kv_source.endpoint)
             if self.transfers.begin(action, source, member, now, partial(self._hand_over, outcome, action)):
@@ -305,7 +305,7 @@ class Driver:
         self._hand_over(outcome, action, now)
 
     def _hand_over(self, outcome: Outcome, action: Send, now: float) -> None:
-        """Give a request to its replica, which has all the KV that it will get."""
+        """Give a request to the chosen replica. No further KV will be moved there."""
         member = self.fleet.members.get(action.replica_id)
         if member is None or not member.is_alive:
             return
@@ -318,7 +318,7 @@ class Driver:
             self.carry_out(outcome.gateway, actions, now)
 
     def give(self, member: Member, arrival: Arrival, request: Request, now: float) -> None:
-        """Add a request to a replica. Raises what the scheduler raises."""
+        """Add a request to a replica. Raises the errors of the scheduler."""
         self.touch(member, now)
         member.replica.add(arrival, request, now)
         member.num_taken += 1
@@ -338,12 +338,13 @@ class Driver:
         member.replica.cache.restart_events()
 
     def settle(self, member: Member, now: float) -> None:
-        """Bring a replica up to date. Call this before anything reads from it."""
+        """Bring a replica up to date. Call this method before reading from the replica."""
         if member.is_alive and member.replica.settle(now):
             self._plan_soon(member, now)
 
     def touch(self, member: Member, now: float) -> None:
-        """Bring a replica up to date, and let it look ahead no further. Call this before anything changes it."""
+        """Bring a replica up to date, and end the prediction of steps. Call this method before a change of the
+        replica."""
         self.settle(member, now)
         member.replica.stop_coasting()
         if member.is_alive:
@@ -387,7 +388,7 @@ class Driver:
 
     def _commit(self, member: Member, now: float) -> None:
         if member.due_s != now or not member.is_alive:
-            return  # the replica looked further ahead meanwhile, or less far
+            return  # another commit was scheduled meanwhile
         member.due_s = None
         member.replica.settle(now)
         self._tell(member, member.replica.commit(now), now)

@@ -28,9 +28,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.simulator.cost import StepCost, StepWork
 from penstock.simulator.workload import Arrival
 
-_WRONG_TOKEN_ID = -1  # no answer has it
-
-
+_WRONG_TOKEN_ID = -1  # in no answer
 _COASTING_STEPS = 64  # planned in one go
 
 
@@ -62,7 +60,7 @@ _Ahead: TypeAlias = tuple[int, float, float]  # the tokens, the seconds and the 
 
 
 class Answers:
-    """The answers of requests that a replica has, as `CountedScheduler` asks for them."""
+    """Knows the answers of the requests of one replica, for `CountedScheduler`."""
 
     def __init__(self) -> None:
         self.arrivals: dict[str, Arrival] = {}
@@ -89,7 +87,7 @@ class SimulatedReplica:
         acceptance: float | None = None,
         answers: Answers | None = None,
     ) -> None:
-        """`answers`: of a scheduler that counts decodes."""
+        """`answers` is the object that a counting scheduler reads."""
         self.scheduler = scheduler
         self.cache = cache
         self._counted = scheduler if isinstance(scheduler, CountedScheduler) else None
@@ -106,7 +104,7 @@ class SimulatedReplica:
         self.num_steps = 0
         self.num_tokens_computed = 0
         self.busy_s = 0.0
-        self.slowdown = 1.0  # times the cost model's; a fault may raise it
+        self.slowdown = 1.0  # a factor of step times, which a fault may raise
         self.last_step: tuple[int, float] = (0, 0.0)  # tokens and seconds of the step committed last
 
     @property
@@ -120,8 +118,8 @@ class SimulatedReplica:
         return not self._in_flight
 
     def add(self, arrival: Arrival, request: Request, now: float) -> None:
-        """`request` is the arrival's, with the tokens that its client already has. Raises what the scheduler raises;
-        a refused request leaves no trace."""
+        """Add the request of an arrival. `request` also has the tokens that the client already received. Raises the
+        errors of the scheduler, and then changes nothing."""
         if request.deadline_s is not None and self._clock_s:
             request = replace(request, deadline_s=request.deadline_s + self._clock_s)
         self.scheduler.add(request, now + self._clock_s)
@@ -165,9 +163,9 @@ class SimulatedReplica:
         return self._told(told)
 
     def coast(self) -> float | None:
-        """Look ahead over steps in which requests decode and nothing else happens. Returns when the first commit
-        behind them is due; None if there are none. Call `settle` before anything reads from this replica, and
-        `stop_coasting` before anything changes it."""
+        """Predict the steps in which requests decode and nothing else happens. Returns the time of the first commit
+        after these steps; None if there are no such steps. Call `settle` before reading from this replica, and
+        `stop_coasting` before changing the replica."""
         scheduler = self._counted
         if scheduler is None or len(self._in_flight) < self._depth or not scheduler.may_coast:
             return None
@@ -184,8 +182,8 @@ class SimulatedReplica:
         return ends_s[len(steps)]
 
     def settle(self, now: float) -> bool:
-        """Carry out the steps that `coast` looked at, up to now. Returns whether the last commit is due now: the plan
-        that follows it is then still to be made, and the look ahead is over."""
+        """Carry out the steps that `coast` predicted, up to now. Returns whether the last commit is due exactly now.
+        The prediction then ends, and the caller makes the next plan."""
         ahead, in_flight = self._ahead, self._in_flight
         if not ahead or in_flight[0].done_s > now:
             return False
@@ -302,7 +300,7 @@ MODEL = "model"
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A replica, its state, and the driver's own facts about it."""
+    """A replica, the state of the replica, and the records of the driver about the replica."""
 
     id: str
     replica: SimulatedReplica
@@ -337,8 +335,8 @@ class SimulatedFleet:
         max_step_tokens: int,
         kv_bytes_per_token: int | None = None,
     ) -> None:
-        """`build` makes a replica; `revisions` has others for some revisions. `kv_bytes_per_token`: of
-        replicas that read KV from each other; None if they do not."""
+        """`build` makes a replica. `revisions` maps a revision to another function. `kv_bytes_per_token` is None if
+        replicas do not read KV from each other."""
         self._build = build
         self._revisions = revisions or {}
         self._kv_bytes_per_token = kv_bytes_per_token

@@ -1,9 +1,9 @@
 """Checks the limits of gateways while a simulation runs: none may be exceeded, and no request may be refused that all
-limits allow. Knows no bucket: the rules are those of docs/limits.md, counted a second time.
+limits allow. Implements the rules of docs/limits.md a second time, without the buckets of the gateway.
 
-A limit per minute allows one minute's worth at once, and its share of the time that passes. What was used beyond the
-share is counted up; it may not exceed one minute's worth when a request is admitted. A request counts with what it
-reserves until it ends, and then with what it used.
+A limit per minute allows the amount of one minute at once, and refills evenly over time. The use beyond the refill is
+added up, and may not exceed the amount of one minute when a request is admitted. A running request counts with the
+reserved tokens, and an ended request with the used tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 @dataclass(slots=True)
 class _Used:
-    """What a tenant used beyond the share of the time that passed, by limit per minute."""
+    """The use of a tenant beyond the refill, for each limit per minute."""
 
     amounts: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     num_running: int = 0

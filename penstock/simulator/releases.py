@@ -51,9 +51,9 @@ class ReleaseRun:
         self._interval_s = interval_s
         self._rng = rng
         self._state: ReleaseState | None = None
-        self._next: ReleaseState | None = None  # entered once the candidate has replicas for it
+        self._next: ReleaseState | None = None  # the next stage, which waits for replicas of the candidate
         self._collector = EvidenceCollector(STABLE, CANDIDATE, release.config.gates)
-        self._stages: dict[str, int] = {}  # by request: the stage that it began in
+        self._stages: dict[str, int] = {}  # by request: the stage in which the request began
         self._num_at_first = 0
         self._ready_s = 0.0  # when a replica of the candidate was last ready
         self.changes: list[ReleaseChange] = []
@@ -62,7 +62,7 @@ class ReleaseRun:
         self._driver.release = self
         self._driver.events.at(self._release.at_s, Rank.CONTROL, self._start)
 
-    # What the driver tells.
+    # Methods that the driver calls.
 
     def choose_revision(self, request: Request) -> str | None:
         """Return the revision that must answer an attempt; None: any."""

@@ -1,6 +1,6 @@
 """Searches for faults that break a promise: random fleets under random faults, checked request by request.
 
-A case follows from its seed alone. A case that breaks a promise is made smaller, as long as the promise stays broken:
+A case is defined by a seed alone. A case that breaks a promise is made smaller, as long as the promise stays broken:
 fewer faults, fewer requests, fewer replicas.
 """
 
@@ -208,9 +208,9 @@ class _Fairness:
     """Checks that of two tenants whose requests wait in the same tier of a replica, neither gets much more service
     than the other.
 
-    The tenant with less service goes first. So a tenant that is ahead grows by its last admitted prompt, and by the
-    answers of its running requests; the other may have been ahead by as much when both began to wait. A preempted
-    request resumes before all others, and its prompt counts once more."""
+    The tenant with less service goes first. The service of the other tenant therefore grows only by the prompt that
+    was admitted last and by the answers of running requests; the difference may have been as large in the other
+    direction when both began to wait. A preempted request resumes first, and its prompt counts a second time."""
 
     def __init__(self, case: FaultCase) -> None:
         most_running = min(case.max_num_seqs, case.num_blocks)

@@ -47,10 +47,10 @@ class ReplicaConfig:
     halves_blocks: bool = False  # the last tokens of two requests share a block, as on a CPU
     num_host_blocks: int = 0  # slots of host memory for evicted blocks; copies take no time
     block_copy_s: float | None = None  # by which the scheduler decides on copies; None: no request is swapped
-    counts_decodes: bool = True  # False: plan every token by itself: slower, and the same figures
+    counts_decodes: bool = True  # False plans every token separately: slower, with the same figures
 
     def build(self, slowdown: float = 1.0) -> SimulatedReplica:
-        """`slowdown`: of every step."""
+        """Build a replica. `slowdown` is a factor of all step times."""
         cache = KVCache(
             self.num_blocks,
             block_size=self.cache.block_size,

@@ -62,7 +62,7 @@ class LogNormal:
 @dataclass(frozen=True, slots=True)
 class Tenant:
     name: str
-    weight: float = 1.0  # its part of all requests, in proportion
+    weight: float = 1.0  # share of requests, relative to the weights of other tenants
     tier: Tier = Tier.DEFAULT
 
 
@@ -84,7 +84,7 @@ class Workload:
     max_prompt_tokens: int = 16_000  # a conversation ends before its prompt gets longer
     burst_share: float = 0.0  # of first requests that come with others of the same prefix, all at once
     burst_size: int = 16
-    max_tokens: int | None = None  # what clients ask for; None: exactly what the answer will have
+    max_tokens: int | None = None  # that clients ask for; None: the length of the answer
     timeout_s: float | None = None  # deadline, counted from arrival
     mean_patience_s: float | None = None  # clients leave after a time with this mean; None: never
 
@@ -110,7 +110,7 @@ def shared_prefix_workload(
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request, and what only the simulator knows about it."""
+    """One request, with the facts that only the simulator knows."""
 
     time_s: float
     request: Request
@@ -288,7 +288,7 @@ class LoseKVEvents:
 
 @dataclass(frozen=True, slots=True)
 class RestartGateway:
-    """A gateway's process is replaced. Requests that it had end, and it forgets its knowledge of replicas."""
+    """A gateway's process is replaced. The requests of the old process end, and the new process knows no replica."""
 
     at_s: float
     gateway: int
