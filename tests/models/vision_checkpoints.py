@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.models.tiny_vision import TinyVision
-from tests.models.vision_grids import gemma4, glm, lighton_ocr, paddleocr_vl, pixtral, qwen
+from tests.models.vision_grids import exaone, gemma4, glm, lighton_ocr, paddleocr_vl, pixtral, qwen
 from tests.models.vision_tiles import (
     aya_vision,
     cohere2_vision,
@@ -19,12 +19,14 @@ from tests.models.vision_tiles import (
     llava_next,
     llava_onevision,
     paligemma,
+    vipllava,
 )
 
 CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
     "idefics3": idefics3,
     "smolvlm": lambda folder: idefics3(folder, smol=True),
     "llava": llava,
+    "vipllava": vipllava,
     "llava-next": llava_next,
     "llava-onevision": llava_onevision,
     "gemma3": gemma3,
@@ -36,6 +38,7 @@ CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
     "qwen3.5-moe": lambda folder: qwen(folder, "3_5Moe"),
     "pixtral": pixtral,
     "mistral3": lambda folder: pixtral(folder, mistral3=True),
+    "exaone4.5": exaone,
     "lighton-ocr": lighton_ocr,
     "paddleocr-vl": paddleocr_vl,
     "internvl": internvl,

@@ -127,6 +127,44 @@ def qwen(folder: Path, version: str) -> TinyVision:
     return TinyVision(folder, model, processor)
 
 
+def exaone(folder: Path) -> TinyVision:
+    from transformers import Exaone4_5_Config, Qwen2VLImageProcessorPil
+
+    names = ("<vision>", "<|image_pad|>", "</vision>", "<|video_pad|>")
+    tokenizer = byte_tokenizer(folder, names)
+    _, image, _, video = tokenizer.convert_tokens_to_ids(list(names))
+    layers = ["sliding_attention", "full_attention"]
+    config = Exaone4_5_Config(
+        text_config={"model_type": "exaone4", **TEXT, "layer_types": layers, "sliding_window": 16},
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "num_key_value_heads": 1,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+            "window_size": 16,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        image_token_id=image,
+        video_token_id=video,
+        tie_word_embeddings=False,
+    )
+    images = Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, size={"shortest_edge": 256, "longest_edge": 2400}
+    )
+    template = EITHER_TEMPLATE.replace("IMAGE", "".join(names[:3]))
+    model = save_vision(folder, config, tokenizer, images, template)
+
+    def written(made: Any, number: int) -> str:
+        return "<|image_pad|>" * (int(made["image_grid_thw"][number].prod()) // 4)
+
+    return TinyVision(folder, model, PlainProcessor(images, tokenizer, "<|image_pad|>", written, {}))
+
+
 def paddleocr_vl(folder: Path) -> TinyVision:
     from transformers import PaddleOCRVLConfig, PaddleOCRVLImageProcessorPil
 

@@ -91,6 +91,27 @@ def llava(folder: Path) -> TinyVision:
     return _with_clip(folder, LlavaConfig, LlavaProcessor, CLIPImageProcessorPil(**CLIP_SIZES), settings)
 
 
+def vipllava(folder: Path) -> TinyVision:
+    from transformers import CLIPImageProcessorPil, VipLlavaConfig
+
+    tokenizer = byte_tokenizer(folder, ("<image>",))
+    config = VipLlavaConfig(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={"model_type": "clip_vision_model", **VISION, "num_hidden_layers": 3},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layers=[-2, -1],
+        image_seq_length=16,
+        tie_word_embeddings=False,
+    )
+    images = CLIPImageProcessorPil(**CLIP_SIZES)
+    model = save_vision(folder, config, tokenizer, images, EITHER_TEMPLATE.replace("IMAGE", "<image>"))
+
+    def written(made: Any, number: int) -> str:
+        return "<image>" * 16
+
+    return TinyVision(folder, model, PlainProcessor(images, tokenizer, "<image>", written, {}))
+
+
 def llava_next(folder: Path) -> TinyVision:
     from transformers import LlavaNextConfig, LlavaNextImageProcessorPil, LlavaNextProcessor
 
