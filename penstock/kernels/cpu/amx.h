@@ -1,5 +1,6 @@
-// Tile shapes, remembered per thread so that those already in force are not loaded again. Other code on the calling
-// thread (torch's own matrix products, say) also changes them: every entry from Python forgets what it remembers.
+// Remembers the tile shapes of each thread, so that the same shapes are not loaded again. Other code on the calling
+// thread, such as the matrix products of torch, also changes the shapes: every call from Python begins without
+// remembered shapes.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// Paged attention: what a call knows, and how the cache is laid out.
+// Paged attention: the arguments of a call, and the layout of the cache.
 //
 // The cache of a layer is a run of units of 16 tokens (a block of the engine is one or more units), each holding,
 // per KV head,
@@ -10,12 +10,12 @@
 //   scales  float32 [16 tokens] of keys, then of values: a key or value is its codes × its scale
 // and are written out in the type of the computation, a split at a time, before they are used.
 //
-// The last tokens of a request, if they are at most 8, may lie in the second half of a unit, whose first half is another
-// request's. The slot of its last token tells.
+// The last tokens of a request, if they are at most 8, may lie in the second half of a unit, while the first half
+// belongs to another request. The slot of the last token shows which half is used.
 //
 // Keys are taken in splits of 512 counted from position 0. Inside a split the softmax has one maximum per row;
-// splits are merged in order. Neither depends on what else is in the batch, on where a prefill was cut, or on how
-// the work was shared, so neither do the results, to the bit.
+// splits are merged in order. Splits do not depend on other requests of the batch, on the chunks of a prefill, or on
+// the number of threads. The results therefore do not depend on these either, to the last bit.
 #pragma once
 
 #include "common.h"
@@ -35,7 +35,7 @@ struct AttentionLayer {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
-  int64_t window;        // tokens seen, itself included
+  int64_t window;        // tokens that a token sees, including the token
   const float* rope;     // [positions][head_dim]: cosines, then sines
   const float* q_norm;   // null when absent
   const float* k_norm;
@@ -101,11 +101,11 @@ struct AttendCall {
     if (layout.units_per_block == 1) return table[index];
     return table[index / layout.units_per_block] * layout.units_per_block + index % layout.units_per_block;
   }
-  // Where in its last unit, if that is not full, a request's tokens begin: 0, or in the middle.
+  // Returns where the tokens of a request begin in a last unit that is not full: at 0, or in the middle.
   int64_t tail_offset(int64_t request) const {
     if (!batch->halves_blocks) return 0;
     const int64_t slot = batch->slots[batch->query_starts[request + 1] - 1];
-    return (slot - (batch->context_lens[request] - 1)) & kHalfTokens;  // it differs by a multiple of 8
+    return (slot - (batch->context_lens[request] - 1)) & kHalfTokens;  // the difference is a multiple of 8
   }
 };
 
@@ -115,7 +115,7 @@ struct LayerCache {
   void* data;
 };
 
-// Whether a step's work over one layer can be cut as it was over the other.
+// Says whether the pieces of a step for one layer also fit the other layer.
 inline bool cut_alike(const AttentionLayer& a, const AttentionLayer& b) {
   return a.num_heads == b.num_heads && a.num_kv_heads == b.num_kv_heads && a.head_dim == b.head_dim &&
          a.window == b.window;

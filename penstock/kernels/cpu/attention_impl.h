@@ -8,10 +8,10 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Rows of scores are not a power of two apart, to spread them over the cache.
+// The distance between rows of scores is no power of two, so that rows use different sets of the cache.
 constexpr int kScoreStride = kSplitTokens + kLanes;
 
-// The units of a split that were written out last. Tiles that read the same units one after the other share them.
+// The units of a split that were converted last. The next tile reuses them if it reads the same units.
 struct WrittenUnits {
   const uint8_t* from[kSplitUnits];
 
@@ -30,7 +30,7 @@ struct AttendScratch {
   WrittenUnits written;
 };
 
-// What the rows of a tile may see: row r sees keys [first(r), end(r)).
+// The keys that the rows of a tile may see: row r sees keys [first(r), end(r)).
 struct Sight {
   int64_t first_position;
   int64_t heads;
@@ -55,8 +55,8 @@ PENSTOCK_INLINE Sight sight_of(const AttendCall& call, const QueryTile& tile) {
 
 // The units of a row's scores that the row sees. Column 0 is key `start`.
 struct RowUnits {
-  int64_t first_seen;    // units before it are out of sight
-  int64_t end_seen;      // as are this one and those after it
+  int64_t first_seen;    // the first unit that the row sees
+  int64_t end_seen;      // the unit behind the last unit that the row sees
   bool cut_first;        // whether the row sees only some keys of the first unit,
   bool cut_last;         // and of the last
 };
@@ -68,13 +68,13 @@ PENSTOCK_INLINE RowUnits row_units(int64_t num_units, int64_t start, int64_t fir
   return {from / kUnitTokens, ceil_div(to, kUnitTokens), from % kUnitTokens != 0, to % kUnitTokens != 0};
 }
 
-// The weight of a score, and what the score is to be multiplied with before.
+// The weight of a score, and the factor by which the score is multiplied before.
 PENSTOCK_INLINE Floats weight_of(const float*, Floats x) { return exponential<false>(x); }
 PENSTOCK_INLINE Floats weight_of(const bf16*, Floats x) { return rough_power_of_two(x); }
 PENSTOCK_INLINE float weight_base(const float*) { return 1.0f; }
 PENSTOCK_INLINE float weight_base(const bf16*) { return kLog2OfE; }
 
-// The highest of a row's scores; a NaN does not count. Two units at a time, so that neither waits for the other.
+// Returns the highest score of a row, and ignores NaN. Takes two units at a time, which do not depend on each other.
 PENSTOCK_INLINE float highest_score(const float* scores, int64_t unit, int64_t end_unit) {
   Floats highest = broadcast(-__builtin_inff()), of_odd = highest;
   for (; unit + 2 <= end_unit; unit += 2) {
@@ -163,7 +163,7 @@ static void merge_states(RowState& into, const RowState& from, int64_t num_rows,
   }
 }
 
-// The sum of a row's weights, the sink's included. A row that sees nothing keeps its sum of 0.
+// Returns the sum of a row's weights, including the weight of the sink. A row without visible keys keeps the sum 0.
 PENSTOCK_INLINE float sum_with_sink(const AttentionLayer& layer, int64_t head, float maximum, float weight_sum) {
   if (layer.sinks == nullptr || maximum == -__builtin_inff()) return weight_sum;
   return weight_sum + exponential(broadcast(layer.sinks[head] - maximum)).part[0][0];

@@ -20,7 +20,7 @@ int64_t num_queries(const AttendCall& call, int64_t request) {
   return call.batch->query_starts[request + 1] - call.batch->query_starts[request];
 }
 
-// How many whole splits, from the first, a request and the one after it have in common.
+// Returns how many whole splits a request and the next request have in common at their beginning.
 int64_t splits_in_common(const AttendCall& call, int64_t request) {
   const AttentionBatch& batch = *call.batch;
   if (num_queries(call, request) != 1 || num_queries(call, request + 1) != 1) return 0;
@@ -31,7 +31,7 @@ int64_t splits_in_common(const AttendCall& call, int64_t request) {
   return (std::mismatch(table, end, table + batch.table_stride).first - table) / blocks_per_split;
 }
 
-// Rows of all requests of a run, one request after the other, are cut into tiles wherever a tile is full.
+// Returns the rows of a run. The rows of all requests follow each other, and are cut into tiles of full size.
 int64_t rows_of(const AttendCall& call, const SharedRun& run) { return run.num_requests * call.heads_per_kv_head(); }
 
 void find_runs(const AttendCall& call, std::vector<SharedRun>& runs) {
@@ -82,8 +82,8 @@ void add_shared_pieces(const AttendCall& call, int64_t num_threads, SharedRun& r
   }
 }
 
-// Merges of the rows of a request: one, or two where a tile of the run ends among them. `own` are the pieces of what
-// the request does not share.
+// Adds the merges of a request: one merge, or two merges if a tile of the run ends between the rows of the request.
+// `own` are the pieces over blocks that the request does not share.
 void add_shared_merges(const AttendCall& call, const SharedRun& run, const QueryTile& tile, int64_t first_own,
                        int64_t end_own, AttentionPieces& into) {
   const int64_t heads = call.heads_per_kv_head(), num_tiles = ceil_div(rows_of(call, run), kTileRows);
@@ -123,8 +123,8 @@ int64_t tiles_per_item(const AttendCall& call, int64_t num_threads) {
   return std::clamp<int64_t>(tiles / (num_threads * kItemsPerThread), 1, kTilesAtOnce);
 }
 
-// Tiles of an item one after the other; items with the longest contexts first, so that no thread is left with a long one
-// at the end.
+// Lists the tiles of each item one after the other. Items with the longest contexts come first, so that no thread
+// begins a long item when the others are done.
 void list_tiles(const AttendCall& call, int64_t per_item, std::vector<QueryTile>& tiles) {
   tiles.clear();
   const int64_t item_rows = per_item * kTileRows;
@@ -141,7 +141,7 @@ void list_tiles(const AttendCall& call, int64_t per_item, std::vector<QueryTile>
   }
 }
 
-// Every piece that a merge reads gets a state, and room for its output.
+// Gives a state and room for an output to every piece that a merge reads.
 void place_states(const AttendCall& call, AttentionPieces& into) {
   const int64_t output_size = kTileRows * call.layout.value_dim;
   into.states.resize(into.pieces.size());

@@ -20,8 +20,9 @@ struct Merge {
   size_t num_parts;
 };
 
-// Pieces may run in any order and at the same time, then merges. Those of an item read the same keys, and find them in
-// the cache of the thread that runs them one after the other. Kept from call to call for its memory.
+// Pieces may run in any order and at the same time; merges run after all pieces. The pieces of an item read the same
+// keys, and one thread runs them one after the other, so that the keys stay in the cache of the thread. The object is
+// kept from call to call to reuse the memory.
 struct AttentionPieces {
   std::vector<QueryTile> pieces;
   std::vector<int64_t> items;  // the first piece of each, and the number of all pieces
@@ -31,11 +32,12 @@ struct AttentionPieces {
   Scratch outputs;
 };
 
-// Neighbouring requests of one token each that begin with the same blocks have those read once for all of them; a
-// tile over a long context is shared between threads where there are too few tiles.
+// Cuts the attention of a step into pieces. Blocks that neighbouring requests of one token each have in common at
+// their beginning are read once for all of these requests. With too few tiles for all threads, several threads share
+// a tile over a long context.
 void cut_attention(const AttendCall& call, int64_t num_threads, AttentionPieces* into);
 
-// The states of a merge, as merge_tile takes them.
+// Collects the states of a merge in the form that merge_tile reads.
 void collect_states(const AttendCall& call, const AttentionPieces& from, const Merge& merge, RowState* states);
 
 }  // namespace penstock

@@ -12,14 +12,14 @@ template <typename CacheElement>
 struct VectorEngine {
   using Element = CacheElement;
   using Weight = float;
-  // Units whose keys, or values, are read again and again from the nearest cache while all rows of a tile use them.
+  // The number of units whose keys or values stay in the first-level cache while all rows of a tile read them.
   static constexpr int64_t kUnitsAtOnce = 4;
   static constexpr int64_t kFewRows = 8;
 
   static void begin(const AttendCall&, const QueryTile&) {}
 
-  // Few rows wait for memory: units lie anywhere, and are too short for the processor to find out by itself. `units`
-  // are the keys of units, or the values.
+  // With few rows, memory is the bottleneck. Units lie at random addresses and are too short for the hardware
+  // prefetcher. `units` are the keys or the values of units.
   static void prefetch_units(const QueryTile& tile, const uint8_t* const* units, int64_t first, int64_t num_units,
                              int64_t unit_bytes) {
     if (tile.num_rows > kFewRows) return;

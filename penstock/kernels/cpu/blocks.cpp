@@ -40,7 +40,7 @@ void run_attention(const Linear& qkv, const Linear& output, const AttentionLayer
   multiply(output, dtype, rows, InputRows::given(attended), out);
 }
 
-// A norm and where it is: what comes before each half of a layer.
+// The norm before each half of a layer.
 struct Norm {
   const void* weight;
   int32_t dtype;

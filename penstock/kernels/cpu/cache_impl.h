@@ -61,8 +61,8 @@ PENSTOCK_INLINE void place_value(const bf16* value, int64_t dim, int64_t value_d
   for (; d < value_dim; ++d) to[d * 2] = 0;
 }
 
-// Codes of `count` numbers, padded with zeros to a multiple of the lanes, and their scale. One that is not finite makes
-// the scale NaN, and with it all that is computed from them.
+// Rounds `count` numbers to codes, padded with zeros to a multiple of the lanes, and returns the scale. A number that
+// is not finite makes the scale NaN, and every result that is computed with the scale.
 template <typename Element>
 static float round_to_codes(const Element* numbers, int64_t count, int8_t* codes) {
   constexpr float rounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits

@@ -49,7 +49,7 @@ void free_pages(void* data, size_t bytes) {
 
 namespace {
 
-// Pieces are cut off its end; it goes when the last of them goes.
+// Memory that is handed out in pieces. The arena is freed with the last piece.
 struct Arena {
   uint8_t* data;
   size_t bytes;

@@ -37,10 +37,10 @@ class Scratch {
   size_t capacity_ = 0;
 };
 
-// Large, long-lived memory of its own: aligned to, and advised to use, huge pages. Zeroed lazily by the system. Null
-// when there is none.
+// Allocates large, long-lived memory, aligned to huge pages and advised to use them. The system zeroes pages when
+// they are first used. Returns null when there is no memory.
 void* allocate_pages(size_t bytes);
-// Have the system clear the pages now, where it can. Otherwise the first thread that uses a page waits for the clearing.
+// Lets the system zero the pages now, if the system can. Otherwise the first thread that uses a page waits.
 void touch_pages(void* data, size_t bytes);
 void free_pages(void* data, size_t bytes);
 

@@ -8,7 +8,7 @@
 namespace penstock {
 namespace {
 
-// Give the call the codes of its activations, which live until the thread's next call.
+// Rounds the activations of a call to codes, which live until the next call of the thread.
 void round_rows(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, IntegerCall* call) {
   static thread_local Scratch made_rows, bytes, words, groups;
   const Kernels& set = kernels();
@@ -47,8 +47,8 @@ constexpr int64_t kItemBytes = 1 << 19;
 constexpr int64_t kMinRowsPerItem = 64;
 constexpr int64_t kRowsAtOnce = 16;  // engines take rows in blocks whose size divides this
 constexpr int64_t kItemsPerThread = 4;
-// From this many rows for each thread, a thread keeps to its rows and reads all weights, rather than to its weights:
-// the rows stay in its cache from one product to the next.
+// With this many rows for each thread, rows are shared between threads instead of weights: every thread reads all
+// weights, and the rows of a thread stay in the cache of its core from one product to the next.
 constexpr int64_t kOwnRows = 64;
 
 struct RowPieces {
@@ -68,8 +68,8 @@ RowPieces cut_rows(const IntegerCall& call, int64_t num_groups, int64_t rows) {
   return {piece, ceil_div(rows, piece), owned};
 }
 
-// How many neighbouring panels make an item: two where many rows fill the time, else enough to make one long stream of
-// memory, but not so many that a thread which lost its core holds up the rest.
+// The number of neighbouring panels in an item: two if there are many rows; otherwise enough panels for one long
+// stream of memory, but few enough that a thread without a core delays the other threads little.
 constexpr int64_t kMostPanelsPerItem = 16;
 constexpr int64_t kFewRows = 64;
 

@@ -32,7 +32,7 @@ constexpr int32_t kCodeBias = 128;
 constexpr int32_t kCodeBias = 0;
 #endif
 
-// What is known of 32 activations of a row besides their codes.
+// The scale and the sums of 32 activations of a row.
 struct RoundedGroup {
   float scale;
   float sum;                // of the rounded activations
@@ -60,7 +60,8 @@ struct IntegerCall {
   RoundedGroup* row_groups(int64_t row) const { return groups + row * num_tiles; }
 };
 
-// How the weights' codes are stored: packed, two in a byte or as bytes with the bias added, or unpacked as an engine likes it.
+// The form of the weights' codes: packed, with two codes in a byte or as bytes with the bias added; or unpacked in
+// the order that an engine reads.
 enum class CodeKind { nibbles, bytes, unpacked };
 
 // Neighbouring tiles of a panel, packed or unpacked.

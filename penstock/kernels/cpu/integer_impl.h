@@ -81,8 +81,8 @@ PENSTOCK_INLINE void prefetch_tile(const uint8_t* tile, int64_t tile_bytes) {
   for (int64_t line = 0; line < tile_bytes; line += 64) __builtin_prefetch(tile + line);
 }
 
-// Asks for the memory that will be read soon. Few rows: a tile some way ahead, in this panel or behind it. More rows: tile
-// t of those that will be unpacked next; asked for while they are unpacked, they would come later than they are needed.
+// Prefetches memory that will be read soon. With few rows: a tile at a fixed distance, in this panel or the next.
+// With more rows: tile t of the tiles that will be unpacked next. A prefetch during unpacking would come too late.
 template <CodeKind kKind>
 PENSTOCK_INLINE void prefetch_ahead(const TileRun& run, const uint8_t* tile, int64_t t) {
   constexpr int64_t ahead = 4096;
@@ -90,7 +90,7 @@ PENSTOCK_INLINE void prefetch_ahead(const TileRun& run, const uint8_t* tile, int
   if (run.next != nullptr) prefetch_tile(run.next + t * run.next_step, run.next_step);
 }
 
-// body(run) with a run of which the compiler knows what its loops would ask again and again.
+// Calls body(run) with constants in `run`, so that the loops of the body need not test them.
 template <CodeKind kKind, typename Body>
 PENSTOCK_INLINE void with_known_run(TileRun run, const Body& body) {
   if (kKind == CodeKind::unpacked) run.half_scales = false;
@@ -102,7 +102,7 @@ PENSTOCK_INLINE void with_known_run(TileRun run, const Body& body) {
   body(run);
 }
 
-// Tiles that are still packed → [scales][offsets][codes], the former in float32, the codes as the engine likes them.
+// Unpacks tiles to [scales][offsets][codes]: scales and offsets in float32, codes in the order that the engine reads.
 template <typename Engine>
 static TileRun unpack_tiles(const Part& part, const TileRun& packed, uint8_t* to) {
   const int64_t table_bytes = part.groups_per_tile * kPanelOutputs * static_cast<int64_t>(sizeof(float));

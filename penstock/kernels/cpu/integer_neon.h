@@ -81,7 +81,7 @@ struct NeonEngine {
       }
     }
 
-    // The compiler is not to move products across: it would keep sums in memory to keep weights in registers.
+    // Keeps the compiler from reordering products: it would move sums to memory and keep weights in registers.
     inline __attribute__((always_inline)) void keep_in_registers() {
 #pragma GCC unroll 2
       for (int r = 0; r < kRows; ++r) {

@@ -64,7 +64,7 @@ struct Vector {
     }
     return load(order);
   }
-  // The compiler is not to move products across: it would keep sums in memory to keep weights in registers.
+  // Keeps the compiler from reordering products: it would move sums to memory and keep weights in registers.
   PENSTOCK_INLINE void keep_in_register(Bytes& sum) { asm volatile("" : "+v"(sum)); }
   PENSTOCK_INLINE Bytes add(Bytes a, Bytes b) { return PENSTOCK_SIZED(add_epi32)(a, b); }
   PENSTOCK_INLINE Bytes subtract_words(Bytes a, int16_t b) {
@@ -76,7 +76,8 @@ struct Vector {
   // 256 × high + low, of sums that dot_bytes has made.
   PENSTOCK_INLINE Bytes join(Bytes high, Bytes low) { return add(PENSTOCK_SIZED(slli_epi32)(high, 8), low); }
 #else
-  // Sums in 16 bits: a product of four bits and eight fits them, and so does the sum of the sixteen of a tile.
+  // Sums in 16 bits: the product of a 4-bit and an 8-bit number fits, and so does the sum of 16 such products of a
+  // tile.
   PENSTOCK_INLINE Bytes dot_bytes(Bytes sum, Bytes a, Bytes b) {
     return PENSTOCK_SIZED(add_epi16)(sum, PENSTOCK_SIZED(maddubs_epi16)(a, b));
   }

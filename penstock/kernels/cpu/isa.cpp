@@ -41,8 +41,8 @@ bool has_tiles() {
   return (d & needed) == needed && amx_kernels() != nullptr && request_tiles();
 }
 
-// Whether this processor has a set, given that it has all lesser ones, except that a processor with AVX-512 need not have
-// AVX-VNNI.
+// Says whether this processor has an instruction set, provided that it has all smaller sets. (A processor with AVX-512
+// need not have AVX-VNNI.)
 bool has(Isa isa) {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -136,7 +136,8 @@ PENSTOCK_API int penstock_isa() { return static_cast<int>(current_isa()); }
 // Whether products in whole numbers are faster than products of the same weights unpacked to floating point.
 PENSTOCK_API int penstock_fast_integers() { return kernels().fast_integers; }
 
-// Use another set than the best. False when this machine has no such set. Not while work is under way.
+// Selects an instruction set. Returns 0 when this machine does not have the set. Do not call this function while
+// kernels run.
 PENSTOCK_API int penstock_set_isa(int isa) {
   if (isa < 0 || isa >= kNumIsas || !has(static_cast<Isa>(isa))) return 0;
   choice().isa = static_cast<Isa>(isa);

@@ -1,4 +1,4 @@
-// Whatever the compiler's baseline is: SSE2 on x86-64, NEON on aarch64.
+// Kernels for the baseline of the compiler: SSE2 on x86-64, NEON on aarch64.
 #include "kernels.h"
 
 #define PENSTOCK_ISA generic

@@ -22,7 +22,7 @@ struct ElementwiseArgs {
   const void* weight;
 };
 
-// How a product in bfloat16 wants its activations.
+// The form in which a product in bfloat16 reads activations.
 enum class Activations {
   widened,      // to float32
   padded_bf16,  // rows filled up with zeros to whole tiles
@@ -43,8 +43,8 @@ struct Kernels {
   void (*multiply_strip_f32)(const LinearCall&, const Strip&, int64_t first_row, int64_t end_row);
   void (*multiply_strip_bf16)(const LinearCall&, const Strip&, int64_t first_row, int64_t end_row);
   Activations activations;
-  // Of the same strip of two matrices, activation(first) × second, as `pack_activations` would leave it in y. Null
-  // where there is no such function.
+  // Computes activation(first) × second for the same strip of two matrices, and writes the result to y in the form of
+  // `pack_activations`. Null if the instruction set has no such function.
   void (*multiply_gated)(const LinearCall&, const Strip& gate, const Strip& up, Activation, int64_t first_row,
                          int64_t end_row);
   void (*pack_activations)(const LinearCall&, const bf16* x, int64_t first_row, int64_t num_rows, bf16* to);

@@ -59,8 +59,8 @@ static TileShapes linear_shapes(int64_t rows_first, int64_t rows_second) {
   return shapes;
 }
 
-// The passes over a strip, one for every 32 rows. The first fetches it from memory and unpacks it, later ones find
-// it ready. Where there is only one, unpacked tiles are needed but for a moment.
+// The passes over a strip, one for every 32 rows. The first pass reads the strip from memory and unpacks it; later
+// passes read the unpacked tiles. An only pass needs each unpacked tile once.
 enum class Pass { only, first, later };
 
 struct Operands {
@@ -77,7 +77,7 @@ struct Operands {
 constexpr int64_t kStepsAhead = 3;
 // Steps in a buffer of unpacked tiles that are needed once; it should stay in the first-level cache.
 constexpr int64_t kRingSteps = 4;
-// How far ahead of its use memory is asked for. Strips are too short for the processor to find out by itself.
+// The distance of prefetches. Strips are too short for the hardware prefetcher.
 constexpr int64_t kPrefetchBytes = 4096;
 
 static inline void prefetch_step(const Operands& in, int64_t step_bytes, int64_t t) {
@@ -87,7 +87,7 @@ static inline void prefetch_step(const Operands& in, int64_t step_bytes, int64_t
   for (int64_t line = 0; line < step_bytes; line += 64) _mm_prefetch(from + line, _MM_HINT_T0);
 }
 
-// What the compiler knows of a part: everything, for the most common format.
+// Returns the part with fields that the compiler knows, for the most common format.
 template <bool kPlainInt4>
 static inline Part known_part(const Part& part) {
   Part known = part;
@@ -257,8 +257,8 @@ static inline __m512 gate_rows(Activation activation, __m256i gate, __m256i up) 
   return _mm512_mul_ps((__m512)activate_roughly(activation, value).part[0], widen_bf16(up));
 }
 
-// The gate strip's results wait, rounded, until those of the up strip are there. Outputs down and rows across is
-// how the next product reads its activations, but for the pairing of neighbouring outputs.
+// Keeps the rounded results of the gate strip until the results of the up strip are there. The next product reads
+// activations in the same order, outputs by rows, except that it reads neighbouring outputs in pairs.
 void multiply_gated(const LinearCall& call, const Strip& gate, const Strip& up, Activation activation,
                     int64_t first_row, int64_t end_row) {
   static thread_local Scratch scratch;

@@ -20,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 
 // Long enough to bridge the caller's work between two operations of a step, short enough to be no burden.
 constexpr auto kSpinTime = std::chrono::microseconds(60);
-// Where more threads want to run than there are cores, the one that is waited for may need this one's core.
+// With more threads than cores, the thread that this thread waits for may need the core.
 constexpr int kPausesBeforeYield = 64;
 
 inline void pause_briefly() {
@@ -32,8 +32,8 @@ inline void pause_briefly() {
 }
 
 // Whether to count on the workers. When the system gives a worker's core to another process in the middle of an item,
-// the caller can only wait, often for milliseconds; if that happens the caller goes on alone for a while, and for
-// longer if it happens again at once.
+// the caller can only wait, often for milliseconds. After such a wait the caller works alone for a while, and for
+// longer if the next attempt ends in such a wait too.
 class Patience {
  public:
   bool exhausted() const { return lost_ && Clock::now() < alone_until_; }
@@ -106,8 +106,8 @@ class Pool {
   bool ready() const { return !threads_.empty() && !patience_.exhausted(); }
 
  private:
-  // The gate counts the workers inside a region. A worker that finds it closed leaves without touching the job,
-  // which is why the caller may rewrite the job once the gate is closed and empty.
+  // The gate counts the workers inside a region. A worker that finds the gate closed does not touch the job. The
+  // caller may therefore rewrite the job once the gate is closed and empty.
   static constexpr int32_t kClosed = 1 << 30;
 
   bool occupied() const { return (gate_.load(std::memory_order_acquire) & ~kClosed) != 0; }

@@ -1,5 +1,5 @@
-// A small fork-join pool. Work items are handed out one by one, so a thread that the system takes off its core
-// delays a region by at most the item it was on. Idle workers spin for a moment, then sleep.
+// A small fork-join pool. Work items are handed out one by one: a thread that loses its core delays a region by at
+// most one item. Idle workers spin for a moment, then sleep.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ using ItemFunction = void (*)(const void* context, int64_t item);
 // Runs function(context, i) for every i in [0, items), on the caller and whichever workers arrive in time.
 // Several threads may call at once: one caller gets the workers, and the other callers run their items alone.
 //
-// Items may be parted into equal ranges. Each thread begins with one of them, the same in every call, and helps the
-// others when it is through: what it left in its own cache in one region it finds there in the next.
+// Items may be divided into equal ranges. Each thread begins with the same range in every call, and then helps the
+// other threads. The data of a range therefore stays in the cache of one core from call to call.
 void run_items(int64_t items, ItemFunction function, const void* context, int64_t ranges = 1);
 
 template <typename Body>

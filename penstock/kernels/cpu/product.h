@@ -1,4 +1,4 @@
-// A matrix product with what comes right before and after it, so that neither takes a pass of its own over memory.
+// A matrix product together with the operations before and after it, which then need no separate pass over memory.
 #pragma once
 
 #include "kernels.h"
@@ -27,7 +27,7 @@ struct InputRows {
 struct OutputRows {
   void* data;
   Dtype dtype;
-  bool adds = false;  // to what is there; the product is rounded first, as if it had been written and then added
+  bool adds = false;  // whether the product is added to the data; the product is rounded before
 };
 
 int64_t element_bytes(Dtype dtype);
@@ -52,7 +52,7 @@ void for_row_blocks(int64_t rows, int64_t width, Body&& body, int64_t block_rows
 
 void multiply(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, const OutputRows& out);
 
-// What `multiply` would write, in float32, goes to `out`, piece by piece.
+// Passes the results of `multiply`, in float32, to `out` piece by piece.
 void find_largest(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, LargestOutputs* out);
 
 // Whether multiply_gated can do this (gate and up side by side in the same strips, in bfloat16 on the right machine)

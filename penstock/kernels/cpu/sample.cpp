@@ -1,5 +1,5 @@
-// Turning rows of logits into tokens. What is kept and what is drawn is defined in sampling.py; this finds the same
-// without sorting a vocabulary.
+// Samples tokens from rows of logits. sampling.py defines which tokens are kept and drawn; this code finds the same
+// tokens without sorting the vocabulary.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -78,8 +78,8 @@ void drop_after(const Candidate& worst, std::vector<Candidate>& candidates) {
   candidates.erase(dropped, candidates.end());
 }
 
-// Exactly the k first of the ranking, in order of id. The k-th largest block maximum is a lower bound of the k-th
-// largest logit, and few logits reach it.
+// Keeps exactly the first k candidates of the ranking, in order of id. The k-th largest maximum of a block is a lower
+// bound of the k-th largest logit, and few logits reach this bound.
 void keep_top_k(const float* logits, int64_t vocabulary, int64_t k, RowScratch& scratch) {
   float lowest = -std::numeric_limits<float>::infinity();
   if (k <= static_cast<int64_t>(scratch.block_maxima.size())) {

@@ -33,14 +33,14 @@ static inline void load_tables(const Part& part, const uint8_t* tile, GroupTable
 
 static inline __m512i narrow(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
 
-// What each of the 16 codes stands for in one group of one output.
+// Returns the values of the 16 codes in one group of one output.
 static inline __m512 code_values(const GroupTable& table, int output) {
   const __m512 codes = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   return _mm512_fmadd_ps(codes, _mm512_set1_ps(table.scale[output]), _mm512_set1_ps(table.offset[output]));
 }
 
-// Groups of 32: a table of 32 values holds two outputs, told apart by bit 4 of the index. The code in the highest
-// bits needs no mask when it is the one with a clear bit 4.
+// Groups of 32: a table of 32 values holds two outputs, selected by bit 4 of the index. The code in the highest bits
+// needs no mask when its bit 4 is clear.
 static inline void unpack_int4_group32(const uint8_t* codes, const GroupTable& table, uint8_t* to) {
   const __m512i code_bits = _mm512_set1_epi16(15), second_table = _mm512_set1_epi16(16);
   constexpr int and_mask = 0xc0, and_mask_or = 0xea;

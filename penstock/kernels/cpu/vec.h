@@ -35,7 +35,7 @@ struct Ints {
   IntRegister part[kRegisters];
 };
 
-// Left to itself, GCC keeps vectors of four registers in memory.
+// Without unrolling, GCC keeps vectors of four registers in memory.
 #define FOR_PARTS _Pragma("GCC unroll 4") for (int i = 0; i < kRegisters; ++i)
 
 PENSTOCK_INLINE Floats broadcast(float value) {

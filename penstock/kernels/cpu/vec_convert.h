@@ -94,7 +94,7 @@ PENSTOCK_INLINE void store(bf16* to, Floats a) {
   }
 }
 
-// One after the other.
+// Stores `first`, then `second`.
 PENSTOCK_INLINE void store_two(float* to, Floats first, Floats second) {
   store(to, first);
   store(to + kLanes, second);
@@ -110,7 +110,7 @@ PENSTOCK_INLINE void store_two(bf16* to, Floats first, Floats second) {
 #endif
 }
 
-// Element 0 of the one, element 0 of the other, element 1 of the one, ...
+// Stores the elements alternately: element 0 of `first`, element 0 of `second`, element 1 of `first`, ...
 PENSTOCK_INLINE void store_by_turns(bf16* to, Floats first, Floats second) {
 #ifdef PENSTOCK_NATIVE_BF16
   alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,

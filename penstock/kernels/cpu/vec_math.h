@@ -49,7 +49,7 @@ PENSTOCK_INLINE Floats exponential(Floats x) {
   return out;
 }
 
-// 2^x to about 1 in 10^4, for what is rounded to bfloat16 in the end; 0 for -infinity, NaN for NaN.
+// 2^x with a relative error of about 10^-4, for results that are rounded to bfloat16; 0 for -infinity, NaN for NaN.
 PENSTOCK_INLINE Floats rough_power_of_two(Floats x) {
 #if PENSTOCK_REGISTER_BYTES == 64
   constexpr int kMinusFloor = 0x09;
@@ -68,7 +68,7 @@ PENSTOCK_INLINE Floats rough_power_of_two(Floats x) {
 
 PENSTOCK_INLINE Floats rough_exponential(Floats x) { return rough_power_of_two(x * broadcast(kLog2OfE)); }
 
-// 1 / x to about 1 in 10^7, for what is neither zero nor infinite.
+// 1 / x with a relative error of about 10^-7, for finite x other than zero.
 PENSTOCK_INLINE Floats reciprocal(Floats x) {
 #if PENSTOCK_REGISTER_BYTES == 64
   const FloatRegister near = (FloatRegister)_mm512_rcp14_ps((__m512)x.part[0]);
