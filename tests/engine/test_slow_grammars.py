@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.core.clock import SystemClock, VirtualClock
+from penstock.core.clock import VirtualClock
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from penstock.core.messages import RequestRejected
 from penstock.core.plan import TokenEvent
@@ -277,7 +277,7 @@ def rejections(engine: Engine) -> list[RequestRejected]:
 
 
 def test_masks_are_waited_for_while_the_device_is_busy_and_no_longer() -> None:
-    masks = GrammarMasks(GrammarLimits(), SystemClock())
+    masks = GrammarMasks(GrammarLimits(), VirtualClock())
     pending: Future[None] = Future()
     masks._constraints["a"] = SimpleNamespace(pending=pending, is_busy=True)  # type: ignore[assignment]
     num_looks = 0
