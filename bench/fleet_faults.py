@@ -13,18 +13,16 @@ from math import inf
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.dispatch import DispatchConfig
 from penstock.dispatch.health import OutlierConfig
-from penstock.simulator.cost import LLAMA_8B, Accelerator, roofline
+from penstock.simulator.cost import LLAMA_8B_ON_L40S
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
 from penstock.simulator.workload import Kill, LoseKVEvents, SlowDown, shared_prefix_workload
-
-L40S = Accelerator(memory_bytes_per_s=864e9, flops_per_s=362e12)  # bfloat16, dense
 
 
 def scenarios(num_requests: int, num_replicas: int, rate: float) -> dict[str, SimulationConfig]:
     usual = SimulationConfig(
         workload=shared_prefix_workload(num_requests, rate * num_replicas),
         num_replicas=num_replicas,
-        replica=ReplicaConfig(num_blocks=12_000, cost=roofline(LLAMA_8B, L40S)),
+        replica=ReplicaConfig(num_blocks=12_000, cost=LLAMA_8B_ON_L40S),
     )
     half_s = num_requests / (rate * num_replicas) / 2.0
     scaling = AutoscalerConfig(min_replicas=1, max_replicas=num_replicas)

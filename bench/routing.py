@@ -20,12 +20,11 @@ from penstock.core.engine_config import SchedulerConfig
 from penstock.dispatch import DispatchConfig
 from penstock.router import POLICIES
 from penstock.simulator.control import ControlTimes
-from penstock.simulator.cost import LLAMA_8B, Accelerator, roofline
+from penstock.simulator.cost import LLAMA_8B_ON_L40S
 from penstock.simulator.report import Report
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
 from penstock.simulator.workload import LogNormal, shared_prefix_workload
 
-L40S = Accelerator(memory_bytes_per_s=864e9, flops_per_s=362e12)  # bfloat16, dense
 KV_BLOCKS = 12_000  # 25 GB of KV at 16 tokens of 128 KiB each: what a 48 GB card has left
 
 
@@ -42,7 +41,7 @@ def make_config(options: argparse.Namespace, policy: str) -> SimulationConfig:
     )
     replica = ReplicaConfig(
         num_blocks=KV_BLOCKS,
-        cost=roofline(LLAMA_8B, L40S),
+        cost=LLAMA_8B_ON_L40S,
         scheduler=SchedulerConfig(queue_timeout_s=None, itl_target_ms=None),
     )
     return SimulationConfig(

@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.cluster.transport import free_port
-from penstock.simulator.cost import LLAMA_8B, Accelerator, roofline
+from penstock.simulator.cost import LLAMA_8B_ON_L40S
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
 from penstock.simulator.workload import shared_prefix_workload
 from tests.gateway.ratelimits.redis_server import running_redis
@@ -43,7 +43,6 @@ PREFIX_TOKENS = 2_000
 SUFFIX_TOKENS = 120
 KV_BLOCKS = 700  # of 16 tokens, in each engine: five prefixes of eight
 CLIENTS = 8
-L40S = Accelerator(memory_bytes_per_s=864e9, flops_per_s=362e12)  # bfloat16, dense
 
 
 class Client:
@@ -145,7 +144,7 @@ def cached_share(ports: list[int], requests: int, seed: int) -> float:
 def simulated(num_gateways: int) -> tuple[float, float, float]:
     """Return the median and the 90th percentile of the time to the first token, and the cached share."""
     workload = shared_prefix_workload(4_000, 8.0)
-    replica = ReplicaConfig(num_blocks=12_000, cost=roofline(LLAMA_8B, L40S))
+    replica = ReplicaConfig(num_blocks=12_000, cost=LLAMA_8B_ON_L40S)
     usual = SimulationConfig(workload=workload, num_replicas=2, replica=replica)
     report = simulate(replace(usual, num_gateways=num_gateways))
     return report.latency.ttft_s.p50, report.latency.ttft_s.p90, report.cached_share

@@ -8,12 +8,13 @@ met their targets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from penstock.core.engine_config import CacheConfig, SchedulerConfig
 from penstock.core.errors import UsageError
+from penstock.core.figures import percentile
 from penstock.core.messages import HEARTBEAT_INTERVAL_S
 from penstock.planner.roofline import Layout, RooflineCost
 from penstock.simulator import (
@@ -250,20 +251,15 @@ def attained(
     # The first requests find an empty fleet, and the last requests run while the fleet empties: neither count.
     skipped = len(seen) // 10
     counted = seen[skipped : len(seen) - skipped] or seen
-    waits_s = [each for _, each in counted if each is not None]
+    waits_s = [each for _, each in counted if each is not None] or [(math.inf, math.inf)]
     rate = report.output_tokens / report.duration_s if report.duration_s else 0.0
     return Attainment(
         num_replicas,
         sum(is_met for is_met, _ in counted) / len(counted),
-        _p95([ttft_s for ttft_s, _ in waits_s]),
-        _p95([itl_s for _, itl_s in waits_s]),
+        percentile(sorted(ttft_s for ttft_s, _ in waits_s), 95),
+        percentile(sorted(itl_s for _, itl_s in waits_s), 95),
         rate * num_replicas / config.num_replicas,
     )
-
-
-def _p95(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)) - 1)] if ordered else math.inf
 
 
 def plan_replicas(

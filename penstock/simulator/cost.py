@@ -86,45 +86,26 @@ class SlowerCost:
         return self.factor * self.cost.step_s(work)
 
 
-@dataclass(frozen=True, slots=True)
-class Accelerator:
-    """The figures of a data sheet, and the share that programs reach."""
-
-    memory_bytes_per_s: float
-    flops_per_s: float
-    memory_efficiency: float = 0.8
-    compute_efficiency: float = 0.6
-    launch_s: float = 5e-4  # per step: one graph launch and the host's part that nothing hides
-    per_sequence_s: float = 5e-6  # sampling, and a row in every host-side list
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    num_parameters: float
-    weight_bytes: float
-    kv_bytes_per_token: float
-
-
-def roofline(model: ModelSize, accelerator: Accelerator) -> LinearCost:
-    """Compute costs from first principles: weights are read once per step, KV once per sequence, and each token takes
-    two operations per parameter."""
-    bytes_per_s = accelerator.memory_bytes_per_s * accelerator.memory_efficiency
-    flops_per_s = accelerator.flops_per_s * accelerator.compute_efficiency
+def llama_8b(device_bytes_per_s: float, device_flops_per_s: float) -> LinearCost:
+    """Compute the costs of Llama 3.1 8B in bfloat16 from the data sheet of a device: weights are read once per step,
+    KV once per sequence, and each token takes two operations per parameter. `planner.roofline` knows more devices and
+    models, and more parts of a step."""
+    bytes_per_s, flops_per_s = (
+        0.8 * device_bytes_per_s,
+        0.6 * device_flops_per_s,
+    )  # the shares that programs reach
+    kv_bytes_per_token = 2 * 32 * 8 * 128 * 2  # keys and values, layers, KV heads, head size, bytes
     return LinearCost(
-        base_s=accelerator.launch_s + model.weight_bytes / bytes_per_s,
-        per_token_s=2.0 * model.num_parameters / flops_per_s,
-        per_sequence_s=accelerator.per_sequence_s,
-        per_context_token_s=model.kv_bytes_per_token / bytes_per_s,
+        base_s=5e-4
+        + 16.06e9 / bytes_per_s,  # the launch of a graph and the host's part that nothing hides; weights
+        per_token_s=2.0 * 8.03e9 / flops_per_s,
+        per_sequence_s=5e-6,  # sampling, and a row in every list of the host
+        per_context_token_s=kv_bytes_per_token / bytes_per_s,
     )
 
 
-H200 = Accelerator(memory_bytes_per_s=4.8e12, flops_per_s=989e12)  # bfloat16, dense
-LLAMA_8B = ModelSize(
-    num_parameters=8.03e9,
-    weight_bytes=16.06e9,
-    kv_bytes_per_token=2 * 32 * 8 * 128 * 2,  # keys and values, layers, KV heads, head size, bytes
-)
-LLAMA_8B_ON_H200 = roofline(LLAMA_8B, H200)  # 4.7 ms per step, 27 µs per token, 34 ns per KV entry
+LLAMA_8B_ON_H200 = llama_8b(4.8e12, 989e12)  # 4.7 ms per step, 27 µs per token, 34 ns per KV entry
+LLAMA_8B_ON_L40S = llama_8b(864e9, 362e12)
 
 
 def observations(calls: Iterable[SchedulerCall]) -> Iterator[tuple[StepWork, float]]:
