@@ -109,6 +109,9 @@ def test_options_take_the_place_of_nothing_that_is_checked_elsewhere() -> None:
     assert rendered.text[start:end] == "<|system|>"
 
 
+CALL = ToolCall("1", "f", "{}")
+
+
 async def test_a_chat_of_many_turns_is_written_off_the_event_loop() -> None:
     seen: list[bool] = []
 
@@ -128,9 +131,11 @@ async def test_a_chat_of_many_turns_is_written_off_the_event_loop() -> None:
         ChatPrompt(messages=(ChatMessage("assistant", "", reasoning=much),)),
         ChatPrompt(messages=HELLO, tools=(Tool("f", parameters={"description": much}),)),
         ChatPrompt(messages=HELLO, template_options={"option": much}),
+        ChatPrompt(messages=HELLO, tools=(Tool("f"),) * DIRECT_RENDER_MESSAGES),
+        ChatPrompt(messages=(ChatMessage("assistant", "", tool_calls=(CALL,) * DIRECT_RENDER_MESSAGES),)),
     ):
         await template.render_later(changed)
-    assert seen == [True] + [False] * 5
+    assert seen == [True] + [False] * 7
 
 
 TOOLS = (Tool("wetter", "Tells <it>.", {"type": "object", "properties": {"ort": {"type": "string"}}}),)
