@@ -10,10 +10,11 @@ import pytest
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.request import Request
+from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import BeamOptions, GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.turns import SLICE, Turns
-from tests.gateway.fake_engine import FakeEngine, script_text, until
+from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text, until
 
 
 def asked(num_prompts: int = 1, n: int = 1, **options: Any) -> GenerationRequest:
@@ -78,6 +79,17 @@ async def test_searches_with_beams_for_many_prompts_take_turns() -> None:
     await gateway.submit(asked(8, 2, beams=BeamOptions(width=2)))
     assert len(engine.added) < 8
     await until(lambda: len(engine.added) == 8)
+
+
+async def test_another_request_is_served_between_the_texts_of_a_large_embedding() -> None:
+    engine = FakeEngine(ready=engine_ready(model_card(embedding_size=4)))
+    gateway = Gateway(engine, GatewayConfig())
+    texts = tuple(f"text {number}" for number in range(20 * SLICE))
+    large = asyncio.create_task(Embeddings(gateway).open(EmbeddingRequest(inputs=texts)))
+    await asyncio.sleep(0)
+    await gateway.submit(asked())
+    assert not large.done()
+    (await large).cancel()
 
 
 async def test_turns_are_taken_in_order_and_survive_an_error() -> None:

@@ -6,7 +6,6 @@ of a classifier. Knows no HTTP.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
@@ -48,8 +47,10 @@ from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPro
 from penstock.gateway.reuse.shared_cache import entry_name
 from penstock.gateway.telemetry import current_record
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS
+from penstock.gateway.turns import Turns
 
 MAX_INPUTS = 2048
+TEXT_CHARACTERS = 256  # whose tokenizing costs as much as all else that is done for a text
 MAX_PAIR_TOKENS = 1 << 20  # of all pairs of a request: a small request can repeat one text in many pairs
 MAX_NUMBERS = 1 << 24  # of an answer that has one vector for each token
 
@@ -213,14 +214,15 @@ class Embeddings:
     async def _texts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> list[_Text]:
         generation = self._cache.begin(model.card.name, model)
         workspace_id = request.principal.workspace_id
+        turns = self._gateway.turns
         texts: list[_Text] = []
         num_pair_tokens = 0
-        async for _, given in _in_turns(request.inputs):
+        async for _, given in _in_turns(request.inputs, turns):
             key = cache_key(workspace_id, generation, pooling, request.normalizes, given, request.reading)
             texts.append(_Text(key, self._cache.get(key) if request.uses_cache else None))
         if request.uses_cache:
             await self._ask_shared(request, model, pooling, texts)
-        async for index, given in _in_turns(request.inputs):
+        async for index, given in _in_turns(request.inputs, turns):
             text = texts[index]
             if text.known is None:
                 label = request.labels[index] if request.labels else f"input[{index}]"
@@ -343,14 +345,14 @@ class EmbeddingJob:
         self._account.settle(outcome)
 
 
-async def _in_turns(inputs: Sequence[Input]) -> AsyncIterator[tuple[int, Input]]:
-    """Yield all inputs, with pauses for others: many short texts are as much work as a long one."""
+async def _in_turns(inputs: Sequence[Input], turns: Turns) -> AsyncIterator[tuple[int, Input]]:
+    """Yield all inputs, in turns with others: many short texts are as much work as a long one."""
     num_waiting_characters = 0
     for index, given in enumerate(inputs):
-        num_waiting_characters += num_characters(given)
+        num_waiting_characters += TEXT_CHARACTERS + num_characters(given)
         if num_waiting_characters > DIRECT_ENCODE_CHARS:
             num_waiting_characters = 0
-            await asyncio.sleep(0)
+            await turns.next()
         yield index, given
 
 
