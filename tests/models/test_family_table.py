@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from gguf import MODEL_ARCH_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from penstock.models.decoder import Decoder
 from penstock.models.families import FAMILIES
+from penstock.models.vision_load import FAMILIES as VISION_FAMILIES
 from tests.models.checkpoints import MODELS
 from tests.models.gguf_files import ARCHITECTURES, NEWER_NAMES, TEXT_PARTS
 from tests.models.tiny_families import TINY
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "models.md"
 
 
 def gguf_names_in_tests() -> dict[str, str]:
@@ -35,6 +39,22 @@ def test_the_page_lists_every_family() -> None:
     """A missing row is printed as it should stand in the page."""
     page = PAGE.read_text()
     assert not [row(family) for family in FAMILIES if row(family) not in page]
+
+
+def test_the_page_of_images_lists_every_other_class() -> None:
+    """Every vision-language class of transformers either sees images or is named among those that do not."""
+    page = (DOCS / "images.md").read_text()
+    named = set(
+        re.findall(r"\w+", page.partition("### Classes without images")[2].partition("`python -m")[0])
+    )
+    known = {_short(name) for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
+    seeing = {_short(name) for name in VISION_FAMILIES}
+    assert not seeing & named
+    assert not known - seeing - named
+
+
+def _short(name: str) -> str:
+    return re.sub(r"_?For(ConditionalGeneration|CausalLM|BlockDiffusion|\w+Text2Text)$", "", name)
 
 
 def test_every_family_is_compared_with_transformers() -> None:
