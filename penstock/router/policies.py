@@ -6,6 +6,7 @@ A policy gets randomness, the loads and the matched prefixes of all candidates. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from heapq import nlargest
 from typing import ClassVar, Protocol, TypeAlias
 
 from penstock.core.errors import ConfigError
@@ -219,6 +220,11 @@ def _with_evictions(
 def led_to(key: str, candidates: Sequence[ReplicaLoad]) -> ReplicaLoad:
     number = number_of(key)
     return max(candidates, key=lambda candidate: score(number, candidate.number))
+
+
+def leading(number: int, candidates: Sequence[ReplicaLoad], count: int) -> list[ReplicaLoad]:
+    """Return the candidates that a number leads to before all others; the same ones in every process."""
+    return nlargest(count, candidates, key=lambda candidate: score(number, candidate.number))
 
 
 def _load(candidate: ReplicaLoad) -> tuple[int, float]:

@@ -18,7 +18,7 @@ from penstock.router.candidates import Candidates
 from penstock.router.index import Expectations, KVFeed, PrefixIndex
 from penstock.router.load import SEVERAL_GATEWAYS, LoadColumns, ReplicaLoad, Ticket
 from penstock.router.matches import HolderSets, Matches, longest
-from penstock.router.policies import Policy, PrefixAware, led_to
+from penstock.router.policies import Policy, PrefixAware, leading, led_to
 from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 
 _SPREAD_SHARE = 0.5  # of a prompt's computation, that its prefix may wait longer for a cache with more room
@@ -26,6 +26,7 @@ _FREE_REQUESTS = 8.0  # that a replica may have beyond its share: a few requests
 _LARGEST_EXPONENT = 500.0
 _MIN_GLIMPSE = 2
 _GLIMPSE_SHARE = 0.5  # of a gateway's part of the replicas
+_MEETING_SHARE = 4  # replicas that gateways agree on for a new beginning, for each that one of them compares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,16 +240,20 @@ class Router:
     ) -> tuple[Candidates, Matches]:
         """Return a random part of the candidates, half as large as this gateway's part of the traffic; all candidates
         of a gateway that is alone. Gateways learn of each other's requests late: if all compared the same replicas,
-        all would choose the same one until then."""
+        all would choose the same one until then. A prompt that no replica holds any of is compared at replicas that
+        its first block leads to, from every gateway: requests with the same new beginning, which reach several
+        gateways at once, meet at a few replicas, and each of these computes the beginning once."""
         num_gateways = self._columns.num_gateways
         if num_gateways < SEVERAL_GATEWAYS or len(candidates) <= _MIN_GLIMPSE:
             return candidates, matches
         if not self._policy_for(request).reads_prefixes:
             return candidates, matches
         count = max(_MIN_GLIMPSE, math.ceil(_GLIMPSE_SHARE * len(candidates) / num_gateways))
-        start = int(rng.random() * len(candidates))
-        seen = candidates[start : start + count]
-        seen += candidates[: count - len(seen)]
+        pool: Sequence[ReplicaLoad] = candidates
+        if request.block_hashes and not matches:
+            number = int.from_bytes(request.block_hashes[0][:8], "little")
+            pool = leading(number, candidates, _MEETING_SHARE * count)
+        seen = _some(pool, count, rng)
         if request.affinity_key is not None and not matches:
             seen.append(led_to(request.affinity_key, candidates))  # the same one for every gateway
         holders: dict[int, list[ReplicaLoad]] = {}
@@ -257,9 +262,7 @@ class Router:
         known = {}
         for matched, loads in holders.items():
             count = max(_MIN_GLIMPSE, math.ceil(len(loads) / num_gateways))
-            start = int(rng.random() * len(loads))
-            for load in (loads[start:] + loads[:start])[:count]:
-                known[load] = matched
+            known.update(dict.fromkeys(_some(loads, count, rng), matched))
         return candidates.part(seen), known
 
     def _candidates(self, request: RoutingRequest) -> Candidates:
@@ -360,6 +363,12 @@ class RecentShares:
         if self._origin_s is None:
             self._origin_s = now
         return (now - self._origin_s) / self._window_s
+
+
+def _some(loads: Sequence[ReplicaLoad], count: int, rng: RandomSource) -> list[ReplicaLoad]:
+    """Return neighbours, from a random one on."""
+    start = int(rng.random() * len(loads))
+    return [*loads[start : start + count], *loads[: max(0, start + count - len(loads))]][:count]
 
 
 def _without(candidates: Candidates, excluded: frozenset[str]) -> Candidates:

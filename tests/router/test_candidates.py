@@ -155,12 +155,16 @@ def gateways_of_a_fleet(count: int, replicas: int = 32) -> list[Harness]:
     """Return gateways that heard the same: each replica runs the requests of all of them, and one has least to do."""
     made = [Harness(Router(), fleet(replicas), seed=number) for number in range(count)]
     for harness in made:
-        for number, replica in enumerate(harness.replicas):
-            for _ in range(2):  # requests of this gateway
-                harness.router.load(replica.id).enter(0, 0, 0.0)  # type: ignore[union-attr]
-            running = 2 * count + (number != 7)
-            harness.router.heartbeat(replica.id, EngineStats(num_running=running))
+        tell_of_others(harness, count)
     return made
+
+
+def tell_of_others(harness: Harness, num_gateways: int) -> None:
+    for number, replica in enumerate(harness.replicas):
+        for _ in range(2):  # requests of this gateway
+            harness.router.load(replica.id).enter(0, 0, 0.0)  # type: ignore[union-attr]
+        running = 2 * num_gateways + (number != 7)
+        harness.router.heartbeat(replica.id, EngineStats(num_running=running))
 
 
 def test_gateways_that_know_the_same_choose_different_replicas() -> None:
@@ -192,6 +196,24 @@ def test_the_only_holder_of_a_prefix_is_always_seen() -> None:
     for harness in gateways_of_a_fleet(16):
         harness.router.receive("replica-9", (KVStored(0, hashes, b""),))
         assert harness.ask(hashes).replica_id == "replica-9"
+
+
+def test_prompts_with_one_new_beginning_meet_at_few_replicas_from_all_gateways() -> None:
+    """Their first block leads there, in whichever order a gateway has learned of the replicas."""
+    gateways = gateways_of_a_fleet(16)
+    for harness in gateways[::2]:
+        harness.replicas = harness.replicas[::-1]
+        harness.router.update(())
+        harness.router.update(harness.replicas)
+        tell_of_others(harness, 16)
+    places = []
+    for beginning in range(8):
+        prompts = [(*chain(beginning, 50), b"%16d" % number) for number in range(16)]
+        asked = zip(gateways, prompts, strict=True)
+        places.append({harness.ask(prompt).replica_id for harness, prompt in asked})
+    # Each gateway compares 2 replicas, of 8 that the beginning leads to.
+    assert all(1 < len(each) <= 8 for each in places)
+    assert len(set.union(*places)) > 16  # other beginnings lead elsewhere
 
 
 def test_few_requests_say_nothing_of_other_gateways() -> None:
