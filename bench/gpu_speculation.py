@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from bench.speculation import LOAD, plot_load
@@ -48,6 +50,7 @@ from penstock.models.drafters.files import write_heads
 
 MAX_MODEL_LEN = 4096
 NO_DRAFT = -2
+ON_DEVICE_TOKEN = tl.constexpr(ON_DEVICE)
 SAMPLE_S = 0.25
 LOAD_PROMPT_TOKENS = 64
 LOAD_ANSWER_TOKENS = (100, 400)
@@ -55,7 +58,7 @@ NEW_TOKENS = 128  # of every answer on average, timed
 
 
 class RandomDrafter:
-    """Drafts any tokens, as many as are wanted; at most `limit` for each request, if one is set."""
+    """Drafts any token, repeated as often as is wanted; at most `limit` times for each request, if one is set."""
 
     def __init__(self, vocabulary: IntRange) -> None:
         self._vocabulary = vocabulary
@@ -70,39 +73,80 @@ class RandomDrafter:
         drafts = {}
         for request_id, most in wanted.items():
             count = most if self.limit is None else min(most, self.limit)
-            drafts[request_id] = Draft(
-                tuple(self._vocabulary.draw(self._rng) for _ in range(count)), "random"
-            )
+            drafts[request_id] = Draft((self._vocabulary.draw(self._rng),) * count, "random")
         return drafts
+
+
+@triton.jit
+def _draw_lots(
+    sampled, drafts, rows, places, is_late, on_device, num_rejected, last_tokens, num_samples, vocab_size, seed,
+    acceptance, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Replace samples in place: by the draft with the chance `acceptance`, else by a token that is not the draft. A
+    draft that continues rejected ones, or another token than the expected one, is never accepted."""
+    at = tl.arange(0, BLOCK)
+    is_used = at < num_samples
+    own, wanted, row = (
+        tl.load(sampled + at, is_used),
+        tl.load(drafts + at, is_used),
+        tl.load(rows + at, is_used),
+    )
+    late = tl.load(on_device + tl.load(places + at, is_used), is_used).to(tl.int64)
+    wanted = tl.where(wanted == ON_DEVICE_TOKEN, late, wanted)
+    others = tl.where(own == wanted, (own + 1) % vocab_size, own)
+    before = tl.load(last_tokens + row, is_used).to(tl.int64)
+    is_void = tl.load(is_late + at, is_used) & (
+        (tl.load(num_rejected + row, is_used) > 0) | (before != wanted)
+    )
+    accepts = (tl.rand(seed, at) < acceptance) & (wanted >= 0) & (is_void == 0)
+    tl.store(sampled + at, tl.where(accepts, wanted, others), is_used)
 
 
 class SetAcceptance:
     """Samples for which drafts are accepted by lot: each sample becomes the draft behind it with a set chance. The
-    sample of a rejected draft differs from the draft."""
+    sample of a rejected draft differs from the draft. One small kernel draws the lots, so that steps of a small model
+    take no longer."""
 
     def __init__(self, executor: ModelExecutor, acceptance: float) -> None:
         self._sample, self._rows = executor._sampler.sample, executor._rows
+        self._staging = executor._staging
+        self._num_draws = 0
         self.acceptance = acceptance
         executor._sampler.sample = self.sample  # type: ignore[method-assign]
         executor._sampler.needs_only_argmax = lambda samples: False  # type: ignore[method-assign]
 
     def sample(
-        self, logits: Tensor, samples: Samples, masks: StepMasks | None = None
+        self,
+        logits: Tensor,
+        samples: Samples,
+        masks: StepMasks | None = None,
+        num_taken_back: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        sampled, logprobs = self._sample(logits, samples, masks)
+        sampled, logprobs = self._sample(logits, samples, masks, num_taken_back)
         if samples.offsets is not None:
-            drafts = [
-                token_id
-                for index in range(len(samples.request_ids))
-                for token_id in (*samples.drafts.get(index, ()), NO_DRAFT)
-            ]
+            wanted = np.full(len(samples.rows), NO_DRAFT, dtype=np.int64)
+            is_late = np.zeros(len(samples.rows), dtype=np.int64)
+            for index, first in enumerate(samples.firsts()):
+                drafts = samples.drafts.get(index, ())
+                if drafts:
+                    # The token after the last draft is expected to be the same again.
+                    after = NO_DRAFT if drafts[-1] == ON_DEVICE else drafts[-1]
+                    wanted[first : first + len(drafts) + 1] = (*drafts, after)
+                is_late[first : first + len(drafts) + 1] = index in samples.late
             places = samples.rows * DEVICE_DRAFTS + np.minimum(samples.offsets, DEVICE_DRAFTS - 1)
-            known = torch.tensor([drafts, places.tolist()], pin_memory=True)
-            wanted, at = known.to(sampled.device, non_blocking=True)
-            wanted = torch.where(wanted == ON_DEVICE, self._rows.draft_tokens[at].to(torch.int64), wanted)
-            others = torch.where(sampled == wanted, (sampled + 1) % logits.shape[1], sampled)
-            accepts = (torch.rand(len(drafts), device=sampled.device) < self.acceptance) & (wanted >= 0)
-            sampled = torch.where(accepts, wanted, others)
+            self._num_draws += 1
+            _draw_lots[1,](
+                sampled,
+                *self._staging.all_to_device(wanted, samples.rows, places, is_late),
+                self._rows.draft_tokens,
+                self._rows.num_rejected,
+                self._rows.last_tokens,
+                len(wanted),
+                logits.shape[1],
+                self._num_draws,
+                self.acceptance,
+                BLOCK=max(64, triton.next_power_of_2(len(wanted))),
+            )
         return sampled, logprobs
 
 

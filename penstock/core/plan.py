@@ -55,17 +55,20 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     `new_block_ids` are the request's block table from the block of token `start` on; when `begins` is set (first
     chunk after admission or resumption) they are the whole table, cached prefix included. The tokens of the last
     block begin at its slot `tail_offset`: the rest of that block is another request's. `in_flight` counts the
-    trailing tokens of the chunk whose ids an earlier, not yet committed step is still sampling: the executor takes
-    those from its own last output. `samples` asks for one sampled token from the chunk's last position.
-    `scores_from` asks for the log-probability of each prompt token that follows a position of the chunk, from this
-    position on. `state_slot` comes with `begins`, for models with states: the slot of the request's state, which the
-    plan's `copies` have filled. `window_blocks` are blocks of layers with a window that the executor does not know
-    yet.
+    tokens of the chunk, the last ones before its drafts, whose ids an earlier, not yet committed step is still
+    sampling: the executor takes those from its own last output. `samples` asks for one sampled token from the
+    chunk's last position. `scores_from` asks for the log-probability of each prompt token that follows a position of
+    the chunk, from this position on. `state_slot` comes with `begins`, for models with states: the slot of the
+    request's state, which the plan's `copies` have filled. `window_blocks` are blocks of layers with a window that
+    the executor does not know yet.
 
     `drafts` are guesses of the tokens that follow the known ones. They are the last tokens of the chunk and count in
     `num_tokens`. The chunk then samples at the last known token and at each draft: every sample up to the first one
-    that differs from the draft after it is part of the answer. No step that knows of more tokens of this request is
-    planned before the chunk is committed. Drafts may be ON_DEVICE.
+    that differs from the draft after it is part of the answer. Drafts may be ON_DEVICE.
+
+    `unsettled` counts the drafts of the request that the step before verifies, where that step is not committed yet.
+    `start` is where the chunk starts if all of them are accepted. The executor starts the chunk earlier, by one token
+    for each that is rejected. `in_flight` is 1 then.
     """
 
     request_id: str
@@ -80,6 +83,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     drafts: tuple[int, ...] = ()
     state_slot: int | None = None
     window_blocks: tuple[WindowBlocks, ...] = ()
+    unsettled: int = 0
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):
@@ -235,6 +239,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     elapsed_s: float
     scored: tuple[ScoredChunk, ...] = ()
     encoder_s: float = 0.0  # of the elapsed time: for encoding images
+    preparation_s: float = 0.0  # of one-time work, such as recording a graph; not part of the elapsed time
 
 
 class CacheUse(msgspec.Struct, frozen=True, array_like=True):

@@ -39,6 +39,7 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag_field="call", tag
     windows: WindowLayout | None = None  # of a model whose layers have windows
     image_cache_tokens: int = 0
     masks_late: bool = False
+    starts_late: bool = False
 
 
 class AddCall(msgspec.Struct, frozen=True, tag_field="call", tag="add"):

@@ -126,6 +126,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] = ()  # only these; empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that the answer must not contain
 
+    @property
+    def depends_on_answer(self) -> bool:
+        """Say whether a token is sampled in another way for the tokens before it, or their number: by a grammar,
+        penalties and the like. Temperature and the cuts of probabilities change all positions alike."""
+        return bool(
+            self.grammar is not None
+            or self.min_tokens
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words
+            or self.dry is not None
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.typical_p < 1.0
+            or self.xtc_probability
+            or self.top_n_sigma
+        )
+
 
 class ImageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An image in a prompt: the prompt tokens `[start, start + num_tokens)` stand for the image.

@@ -41,6 +41,8 @@ class Samples:
     rows: Int64Array  # [S]
     offsets: Int64Array | None = None  # [S], how many drafts are before the sample; None without drafts
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by index in N
+    late: frozenset[int] = frozenset()  # indices in N of requests that start late (`LateTokens`)
+    in_flight: frozenset[int] = frozenset()  # indices in N of requests whose newest token is not committed
 
     def firsts(self) -> Sequence[int]:
         """Return the index of each request's first sample."""
@@ -54,6 +56,20 @@ class Samples:
             return None
         kept = [first for index, first in enumerate(self.firsts()) if index not in self.drafts]
         return np.array(kept, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class LateTokens:
+    """Tokens of chunks with `unsettled` drafts, L of them, of Q sequences. Their positions, slots and contexts are
+    laid out as if all of those drafts were accepted. The device moves them back before the step runs."""
+
+    at: Int64Array  # [L], positions in T
+    rows: Int64Array  # [L]
+    sequences: Int64Array  # [L], indices in the step's block tables
+    last_blocks: Int64Array  # [L], of the row: the index of its last block ...
+    tail_offsets: Int64Array  # [L], ... and the slot of that block where its tokens begin
+    contexts: Int64Array  # [Q], sequences whose contexts are shorter ...
+    context_rows: Int64Array  # [Q], ... of these rows
 
 
 NO_SAMPLES = Samples([], np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -85,6 +101,7 @@ class HostStep:
     looks_ahead: bool = False  # some contexts end after their last query
     spare_places: Int64Array | None = None  # [N, 3], what spare rows of the rope table mix, for image tokens
     windows: WindowTokens | None = None  # of models whose layers have windows
+    late: LateTokens | None = None
 
 
 class BatchRows:
@@ -119,6 +136,8 @@ class BatchRows:
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # Drafts of each row that were made on the device.
         self.draft_tokens = torch.zeros(max_rows * DEVICE_DRAFTS, dtype=torch.int32, device=device)
+        # How many drafts of the latest step that verified some were rejected, for steps that start late.
+        self.num_rejected = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
     @property
     def num_device_tokens(self) -> int:
@@ -221,6 +240,11 @@ class BatchRows:
             context_lens, sequence_rows = positions[last] + 1, token_rows[last]
             lengths = np.diff(query_starts)
         in_flight = np.fromiter((c.in_flight for c in chunks), dtype=np.bool_, count=count)
+        in_flight_at = chunk_starts[1:][in_flight].astype(np.int64) - 1
+        late = None
+        if samples.late:
+            in_flight_at -= np.array([len(c.drafts) for c in chunks if c.in_flight], dtype=np.int64)
+            late = self._late_tokens(chunks, chunk_starts, query_starts, token_rows)
         token_ids = self._tokens[token_rows, positions]
         drafts_at = self._drafts_on_device(chunks, chunk_starts)
         places = positions[drafts_at] - self._num_tokens[token_rows[drafts_at]]
@@ -232,7 +256,7 @@ class BatchRows:
             slots=(self._blocks[token_rows, block_at] * self.block_size + offsets).astype(np.int32),
             query_starts=query_starts,
             context_lens=context_lens.astype(np.int32),
-            in_flight_at=chunk_starts[1:][in_flight].astype(np.int64) - 1,
+            in_flight_at=in_flight_at,
             in_flight_rows=rows[in_flight],
             drafts_at=drafts_at,
             drafts_from=token_rows[drafts_at] * DEVICE_DRAFTS + np.minimum(places, DEVICE_DRAFTS - 1),
@@ -241,7 +265,67 @@ class BatchRows:
             max_context_len=int(context_lens.max()),
             num_decodes=len(lengths) if total == len(lengths) else int(np.argmax(lengths > 1)),
             windows=None if self.windows is None else self.windows.tokens(token_rows, positions),
+            late=late,
         )
+
+    def _late_tokens(
+        self,
+        chunks: Sequence[Chunk],
+        chunk_starts: Int32Array,
+        query_starts: Int32Array,
+        token_rows: Int64Array,
+    ) -> LateTokens:
+        is_late = np.fromiter((bool(c.unsettled) for c in chunks), dtype=np.bool_, count=len(chunks))
+        (at,) = np.nonzero(np.repeat(is_late, np.diff(chunk_starts)))
+        rows = token_rows[at]
+        sequences = np.searchsorted(query_starts, at, side="right") - 1
+        contexts, first = np.unique(sequences, return_index=True)
+        return LateTokens(
+            at,
+            rows,
+            sequences,
+            self._last_block[rows],
+            self._tail_offset[rows].astype(np.int64),
+            contexts,
+            rows[first],
+        )
+
+    def start_late(
+        self, late: LateTokens, positions: Tensor, slots: Tensor, context_lens: Tensor, tables: Tensor
+    ) -> None:
+        """Move the tokens of chunks that start late back by the rejected drafts: int32 on the device, in place."""
+        size = self.block_size
+        tokens = np.stack((late.at, late.rows, late.sequences, late.last_blocks, late.tail_offsets))
+        of_tokens, of_contexts = self._staging.all_to_device(
+            tokens, np.stack((late.contexts, late.context_rows))
+        )
+        at, rows, sequences, last_blocks, tails = of_tokens
+        contexts, context_rows = of_contexts
+        moved = positions[at] - self.num_rejected[rows]
+        block_at = moved // size
+        offsets = moved % size + torch.where(block_at == last_blocks, tails, 0)
+        positions[at] = moved
+        slots[at] = tables[sequences, block_at.to(torch.int64)] * size + offsets.to(torch.int32)
+        context_lens[contexts] -= self.num_rejected[context_rows]
+
+    def settle(self, rows: Int64Array, num_rejected: Tensor, newest: Tensor) -> None:
+        """Keep the outcome of a step's drafts for steps that start late: int64 [N] on the device."""
+        places = self._staging.to_device(rows)
+        self.num_rejected[places] = num_rejected.to(torch.int32)
+        self.last_tokens[places] = newest.to(torch.int32)
+
+    def num_taken_back(self, samples: Samples) -> Tensor | None:
+        """Return by how many positions each sample lies before the position that the host expects: int64 [S] on the
+        device; None if no request starts late."""
+        if not samples.late:
+            return None
+        is_late = np.zeros(len(samples.request_ids), dtype=np.bool_)
+        is_late[list(samples.late)] = True
+        counts = np.ones(len(is_late), dtype=np.int64)
+        for index, drafts in samples.drafts.items():
+            counts[index] += len(drafts)
+        rows, counted = self._staging.all_to_device(samples.rows, np.repeat(is_late, counts))
+        return torch.where(counted, self.num_rejected[rows].to(torch.int64), 0)
 
     def _drafts_on_device(self, chunks: Sequence[Chunk], chunk_starts: Int32Array) -> Int64Array:
         """Return the positions in T of drafts that only the device knows."""
@@ -287,6 +371,8 @@ class BatchRows:
                 *more,
             )
         )
+        if step.late is not None:
+            self.start_late(step.late, positions, slots, context_lens, block_tables)
         batch = AttentionBatch(
             positions=positions,
             slots=slots,
@@ -337,11 +423,13 @@ def _samples(
     request_ids = [chunks[index].request_id for index in sampling]
     request_rows = rows[sampling]
     last = query_starts[1:][sampling].astype(np.int64) - 1
+    late = frozenset(n for n, index in enumerate(sampling) if chunks[index].unsettled)
+    in_flight = frozenset(n for n, index in enumerate(sampling) if chunks[index].in_flight)
     drafts: dict[int, tuple[int, ...]] = {}
     if query_starts[-1] > len(chunks):  # else each request has one token
         drafts = {n: chunks[index].drafts for n, index in enumerate(sampling) if chunks[index].drafts}
     if not drafts:
-        return Samples(request_ids, request_rows, last, request_rows)
+        return Samples(request_ids, request_rows, last, request_rows, late=late, in_flight=in_flight)
     num_drafts = np.zeros(len(sampling), dtype=np.int64)
     for n, token_ids in drafts.items():
         num_drafts[n] = len(token_ids)
@@ -349,7 +437,8 @@ def _samples(
     firsts = np.cumsum(counts) - counts
     offsets = np.arange(int(counts.sum())) - np.repeat(firsts, counts)
     at = np.repeat(last - num_drafts, counts) + offsets
-    return Samples(request_ids, request_rows, at, np.repeat(request_rows, counts), offsets, drafts)
+    sample_rows = np.repeat(request_rows, counts)
+    return Samples(request_ids, request_rows, at, sample_rows, offsets, drafts, late, in_flight)
 
 
 # Smaller pieces would need hardly less memory.
@@ -377,7 +466,7 @@ def halves(chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Sequence[Chunk]] |
         drafts=chunk.drafts[: max(0, count - num_known)],
         new_block_ids=(),
         begins=False,
-        in_flight=0,
+        in_flight=chunk.in_flight if count >= num_known else 0,
     )
     # A part that has only drafts samples at each of its tokens, the first included.
     second = msgspec.structs.replace(
@@ -387,5 +476,6 @@ def halves(chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Sequence[Chunk]] |
         drafts=chunk.drafts[max(0, len(chunk.drafts) - rest + 1) :],
         new_block_ids=(),
         begins=False,
+        in_flight=chunk.in_flight if count < num_known else 0,
     )
     return (first,), (second,)

@@ -117,6 +117,7 @@ def build_engine(
         tile_tokens=loaded.tile_tokens,
         image_cache_tokens=loaded.image_cache_tokens,
         masks_late=masks_late,
+        starts_late=loaded.starts_late,
     )
     recorder = None
     if config.record_plans is not None:
@@ -136,6 +137,7 @@ def build_engine(
             windows=loaded.windows,
             image_cache_tokens=loaded.image_cache_tokens,
             masks_late=masks_late,
+            starts_late=loaded.starts_late,
         )
         recorder = PlanRecorder(Path(config.record_plans), header)
     ready = EngineReady(

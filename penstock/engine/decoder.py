@@ -200,6 +200,8 @@ def load_decoder(
         default_steps_in_flight=2 if is_cuda else 1,
         grammars=GrammarQueue(compiler) if compiler else None,
         masks_late=setup.is_alone,  # other ranks would have to wait with their part of the sampling
+        # A drafter with a model follows the positions of steps itself, and drafts while the host plans.
+        starts_late=setup.is_alone and drafter is None,
         adapters=adapters,
         images=ImageQueue(images, max_waiting=config.scheduler.max_queue_requests) if images else None,
         image_cache_tokens=_image_cache_tokens(config, vision),

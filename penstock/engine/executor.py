@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from penstock.core.plan import (
 )
 from penstock.core.request import Request
 from penstock.engine.batch import NO_SAMPLES, BatchRows, HostStep, Samples
+from penstock.engine.drafters.following import verified
 from penstock.engine.drafters.hidden_states import NOTHING, HiddenStates
 from penstock.engine.forward import ForwardPass, FromHidden
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarMasks, StepMasks
@@ -121,6 +123,7 @@ class ModelExecutor:
         self._masks = masks
         self._states = states
         self._follower = follower
+        self._latest: tuple[Sequence[Chunk], HostStep, Tensor | None] | None = None  # step, with its samples
         self._live: dict[str, _Live] = {}
         self._submitted: deque[_Submitted] = deque()
         self._unsampled: _Submitted | None = None  # the latest step, while it waits for tokens to mask with
@@ -166,17 +169,21 @@ class ModelExecutor:
             self._masks.start(plan.chunks)
         self._staging.next_step()
         self._update_rows(plan)
-        encoder_timer = self._encode_images(plan)
+        encoder_timer = self._encode_images(plan, timer)
         if not plan.chunks:
+            timer.begin()
             with torch.inference_mode():
                 self._copy_blocks(plan.copies)
             timer.stop()
             self._submitted.append(_Submitted(plan, NO_SAMPLES, FromHidden(), None, timer, encoder_timer))
             return ()
         step = self.forward.build(plan.chunks)
+        if step.late is not None:
+            self._settle_drafts({chunk.request_id for chunk in plan.chunks if chunk.unsettled})
         drafts = self._follower.in_use if self._follower is not None and step.drafts_at.size else None
         submitted = _Submitted(plan, step.samples, FromHidden(), drafts, timer, encoder_timer, step)
         hidden = submitted.hidden
+        timer.begin()
         with torch.inference_mode():
             self._copy_blocks(plan.copies)
             only_argmax = self._needs_only_argmax(step.samples)
@@ -221,11 +228,13 @@ class ModelExecutor:
                         if (computed := step.computed) is not None:
                             self._masks.wait_while(lambda: not computed.query())
                         step.masks = self._masks.take(samples, len(step.plan.chunks), self._void(step.plan))
-                    sampled, step.logprobs = self._sampler.sample(made, samples, step.masks)
+                    num_taken_back = self._rows.num_taken_back(samples)
+                    sampled, step.logprobs = self._sampler.sample(made, samples, step.masks, num_taken_back)
                 self._keep_last_tokens(samples, sampled)
                 step.token_ids = self._to_host(sampled)
             step.timer.stop(self.forward.take_capture_s())
             if host is not None:
+                self._latest = step.plan.chunks, host, sampled
                 self._prepare_drafts(step.plan.chunks, host, sampled, step.hidden)
         late = step.masks.late if step.masks is not None else ()
         self._late = frozenset(samples.request_ids[index] for index in late)
@@ -236,15 +245,18 @@ class ModelExecutor:
             return self._late
         return self._late.intersection(chunk.request_id for chunk in plan.chunks if chunk.in_flight)
 
-    def _encode_images(self, plan: StepPlan) -> StepTimer | None:
+    def _encode_images(self, plan: StepPlan, timer: StepTimer) -> StepTimer | None:
+        """Encode the images of a plan. Returns a timer of that; the step's own `timer` begins with it."""
         images = self.forward.images
         if images is None or not (plan.encodings or plan.dropped_images):
             return None
-        timer = self._start_timer()
+        encoder_timer = self._start_timer()
+        timer.begin()
+        encoder_timer.begin()
         with contextlib.suppress(torch.OutOfMemoryError):  # a chunk that needs the image tries again
             images.run(plan.encodings, plan.dropped_images)
-        timer.stop()
-        return timer
+        encoder_timer.stop()
+        return encoder_timer
 
     def _needs_only_argmax(self, samples: Samples) -> bool:
         """Say whether the requests that sample in this step need nothing but the argmax of their logits."""
@@ -252,13 +264,27 @@ class ModelExecutor:
         return not masked and self._sampler.needs_only_argmax(samples)
 
     def _keep_last_tokens(self, samples: Samples, sampled: Tensor) -> None:
-        """Keep the samples for steps that are planned before they are committed, which follow no drafts."""
+        """Keep the samples of requests without drafts, for steps that are planned before they are committed."""
         rows, plain = samples.rows, samples.plain()
         if plain is not None:
             if not plain.size:
                 return
             rows, sampled = rows[plain], sampled[self._staging.to_device(plain)]
         self._rows.last_tokens.index_copy_(0, self._staging.kept(rows), sampled.to(torch.int32))
+
+    def _settle_drafts(self, request_ids: Collection[str]) -> None:
+        """Let the device find which drafts of the latest step were accepted, for requests whose next step is planned
+        before the host knows."""
+        assert self._latest is not None, "drafts are in flight"
+        chunks, step, sampled = self._latest
+        drafted = {chunk.request_id: chunk for chunk in chunks if chunk.request_id in request_ids}
+        with torch.inference_mode():
+            assert sampled is not None, "steps with drafts are sampled"
+            found = verified(drafted, step, sampled, self._rows.draft_tokens, self._staging)
+            assert found is not None, "the latest step has these drafts"
+            rows = np.array([self._rows.row(each) for each in found.request_ids], dtype=np.int64)
+            newest = found.sampled.gather(1, found.num_accepted[:, None]).squeeze(1)
+            self._rows.settle(rows, found.num_drafts - found.num_accepted, newest)
 
     def _copy_blocks(self, copies: Sequence[KVCopy]) -> None:
         for copy in copies:
@@ -310,7 +336,14 @@ class ModelExecutor:
         )
         scored = tuple(scores.report() for scores in step.hidden.scores)
         encoder_s = step.encoder_timer.wait() if step.encoder_timer is not None else 0.0
-        return StepResult(step.plan.step_id, (*sampled, *embedded), elapsed_s, scored, encoder_s)
+        return StepResult(
+            step.plan.step_id,
+            (*sampled, *embedded),
+            elapsed_s,
+            scored,
+            encoder_s,
+            step.timer.preparation_s,
+        )
 
     def _start_timer(self) -> StepTimer:
         return CudaTimer() if self._staging.device.type == "cuda" else HostTimer(self._clock)

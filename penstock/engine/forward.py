@@ -145,7 +145,7 @@ class ForwardPass:
             self._note_states(taken, chunks, step, self._graphs.hidden)
             return logits
         hidden = None
-        if graphs and not taps and self._prompt_graphs is not None:
+        if graphs and not taps and step.late is None and self._prompt_graphs is not None:
             hidden = self._prompt_graphs.hidden(step, slots)
         only_argmax = only_argmax and hidden is None and not pools
         states = None
@@ -185,7 +185,9 @@ class ForwardPass:
             if parts is not None:
                 pieces += reversed(parts)
             else:
-                if first.start < self._rows.num_tokens(first.request_id):  # drafts are optional
+                if first.in_flight or first.start < self._rows.num_tokens(
+                    first.request_id
+                ):  # drafts are optional
                     lost.setdefault(first.request_id, first)
                 made += self._nothing_for(first, taken.embeddings)
         return torch.cat(made) if made else None, list(lost.values())

@@ -154,6 +154,10 @@ class DecodeGraphs:
         context_lens[:count] = step.context_lens
         inputs[5 * size :].reshape(size, width)[:count] = self._rows.block_tables(step.rows, width)
         self._staging.copy_into(self._inputs, inputs)
+        if step.late is not None:
+            _, _, places, targets, contexts = self._inputs[: 5 * size].view(5, size)
+            tables = self._inputs[5 * size : (5 + width) * size].view(size, width)
+            self._rows.start_late(step.late, places, targets, contexts, tables)
         if self._window_inputs is not None:
             self._fill_windows(step, count, size)
 

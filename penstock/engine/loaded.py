@@ -44,6 +44,7 @@ class Loaded:
     kv_facts: tuple[object, ...] = ()  # what the bytes of a block depend on
     windows: WindowLayout | None = None  # of a model whose layers have windows
     masks_late: bool = False  # the executor samples a step once the step before it is committed, for grammars
+    starts_late: bool = False  # the executor finds where a chunk starts that follows drafts in flight
     # Reads the free bytes of the GPU, and all of its bytes.
     gpu_memory: Callable[[], tuple[int, int]] | None = None
     max_num_seqs: int | None = None  # requests that can run at once, if fewer than the setting allows

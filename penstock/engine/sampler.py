@@ -12,6 +12,7 @@ steps would have sampled. Such a request's state advances when its tokens are co
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -59,7 +60,9 @@ class Sampler:
         self._settings: tuple[tuple[int, bytes], SamplingBatch] | None = None  # of the latest samples
         self._edits: dict[int, LogitEdits] = {}
         self._logprobs: dict[int, int] = {}
-        self._uncommitted: set[int] = set()  # rows that were sampled with drafts, whose state is to advance
+        # Rows that were sampled with drafts, whose state is to advance: the most tokens of each uncommitted step.
+        self._uncommitted: dict[int, deque[int]] = {}
+        self._most_uncommitted = np.zeros(max_rows, dtype=np.int64)  # their sums
 
     def begin(self, row: int, request: Request, output_token_ids: Sequence[int]) -> None:
         params = request.sampling
@@ -70,6 +73,7 @@ class Sampler:
         self._min_p[row] = params.min_p
         self._seeds[row] = self._drawn_seed(request.id) if params.seed is None else params.seed
         self._positions[row] = len(output_token_ids)
+        self._most_uncommitted[row] = 0
         if params.logprobs is not None:
             self._logprobs[row] = params.logprobs
         seed = int(self._seeds[row])
@@ -82,7 +86,7 @@ class Sampler:
     def end(self, row: int) -> None:
         self._edits.pop(row, None)
         self._logprobs.pop(row, None)
-        self._uncommitted.discard(row)
+        self._uncommitted.pop(row, None)
 
     def needs_only_argmax(self, samples: Samples) -> bool:
         """Say whether these samples need only the argmax of their logits."""
@@ -97,20 +101,30 @@ class Sampler:
 
     def note_drawn(self, samples: Samples, late: Collection[int] = ()) -> None:
         """Note that tokens were sampled for all requests but the `late` ones, by index in N. The state of a request
-        with drafts waits for `commit`."""
-        rows, drafts = samples.request_rows, samples.drafts
-        if drafts or self._uncommitted:
-            drafted = {int(rows[index]) for index in drafts}
-            self._uncommitted = (self._uncommitted - set(rows.tolist())) | drafted
-        if drafts or late:
-            rows = np.delete(rows, [*late, *drafts])
+        with drafts waits for `commit`, and so does that of a request that starts late."""
+        rows = samples.request_rows
+        waiting = {*samples.drafts, *samples.late}
+        if waiting or self._uncommitted:
+            for index, row in enumerate(rows.tolist()):
+                if index not in samples.in_flight:
+                    self._uncommitted.pop(row, None)  # of a step whose samples were not taken
+                    self._most_uncommitted[row] = 0
+                if index in waiting:
+                    most = 1 + len(samples.drafts.get(index, ()))
+                    self._uncommitted.setdefault(row, deque()).append(most)
+                    self._most_uncommitted[row] += most
+        if waiting or late:
+            rows = np.delete(rows, [*late, *waiting])
         self._positions[rows] += 1
 
     def commit(self, row: int, token_ids: Sequence[int]) -> None:
         """Take the tokens that were committed for a row, whose state advances if drafts were sampled with them."""
-        if row not in self._uncommitted:
+        steps = self._uncommitted.get(row)
+        if steps is None:
             return
-        self._uncommitted.discard(row)
+        self._most_uncommitted[row] -= steps.popleft()
+        if not steps:
+            del self._uncommitted[row]
         self._positions[row] += len(token_ids)
         edits = self._edits.get(row)
         if edits is not None:
@@ -118,11 +132,17 @@ class Sampler:
                 edits.history.add_known(token_id)
 
     def sample(
-        self, logits: Tensor, samples: Samples, masks: StepMasks | None = None
+        self,
+        logits: Tensor,
+        samples: Samples,
+        masks: StepMasks | None = None,
+        num_taken_back: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Sample one token for each row of float32 `logits` [S, V]; returns int64 [S] on the device, and the
         log-probabilities (before penalties, masks and temperature) of the samples that asked for them, by index in S.
-        The sample of a request whose mask is late is invalid, and does not change the request's state."""
+        The sample of a request whose mask is late is invalid, and does not change the request's state.
+        `num_taken_back`, int64 [S] on the device, says by how many tokens each position lies before the position that
+        the host expects."""
         late = masks.late if masks is not None else frozenset()
         logprobs = (
             {
@@ -138,7 +158,10 @@ class Sampler:
             forbid(logits, masks.masked, masks.words)
         if edited:
             self._truncate(logits, samples)
-        token_ids = self._draw(logits, self._batch(samples))
+        batch = self._batch(samples)
+        if num_taken_back is not None:
+            batch.position.sub_(num_taken_back)
+        token_ids = self._draw(logits, batch)
         for i, index, history in edited:
             if index not in late and index not in samples.drafts:
                 history.add(token_ids[i : i + 1])
@@ -257,6 +280,9 @@ class Sampler:
 
     def _batch(self, samples: Samples) -> SamplingBatch:
         rows, positions = samples.rows, self._positions[samples.rows]
+        if self._uncommitted:
+            waits = np.isin(rows, samples.request_rows[list(samples.in_flight)])
+            positions += np.where(waits, self._most_uncommitted[rows], 0)
         if samples.offsets is not None:
             positions += samples.offsets
         key = self._num_begun, rows.tobytes()

@@ -47,6 +47,12 @@ def _turn_to_grow(sequence: Sequence) -> int:
     return 1 if offset is None else -offset
 
 
+def _may_start_late(sequence: Sequence) -> bool:
+    """Say whether the next step of a request with drafts in flight can be planned. An executor knows the outcome of
+    one step, not of several."""
+    return sequence.may_start_late and sequence.num_in_flight == sequence.num_drafted + 1
+
+
 class RunningSet:
     def __init__(self, cache: KVCache, lengths: OutputLengthEstimator, headroom: Headroom) -> None:
         self._cache = cache
@@ -104,15 +110,16 @@ class RunningSet:
             return None
         return sequence.hashes[num_blocks - 1]
 
-    def find_work(self, max_decodes: int) -> Work:
+    def find_work(self, max_decodes: int, *, starts_late: bool = False) -> Work:
         """Return the next work of each running request, with at most `max_decodes` decodes. The limit matters only
-        for requests that are not planned ahead: others may have been admitted while their samples were in flight."""
+        for requests that are not planned ahead: others may have been admitted while their samples were in flight.
+        Requests with drafts in flight have work only if the executor `starts_late`."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self._sequences.values():
             if sequence.is_prefilling:
                 prefills.append(sequence)
-            elif sequence.num_drafted or (
+            elif (sequence.num_drafted and not (starts_late and _may_start_late(sequence))) or (
                 sequence.num_known < sequence.ahead_from and sequence.num_expected > sequence.num_known
             ):
                 continue

@@ -41,7 +41,8 @@ from penstock.scheduler.endings import (
 )
 from penstock.scheduler.lifecycle import RequestLifecycle
 from penstock.scheduler.preemption import Preemption
-from penstock.scheduler.sequence import BATCH_RANK, Sequence, State
+from penstock.scheduler.running import Work
+from penstock.scheduler.sequence import BATCH_RANK, Drafted, Sequence, State
 from penstock.scheduler.speculation import Speculation
 from penstock.scheduler.step_builder import StepBuilder, StepLoad, share_of_room
 
@@ -56,6 +57,7 @@ class _StepInFlight:
     step_id: int
     # Records, not ids alone: an id may be used again while the step is in flight.
     sampling: dict[str, Sequence]
+    drafted: dict[str, Drafted]
     scoring: dict[str, Sequence]
     load: StepLoad
     planned_s: float | None  # None for a step that was planned ahead of a commit
@@ -73,12 +75,15 @@ class Scheduler(RequestLifecycle):
         tile_tokens: int = 1,
         image_cache_tokens: int = 0,
         masks_late: bool = False,
+        starts_late: bool = False,
     ) -> None:
         """`block_copy_s` is the time of a copy of one block to host memory, or back; with None, preempted requests
         compute again. `tile_tokens`: the executor computes tokens in tiles of this size, and a partly filled tile
         takes as long as a full one. `image_cache_tokens`: the executor keeps the encoder's output for images of this
         many tokens in total. `masks_late`: the executor samples a step after the previous step is committed, as
-        grammars require, so that requests with a grammar are planned ahead of commits too.
+        grammars require, so that requests with a grammar are planned ahead of commits too. `starts_late`: the
+        executor executes chunks with `unsettled` drafts, so that a step is planned before the drafts in front of it
+        are verified.
 
         A model with states gets no drafts, because a state cannot go back when a draft is rejected."""
         if cache.states is not None and (
@@ -99,7 +104,9 @@ class Scheduler(RequestLifecycle):
         )
         self._tile_tokens = tile_tokens
         self._itl_target_s = config.itl_target_ms / 1000.0 if config.itl_target_ms else None
-        self._speculation = Speculation(config, self._predictor, self._running)
+        # A window's old blocks are given back by the position of the newest token, which is not known then.
+        self._starts_late = starts_late and cache.windows is None
+        self._speculation = Speculation(config, self._predictor, self._running, starts_late=self._starts_late)
         self._preemption = Preemption(
             cache, self._running, self._admission, config.max_num_seqs, self._preempt
         )
@@ -118,23 +125,28 @@ class Scheduler(RequestLifecycle):
             self.cache.states.take_due()
         self._end_overdue(now)
         self._queue.promote(now)
+        max_tokens = self._config.max_num_batched_tokens
+        is_late = False
         if self._steps:
             self._speculation.plans_ahead = True
-            if self._speculation.waits_for_commits and self._running.has_decodes:
+            is_late = self._speculation.waits_for_commits and self._running.has_decodes
+        if is_late:
+            late = self._plan_late(max_tokens)
+            if late is None:
                 return None
-
-        max_tokens = self._config.max_num_batched_tokens
-        urgent = self._queue.first() if self._config.preempt_batch else None
-        work, lacks_blocks = self._preemption.make_room(max_tokens, urgent, now)
+            (work, drafted), lacks_blocks = late, False
+        else:
+            urgent = self._queue.first() if self._config.preempt_batch else None
+            work, lacks_blocks = self._preemption.make_room(max_tokens, urgent, now)
+            drafted = self._speculation.choose(work, NO_DRAFTS if lacks_blocks else drafts)
         step = StepBuilder(
             max_tokens, self._predictor, self._itl_target_s, self._tile_tokens, self.cache.block_size
         )
-        drafted = self._speculation.choose(work, NO_DRAFTS if lacks_blocks else drafts)
         decodes = [each for each in work.decodes if each.number not in drafted] if drafted else work.decodes
         step.add_decodes(decodes, self._running.grow(work.growing))
-        for sequence in drafted.values():
-            assert sequence.draft is not None
-            step.add_drafted(sequence, sequence.draft.token_ids[: sequence.num_drafted])
+        for sequence in work.decodes if drafted else ():
+            if sequence.number in drafted:
+                step.add_drafted(sequence, drafted[sequence.number])
         self._running.decoded(step.load.decode_sequences + step.load.draft_tokens)
         # After a preemption no request is admitted, or the preempted requests would be admitted at once.
         self._add_prefills(step, work.prefills, now, may_admit=not lacks_blocks)
@@ -143,7 +155,9 @@ class Scheduler(RequestLifecycle):
             return None
         self._num_steps += 1
         planned_s = None if self._steps else now
-        self._steps.append(_StepInFlight(self._num_steps, step.sampling, step.scoring, step.load, planned_s))
+        self._steps.append(
+            _StepInFlight(self._num_steps, step.sampling, step.drafted, step.scoring, step.load, planned_s)
+        )
         return StepPlan(
             self._num_steps,
             tuple(step.chunks),
@@ -152,6 +166,17 @@ class Scheduler(RequestLifecycle):
             tuple(step.encodings),
             self._images.take_dropped(),
         )
+
+    def _plan_late(self, max_tokens: int) -> tuple[Work, dict[int, Drafted]] | None:
+        """Return the work of a step that is planned while drafts are in flight, and its drafts; None if it is better,
+        or needed, to wait for their commit. Such a step has decodes alone, and preempts nobody."""
+        if not self._starts_late or self._queue.first() is not None:
+            return None
+        work = self._running.find_work(max_tokens, starts_late=True)
+        if not work.decodes or work.prefills or self._running.num_spare(work.growing) < 0:
+            return None
+        drafted = self._speculation.choose_late(work)
+        return None if drafted is None else (work, drafted)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Take the samples of the oldest plan in flight. Returns the events for clients."""
@@ -166,7 +191,8 @@ class Scheduler(RequestLifecycle):
         if not step.step_id % _STEPS_BETWEEN_DECISIONS:
             self._swapping.decide_spills()
         if step.planned_s is not None:
-            self._speculation.observe_step(step.load, step.planned_s, now, result.elapsed_s)
+            waited_s = now - step.planned_s - result.preparation_s
+            self._speculation.observe_step(step.load, waited_s, result.elapsed_s)
         events = [
             self._take_scores(sequence, scored, now)
             for scored in result.scored
@@ -176,7 +202,8 @@ class Scheduler(RequestLifecycle):
             sequence = step.sampling[sampled.request_id]
             if sequence.state is State.ENDED:  # while this step was in flight
                 continue
-            use = self._speculation.settle(sequence, sampled) if sequence.num_drafted else None
+            drafted = step.drafted.get(sampled.request_id)
+            use = self._speculation.settle(sequence, drafted, sampled) if drafted is not None else None
             if sampled.is_postponed:
                 self._postpone(sequence, now)
             else:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
 
 from penstock.core.hashing import BlockHash, chain_hashes, root_hash
-from penstock.core.plan import Draft
+from penstock.core.plan import Draft, SampledToken
 from penstock.core.request import CacheBreakpoint, Request, Tier
 from penstock.kvcache.table import BlockTable
 from penstock.scheduler.acceptance import Drafting
@@ -52,6 +53,30 @@ class Marks:
         return self.num_kept == len(self.ends)
 
 
+@dataclass(slots=True, eq=False)
+class Drafted:
+    """Tokens of a draft that a step verifies: `count` of them from the `first` on. They are `void` if they continue
+    tokens that turned out otherwise."""
+
+    draft: Draft
+    first: int
+    count: int
+    is_void: bool = False
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.draft.token_ids[self.first : self.first + self.count]
+
+    def continues(self, sampled: SampledToken) -> bool:
+        """Say whether a sample is what the draft's later tokens follow: every token as drafted, and the one after."""
+        end = self.first + self.count
+        return (
+            not self.is_void
+            and len(sampled.accepted) == self.count
+            and self.draft.token_ids[end : end + 1] == (sampled.token_id,)
+        )
+
+
 class Sequence:
     """Holds the state of one request. Three counts tell its progress; num_computed and num_known never exceed
     num_expected.
@@ -66,7 +91,7 @@ class Sequence:
         "admitted_s",
         "ahead_from",
         "arrival_s",
-        "draft",
+        "drafted",
         "drafting",
         "first_planned_s",
         "followers",
@@ -79,6 +104,7 @@ class Sequence:
         "leader",
         "length_limit",
         "marks",
+        "may_start_late",
         "min_tokens",
         "num_cached_tokens",
         "num_computed",
@@ -150,8 +176,10 @@ class Sequence:
         self.is_prefilling = False  # running, and tokens known at admission are not all computed
         self.num_cached_tokens: int | None = None  # found in the cache at first admission
 
-        self.draft: Draft | None = None  # of which `num_drafted` tokens are in flight
-        self.num_drafted = 0
+        self.drafted: Drafted | None = None  # of the latest step, while that is in flight
+        self.num_drafted = 0  # drafted tokens in flight
+        # A step may be planned while drafts are in flight. A grammar and penalties need to know the tokens before.
+        self.may_start_late = not request.images and not request.sampling.depends_on_answer
         self.drafting = Drafting()
 
         self.table: BlockTable | None = None  # set exactly while running

@@ -9,8 +9,11 @@ A drafted token counts only if all tokens before it are accepted. Its chance is 
 each position, from decayed counts: of the drafter and grade in this engine, and of the same in this request, where
 the first is what the second starts from.
 
-A draft follows from the newest token, so a step with drafts cannot be planned ahead of the step before it, and the
-executor idles while the host commits and plans. Where steps can be planned ahead, drafts must make up for that too.
+A draft follows from the newest token. So a step with new drafts cannot be planned ahead of the step before it, and
+the executor idles while the host commits and plans. Where steps can be planned ahead, drafts must make up for that.
+A long draft has tokens for several steps. A step with later tokens of such a draft is planned while the first ones
+are in flight (it *starts late*): those tokens count only if all before them are accepted, but the executor does not
+idle. Otherwise such a step brings one token for each request. The rates of both ways are compared.
 
 The step-time predictor fits all loads with one straight line. So its prediction for a step without drafts is scaled
 by what such steps took lately, and the time of a drafted token is what drafts added to it lately.
@@ -25,15 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-
-import msgspec
+from typing import NamedTuple
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.messages import DrafterStats
 from penstock.core.plan import Draft, DraftUse, SampledToken
 from penstock.scheduler.acceptance import Kind, Tally
 from penstock.scheduler.running import RunningSet, Work
-from penstock.scheduler.sequence import Sequence, State
+from penstock.scheduler.sequence import Drafted, Sequence, State
 from penstock.scheduler.step_builder import StepLoad, StepTimePredictor
 
 _FIRST_CHANCE = 0.6  # before the first draft
@@ -52,6 +54,27 @@ _PLANS_BETWEEN_PLAIN_STEPS = 48
 _PLANS_AFTER_RISE = 8
 _PLANS_UNTIL_FORGOTTEN = 256
 _MANY_REQUESTS = 16  # with more requests, a request whose draft was rejected pauses for a while
+_LATE_STEPS = 4  # for which a long draft has tokens, besides the first
+
+
+class _Offer(NamedTuple):
+    """Tokens of a draft, from the `first` on, that a request could verify. All before the `known`-th have been
+    sampled."""
+
+    sequence: Sequence
+    draft: Draft
+    room: int  # the most tokens
+    first: int = 0
+    known: int = 0
+
+    def chosen(self, count: int) -> Drafted:
+        return Drafted(self.draft, self.first, count)
+
+
+class _Choice(NamedTuple):
+    lengths: list[int]  # of each offer
+    num_tokens: float  # expected of the step
+    step_s: float
 
 
 class _Counts:
@@ -104,7 +127,14 @@ class _PlainSteps:
 
 
 class Speculation:
-    def __init__(self, config: SchedulerConfig, predictor: StepTimePredictor, running: RunningSet) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        predictor: StepTimePredictor,
+        running: RunningSet,
+        *,
+        starts_late: bool = False,
+    ) -> None:
         self._max_draft_tokens = config.max_draft_tokens
         self._max_step_tokens = config.max_num_batched_tokens
         self._predictor = predictor
@@ -119,7 +149,9 @@ class Speculation:
         self._row_s: float | None = None  # seconds of a drafted token, lately; None before the first
         self._num_observed = 0  # steps that were used to estimate the host's time
         self._host_s = 0.0  # host's time per step, while the executor idles
+        self._latest = _Choice([], 0.0, 0.0)  # of the latest step that was not planned ahead
         self.plans_ahead = False  # the driver asks for plans ahead of commits; set by the scheduler
+        self._starts_late = starts_late
 
     @property
     def waits_for_commits(self) -> bool:
@@ -134,17 +166,19 @@ class Speculation:
             return {}
         many = len(self._running) > _MANY_REQUESTS
         wanted: dict[str, int] = {}
+        num_steps = 1 + _LATE_STEPS if self._starts_late and self.plans_ahead else 1
         for sequence in self._running.sequences:
             room = self._room(sequence)
             if room <= 0 or sequence.is_prefilling:
                 continue
             if not (many and sequence.num_known < sequence.drafting.paused_until):
-                wanted[sequence.request_id] = room
+                longest = sequence.length_limit - sequence.num_known - 1
+                wanted[sequence.request_id] = min(num_steps * (1 + room) - 1, longest)
         return wanted
 
-    def choose(self, work: Work, drafts: Mapping[str, Draft]) -> dict[int, Sequence]:
-        """Return the decodes that verify drafts in this step, by number, each with the drafts that it takes. Requests
-        that need more slots for them join `work.growing`."""
+    def choose(self, work: Work, drafts: Mapping[str, Draft]) -> dict[int, Drafted]:
+        """Return the drafts that decodes verify in this step, by the number of their request. Requests that need more
+        slots for them join `work.growing`."""
         self._note_load(len(work.decodes))
         if not self._max_draft_tokens or self._plain_steps.is_due(len(work.decodes)):
             return {}
@@ -153,20 +187,44 @@ class Speculation:
             draft = drafts.get(sequence.request_id)
             room = self._room(sequence)
             if draft is not None and draft.token_ids and room > 0 and not sequence.num_in_flight:
-                offers.append((sequence, msgspec.structs.replace(draft, token_ids=draft.token_ids[:room])))
-        load = StepLoad(decode_sequences=len(work.decodes))
-        load.decode_context_tokens = sum(sequence.num_computed + 1 for sequence in work.decodes)
-        drafted = {}
+                offers.append(_Offer(sequence, draft, room))
         max_tokens = self._max_step_tokens - len(work.decodes)
-        for (sequence, draft), length in zip(offers, self._lengths(offers, load, max_tokens), strict=True):
-            num_drafted = self._running.fit_drafts(sequence, length, work.growing) if length else 0
-            if num_drafted > 0:
-                sequence.draft, sequence.num_drafted = draft, num_drafted
-                drafted[sequence.number] = sequence
-            else:
-                sequence.drafting.pause(sequence.num_known)
+        drafted = self._fitted(offers, self._lengths(offers, _load_of(work), max_tokens), work)
+        for offer in offers:
+            if offer.sequence.number not in drafted:
+                offer.sequence.drafting.pause(offer.sequence.num_known)
         if drafted:
             self._plain_steps.put_off()
+        return drafted
+
+    def choose_late(self, work: Work) -> dict[int, Drafted] | None:
+        """Return the drafts of a step that starts late, as `choose` does; None if it is better to wait for the commit
+        of the step in flight. Without any draft it is: new ones are only asked for when nothing is in flight."""
+        offers = []
+        for sequence in work.decodes:
+            before, room = sequence.drafted, self._room(sequence)
+            if before is not None and not before.is_void and room > 0:
+                # One token of the draft lies between: the sample after the drafts in flight.
+                first = before.first + before.count + 1
+                offers.append(_Offer(sequence, before.draft, room, first, before.first))
+        max_tokens = self._max_step_tokens - len(work.decodes)
+        choice = self._best(offers, _load_of(work), max_tokens, idle_s=0.0)
+        if not any(choice.lengths) or not self._pays_late(choice):
+            return None
+        return self._fitted(offers, choice.lengths, work)
+
+    def _pays_late(self, choice: _Choice) -> bool:
+        """Say whether a step that starts late has a higher rate than a step like the latest one that waited."""
+        waiting = self._latest
+        return choice.num_tokens * waiting.step_s > _MIN_GAIN * waiting.num_tokens * choice.step_s
+
+    def _fitted(self, offers: list[_Offer], lengths: list[int], work: Work) -> dict[int, Drafted]:
+        """Return as much of the chosen drafts as there are slots for."""
+        drafted = {}
+        for offer, length in zip(offers, lengths, strict=True):
+            count = self._running.fit_drafts(offer.sequence, length, work.growing) if length else 0
+            if count > 0:
+                drafted[offer.sequence.number] = offer.chosen(count)
         return drafted
 
     def _note_load(self, num_decodes: int) -> None:
@@ -177,11 +235,11 @@ class Speculation:
             if self._num_plans_without >= _PATIENCE:
                 self._num_plans_without = _PATIENCE + _FEWEST_BETWEEN_TRIALS - 1  # this plan counts
 
-    def observe_step(self, load: StepLoad, planned_s: float, committed_s: float, elapsed_s: float) -> None:
+    def observe_step(self, load: StepLoad, waited_s: float, elapsed_s: float) -> None:
         """Learn the costs of drafts from a step that was not planned ahead: the host's time, and without prompts the
-        time of a step without drafts and of each drafted token."""
-        idle_s = max(0.0, committed_s - planned_s - elapsed_s)
-        idle_s = min(idle_s, max(2.0 * self._host_s, elapsed_s))  # the host may have recorded graphs
+        time of a step without drafts and of each drafted token. `waited_s` is the time from plan to commit."""
+        idle_s = max(0.0, waited_s - elapsed_s)
+        idle_s = min(idle_s, max(2.0 * self._host_s, elapsed_s))  # the host may have compiled kernels
         self._num_observed += 1
         self._host_s += max(_GAIN, 1.0 / self._num_observed) * (idle_s - self._host_s)
         if load.prefill_tokens or elapsed_s <= 0.0:
@@ -197,22 +255,25 @@ class Speculation:
             before_s = self._predictor.draft_token_s if self._row_s is None else self._row_s
             self._row_s = before_s + _GAIN * (row_s - before_s)
 
-    def settle(self, sequence: Sequence, sampled: SampledToken) -> DraftUse:
+    def settle(self, sequence: Sequence, drafted: Drafted, sampled: SampledToken) -> DraftUse:
         """Count the drafts of a request that were in flight, and take back those that were not accepted."""
-        draft, num_drafted, num_accepted = sequence.draft, sequence.num_drafted, len(sampled.accepted)
-        assert draft is not None
-        num_rejected = num_drafted - num_accepted
+        num_accepted = len(sampled.accepted)
+        num_rejected = drafted.count - num_accepted
         if num_rejected < 0:
-            raise ValueError(f"{num_accepted} of {num_drafted} drafts were accepted")
+            raise ValueError(f"{num_accepted} of {drafted.count} drafts were accepted")
         if not sampled.is_postponed:
-            self._observe(sequence, draft, num_drafted, num_accepted)
+            self._observe(sequence, drafted, num_accepted)
         sequence.num_expected -= num_rejected
         if sequence.state is State.RUNNING:
             self._running.take_back(sequence, num_rejected)
-        sequence.draft, sequence.num_drafted = None, 0
-        return DraftUse(draft.drafter, num_drafted, num_accepted)
+        sequence.num_drafted -= drafted.count
+        if sequence.drafted is drafted:
+            sequence.drafted = None
+        elif sequence.drafted is not None and not drafted.continues(sampled):
+            sequence.drafted.is_void = True
+        return DraftUse(drafted.draft.drafter, drafted.count, num_accepted)
 
-    def _lengths(self, offers: list[tuple[Sequence, Draft]], load: StepLoad, max_tokens: int) -> list[int]:
+    def _lengths(self, offers: list[_Offer], load: StepLoad, max_tokens: int) -> list[int]:
         """Return how many tokens of each draft a step takes. `load` is the step without drafts. All drafts together
         may have `max_tokens`."""
         is_trial = self._is_trial_due
@@ -227,17 +288,19 @@ class Speculation:
         if is_trial:
             self._num_plans_without = _PATIENCE
             self._plans_between_trials = min(2 * self._plans_between_trials, _MOST_BETWEEN_TRIALS)
-            by_chance = sorted(range(len(offers)), key=lambda index: -self._chances(*offers[index])[0])
+            by_chance = sorted(range(len(offers)), key=lambda index: -self._chances(offers[index])[0])
             for index in by_chance[: min(-(-load.decode_sequences // _TRIAL_SHARE), max_tokens)]:
                 lengths[index] = 1
         return lengths
 
-    def _observe(self, sequence: Sequence, draft: Draft, num_drafted: int, num_accepted: int) -> None:
-        """Count a draft that was verified."""
+    def _observe(self, sequence: Sequence, drafted: Drafted, num_accepted: int) -> None:
+        """Count a draft that was verified. Later tokens of a draft say nothing about its first ones."""
+        draft = drafted.draft
         kind = (draft.drafter, draft.grade)
-        self._tally(kind).observe(num_drafted, num_accepted)
-        sequence.drafting.observe(kind, num_drafted, num_accepted)
-        self._counts.setdefault(draft.drafter, _Counts()).observe(num_drafted, num_accepted)
+        if not drafted.first:
+            self._tally(kind).observe(drafted.count, num_accepted)
+            sequence.drafting.observe(kind, drafted.count, num_accepted)
+        self._counts.setdefault(draft.drafter, _Counts()).observe(drafted.count, num_accepted)
 
     def stats(self) -> tuple[DrafterStats, ...]:
         return tuple(
@@ -251,20 +314,26 @@ class Speculation:
 
     def _room(self, sequence: Sequence) -> int:
         """Return the most tokens that may be drafted for a request, which gets one more token in any case."""
-        return min(self._max_draft_tokens, sequence.length_limit - sequence.num_known - 1)
+        return min(self._max_draft_tokens, sequence.length_limit - sequence.num_expected - 1)
 
-    def _best_lengths(
-        self, offers: list[tuple[Sequence, Draft]], load: StepLoad, max_tokens: int
-    ) -> list[int]:
-        row_s = _MARGIN * (self._predictor.draft_token_s if self._row_s is None else self._row_s)
+    def _best_lengths(self, offers: list[_Offer], load: StepLoad, max_tokens: int) -> list[int]:
+        """Return how many tokens of each draft raise the rate of a step that is not planned ahead."""
+        choice = self._best(offers, load, max_tokens, idle_s=self._host_s)
+        self._latest = choice
         plain_s = self._plain_ratio * self._predictor.predict(load)
-        step_s = plain_s + self._host_s
+        if (
+            self.plans_ahead
+            and choice.num_tokens * plain_s <= _MIN_GAIN * load.decode_sequences * choice.step_s
+        ):
+            return [0] * len(offers)
+        return choice.lengths
+
+    def _best(self, offers: list[_Offer], load: StepLoad, max_tokens: int, *, idle_s: float) -> _Choice:
+        """Take drafted tokens in the order of their chances. The executor idles for `idle_s` before the step."""
+        row_s = _MARGIN * (self._predictor.draft_token_s if self._row_s is None else self._row_s)
+        step_s = self._plain_ratio * self._predictor.predict(load) + idle_s
         num_tokens = float(load.decode_sequences)
-        rows = [
-            (chance, index)
-            for index, (sequence, draft) in enumerate(offers)
-            for chance in self._chances(sequence, draft)
-        ]
+        rows = [(chance, index) for index, offer in enumerate(offers) for chance in self._chances(offer)]
         # Within a draft chances fall, or stay: a stable sort keeps its tokens in order.
         rows.sort(key=_by_chance, reverse=True)
         lengths = [0] * len(offers)
@@ -276,20 +345,21 @@ class Speculation:
             step_s += row_s
         if self._row_s is None:
             lengths = [min(length, _FIRST_TOKENS) for length in lengths]
-        if self.plans_ahead and num_tokens * plain_s <= _MIN_GAIN * load.decode_sequences * step_s:
-            return [0] * len(offers)
-        return lengths
+        return _Choice(lengths, num_tokens, step_s)
 
-    def _chances(self, sequence: Sequence, draft: Draft) -> list[float]:
-        """Return the chance of each token to be accepted, with all before it."""
+    def _chances(self, offer: _Offer) -> list[float]:
+        """Return the chance of each token to be accepted, with all before it in the draft."""
+        sequence, draft, room, first, known = offer
         kind = (draft.drafter, draft.grade)
         ours, own = self._tally(kind), sequence.drafting.tallies.get(kind)
         chances = []
         prior, product = _FIRST_CHANCE, 1.0
-        for position in range(len(draft.token_ids)):
+        for position in range(min(first + room, len(draft.token_ids))):
             prior = ours.chance(position, prior)
-            product *= prior if own is None else own.chance(position, prior)
-            chances.append(product)
+            if position >= known:
+                product *= prior if own is None else own.chance(position, prior)
+            if position >= first:
+                chances.append(product)
         return chances
 
     def _tally(self, kind: Kind) -> Tally:
@@ -297,6 +367,13 @@ class Speculation:
         if tally is None:
             tally = self._tallies[kind] = Tally(_DECAY, _PRIOR_WEIGHT)
         return tally
+
+
+def _load_of(work: Work) -> StepLoad:
+    """Return the load of a step without drafts."""
+    load = StepLoad(decode_sequences=len(work.decodes))
+    load.decode_context_tokens = sum(sequence.num_computed + 1 for sequence in work.decodes)
+    return load
 
 
 def _by_chance(row: tuple[float, int]) -> float:

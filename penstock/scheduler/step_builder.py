@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from penstock.core.plan import Chunk, Encoding
-from penstock.scheduler.sequence import Sequence
+from penstock.scheduler.sequence import Drafted, Sequence
 
 _FORGETTING = 0.98  # of each weight, per step that tells something about it: old steps fade
 _NOISE_VARIANCE = 0.01  # of relative errors: about a tenth either way
@@ -181,6 +181,7 @@ class StepBuilder:
         "_target_s",
         "_tile_tokens",
         "chunks",
+        "drafted",
         "encodings",
         "load",
         "num_tokens_left",
@@ -204,6 +205,7 @@ class StepBuilder:
         self.chunks: list[Chunk] = []
         self.encodings: list[Encoding] = []
         self.sampling: dict[str, Sequence] = {}
+        self.drafted: dict[str, Drafted] = {}  # by request
         self.scoring: dict[str, Sequence] = {}  # requests with chunks whose prompt tokens are scored
         self.load = StepLoad()
 
@@ -216,8 +218,8 @@ class StepBuilder:
             start = sequence.num_computed
             request_id = sequence.request_id
             in_flight = 1 if start >= sequence.num_known else 0
-            if moved and sequence.number in moved:
-                chunks.append(self._moved_decode(sequence, in_flight))
+            if (moved and sequence.number in moved) or sequence.num_drafted:
+                chunks.append(self._changed_decode(sequence, in_flight, sequence.number in moved))
             else:
                 chunks.append(Chunk(request_id, start, 1, True, (), False, in_flight))
             sampling[request_id] = sequence
@@ -228,23 +230,25 @@ class StepBuilder:
         self.load.decode_sequences = len(sequences)
         self.load.decode_context_tokens = context_tokens + len(sequences)
 
-    def _moved_decode(self, sequence: Sequence, in_flight: int) -> Chunk:
-        """Return one token of a request with blocks that the executor does not know."""
+    def _changed_decode(self, sequence: Sequence, in_flight: int, is_moved: bool) -> Chunk:
+        """Return one token of a request with blocks that the executor does not know, or with drafts in flight."""
         table = sequence.blocks
         return Chunk(
             sequence.request_id,
             sequence.num_computed,
             1,
             True,
-            (table.block_ids[-1],),
+            (table.block_ids[-1],) if is_moved else (),
             in_flight=in_flight,
-            tail_offset=table.half_offset or 0,
+            tail_offset=(table.half_offset or 0) if is_moved else 0,
             window_blocks=() if table.windows is None else table.windows.take_new(),
+            unsettled=sequence.num_drafted,
         )
 
-    def add_drafted(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
-        """Add the newest token of a request, which is known, and drafts of the tokens that follow."""
-        start, num_tokens = sequence.num_computed, 1 + len(drafts)
+    def add_drafted(self, sequence: Sequence, drafted: Drafted) -> None:
+        """Add the newest token of a request, and drafts of the tokens that follow."""
+        start, drafts = sequence.num_computed, drafted.token_ids
+        num_tokens = 1 + len(drafts)
         table = sequence.blocks
         self.chunks.append(
             Chunk(
@@ -253,12 +257,16 @@ class StepBuilder:
                 num_tokens,
                 True,
                 tuple(table.block_ids[start // self._block_size :]),
+                in_flight=1 if start >= sequence.num_known else 0,
                 tail_offset=table.half_offset or 0,
                 drafts=drafts,
                 window_blocks=() if table.windows is None else table.windows.take_new(),
+                unsettled=sequence.num_drafted,
             )
         )
         self.sampling[sequence.request_id] = sequence
+        self.drafted[sequence.request_id] = sequence.drafted = drafted
+        sequence.num_drafted += len(drafts)
         sequence.num_computed = start + num_tokens
         sequence.num_expected += num_tokens
         self.num_tokens_left -= num_tokens

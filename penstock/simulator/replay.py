@@ -76,6 +76,7 @@ def build_scheduler(header: LogHeader) -> Scheduler:
         tile_tokens=header.tile_tokens,
         image_cache_tokens=header.image_cache_tokens,
         masks_late=header.masks_late,
+        starts_late=header.starts_late,
     )
 
 

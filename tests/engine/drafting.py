@@ -6,10 +6,11 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.core.plan import Draft, TokenEvent, TokenLogprobs
+from penstock.core.plan import Draft, StepPlan, TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request
 from penstock.engine.build import Engine
 from penstock.engine.drafters.interface import Drafter
+from penstock.scheduler.speculation import _Choice
 
 from .tiny import VOCAB_SIZE, run, tokens
 
@@ -64,15 +65,35 @@ def speculate(engine: Engine, drafter: Drafter, most: int = 4) -> Engine:
     speculation = engine.loop.scheduler._speculation
     speculation._max_draft_tokens = most
 
-    def take_all(offers: list[tuple[Any, Draft]], load: object, max_tokens: int) -> list[int]:
+    def take_all(offers: list[Any], load: object, max_tokens: int) -> list[int]:
         lengths = []
-        for _, draft in offers:
-            lengths.append(min(len(draft.token_ids), max(max_tokens, 0)))
+        for offer in offers:
+            left = max(0, len(offer.draft.token_ids) - offer.first)
+            lengths.append(min(left, offer.room, max(max_tokens, 0)))
             max_tokens -= lengths[-1]
         return lengths
 
     speculation._best_lengths = take_all  # type: ignore[method-assign]
+    speculation._best = lambda offers, load, most, idle_s: _Choice(  # type: ignore[method-assign]
+        take_all(offers, load, most), 1.0, 1.0
+    )
+    rng = random.Random(1)
+    speculation._pays_late = lambda choice: rng.random() < 0.7  # type: ignore[method-assign]
     return engine
+
+
+def num_late(engine: Engine) -> list[int]:
+    """Count the plans that start late, from now on, in a list of one number."""
+    scheduler, count = engine.loop.scheduler, [0]
+    plan = scheduler.plan
+
+    def counted(*args: Any) -> StepPlan | None:
+        planned = plan(*args)
+        count[0] += planned is not None and any(chunk.unsettled for chunk in planned.chunks)
+        return planned
+
+    scheduler.plan = counted  # type: ignore[method-assign]
+    return count
 
 
 def answer(events: list[TokenEvent]) -> Answer:

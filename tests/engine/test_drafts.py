@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from penstock.core.request import Dry, Request
 from penstock.engine.batch import Samples
+from penstock.engine.logit_edits import make_edits
 from penstock.engine.sampler import Sampler
 from penstock.engine.staging import Staging
 from penstock.kernels.select import select_ops
 
-from .drafting import KnowingDrafter, answers, num_accepted, speculate
+from .drafting import KnowingDrafter, answers, num_accepted, num_late, speculate
 from .tiny import VOCAB_SIZE, request, teach_short_answers, tiny_engine, write_tiny_model
 
 SPOILED = [0.0, 0.5, 1.0]
@@ -95,6 +96,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {},
         {"enable_prefix_caching": False, "max_num_batched_tokens": 17},
         {"num_kv_blocks": 10, "max_num_batched_tokens": 40},
+        {"steps_in_flight": 2},
         {"steps_in_flight": 3},
         {"kv_cache_dtype": "int8"},
         {"dtype": "bfloat16"},
@@ -109,17 +111,30 @@ def test_drafts_change_no_answer(model: Path, settings: dict[str, Any], spoiled:
     engine = tiny_engine(model, speculate="off", **settings)
     teach_short_answers(engine)
     speculate(engine, KnowingDrafter(known, spoiled))
+    late = num_late(engine)
     assert answers(engine, all_requests()) == expected
     assert (num_accepted(engine) == 0) == (spoiled == 1.0)
+    assert (late[0] > 0) == ("steps_in_flight" in settings)
     if "num_kv_blocks" in settings:
         assert engine.loop.stats().num_preemptions > 0, "the cache was meant to be too small"
 
 
+@pytest.mark.parametrize("name", SAMPLING)
+def test_requests_whose_logits_are_edited_depend_on_their_answer(name: str) -> None:
+    """Steps of other requests are planned before the tokens in front of them are known."""
+    asked = request(name, [1], **SAMPLING[name])
+    edits = make_edits(asked, (), (2,), 0, VOCAB_SIZE, torch.device("cpu"))
+    assert asked.sampling.depends_on_answer == (edits is not None)
+
+
 @pytest.mark.parametrize("spoiled", SPOILED)
-def test_drafts_that_are_laid_out_as_decodes_change_no_answer(model: Path, spoiled: float) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_that_are_laid_out_as_decodes_change_no_answer(
+    model: Path, spoiled: float, depth: int
+) -> None:
     """As on a GPU, where each drafted token is a sequence of its own."""
     expected = answers(tiny_engine(model, speculate="off"), all_requests())
-    engine = tiny_engine(model, speculate="off", max_num_batched_tokens=60)
+    engine = tiny_engine(model, speculate="off", max_num_batched_tokens=60, steps_in_flight=depth)
     engine.loop.executor._rows._splits_drafts = True  # type: ignore[attr-defined]
     speculate(engine, KnowingDrafter({name: found[0] for name, found in expected.items()}, spoiled))
     assert answers(engine, all_requests()) == expected

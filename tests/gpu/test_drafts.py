@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 from penstock.core.request import Request
 from penstock.engine.build import Engine, build_engine
 from penstock.engine.drafters.length import DraftLength
-from tests.engine.drafting import KnowingDrafter, answers, num_accepted, speculate
+from tests.engine.drafting import KnowingDrafter, answers, num_accepted, num_late, speculate
 from tests.engine.tiny import VOCAB_SIZE, request, write_tiny_model
 from tests.models.heads import eagle_tensors, write_folder
 
@@ -59,11 +59,13 @@ def test_answers_are_the_same(tmp_path: Path, spoiled: float, num_requests: int)
     plain_engine.close()
     engine = engine_of(tmp_path)
     right = {request_id: found[0] for request_id, found in plain.items()}
-    drafted = answers(speculate(engine, KnowingDrafter(right, spoiled)), asked)
+    late = num_late(speculate(engine, KnowingDrafter(right, spoiled)))
+    drafted = answers(engine, asked)
     accepted = num_accepted(engine)
     engine.close()
     assert {name: found[0] for name, found in drafted.items()} == right
     assert bool(accepted) == (spoiled < 1.0)
+    assert late[0] > 0, "steps are planned while drafts are in flight"
 
 
 @pytest.mark.parametrize("kind", ["draft", "eagle", "eagle3"])

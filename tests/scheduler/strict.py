@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from zlib import crc32
 
+import msgspec
+
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.plan import (
@@ -90,6 +92,7 @@ class Row:
     num_computed: int = 0
     digests: list[int] = field(default_factory=list)  # of the tokens computed or reused
     last_sample: tuple[int, int] | None = None  # position, token
+    num_unsettled: int = 0  # drafts of the latest step
     state_slot: int | None = None
     windows: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # by group and block index
     void_from: int | None = None  # positions from here on were computed in vain: a sample was postponed
@@ -144,6 +147,7 @@ class StrictExecutor:
         self.num_halves_copied = 0
         self.last_step_id = 0
         self.masks_late = False
+        self.starts_late = False
         self.faults = Faults()
         self.prompts: dict[str, tuple[int, ...]] = {}
 
@@ -152,6 +156,7 @@ class StrictExecutor:
         self.last_step_id = plan.step_id
         assert plan.chunks or plan.copies
         assert plan.num_tokens <= self._config.max_num_batched_tokens
+        plan = msgspec.structs.replace(plan, chunks=tuple(map(self._started, plan.chunks)))
         assert len({chunk.request_id for chunk in plan.chunks}) == len(plan.chunks)
         for request_id in plan.released:
             del self.rows[request_id]
@@ -170,6 +175,20 @@ class StrictExecutor:
                 sampled.append(self._sample(chunk))
         self.num_tokens_computed += plan.num_tokens
         return StepResult(plan.step_id, tuple(sampled), self.faults.step_s(plan.num_tokens), scored)
+
+    def _started(self, chunk: Chunk) -> Chunk:
+        """Let a chunk start where the drafts in front of it have been accepted up to."""
+        if not chunk.unsettled:
+            return chunk
+        assert self.starts_late
+        assert chunk.in_flight == 1
+        row = self.rows[chunk.request_id]
+        assert 0 <= chunk.start - row.num_computed <= chunk.unsettled == row.num_unsettled
+        # Blocks from that of `start` on are new.
+        if chunk.new_block_ids:
+            row.table[chunk.start // self._block_size :] = chunk.new_block_ids
+            row.tail_offset = chunk.tail_offset
+        return msgspec.structs.replace(chunk, start=row.num_computed, new_block_ids=())
 
     def _score(self, chunk: Chunk) -> ScoredChunk:
         assert chunk.scores_from is not None
@@ -195,6 +214,7 @@ class StrictExecutor:
             row.last_sample = (row.num_computed, 0)
             return SampledToken(request_id, 0, is_postponed=True)
         accepted: list[int] = []
+        row.num_unsettled = len(chunk.drafts)
         for draft in chunk.drafts:
             if sample(row.digests[chunk.start + len(accepted)]) != draft:
                 break
@@ -268,9 +288,18 @@ class StrictExecutor:
         assert chunk.start + chunk.num_tokens <= len(row.table) * self._block_size - row.tail_offset
         if chunk.drafts:
             num_drafts = len(chunk.drafts)
-            assert (chunk.in_flight, chunk.num_tokens, chunk.samples) == (0, 1 + num_drafts, True)
+            assert (chunk.num_tokens, chunk.samples) == (1 + num_drafts, True)
             assert num_drafts <= self._config.max_draft_tokens
-            assert chunk.start + 1 == len(row.tokens), "drafts follow the newest known token"
+            assert chunk.in_flight or chunk.start + 1 == len(row.tokens), (
+                "drafts follow the newest known token"
+            )
+            assert chunk.in_flight in (0, 1)
+        if chunk.in_flight and chunk.drafts:
+            assert chunk.unsettled, "drafts follow a token that nobody knows"
+            assert row.last_sample is not None
+            assert row.last_sample[0] == chunk.start, "the token in flight belongs elsewhere"
+        elif chunk.drafts:
+            pass
         elif chunk.in_flight:
             assert (chunk.in_flight, chunk.num_tokens, chunk.samples) == (1, 1, True)
             assert row.last_sample is not None
@@ -348,11 +377,11 @@ class StrictExecutor:
                 previous = row.digests[-1] if row.digests else row.root_digest
                 row.digests.append(extend(previous, row.tokens[len(row.digests)]))
             for position in range(chunk.start, chunk.start + chunk.num_tokens):
-                if chunk.in_flight:
+                if position >= chunk.start + chunk.num_tokens - len(chunk.drafts):
+                    token_id = chunk.drafts[position - chunk.start - chunk.num_tokens]
+                elif chunk.in_flight:
                     assert row.last_sample is not None
                     token_id = row.last_sample[1]
-                elif position >= len(row.tokens):
-                    token_id = chunk.drafts[position - len(row.tokens)]
                 else:
                     token_id = row.tokens[position]
                 previous = row.digests[-1] if row.digests else row.root_digest
@@ -412,6 +441,8 @@ class Driver:
         draft_share: float = 0.0,
         spoiled_share: float = 0.0,
         masks_late: bool = False,
+        starts_late: bool = False,
+        late_share: float | None = None,
         **config: object,
     ) -> None:
         self.draft_share = draft_share  # of the drafts that the scheduler could use
@@ -448,9 +479,15 @@ class Driver:
             eos_token_ids=frozenset({EOS}),
             block_copy_s=block_copy_s,
             masks_late=masks_late,
+            starts_late=starts_late,
         )
         self.executor = StrictExecutor(self.config, num_blocks, block_size, num_host_blocks, states, layout)
-        self.executor.masks_late = masks_late
+        self.executor.masks_late, self.executor.starts_late = masks_late, starts_late
+        self.num_late = 0  # plans that started late
+        if late_share is not None:  # of the plans that could start late, whether that pays or not
+            rng = self.executor.faults.rng
+            speculation = self.scheduler._speculation
+            speculation._pays_late = lambda choice: rng.random() < late_share  # type: ignore[method-assign]
         self.depth = depth
         self.max_model_len = max_model_len
         self.now = 0.0
@@ -546,6 +583,7 @@ class Driver:
         self.scheduler.check_integrity()
         self._take(self.scheduler.take_events())
         if plan is not None:
+            self.num_late += any(chunk.unsettled for chunk in plan.chunks)
             self.plans.append(plan)
             tokens = {
                 chunk.request_id: [

@@ -95,6 +95,8 @@ configs = st.fixed_dictionaries(
         "max_draft_tokens": st.sampled_from([0, 1, 3, 12]),
         "draft_share": st.sampled_from([0.5, 1.0]),
         "spoiled_share": st.sampled_from([0.0, 0.2, 1.0]),
+        "starts_late": st.booleans(),
+        "late_share": st.sampled_from([None, 0.5, 1.0]),
     }
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -279,3 +281,78 @@ def test_a_predictor_that_learned_nothing_but_zeros_ends_no_step() -> None:
     driver.add(make_request("r", 5, 20))
     driver.run()
     assert driver.answers["r"] == expected_answer(driver.requests["r"], 20)
+
+
+def run_with_host(driver: Driver, host_s: float, num_steps: int) -> None:
+    """Let the executor idle for so long before each step that was not planned ahead."""
+    for _ in range(num_steps):
+        waits = not driver.num_in_flight
+        while driver.num_in_flight < 2 and driver.plan() is not None:
+            pass
+        driver.now += 0.01 + (host_s if waits else 0.0)
+        if driver.num_in_flight:
+            driver.commit()
+
+
+@pytest.mark.parametrize(
+    ("host_s", "spoiled_share", "is_late"), [(0.02, 0.0, True), (0.0, 0.0, False), (0.005, 0.3, False)]
+)
+def test_a_step_is_planned_while_drafts_are_in_flight_if_that_pays(
+    host_s: float, spoiled_share: float, is_late: bool
+) -> None:
+    driver = drafting_driver(
+        depth=2, spoiled_share=spoiled_share, num_blocks=300, max_model_len=1000, starts_late=True
+    )
+    set_step_cost(driver, 0.010, 0.0001)
+    driver.add(make_request("r", 5, 900))
+    run_with_host(driver, host_s, 100)
+    assert (driver.num_late > 30) == is_late
+    assert driver.num_late < 5 or is_late
+    driver.run()
+
+
+def test_no_step_starts_late_while_a_prompt_waits() -> None:
+    driver = drafting_driver(
+        depth=2, num_blocks=300, max_model_len=1000, starts_late=True, late_share=1.0, max_num_seqs=2
+    )
+    driver.add(make_request("r", 5, 900))
+    while not driver.num_late:
+        driver.step()
+    for number in range(3):
+        driver.add(make_request(f"q{number}", 5, 40))
+    before = driver.num_late
+    for _ in range(20):
+        driver.step()
+    assert driver.scheduler.num_waiting > 0
+    assert driver.num_late == before
+    driver.run()
+
+
+@pytest.mark.parametrize("sampling", [{"presence_penalty": 0.5}, {"min_tokens": 3}, {"logit_bias": {1: 2.0}}])
+def test_requests_whose_samples_depend_on_the_answer_wait_for_their_drafts(sampling: dict[str, Any]) -> None:
+    driver = drafting_driver(depth=2, num_blocks=100, max_model_len=300, starts_late=True, late_share=1.0)
+    driver.add(make_request("r", 5, 200, **sampling))
+    driver.run()
+    assert driver.num_late == 0
+    (stats,) = driver.scheduler.stats().drafters
+    assert sum(stats.accepted) > 100
+
+
+@pytest.mark.parametrize(("spoiled_share", "longest"), [(0.0, 4), (1.0, 1)])
+def test_the_rest_of_a_draft_is_dropped_once_a_token_differs(spoiled_share: float, longest: int) -> None:
+    """Tokens that continue a wrong one are verified in vain once, and no further ones are taken from that draft."""
+    driver = drafting_driver(
+        depth=2,
+        num_blocks=300,
+        max_model_len=1000,
+        starts_late=True,
+        late_share=1.0,
+        spoiled_share=spoiled_share,
+    )
+    driver.add(make_request("r", 5, 600))
+    driver.run()
+    found = num_in_a_row = 0
+    for plan in driver.plans:
+        num_in_a_row = num_in_a_row + 1 if any(chunk.unsettled for chunk in plan.chunks) else 0
+        found = max(found, num_in_a_row)
+    assert found >= longest if longest > 1 else found == 1

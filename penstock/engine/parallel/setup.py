@@ -116,9 +116,13 @@ class SharingSampler(Sampler):
         self._group = group
 
     def sample(
-        self, logits: Tensor, samples: Samples, masks: StepMasks | None = None
+        self,
+        logits: Tensor,
+        samples: Samples,
+        masks: StepMasks | None = None,
+        num_taken_back: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        token_ids, logprobs = super().sample(logits, samples, masks)
+        token_ids, logprobs = super().sample(logits, samples, masks, num_taken_back)
         self._group.share(token_ids)
         return token_ids, logprobs
 
@@ -139,7 +143,11 @@ class ReceivingSampler(Sampler):
         return
 
     def sample(
-        self, logits: Tensor, samples: Samples, masks: StepMasks | None = None
+        self,
+        logits: Tensor,
+        samples: Samples,
+        masks: StepMasks | None = None,
+        num_taken_back: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
         self._group.share(token_ids)
