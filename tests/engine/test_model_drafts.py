@@ -273,6 +273,21 @@ def test_lengths_follow_acceptance_and_cost() -> None:
     assert lengths(8, 5.0, 1.0, 60)[-1] == 0
 
 
+def test_a_drafter_that_is_rarely_asked_tries_again_as_soon() -> None:
+    """While drafts do not pay, the scheduler asks for them once in many steps."""
+    clock = Clock()
+    chooser = DraftLength(clock, 8)
+    chosen = []
+    for _ in range(40):
+        chosen.append(chooser.begin(num_steps=32))
+        clock.time += 5.0 * chosen[-1]
+        if chosen[-1]:
+            chooser.end(chosen[-1], 1, 1)
+            chooser.observe(chosen[-1], chosen[-1])
+        clock.time += 32 * 1.0
+    assert chosen[-20:].count(length._TRIAL_TOKENS) == 10
+
+
 def test_the_time_to_compile_does_not_count() -> None:
     assert lengths(8, 0.1, 1.0, 40, first_s=100.0)[-1] == 8
 

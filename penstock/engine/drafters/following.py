@@ -89,6 +89,7 @@ class OnTheWay:
     made: Tensor  # int64 [N, 1 + most], accepted drafts of the step, and new drafts; on the host once done
     blind: Collection[str] = ()
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # the beginning and the end, on a GPU
+    has_recorded: bool = False  # a graph was recorded meanwhile, so that the time is not representative
 
     @property
     def length(self) -> int:
@@ -114,7 +115,12 @@ class OnTheWay:
 
 
 def send(
-    step: Verified, drafted: Tensor, blind: Collection[str] = (), began: torch.cuda.Event | None = None
+    step: Verified,
+    drafted: Tensor,
+    blind: Collection[str] = (),
+    began: torch.cuda.Event | None = None,
+    *,
+    has_recorded: bool = False,
 ) -> OnTheWay:
     """Start the copy of new drafts to the host: int64 [N, most]."""
     made, events = torch.cat([step.num_accepted[:, None], drafted], dim=1), None
@@ -124,7 +130,7 @@ def send(
         done = torch.cuda.Event(enable_timing=True)
         done.record()
         events = (began or done, done)
-    return OnTheWay(step.request_ids, step.positions.tolist(), made, blind, events)
+    return OnTheWay(step.request_ids, step.positions.tolist(), made, blind, events, has_recorded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +166,13 @@ class DraftSteps:
         self._spare_slot = (kv.num_blocks - 1) * kv.block_size
         self._records_graphs = records_graphs
         self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._has_recorded = False
         self._pool = torch.cuda.graph_pool_handle() if records_graphs else None
+
+    def take_has_recorded(self) -> bool:
+        """Say whether a graph was recorded since the last call."""
+        has_recorded, self._has_recorded = self._has_recorded, False
+        return has_recorded
 
     def width(self, max_context: int) -> int:
         """Return the number of blocks in a table for contexts of up to this many tokens."""
@@ -226,6 +238,7 @@ class DraftSteps:
         size = padded_rows(num_rows, self._max_rows)
         recorded = self._recorded.get((size, bound))
         if recorded is None:
+            self._has_recorded = True
             recorded = self._recorded[size, bound] = self._record(
                 tokens.new_zeros(size),
                 states.new_zeros(size, states.shape[1]),

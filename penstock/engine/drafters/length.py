@@ -9,7 +9,7 @@ _WEIGHT = 4.0  # the initial guess counts as this many drafts
 _FIRST_CHANCE = 0.7
 _SMOOTHING = 0.2  # of a new measurement of seconds
 _MARGIN = 1.05  # a draft must be worth this many times its seconds
-_CALLS_BETWEEN_TRIALS = 64
+_STEPS_BETWEEN_TRIALS = 64
 _TRIAL_TOKENS = 2
 _CALLS_TO_WARM_UP = 2  # the first calls compile kernels, so their times do not count
 _OUTLIER = 2.0  # no call counts for more than this many times the usual time of a token
@@ -31,7 +31,7 @@ class DraftLength:
         self._began_s = 0.0
         self._ended_s: float | None = None
         self._num_measured = 0  # calls that told the time of a drafted token
-        self._num_idle = 0  # calls since tokens were last drafted
+        self._num_idle = 0  # steps since tokens were last drafted
 
     def begin(self, drafting_s: float = 0.0, num_steps: int = 1) -> int:
         """Begin a call of the drafter. Returns how many tokens to draft. There were this many steps since the last
@@ -43,8 +43,8 @@ class DraftLength:
         self._ended_s = now
         length = self._best()
         if not length:
-            self._num_idle += 1
-            if self._num_idle >= _CALLS_BETWEEN_TRIALS:
+            self._num_idle += max(num_steps, 1)
+            if self._num_idle >= _STEPS_BETWEEN_TRIALS:
                 length = min(_TRIAL_TOKENS, len(self._tried))
         if length:
             self._num_idle = 0

@@ -135,7 +135,7 @@ class ModelDrafter:
         drafting_s = self.in_use.elapsed_s if self.in_use is not None else None
         most = min(self._length.begin(drafting_s or 0.0, self._num_unasked), max(wanted.values()))
         self._num_unasked = 0
-        if self.in_use is not None and drafting_s is not None:
+        if self.in_use is not None and drafting_s is not None and not self.in_use.has_recorded:
             self._length.note_seconds(drafting_s / self.in_use.length)
         self.in_use = None
         found = self._take_followed(wanted)
@@ -145,7 +145,8 @@ class ModelDrafter:
             self._staging.next_step()
             with torch.inference_mode():
                 request_ids, drafted, num_tokens = self._draft(rest, most)
-            self._length.end(most, num_tokens, len(request_ids))
+            is_usual = not self._steps.take_has_recorded()
+            self._length.end(most, num_tokens, len(request_ids) if is_usual else 0)
             found.update(zip(request_ids, drafted, strict=True))
         elif found:
             self._length.end(0, 0, 0)
@@ -198,7 +199,9 @@ class ModelDrafter:
             placed, at = self._staging.all_to_device(tables.astype(np.int32), places)
             drafted = self._steps.draft(found, inputs, placed, context, most)
             self._rows.draft_tokens[at] = drafted.to(torch.int32)
-            self._on_the_way, self._is_latest = send(found, drafted, blind, began), True
+            has_recorded = self._steps.take_has_recorded()
+            self._on_the_way = send(found, drafted, blind, began, has_recorded=has_recorded)
+            self._is_latest = True
         except Exception as error:  # the next call of `propose` reports the error
             self._error = error
             return NOTHING
