@@ -106,8 +106,10 @@ def build_engine(
     if drafter is None:
         scheduler_config = msgspec.structs.replace(scheduler_config, max_draft_tokens=0)
     depth = config.steps_in_flight or loaded.default_steps_in_flight
-    # Deeper, a step is submitted before the tokens it needs are known.
+    # Deeper, a step is submitted before the tokens that its masks need are known, or after another step than the one
+    # with the drafts that it follows.
     masks_late = loaded.masks_late and depth == 2
+    starts_late = loaded.starts_late and depth == 2
     scheduler = Scheduler(
         scheduler_config,
         cache,
@@ -117,7 +119,7 @@ def build_engine(
         tile_tokens=loaded.tile_tokens,
         image_cache_tokens=loaded.image_cache_tokens,
         masks_late=masks_late,
-        starts_late=loaded.starts_late,
+        starts_late=starts_late,
     )
     recorder = None
     if config.record_plans is not None:
@@ -137,7 +139,7 @@ def build_engine(
             windows=loaded.windows,
             image_cache_tokens=loaded.image_cache_tokens,
             masks_late=masks_late,
-            starts_late=loaded.starts_late,
+            starts_late=starts_late,
         )
         recorder = PlanRecorder(Path(config.record_plans), header)
     ready = EngineReady(
