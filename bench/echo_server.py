@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from bench.sockets import HOST
+from penstock.cluster.ports import free_port
 
 START_TIMEOUT_S = 120.0
 
@@ -98,13 +98,6 @@ def started(command: Sequence[str], port: int, ready_path: str) -> Iterator[psut
     finally:
         process.terminate()
         process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def cpu_s(process: psutil.Process) -> float:

@@ -26,9 +26,10 @@ from pathlib import Path
 
 import psutil
 
-from bench.echo_server import PENSTOCK, ServerState, cpu_s, free_port, started
+from bench.echo_server import PENSTOCK, ServerState, cpu_s, started
 from bench.instant_upstream import MODEL, NUM_TOKENS
 from bench.sockets import HOST, Call, run
+from penstock.cluster.ports import free_port
 
 PATH = "/v1/chat/completions"
 PROMPT = "Tell me something about rivers, please."

@@ -30,8 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.echo_server import free_port
 from bench.sockets import HOST
+from penstock.cluster.ports import free_port
 
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 TIMEOUT_S = 300.0

@@ -21,9 +21,9 @@ import httpx
 from bench.network_namespaces import Network, Node
 from penstock.cluster.documents import opened
 from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.ports import free_port
 from penstock.cluster.redis_registry import RedisRegistry
 from penstock.cluster.registry import RegistryError
-from penstock.cluster.transport import free_port
 from penstock.gateway.store.database import Database
 from tests.gateway.blobs.object_store import BUCKET, ObjectStore, running_store
 from tests.gateway.ratelimits.redis_server import RedisServer, running_redis

@@ -21,10 +21,11 @@ from pathlib import Path
 import psutil
 import uvloop
 
-from bench.echo_server import ServerState, cpu_s, free_port, started
+from bench.echo_server import ServerState, cpu_s, started
 from bench.sockets import HOST, Call
 from penstock.cluster.control_link import ControlLink
 from penstock.cluster.fleet import Fleet
+from penstock.cluster.ports import free_port
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.core.config import ServeConfig
 from penstock.core.engine_config import EngineConfig

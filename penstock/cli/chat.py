@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import click
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import fetch_model, sigterm_unwinds, spinner
 from penstock.cli.options import model_argument
+from penstock.cluster.ports import free_port
 from penstock.core.engine_config import ModelConfig
 from penstock.core.errors import PenstockError, UsageError
 from penstock.serve.environment import API_KEY_VARIABLE
@@ -178,7 +178,7 @@ def _connect(model: str | None, url: str | None, api_key: str | None) -> Iterato
 @contextmanager
 def background_server(model: str) -> Iterator[str]:
     """Serve `model` on a free loopback port, yield the URL once it is ready, and end the server afterwards."""
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -229,10 +229,3 @@ def _last_error(log: IO[str]) -> UsageError:
         printed.get("Error") or f"The server did not start: {lines[-1] if lines else 'it printed nothing'}."
     )
     return UsageError(message, hint=printed.get("Hint", "`penstock serve` with --debug shows more."))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -16,7 +16,8 @@ import zmq
 import zmq.asyncio
 
 from penstock.cluster.join_tokens import JoinTokens
-from penstock.cluster.transport import AcceptedClients, KeyPair, bind, connect, free_port, with_key
+from penstock.cluster.ports import free_port
+from penstock.cluster.transport import AcceptedClients, KeyPair, bind, connect, with_key
 
 logger = logging.getLogger(__name__)
 

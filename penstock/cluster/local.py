@@ -21,8 +21,9 @@ from typing import Protocol
 import msgspec
 
 from penstock.cluster.early import WORKER, EarlyProcess
+from penstock.cluster.ports import free_port
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
-from penstock.cluster.transport import EngineKeys, KeyPair, free_port, with_key
+from penstock.cluster.transport import EngineKeys, KeyPair, with_key
 from penstock.core.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from penstock.cluster.ports import free_port
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
-from penstock.cluster.transport import EngineKeys, KeyPair, free_port, with_key
+from penstock.cluster.transport import EngineKeys, KeyPair, with_key
 from penstock.core.config import Placement
 from penstock.core.engine_config import DEFAULT_CPU_KV_MEMORY, Rendezvous, decode_rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable

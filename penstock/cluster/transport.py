@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket as socket_module
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,13 +85,6 @@ _decode_keys = msgspec.json.Decoder(EngineKeys).decode
 
 def with_key(address: str, public_key: str) -> str:
     return f"{address}#{public_key}"
-
-
-def free_port(host: str) -> int:
-    """Return a free port. If another process takes the port first, the engine fails and is started again."""
-    with socket_module.socket(socket_module.AF_INET6 if ":" in host else socket_module.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _watch_network(socket: zmq.Socket[Any], address: str) -> None:

@@ -4,7 +4,6 @@ chat passes, and pods leave when they are told to."""
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.cluster.ports import free_port
 from tests.deploy.chart import render, workloads
 from tests.deploy.pods import Pod
 from tests.gateway.ratelimits.redis_server import running_redis
@@ -21,13 +21,6 @@ pytestmark = pytest.mark.slow
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 SETTINGS = "[limits.key]\nrequests_per_minute = 1\n"
 SHUTDOWN = {"preStopSeconds": 0, "lameDuckSeconds": 0, "drainSeconds": 20}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def start(values: dict[str, Any], folder: Path) -> dict[str, Pod]:

@@ -350,7 +350,9 @@ def test_what_is_missing_is_named(tmp_path: Path, opt: Reference, monkeypatch: p
     with pytest.raises(ModelLoadError, match=r"model type 'no_such'.*no_such is not known"):
         open_any_checkpoint(_write(tmp_path, model_type="no_such"))
     folder = _write(tmp_path, architectures=["VideoLlavaForConditionalGeneration"], model_type="video_llava")
-    with pytest.raises(ModelLoadError, match=r"^VideoLlava.* is a vision-language model .*LlavaNext, .*Gemma3"):
+    with pytest.raises(
+        ModelLoadError, match=r"^VideoLlava.* is a vision-language model .*LlavaNext, .*Gemma3"
+    ):
         open_any_checkpoint(folder)
     # A known type does not make a stranger's architecture a Llama.
     with pytest.raises(ModelLoadError, match="no class NoSuchForCausalLM"):

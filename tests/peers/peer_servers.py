@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import psutil
 import pytest
 
 from penstock.cli.console import fetch_model
+from penstock.cluster.ports import free_port
 from tests.gateway.fake_engine import CHAT_TEMPLATE, byte_tokenizer
 
 LLAMA_SERVER = "PEER_LLAMA_SERVER"  # the command that starts llama.cpp's server
@@ -29,12 +29,6 @@ def _from_environment(variable: str) -> str:
     if not command:
         pytest.skip(f"{variable} is not set; make test-peers sets it")
     return command
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -73,7 +67,7 @@ def _answers(url: str) -> bool:
 @contextmanager
 def llama_cpp(folder: Path) -> Iterator[str]:
     """With the default model, which knows its chat template."""
-    command, port = _from_environment(LLAMA_SERVER), _free_port()
+    command, port = _from_environment(LLAMA_SERVER), free_port()
     arguments = f"--port {port} --alias peer --metrics --jinja -c 4096 -t 2 -m".split()
     model = str(fetch_model("smollm2-135m"))
     with _running([command, *arguments, model], port, folder / "llama.log") as url:
@@ -83,7 +77,7 @@ def llama_cpp(folder: Path) -> Iterator[str]:
 @contextmanager
 def vllm(folder: Path) -> Iterator[str]:
     """With a tiny random model, since nothing here judges what it says."""
-    command, port = _from_environment(VLLM_PYTHON), _free_port()
+    command, port = _from_environment(VLLM_PYTHON), free_port()
     model = _write_tiny_model(folder / "tiny")
     arguments = (
         f"-m vllm.entrypoints.openai.api_server --model {model} --served-model-name peer --port {port} "

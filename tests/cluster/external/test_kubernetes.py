@@ -17,6 +17,7 @@ from penstock.cluster.external import kubernetes, srv
 from penstock.cluster.external.discovery import Discovery
 from penstock.cluster.external.kubernetes import Endpoint, Kubernetes, LookupFailed
 from penstock.cluster.external.srv import srv_targets
+from penstock.cluster.ports import free_port
 from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import ConfigError
 
@@ -185,8 +186,8 @@ class NameServer(asyncio.DatagramProtocol):
 @asynccontextmanager
 async def name_server() -> AsyncIterator[tuple[NameServer, list[tuple[str, int]]]]:
     loop = asyncio.get_running_loop()
-    transport, server = await loop.create_datagram_endpoint(NameServer, local_addr=("127.0.0.1", 0))
-    port = transport.get_extra_info("sockname")[1]
+    port = free_port()
+    transport, server = await loop.create_datagram_endpoint(NameServer, local_addr=("127.0.0.1", port))
     tcp = await asyncio.start_server(server.answer_by_tcp, "127.0.0.1", port)
     try:
         yield server, [("127.0.0.1", port)]

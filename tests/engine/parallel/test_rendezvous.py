@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from penstock.cluster.ports import free_port
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable, PenstockError
 from penstock.engine.build import Engine, build_engine
@@ -34,9 +35,7 @@ WAIT_S = 60.0
 
 
 def new_rendezvous(key: str = "secret") -> Rendezvous:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    return Rendezvous(host="127.0.0.1", port=port, key=key, node_host="127.0.0.1")
+    return Rendezvous(host="127.0.0.1", port=free_port(), key=key, node_host="127.0.0.1")
 
 
 class Room:

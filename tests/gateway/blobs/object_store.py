@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+from penstock.cluster.ports import free_port
 from penstock.gateway.blobs.s3 import S3Access, S3Client
 
 BUCKET = "penstock-tests"
@@ -25,9 +25,7 @@ class ObjectStore:
 
     def __init__(self, host: str = "127.0.0.1", prefix: Sequence[str] = ()) -> None:
         self._host, self._prefix = host, prefix
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port: int = probe.getsockname()[1]
+        self._port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cluster.ports import free_port
+
 APT_TIMEOUT_S = 120
 
 
@@ -53,9 +55,7 @@ class RedisServer:
         self._host, self._prefix = host, prefix
         self._folder = tempfile.TemporaryDirectory()
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
 
     @property
     def url(self) -> str:

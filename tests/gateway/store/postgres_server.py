@@ -6,7 +6,6 @@ import os
 import pwd
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from penstock.cluster.ports import free_port
 
 
 class PostgresServer:
@@ -33,9 +34,7 @@ class PostgresServer:
         self._data = folder / "data"
         self._user = user
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port: int = probe.getsockname()[1]
+        self._port = free_port()
 
     @property
     def url(self) -> str:
