@@ -107,7 +107,8 @@ class SetAcceptance:
     sample of a rejected draft differs from the draft. One small kernel draws the lots, so that steps of a small model
     take no longer."""
 
-    def __init__(self, executor: ModelExecutor, acceptance: float) -> None:
+    def __init__(self, executor: ModelExecutor, acceptance: float, *, drafts_on_device: bool) -> None:
+        self._drafts_on_device = drafts_on_device
         self._sample, self._rows = executor._sampler.sample, executor._rows
         self._staging = executor._staging
         self._num_draws = 0
@@ -123,17 +124,19 @@ class SetAcceptance:
         num_taken_back: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         sampled, logprobs = self._sample(logits, samples, masks, num_taken_back)
-        if samples.offsets is not None:
-            wanted = np.full(len(samples.rows), NO_DRAFT, dtype=np.int64)
+        if samples.offsets is not None or self._drafts_on_device:
+            offsets = np.zeros_like(samples.rows) if samples.offsets is None else samples.offsets
+            # Drafts that were not taken lie on the GPU too, and would have been right as often.
+            untaken = ON_DEVICE if self._drafts_on_device else NO_DRAFT
+            wanted = np.full(len(samples.rows), untaken, dtype=np.int64)
             is_late = np.zeros(len(samples.rows), dtype=np.int64)
             for index, first in enumerate(samples.firsts()):
                 drafts = samples.drafts.get(index, ())
                 if drafts:
                     # The token after the last draft is expected to be the same again.
-                    after = NO_DRAFT if drafts[-1] == ON_DEVICE else drafts[-1]
-                    wanted[first : first + len(drafts) + 1] = (*drafts, after)
+                    wanted[first : first + len(drafts) + 1] = (*drafts, drafts[-1])
                 is_late[first : first + len(drafts) + 1] = index in samples.late
-            places = samples.rows * DEVICE_DRAFTS + np.minimum(samples.offsets, DEVICE_DRAFTS - 1)
+            places = samples.rows * DEVICE_DRAFTS + np.minimum(offsets, DEVICE_DRAFTS - 1)
             self._num_draws += 1
             _draw_lots[1,](
                 sampled,
@@ -207,7 +210,8 @@ def build(
     if max_draft_tokens and speculate == "lookup":
         engine.loop.drafter = RandomDrafter(read_vocabulary(folder))
     assert isinstance(engine.loop.executor, ModelExecutor)
-    return engine, SetAcceptance(engine.loop.executor, acceptance)
+    drafts_on_device = bool(max_draft_tokens) and speculate != "lookup"
+    return engine, SetAcceptance(engine.loop.executor, acceptance, drafts_on_device=drafts_on_device)
 
 
 def measure(loop: EngineLoop, batch: int, vocabulary: IntRange, seed: int) -> Measured:

@@ -288,6 +288,20 @@ def test_a_drafter_that_is_rarely_asked_tries_again_as_soon() -> None:
     assert chosen[-20:].count(length._TRIAL_TOKENS) == 10
 
 
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("num_taken", [0, 1])
+def test_drafts_that_the_scheduler_did_not_take_do_not_count_as_wrong(model: Path, num_taken: int) -> None:
+    engine = drafting(model, f"draft={model}")
+    engine.loop.scheduler._speculation._best_lengths = (  # type: ignore[method-assign]
+        lambda offers, *_: [min(num_taken, offer.room) for offer in offers]
+    )
+    run(engine, [request(f"r{n}", [3 + n, *SHARED], 30) for n in range(3)])
+    chooser = drafter_of(engine)._length
+    for position in range(num_taken + 1):
+        assert chooser._tried[position] > 20
+        assert chooser._accepted[position] > 0.9 * chooser._tried[position]
+
+
 def test_the_time_to_compile_does_not_count() -> None:
     assert lengths(8, 0.1, 1.0, 40, first_s=100.0)[-1] == 8
 
