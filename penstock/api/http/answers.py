@@ -79,8 +79,12 @@ class Departure:
             raise ReaderGone
 
     def stop(self) -> None:
+        """Watch no longer, and let go of the work: the work or the watching task may refer to this object, and only
+        the garbage collector would free such a cycle."""
+        self._work = None
         if self._watching is not None:
             self._watching.cancel()
+            self._watching = None
         elif self._watch_connection is not None:
             self._watch_connection(None)
             self._watch_connection = None

@@ -9,6 +9,7 @@ derive from `WrappedAnswer`.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from typing import Generic, Literal, Protocol, Self, TypeAlias, TypeVar
 
@@ -143,6 +144,8 @@ class MeteredAnswer(Generic[ChoiceT]):
         self._queue_s: float | None = None
         self._prefill: Prefill | None = None
         self._dirty: list[ChoiceT] = []
+        # Copies are raised: a raised error refers to the frames that it passed, which refer to this answer. Such a
+        # cycle would keep the answer and its prompts until a rare full garbage collection.
         self._error: PenstockError | ReaderGone | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._wants_all_at_once = False
@@ -185,7 +188,7 @@ class MeteredAnswer(Generic[ChoiceT]):
             if self._dirty and not (self._wants_all_at_once and self._num_open):
                 return self._take()
             if self._error is not None:
-                raise self._error
+                raise copy.copy(self._error)
             if not self._num_open:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
@@ -196,7 +199,7 @@ class MeteredAnswer(Generic[ChoiceT]):
         self._wants_all_at_once = True
         deltas = await anext(self)
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
         return merged([deltas])
 
     def cancel(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import sys
 from array import array
@@ -42,6 +43,8 @@ class EmbeddingRun:
         self._in_flight: set[str] = set()
         self._vectors: dict[str, bytes] = {}
         self._done: asyncio.Future[None] = self._loop.create_future()
+        # A copy is raised: a raised error refers to the frames that it passed, which refer to this run and its texts.
+        self._error: PenstockError | ReaderGone | None = None
         self._num_tokens = {request.id: len(request.prompt_token_ids) for request in requests}
         self.num_cached_tokens = 0  # reused from the engine's KV cache
         self.queue_s: float | None = None  # of the first text, as the engine measured it
@@ -59,6 +62,8 @@ class EmbeddingRun:
             if timer is not None:
                 timer.cancel()
             self._abort()
+        if self._error is not None:
+            raise copy.copy(self._error)
         return [self._vectors[request_id] for request_id in self._order]
 
     @property
@@ -104,7 +109,8 @@ class EmbeddingRun:
 
     def _end(self, error: PenstockError | ReaderGone) -> None:
         if not self._done.done():
-            self._done.set_exception(error)
+            self._error = error
+            self._done.set_result(None)
 
     def _abort(self) -> None:
         self._waiting.clear()

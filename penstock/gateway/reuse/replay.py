@@ -9,6 +9,7 @@ change while a server runs.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -319,7 +320,7 @@ class SharedAnswer:
                 self.batches.append(deltas)
                 self._tell()
         except (PenstockError, ReaderGone) as error:
-            self.error = error
+            self.error = copy.copy(error)  # without the frames that refer to this object
         except Exception:
             logger.exception("request %s failed while it was followed", self.answer.id)
             self.error = PenstockError("The server met an error that it did not foresee.")
@@ -366,7 +367,7 @@ class SharedReader(WrappedAnswer):
             if shared.is_over:
                 self._end()
                 if shared.error is not None:
-                    raise shared.error
+                    raise copy.copy(shared.error)  # see MeteredAnswer
                 raise StopAsyncIteration
             await shared.news()
 
