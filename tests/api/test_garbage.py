@@ -4,6 +4,7 @@ refused requests would fill its memory."""
 from __future__ import annotations
 
 import gc
+import http.client
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.api.http.protocol import BoundedHttpProtocol
 from penstock.core.errors import Overloaded, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
+from tests.api.bounded_server import BoundedServed, bounded_server
 from tests.api.conftest import direct_client
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
 
@@ -70,3 +73,34 @@ async def test_a_request_leaves_no_cycles(name: str, script: Any) -> None:
         status, kinds = await garbage_of(client, path, body)
     assert status == 200 if script is answer else status in (503, 529)
     assert not kinds
+
+
+def ask_and_close(served: BoundedServed) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    for _ in range(2):
+        connection.request("POST", "/v1/completions", b'{"prompt": "hi", "max_tokens": 2}')
+        assert connection.getresponse().read()
+    connection.request("GET", "/health")
+    assert connection.getresponse().read()
+    connection.close()
+
+
+def leave_early(served: BoundedServed) -> None:
+    served.engine.script = None  # answers nothing
+    served.ask_and_leave("/v1/completions", {"prompt": "hi", "max_tokens": 2})
+
+
+def are_connections_kept() -> bool:
+    return any(isinstance(each, BoundedHttpProtocol) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("client", [ask_and_close, leave_early])
+def test_a_connection_leaves_no_cycles(client: Any) -> None:
+    with bounded_server(FakeEngine(answer)) as served:
+        gc.collect()
+        gc.disable()
+        try:
+            client(served)
+            served.wait_until(lambda: not served.connections.num_open and not are_connections_kept())
+        finally:
+            gc.enable()

@@ -165,9 +165,11 @@ class IdleTimer:
         self._since_s = None
 
     def cancel(self) -> None:
+        """End the timer for good, and forget the connection."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+        self._close = _nothing
 
     def _look_after(self, seconds: float) -> None:
         self._handle = self._loop.call_later(seconds, self._look)
@@ -183,3 +185,7 @@ class IdleTimer:
             self.start()
         else:
             self._close()
+
+
+def _nothing() -> None:
+    pass

@@ -92,6 +92,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._idle.cancel()
         if self._on_departure is not None:
             self._on_departure()
+        self._forget_requests()
+
+    def _forget_requests(self) -> None:
+        """Drop what refers back to this object: only a full garbage collection, which is rare, frees such cycles."""
+        self.cycle = None  # type: ignore[assignment]
+        self.scope = None  # type: ignore[assignment]
+        self.pipeline.clear()
+        self._extensions = {}
 
     def watch_departure(self, on_departure: Callable[[], None] | None) -> None:
         """Call `on_departure` when the client disconnects. One request of a connection is answered at a time."""
