@@ -41,7 +41,7 @@ class LastThree:
     def add(self, request: Request) -> None:
         self._tokens = list(request.prompt_token_ids)
 
-    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
+    def append(self, request_id: str, token_ids: tuple[int, ...], num_verified: int = 0) -> None:
         self._tokens += token_ids
 
     def remove(self, request_id: str) -> None: ...

@@ -277,7 +277,8 @@ class EngineLoop:
         """Tell the executor about committed tokens and ended requests. Returns the events for clients."""
         for event in events:
             if event.token_ids and self.drafter is not None:
-                self.drafter.append(event.request_id, event.token_ids)
+                num_verified = event.draft_use.num_drafted if event.draft_use is not None else 0
+                self.drafter.append(event.request_id, event.token_ids, num_verified)
             if event.finish_reason is not None:
                 self._remove(event.request_id)
             elif event.token_ids:

@@ -144,7 +144,7 @@ class Speculation:
         self._plain_steps = _PlainSteps()
         self._num_plans_without = 0  # plans since the last draft that seemed to pay
         self._plans_between_trials = _FEWEST_BETWEEN_TRIALS
-        self._most_decodes = 0  # of a plan since the load last fell by half
+        self._most_requests = 0  # running since the load last fell by half
         self._plain_ratio = 1.0  # of a step without drafts to its prediction, lately
         self._row_s: float | None = None  # seconds of a drafted token, lately; None before the first
         self._num_observed = 0  # steps that were used to estimate the host's time
@@ -179,7 +179,7 @@ class Speculation:
     def choose(self, work: Work, drafts: Mapping[str, Draft]) -> dict[int, Drafted]:
         """Return the drafts that decodes verify in this step, by the number of their request. Requests that need more
         slots for them join `work.growing`."""
-        self._note_load(len(work.decodes))
+        self._note_load(len(self._running))
         if not self._max_draft_tokens or self._plain_steps.is_due(len(work.decodes)):
             return {}
         offers = []
@@ -227,11 +227,12 @@ class Speculation:
                 drafted[offer.sequence.number] = offer.chosen(count)
         return drafted
 
-    def _note_load(self, num_decodes: int) -> None:
-        """Let a trial be due with the next plan when half of the requests have ended: drafts may pay again."""
-        self._most_decodes = max(self._most_decodes, num_decodes)
-        if 0 < 2 * num_decodes <= self._most_decodes:
-            self._most_decodes, self._plans_between_trials = num_decodes, _FEWEST_BETWEEN_TRIALS
+    def _note_load(self, num_requests: int) -> None:
+        """Let a trial be due with the next plan when half of the requests have ended: drafts may pay again. The
+        requests of one plan do not tell: a plan made ahead leaves out those that verify drafts."""
+        self._most_requests = max(self._most_requests, num_requests)
+        if 0 < 2 * num_requests <= self._most_requests:
+            self._most_requests, self._plans_between_trials = num_requests, _FEWEST_BETWEEN_TRIALS
             if self._num_plans_without >= _PATIENCE:
                 self._num_plans_without = _PATIENCE + _FEWEST_BETWEEN_TRIALS - 1  # this plan counts
 

@@ -36,7 +36,7 @@ class KnowingDrafter:
     def add(self, request: Request) -> None:
         self._num_known[request.id] = len(request.output_token_ids)
 
-    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
+    def append(self, request_id: str, token_ids: tuple[int, ...], num_verified: int = 0) -> None:
         self._num_known[request_id] += len(token_ids)
 
     def remove(self, request_id: str) -> None:

@@ -38,7 +38,7 @@ class FixedDrafter:
     def add(self, request: Request) -> None:
         self._called("add")
 
-    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
+    def append(self, request_id: str, token_ids: tuple[int, ...], num_verified: int = 0) -> None:
         self._called("append")
 
     def remove(self, request_id: str) -> None:

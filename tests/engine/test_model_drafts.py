@@ -248,8 +248,11 @@ class Clock(SystemClock):
         return self.time
 
 
-def lengths(accepted: int, token_s: float, step_s: float, calls: int, *, first_s: float = 0.0) -> list[int]:
-    """The lengths that are chosen in so many calls, of which the first two take `first_s` longer."""
+def lengths(
+    accepted: int, token_s: float, step_s: float, calls: int, *, first_s: float = 0.0, num_taken: int = 8
+) -> list[int]:
+    """The lengths that are chosen in so many calls, of which the first two take `first_s` longer. The scheduler takes
+    `num_taken` tokens of each draft."""
     clock = Clock()
     chooser = DraftLength(clock, 8)
     chosen = []
@@ -259,7 +262,9 @@ def lengths(accepted: int, token_s: float, step_s: float, calls: int, *, first_s
         clock.time += count * token_s + (first_s if call < 2 else 0.0)
         if count:
             chooser.end(count, 1, 1)
-            chooser.observe(count, min(accepted, count))
+            taken = min(num_taken, count)
+            known = min(count, min(accepted, taken) + 1)
+            chooser.observe(count, taken, known, min(accepted, known))
         clock.time += step_s
     return chosen
 
@@ -273,6 +278,13 @@ def test_lengths_follow_acceptance_and_cost() -> None:
     assert lengths(8, 5.0, 1.0, 60)[-1] == 0
 
 
+def test_tokens_that_the_scheduler_does_not_take_are_drafted_rarely() -> None:
+    few = lengths(8, 0.1, 1.0, 600, num_taken=2)[-100:]
+    assert few.count(2) > 80
+    assert max(few) == 3, "after a while a further token is worth a try again"
+    assert lengths(8, 0.1, 1.0, 300, num_taken=0)[-100:].count(0) > 80
+
+
 def test_a_drafter_that_is_rarely_asked_tries_again_as_soon() -> None:
     """While drafts do not pay, the scheduler asks for them once in many steps."""
     clock = Clock()
@@ -283,7 +295,7 @@ def test_a_drafter_that_is_rarely_asked_tries_again_as_soon() -> None:
         clock.time += 5.0 * chosen[-1]
         if chosen[-1]:
             chooser.end(chosen[-1], 1, 1)
-            chooser.observe(chosen[-1], chosen[-1])
+            chooser.observe(*[chosen[-1]] * 4)
         clock.time += 32 * 1.0
     assert chosen[-20:].count(length._TRIAL_TOKENS) == 10
 

@@ -259,6 +259,22 @@ def test_drafts_return_soon_after_the_load_has_fallen() -> None:
     assert lengths(20) > 0.5
 
 
+@pytest.mark.parametrize("num_requests", [1, 2, 3, 4, 9])
+def test_a_trial_does_not_lead_to_the_next_one(num_requests: int) -> None:
+    """The step that is planned ahead after a trial has only the requests that verify no draft. That is not a fallen
+    load."""
+    driver = drafting_driver(
+        depth=2, max_draft_tokens=2, spoiled_share=1.0, num_blocks=200, max_model_len=300, block_size=16
+    )
+    set_step_cost(driver, 0.010, 0.001)
+    for number in range(num_requests):
+        driver.add(make_request(f"r{number}", 5, 290))
+    while len(driver.plans) < 250:
+        driver.step()
+    num_trials = sum(any(chunk.drafts for chunk in plan.chunks) for plan in driver.plans[100:])
+    assert num_trials <= 5
+
+
 def test_a_slow_start_of_the_host_is_soon_forgotten() -> None:
     """The first steps of a GPU record graphs, for which the host takes a hundred times as long as later."""
     driver = drafting_driver(depth=2, spoiled_share=0.2, num_blocks=100, max_model_len=300, block_size=16)

@@ -46,9 +46,9 @@ class Drafters:
         for drafter in tuple(self._drafters):
             self._call(drafter, lambda each: each.add(request))
 
-    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
+    def append(self, request_id: str, token_ids: tuple[int, ...], num_verified: int = 0) -> None:
         for drafter in tuple(self._drafters):
-            self._call(drafter, lambda each: each.append(request_id, token_ids))
+            self._call(drafter, lambda each: each.append(request_id, token_ids, num_verified))
 
     def remove(self, request_id: str) -> None:
         for drafter in tuple(self._drafters):
@@ -94,7 +94,7 @@ class GrammarDrafter:
 
     def add(self, request: Request) -> None: ...
 
-    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None: ...
+    def append(self, request_id: str, token_ids: tuple[int, ...], num_verified: int = 0) -> None: ...
 
     def remove(self, request_id: str) -> None: ...
 

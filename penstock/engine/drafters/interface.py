@@ -16,8 +16,9 @@ class Drafter(Protocol):
         """Follow a request, which the scheduler has accepted."""
         ...
 
-    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
-        """Take committed tokens of a request."""
+    def append(self, request_id: str, token_ids: tuple[int, ...], num_verified: int = 0) -> None:
+        """Take committed tokens of a request. The step that brought them verified the first `num_verified` tokens of
+        the draft that was proposed last."""
         ...
 
     def remove(self, request_id: str) -> None:

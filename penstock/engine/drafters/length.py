@@ -7,6 +7,7 @@ from penstock.core.clock import Clock
 _DECAY = 0.97  # of counts, per draft
 _WEIGHT = 4.0  # the initial guess counts as this many drafts
 _FIRST_CHANCE = 0.7
+_FADING = 0.005  # of the share of taken tokens towards 1, per step without an offer
 _SMOOTHING = 0.2  # of a new measurement of seconds
 _MARGIN = 1.05  # a draft must be worth this many times its seconds
 _STEPS_BETWEEN_TRIALS = 64
@@ -18,14 +19,18 @@ _LONGEST_PAUSE = 4.0  # times the usual step: a longer pause means an idle engin
 
 
 class DraftLength:
-    """Keeps estimates of acceptance by position, of the seconds of one drafted token for all requests, and of the
-    seconds of a step without drafting. A further token is drafted while its chance per second is above the tokens per
-    second of what comes before it."""
+    """Keeps estimates, by position, of acceptance and of the share of drafts whose token the scheduler takes; of the
+    seconds of one drafted token for all requests; and of the seconds of a step without drafting. A further token is
+    drafted while its chance to be taken and accepted, per second, is above the tokens per second of all before it.
+    Under load the scheduler takes fewer tokens, because verifying them takes time too."""
 
     def __init__(self, clock: Clock, max_tokens: int) -> None:
         self._clock = clock
         self._tried = [_WEIGHT] * max_tokens
         self._accepted = [_WEIGHT * _FIRST_CHANCE] * max_tokens
+        self._taken_share = [1.0] * max_tokens
+        self._num_offered = [0] * max_tokens  # since the last call
+        self._num_taken = [0] * max_tokens  # of these
         self._token_s: float | None = None
         self._step_s: float | None = None
         self._began_s = 0.0
@@ -41,6 +46,7 @@ class DraftLength:
             step_s = max(0.0, now - self._ended_s - drafting_s) / max(num_steps, 1)
             self._step_s = _smoothed(self._step_s, min(step_s, _LONGEST_PAUSE * (self._step_s or step_s)))
         self._ended_s = now
+        self._count_taken(max(num_steps, 1))
         length = self._best()
         if not length:
             self._num_idle += max(num_steps, 1)
@@ -65,21 +71,39 @@ class DraftLength:
             usual_s = token_s if self._token_s is None else self._token_s
             self._token_s = _smoothed(self._token_s, min(token_s, _OUTLIER * usual_s))
 
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Count a draft, of which this many tokens were accepted."""
-        for position in range(min(num_drafted, num_accepted + 1, len(self._tried))):
+    def observe(self, num_drafted: int, num_taken: int, num_known: int, num_right: int) -> None:
+        """Count a draft, of which the scheduler took this many tokens. The answer has tokens in the places of its
+        first `num_known`, and this many of these were drafted right."""
+        for position in range(min(num_drafted, len(self._tried))):
+            self._num_offered[position] += 1
+            self._num_taken[position] += position < num_taken
+        for position in range(min(num_known, num_right + 1, len(self._tried))):
             self._tried[position] = self._tried[position] * _DECAY + 1
-            self._accepted[position] = self._accepted[position] * _DECAY + (position < num_accepted)
+            self._accepted[position] = self._accepted[position] * _DECAY + (position < num_right)
+
+    def _count_taken(self, num_steps: int) -> None:
+        """Update the shares by the drafts since the last call. After a while, a token that was not drafted seems
+        worth a try again."""
+        for position, num_offered in enumerate(self._num_offered):
+            share = self._taken_share[position]
+            if num_offered:
+                share = _smoothed(share, self._num_taken[position] / num_offered)
+            else:
+                share = 1.0 - (1.0 - _FADING) ** num_steps * (1.0 - share)
+            self._taken_share[position] = share
+            self._num_offered[position] = self._num_taken[position] = 0
 
     def _best(self) -> int:
         if self._token_s is None or self._step_s is None:
             return min(_TRIAL_TOKENS, len(self._tried))
-        expected, seconds, chance = 1.0, self._step_s, 1.0
+        expected, seconds, chance, share = 1.0, self._step_s, 1.0, 1.0
         for position, (tried, accepted) in enumerate(zip(self._tried, self._accepted, strict=True)):
             chance *= accepted / tried
-            if chance * seconds <= expected * self._token_s * _MARGIN:
+            share = min(share, self._taken_share[position])  # nobody takes a token without those before it
+            gain = share * chance
+            if gain * seconds <= expected * self._token_s * _MARGIN:
                 return position
-            expected += chance
+            expected += gain
             seconds += self._token_s
         return len(self._tried)
 

@@ -306,7 +306,7 @@ class LookupDrafter:
         if request.pooling is None and request.sampling.max_tokens > 1:
             self._followers[request.id] = _Follower(request)
 
-    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
+    def append(self, request_id: str, token_ids: tuple[int, ...], num_verified: int = 0) -> None:
         follower = self._followers.get(request_id)
         if follower is not None:
             follower.append(token_ids)

@@ -101,7 +101,7 @@ class ModelDrafter:
 
     def add(self, request: Request) -> None: ...
 
-    def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
+    def append(self, request_id: str, token_ids: tuple[int, ...], num_verified: int = 0) -> None:
         followed = self._followed.get(request_id)
         if followed is None or not followed.draft:
             return
@@ -109,14 +109,14 @@ class ModelDrafter:
         if ON_DEVICE in draft:
             assert self.in_use is not None
             draft = self.in_use.of(request_id)[: len(draft)]
-        # The scheduler may take the first tokens of a draft, or none: the answer tells of the next one too.
+        # The scheduler takes the first tokens of a draft, or none. The answer tells of the next one too.
         agreed, num_compared = 0, min(len(draft), len(token_ids))
         while agreed < num_compared and draft[agreed] == token_ids[agreed]:
             agreed += 1
         # The last draft was never an input, so its KV is not there.
         kept = followed.num_known - self._guesser.lag + min(agreed, len(draft) - 1)
         followed.num_computed = min(followed.num_computed, kept)
-        self._length.observe(num_compared, agreed)
+        self._length.observe(len(draft), num_verified, num_compared, agreed)
 
     def remove(self, request_id: str) -> None:
         self._followed.pop(request_id, None)
