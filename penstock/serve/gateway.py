@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import socket
@@ -55,6 +54,7 @@ from penstock.serve.environment import data_dir, open_blobs, open_database
 from penstock.serve.even_listener import ConnectionCounts, EvenListener
 from penstock.serve.external import open_external_pool
 from penstock.serve.gateway_state import open_gateway_state
+from penstock.serve.memory import settle_memory
 from penstock.serve.telemetry import build_observer, build_request_log
 
 logger = logging.getLogger(__name__)
@@ -62,9 +62,6 @@ logger = logging.getLogger(__name__)
 WEBSOCKET_PING_S = 30.0  # both the time between pings and the time allowed for an answer
 # The time after the drain in which slow clients may receive the last bytes, before their connections are closed.
 CLOSE_TIMEOUT_S = 5
-# A request makes hundreds of objects and hardly a cycle among them: a search for cycles at every 700th object finds
-# nothing.
-GC_THRESHOLDS = (20_000, 20, 50)
 
 
 class _Server(uvicorn.Server):
@@ -231,10 +228,7 @@ async def open_gateway(
         server = _build_server(app, config.server, http, websocket, counts)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         work.runner.start()
-        # The objects built so far live as long as the process; frozen, they cost the garbage collector nothing.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
+        settle_memory()
         yield RunningGateway(gateway, work, connections, server, serving)
 
 
