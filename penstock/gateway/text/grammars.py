@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ MAX_MULTIPLE = 20_000
 MAX_MULTIPLE_DIGITS = 400  # of one number, written without an exponent
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)')
 _ESCAPE = re.compile(r"\\u00([0-7][0-9a-fA-F])")
-_MAX_REMEMBERED = 512
+_MAX_REMEMBERED_BYTES = 16 << 20
 _CHECK_THREADS = 2
 _GBNF_MARK = "::="
 _DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})  # of schemas; they hold no schemas
@@ -190,9 +191,9 @@ class GrammarChecker:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._free_threads = asyncio.Semaphore(_CHECK_THREADS)
         self._pool = ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="grammar-check")
-        self._good: OrderedDict[Grammar, CheckedGrammar] = (
-            OrderedDict()
-        )  # by what was asked; oldest use first
+        # By what was asked; oldest use first.
+        self._good: OrderedDict[Grammar, CheckedGrammar] = OrderedDict()
+        self._num_good_bytes = 0
 
     async def check(
         self, grammar: Grammar, special_token_ids: Mapping[str, int], workspace_id: str = "default"
@@ -222,16 +223,26 @@ class GrammarChecker:
             ) from None
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param) from None
-        self._good[grammar] = good
-        if len(self._good) > _MAX_REMEMBERED:
-            self._good.popitem(last=False)
+        self._remember(grammar, good)
         return good
+
+    def _remember(self, grammar: Grammar, good: CheckedGrammar) -> None:
+        if grammar not in self._good:  # another workspace may have sent the same
+            self._good[grammar] = good
+            self._num_good_bytes += _num_bytes(grammar, good)
+        while self._num_good_bytes > _MAX_REMEMBERED_BYTES:
+            self._num_good_bytes -= _num_bytes(*self._good.popitem(last=False))
 
     def _remembered(self, grammar: Grammar) -> CheckedGrammar | None:
         good = self._good.get(grammar)
         if good is not None:
             self._good.move_to_end(grammar)
         return good
+
+
+def _num_bytes(grammar: Grammar, good: CheckedGrammar) -> int:
+    """Return the memory that a remembered grammar takes, roughly."""
+    return sys.getsizeof(grammar.text) + sys.getsizeof(good.grammar.text) + 1024
 
 
 def _checked(grammar: Grammar, special_token_ids: Mapping[str, int]) -> CheckedGrammar:

@@ -186,6 +186,17 @@ async def test_the_slow_grammars_of_one_workspace_leave_room_for_another(
     assert checks.begun == ["slow0", "quick", "slow1", "slow2"], "each grammar is checked once"
 
 
+async def test_as_many_grammars_are_remembered_as_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, checker = SlowChecks(monkeypatch), GrammarChecker()
+    monkeypatch.setattr(grammars, "_MAX_REMEMBERED_BYTES", 200_000)
+    large = [Grammar("regex", letter * 30_000) for letter in "abcd"]
+    for each in (*large[:3], large[0], large[3], large[0], large[1]):
+        await checker.check(each, {})
+    assert [text[0] for text in checks.begun] == ["a", "b", "c", "d", "b"], (
+        "the oldest use is forgotten first"
+    )
+
+
 async def test_a_grammar_that_waits_too_long_for_others_is_not_called_bad(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
