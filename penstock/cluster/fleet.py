@@ -147,6 +147,9 @@ class Fleet:
     def stats_of(self, model: str) -> EngineStats:
         return self.connections.stats_of(model)
 
+    def num_engines_of(self, model: str) -> int:
+        return sum(member.spec.model == model for member in self.members)
+
     @property
     def members(self) -> tuple[Member, ...]:
         return self.connections.members

@@ -135,6 +135,10 @@ class EngineClient(Protocol):
         """Return the sum over the engines that serve one model."""
         ...
 
+    def num_engines_of(self, model: str) -> int:
+        """Return how many engines serve one model, those that start or are lost for a moment included."""
+        ...
+
     def add(self, request: Request, *, timeout_s: float | None, on_event: OnEvent, on_error: OnError) -> None:
         """Send a request. `on_event` is called for every TokenEvent up to the one with a finish_reason; or
         `on_error` is called once, and nothing follows."""

@@ -212,6 +212,9 @@ class ZmqEngineClient:
     def stats_of(self, model: str) -> EngineStats:
         return self._stats
 
+    def num_engines_of(self, model: str) -> int:
+        return 1
+
     def start(self) -> None:
         """Connect, and ask the engine to report when it is ready. Called again for a restarted engine: a fresh
         socket makes sure that nothing meant for the old process reaches the new one."""

@@ -142,6 +142,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     kv_endpoint: str = ""  # for other engines that read KV; empty: none can
     kv_bytes_per_token: int = 0  # moved by such a transfer
     num_contexts: float = 0.0  # requests of the longest context that the KV cache holds at once
+    max_requests: int = 0  # that run or wait at once; 0: not known
 
 
 class RequestRejected(msgspec.Struct, frozen=True, tag="rejected"):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from penstock.cluster.replica import EngineClient
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest, Overflow
 from penstock.core.messages import EngineReady
 from penstock.gateway.prompts import (
@@ -63,6 +64,23 @@ def check_request(request: GenerationRequest, vocab_size: int) -> None:
             _check_tools(prompt.tools)
     if request.beams is not None:
         _check_beams(request, request.beams, vocab_size)
+
+
+def check_fits_queues(request: GenerationRequest, engine: EngineReady, fleet: EngineClient) -> None:
+    """Refuse more answers than all engines of the model can run and keep waiting. Such a request would be refused
+    for a full queue, however often the client tries."""
+    count = len(request.prompts) * request.num_sequences
+    if not engine.max_requests or count <= engine.max_requests:
+        return
+    most = engine.max_requests * max(1, fleet.num_engines_of(engine.model.name))
+    if count <= most:
+        return
+    raise InvalidRequest(
+        f"{len(request.prompts)} prompts with n={request.num_sequences} ask for {count} answers, and the engines of "
+        f"this model run and keep waiting at most {most} at a time.",
+        param="prompt" if len(request.prompts) > 1 else "n",
+        hint="Send fewer at a time. The operator can raise the limit with --max-queue-requests.",
+    )
 
 
 def check_names(request: GenerationRequest) -> None:

@@ -24,7 +24,7 @@ from penstock.gateway.accounts import Account, Accounts
 from penstock.gateway.answers.beams import BeamGeneration
 from penstock.gateway.answers.generation import Generation
 from penstock.gateway.answers.stream import AnswerStream
-from penstock.gateway.checks import check_names
+from penstock.gateway.checks import check_fits_queues, check_names
 from penstock.gateway.documents import DocumentReader
 from penstock.gateway.external.answer import ExternalAnswer
 from penstock.gateway.external.models import ExternalModel
@@ -183,6 +183,8 @@ class Gateway:
         self.check_accepting(is_admitted=is_internal)
         model = self.catalogue.answering(request.model, None if request.model_is_given else request.principal)
         model.check(request)
+        if isinstance(model, ServedModel):
+            check_fits_queues(request, model.engine, self.engine)
         check_names(request)
         request = self.tiers.capped(request)
         if (record := current_record.get()) is not None:

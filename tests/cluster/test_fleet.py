@@ -340,6 +340,14 @@ async def test_a_replica_much_slower_than_its_peers_is_left_out() -> None:
     assert not harness.fakes["three"].requests
 
 
+async def test_engines_that_start_or_drain_count_as_engines_of_their_model(harness: Harness) -> None:
+    harness.tell(one=ReplicaState.STARTING, three=ReplicaState.READY)
+    assert harness.fleet.num_engines_of(MODEL) == 3
+    harness.tell(one=None)
+    assert harness.fleet.num_engines_of(MODEL) == 2
+    assert harness.fleet.num_engines_of("another") == 0
+
+
 async def test_counters_never_fall_when_a_replica_goes(harness: Harness) -> None:
     for fake in harness.fakes.by_id.values():
         drafters = (DrafterStats("lookup", (4, 3), (3, 1)),)

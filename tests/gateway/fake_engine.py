@@ -153,6 +153,7 @@ class FakeEngine:
         self.more: list[EngineReady] = []  # that are served beside it
         self.stats = EngineStats()
         self.script = script
+        self.num_engines = 1
         self.streams: dict[str, FakeStream] = {}
         self.added: list[Request] = []
         self.aborted: list[str] = []
@@ -164,6 +165,9 @@ class FakeEngine:
 
     def stats_of(self, model: str) -> EngineStats:
         return self.stats
+
+    def num_engines_of(self, model: str) -> int:
+        return self.num_engines
 
     def add(
         self,

@@ -170,6 +170,22 @@ class TestSubmit:
         assert engine.added == []
         assert gateway.num_live == 0
 
+    @pytest.mark.parametrize(("num_engines", "prompts", "n"), [(1, 9, 1), (1, 1, 9), (2, 9, 2)])
+    async def test_more_answers_than_all_engines_hold_are_refused_before_their_prompts_are_read(
+        self, num_engines: int, prompts: int, n: int
+    ) -> None:
+        engine = FakeEngine(
+            script_text("fine"), ready=msgspec.structs.replace(engine_ready(), max_requests=8)
+        )
+        engine.num_engines = num_engines
+        unreadable = TokenPrompt((10**9,))  # refused, too, once it is read
+        with pytest.raises(InvalidRequest, match=f"at most {8 * num_engines} at a time") as refused:
+            await gateway_for(engine).submit(request_for(*[unreadable] * prompts, n=n))
+        assert refused.value.param == ("prompt" if prompts > 1 else "n")
+        assert "--max-queue-requests" in (refused.value.hint or "")
+        fitting = request_for(*[TextPrompt("hi")] * 8 * num_engines)
+        assert len(await (await gateway_for(engine).submit(fitting)).collect()) == 8 * num_engines
+
     async def test_no_engine(self) -> None:
         engine = FakeEngine()
         engine.ready = None  # type: ignore[assignment]
