@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -23,15 +24,12 @@ def make_layer(
     sinks: bool = False,
     chunk: int | None = None,
 ) -> AttentionLayer:
-    half = head_dim // 2
-    frequencies = 10000.0 ** (-torch.arange(half) / half)
-    angles = torch.arange(max_positions).unsqueeze(1) * frequencies
     return AttentionLayer(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=torch.cat([angles.cos(), angles.sin()], dim=1).float(),
+        rope=make_rope(head_dim, max_positions),
         window=window,
         softcap=softcap,
         q_norm=torch.rand(head_dim) + 0.5 if head_norms else None,
@@ -39,6 +37,14 @@ def make_layer(
         sinks=torch.randn(num_heads) * 2 if sinks else None,
         chunk=chunk,
     )
+
+
+@functools.cache
+def make_rope(head_dim: int, max_positions: int) -> Tensor:
+    half = head_dim // 2
+    frequencies = 10000.0 ** (-torch.arange(half) / half)
+    angles = torch.arange(max_positions).unsqueeze(1) * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=1).float()
 
 
 @dataclass
