@@ -144,6 +144,7 @@ def create_app(
     counts.set_routes(app.routes)
     app.max_body_bytes = config.max_body_bytes
     app.pending_bodies = pending_bodies or PendingBodies(config.max_pending_body_bytes, config.max_body_bytes)
+    app.turns = gateway.turns
     app.router.redirect_slashes = False
     app.router.default = answer_unknown_path
     return app

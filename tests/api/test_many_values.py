@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -120,6 +120,39 @@ async def test_other_requests_have_a_turn_between_the_passes_over_a_large_body(
     await decoder.decode_for(Request({"type": "http"}), b" " * 101)
     await other
     assert steps == ["decoded", "another request", "checked"]
+
+
+async def test_one_large_body_is_decoded_or_read_in_each_iteration_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    iteration = 0
+    worked_in: list[int] = []
+    loop = asyncio.get_running_loop()
+    decode, check = BodyDecoder._decode, BodyDecoder._check_fields
+    read = ChatCompletionRequest.to_generation
+
+    def count() -> None:
+        nonlocal iteration
+        iteration += 1
+        loop.call_soon(count)
+
+    def noting(work: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            worked_in.append(iteration)
+            return work(*arguments)
+
+        return noted
+
+    monkeypatch.setattr(BodyDecoder, "_decode", noting(decode))
+    monkeypatch.setattr(BodyDecoder, "_check_fields", noting(check))
+    monkeypatch.setattr(ChatCompletionRequest, "to_generation", noting(read))
+    monkeypatch.setattr(parsing, "UNCOUNTED_BYTES", 100)
+    body = {"messages": TURNS, "metadata": {"a": "a" * 100}}
+    async with direct_client(FakeEngine(script_text("fine"))) as client:
+        loop.call_soon(count)
+        answers = await asyncio.gather(*[client.post("/v1/chat/completions", json=body) for _ in range(5)])
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(worked_in) == len(set(worked_in)) == 15
 
 
 def test_counting_ends_where_there_are_too_many_values() -> None:

@@ -37,14 +37,16 @@ from penstock.core.identity import Principal
 from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.batches.batch import LineAnswer
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.turns import Turns
 
 
 class Application(Starlette):
     """The outermost middleware must answer every exception: Starlette's own handler is left out, because it answers
     in the shape of no API."""
 
-    max_body_bytes = 0  # of requests; set by the code that builds the application, like the next field
+    max_body_bytes = 0  # of requests; set by the code that builds the application, like the next fields
     pending_bodies = PendingBodies(0, 0)
+    turns = Turns()  # of requests that keep the event loop busy
 
     def build_middleware_stack(self) -> ASGIApp:
         app: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)

@@ -95,6 +95,15 @@ async def read_within_bound(request: Request) -> bytes:
     return await read_body(request, MAX_INNER_BYTES if app is None else app.max_body_bytes)
 
 
+async def _next_turn(request: Request) -> None:
+    """Wait until no other request with a large body works on it in this iteration of the event loop."""
+    app = request.scope.get("app")
+    if app is None:  # a line of a batch
+        await asyncio.sleep(0)
+    else:
+        await app.turns.next()
+
+
 def _too_large(max_bytes: int) -> RequestTooLarge:
     return RequestTooLarge(f"The request body is larger than the {max_bytes} bytes that this server takes.")
 
@@ -251,12 +260,16 @@ class BodyDecoder(Generic[Shape]):
     async def decode_for(self, request: Request, body: bytes) -> Shape:
         """Decode a body. A model that only the path names is filled in."""
         if len(body) > UNCOUNTED_BYTES:
+            # Each of the two passes over 32 MB takes up to a tenth of a second, and so may what the caller does next.
             await check_num_values_in_turns(body, self._values_factor)
+            await _next_turn(request)
             decoded = self._decode(body)
-            await asyncio.sleep(0)  # each of the two passes over 32 MB takes up to a tenth of a second
+            await _next_turn(request)
+            self._check_fields(body)
+            await _next_turn(request)
         else:
             decoded = self._decode(body)
-        self._check_fields(body)
+            self._check_fields(body)
         deployment = deployment_of(request)
         if deployment is None or getattr(decoded, "model", None):
             return decoded
