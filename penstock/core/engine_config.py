@@ -84,6 +84,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = "auto"
 
+    mmproj: Annotated[
+        str,
+        Meta(
+            description="The vision part of a GGUF model: auto takes an mmproj file beside the model, none takes "
+            "text only, FILE reads that file."
+        ),
+    ] = "auto"
     generation_config: Annotated[
         str,
         Meta(

@@ -130,6 +130,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""  # the GPU that the model runs on, and what it can and cannot do
     weights_id: str = ""  # differs between weights of the same shape, so that caches do not mix their results
     vision: VisionCard | None = None  # how images are placed in prompts; None for a text-only model
+    images_hint: str = ""  # how a text-only model could take images, if its files may be only a part of it
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):

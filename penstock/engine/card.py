@@ -16,8 +16,14 @@ from penstock.models.load import (
     load_tokenizer,
     weights_identity,
 )
+from penstock.models.mmproj import mmproj_path
 from penstock.models.model import Model
 from penstock.models.tokenizer import numbered_tokenizer_json
+
+_MMPROJ_HINT = (
+    "A GGUF model takes images with the file of its vision part: put mmproj-….gguf beside the model, or name it with "
+    "--mmproj."
+)
 
 
 def describe(
@@ -55,6 +61,7 @@ def _model_card(config: EngineConfig, model_path: Path, model: Model, ops: Ops) 
         device=first_gpu().describe() if ops.device.type == "cuda" else "",
         implementation=model.implementation,
         weights_id=_weights_id(config, model_path),
+        images_hint=_MMPROJ_HINT if model_path.is_file() else "",
     )
 
 
@@ -69,4 +76,6 @@ def kv_facts(
 def _weights_id(config: EngineConfig, model_path: Path) -> str:
     if config.model.load_format == "random":
         return f"random-{config.model.seed}"
-    return weights_identity(model_path)
+    vision = mmproj_path(model_path, config.model.mmproj)
+    parts = [model_path] if vision is None else [model_path, vision]
+    return "-".join(weights_identity(each) for each in parts)

@@ -50,6 +50,7 @@ from penstock.models.load import (
     load_vision_part,
     pooling_settings,
 )
+from penstock.models.mmproj import mmproj_path
 from penstock.models.model import Model, state_layers
 from penstock.models.vision import VisionModel
 
@@ -66,6 +67,7 @@ def load_decoder(
     on_progress: Progress | None,
     setup: OneRank | None = None,
 ) -> Loaded:
+    mmproj_path(model_path, config.model.mmproj)  # a name that is wrong is told before weights are read
     setup = setup or OneRank()
     whole_ops = choose_ops(config)
     ops = setup.ops(whole_ops)
@@ -98,7 +100,9 @@ def load_decoder(
     if setup.shard.num_stages == 1 and isinstance(
         loaded, NativeDecoder
     ):  # the stages of a pipeline pass tokens on
-        vision = load_vision_part(model_path, whole_ops, load_format=config.model.load_format)
+        vision = load_vision_part(
+            model_path, whole_ops, load_format=config.model.load_format, mmproj=config.model.mmproj
+        )
     with ThreadPoolExecutor(1) as helper:
         description = helper.submit(describe, config, model_path, model, ops)
         if is_cuda and setup.is_alone:  # ranks would have to run every step together

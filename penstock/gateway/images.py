@@ -54,8 +54,10 @@ Made = TypeVar("Made")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-def check_images(prompts: Sequence[Prompt], model: str, config: GatewayConfig, *, sees: bool) -> None:
-    """Check what can be checked without reading an image. `sees`: the model takes images."""
+def check_images(
+    prompts: Sequence[Prompt], model: str, config: GatewayConfig, *, sees: bool, hint: str = ""
+) -> None:
+    """Check what can be checked without reading an image. `sees`: the model takes images; `hint`: how it could."""
     parts = [part for prompt in prompts for part in image_parts(prompt) if sees or not part.stand_in]
     if not parts:
         return
@@ -63,7 +65,7 @@ def check_images(prompts: Sequence[Prompt], model: str, config: GatewayConfig, *
         raise InvalidRequest(
             f"The model {model!r} takes text only, and the request has an image.",
             param=parts[0].param,
-            hint="Send the image to a vision-language model.",
+            hint=hint or "Send the image to a vision-language model.",
         )
     if len(parts) > config.max_images:
         raise InvalidRequest(

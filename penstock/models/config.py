@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +68,17 @@ class RopeConfig:
     theta: float
     scaling: RopeScaling | None = None
     rotary_dim: int | None = None  # the numbers of a head that are rotated; None rotates all
+
+
+def axes_of_pairs(sections: Sequence[int], *, interleaved: bool) -> list[int]:
+    """Return for each pair of a head which position turns it: 0 for time, 1 for rows, 2 for columns."""
+    if not interleaved:
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
+            axes[pair] = axis
+    return axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,14 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RopeConfig, RopeScaling
+from penstock.models.config import (
+    ArchitectureConfig,
+    ExpertsConfig,
+    Fields,
+    RopeConfig,
+    RopeScaling,
+    axes_of_pairs,
+)
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import windows_by_pattern
 
@@ -224,6 +231,24 @@ def _rope(fields: Fields, rotary_dim: int | None) -> RopeConfig:
             f"{fields.where} asks for rope scaling of kind {kind!r}; known are none, linear, yarn and longrope."
         )
     return RopeConfig(theta, scaling, rotary_dim)
+
+
+# Of architectures with positions in three dimensions: whether the axes take turns along a head.
+_THREE_AXES = {
+    "qwen2vl": False,
+    "qwen3vl": True,
+    "qwen3vlmoe": True,
+    "qwen35": True,
+    "qwen35moe": True,
+}
+
+
+def gguf_rope_axes(file: GGUFFile) -> list[int]:
+    """Return the axis of each rotated pair of a head; nothing for positions in one dimension."""
+    sections = metadata_fields(file).raw("rope.dimension_sections")
+    if file.architecture not in _THREE_AXES or not isinstance(sections, list):
+        return []
+    return axes_of_pairs(sections[:3], interleaved=_THREE_AXES[file.architecture])
 
 
 def longrope_of(fields: Fields) -> RopeScaling:

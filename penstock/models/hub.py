@@ -35,7 +35,7 @@ from penstock.models.catalog import (
     WheelSource,
     from_ollama_name,
 )
-from penstock.models.gguf_choice import choose_gguf, split_parts
+from penstock.models.gguf_choice import choose_gguf, files_of_model
 
 _COPY_BYTES = 1 << 20
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken"]
@@ -251,7 +251,7 @@ class ModelHub:
                 repository,
                 cache_dir=self._hub_dir,
                 token=self._hub_token,
-                allow_patterns=[*_HUB_FILES, *([] if gguf is None else map(str, split_parts(gguf)))],
+                allow_patterns=[*_HUB_FILES, *([] if gguf is None else files_of_model(gguf, listed))],
             )
         except ModelLoadError:
             raise
@@ -406,7 +406,8 @@ def _checked_local_path(path: Path) -> Path:
             f"{path} is neither a folder nor a .gguf file.",
             hint="For safetensors, give the folder that holds config.json.",
         )
-    return path.resolve()
+    # Files of the hub's cache are links, whose names tell the other parts of a model.
+    return path.parent.resolve() / path.name if path.is_file() else path.resolve()
 
 
 def _gguf_in(folder: Path) -> Path:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +25,13 @@ from penstock.models.decoder import Decoder
 from penstock.models.encoders.load import ENCODERS
 from penstock.models.families import FAMILIES
 from penstock.models.gguf_choice import split_parts
-from penstock.models.gguf_config import has_experts
+from penstock.models.gguf_config import gguf_rope_axes, has_experts
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layout import LayoutSource
+from penstock.models.mmproj import AUTO, load_gguf_vision
+from penstock.models.mmproj_file import MMPROJ_ARCHITECTURE
 from penstock.models.model import Model
 from penstock.models.pooling import (
     PoolingSettings,
@@ -102,6 +105,11 @@ def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
 
 def architecture_for_gguf(file: GGUFFile) -> type[Decoder]:
     asked = file.architecture
+    if asked == MMPROJ_ARCHITECTURE:
+        raise ModelLoadError(
+            f"{file.path.name} is the vision part of a model.",
+            hint="Give the model, and this file with --mmproj.",
+        )
     for architecture in FAMILIES:
         if has_experts(file) and asked in architecture.gguf_mixtures:
             return architecture
@@ -155,19 +163,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
             config = dataclasses.replace(config, tie_embeddings=True)
         config = dataclasses.replace(
             config,
-            rope_axes=_rope_axes(fields, config),
+            rope_axes=_rope_axes(fields.raw("rope_axes") or (), config),
             num_mtp_layers=_num_mtp_layers(fields),
         )
         return Checkpoint(path, architecture, config, None, stored_quantization(fields))
     file = GGUFFile(path)
     architecture = architecture_for_gguf(file)
-    return Checkpoint(path, architecture, architecture.config_from_gguf(file), file)
+    config = architecture.config_from_gguf(file)
+    config = dataclasses.replace(config, rope_axes=_rope_axes(gguf_rope_axes(file), config))
+    return Checkpoint(path, architecture, config, file)
 
 
-def _rope_axes(fields: Fields, config: ArchitectureConfig) -> tuple[int, ...]:
+def _rope_axes(axes: Sequence[int], config: ArchitectureConfig) -> tuple[int, ...]:
     """Return the axis of each pair of a head, of which some may not be rotated."""
-    axes = tuple(fields.raw("rope_axes") or ())
-    return axes + (0,) * (config.head_dim // 2 - len(axes)) if axes else ()
+    return (*axes, *(0,) * (config.head_dim // 2 - len(axes))) if axes else ()
 
 
 def _num_mtp_layers(fields: Fields) -> int:
@@ -264,8 +273,13 @@ def weight_source(
     return checkpoint.source(is_pickled=load_format == "pt")
 
 
-def load_vision_part(path: Path, ops: Ops, *, load_format: LoadFormat = "auto") -> TransformersVision | None:
-    """Load the vision part of a vision-language checkpoint; None for other checkpoints."""
+def load_vision_part(
+    path: Path, ops: Ops, *, load_format: LoadFormat = "auto", mmproj: str = AUTO
+) -> TransformersVision | None:
+    """Load the vision part of a vision-language checkpoint; None for other checkpoints. `mmproj` is the setting of
+    that name, for GGUF files."""
+    if path.is_file():
+        return load_gguf_vision(path, mmproj, ops)
     tokenizer = load_tokenizer(path) if (path / "config.json").is_file() else None
     if tokenizer is None:
         return None

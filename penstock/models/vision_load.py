@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Ops
-from penstock.models.config import Fields
+from penstock.models.config import Fields, axes_of_pairs
 from penstock.models.vision import Gemma3Vision, LlavaVision, PaliGemmaVision, TransformersVision
 from penstock.models.vision_grids import (
     Gemma4Vision,
@@ -123,21 +125,12 @@ def text_fields(path: Path, fields: Fields) -> Fields:
         if isinstance(rope, dict) and sections is not None:
             rope = {"mrope_section": sections, **rope}
         if isinstance(rope, dict) and "mrope_section" in rope:
-            text["rope_axes"] = _rope_axes(rope["mrope_section"], interleaved="qwen3" in text["model_type"])
+            text["rope_axes"] = axes_of_pairs(
+                rope["mrope_section"], interleaved="qwen3" in text["model_type"]
+            )
             plain = {name: value for name, value in rope.items() if not name.startswith("mrope")}
             text[key] = plain | {name: "default" for name in ("rope_type", "type") if name in plain}
     return Fields(text, fields.where)
-
-
-def _rope_axes(sections: Sequence[int], *, interleaved: bool) -> list[int]:
-    """Return for each pair of a head which position turns it: 0 for time, 1 for rows, 2 for columns."""
-    if not interleaved:
-        return [axis for axis, count in enumerate(sections) for _ in range(count)]
-    axes = [0] * sum(sections)
-    for axis in (1, 2):
-        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
-            axes[pair] = axis
-    return axes
 
 
 def load_vision(
@@ -160,7 +153,7 @@ def load_vision(
         logger.warning("images need %s: the model takes text only", EXTRA)
         return None
     config = _config(path)
-    with _quiet():
+    with quiet_transformers():
         processor = family.load_processor(path)
         tower = _tower(path, config, ops, is_random=is_random)
     spellings = {
@@ -185,11 +178,16 @@ def _tower(path: Path, config: Any, ops: Ops, *, is_random: bool) -> Any:
         whole = AutoModelForImageTextToText.from_config(without_text, dtype=ops.dtype)
     else:
         whole = AutoModelForImageTextToText.from_pretrained(path, config=without_text, dtype=ops.dtype)
+    return placed_tower(whole, ops.device)
+
+
+def placed_tower(whole: Any, device: torch.device) -> Any:
+    """Return the vision part of a model of transformers, on the device."""
     tower = whole.model
     for name in ("language_model", "text_model", "audio_tower", "embed_audio"):
         if name in tower._modules:
             del tower._modules[name]
-    return tower.to(ops.device).eval().requires_grad_(False)
+    return tower.to(device).eval().requires_grad_(False)
 
 
 def _config(path: Path) -> Any:
@@ -204,7 +202,7 @@ def _config(path: Path) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Hide transformers' report that the layers of the text model were not loaded."""
     from transformers.utils import logging as transformers_logging
 

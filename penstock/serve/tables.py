@@ -48,6 +48,7 @@ _OWN_SETTINGS = frozenset(
         "load_format",
         "model_implementation",
         "trust_remote_code",
+        "mmproj",
         "generation_config",
         "override_generation_config",
     }

@@ -154,6 +154,9 @@ def test_cheap_checks_come_before_reading() -> None:
     prompt = chat(*[PART] * 3, TextPart("hi"))
     with pytest.raises(InvalidRequest, match="takes text only"):
         check_images([prompt], "m", CONFIG, sees=False)
+    with pytest.raises(InvalidRequest) as caught:
+        check_images([prompt], "m", CONFIG, sees=False, hint="Name a file with --mmproj.")
+    assert caught.value.hint == "Name a file with --mmproj."
     with pytest.raises(InvalidRequest, match="has 3 images, and at most 2"):
         check_images([prompt], "m", GatewayConfig(max_images=2), sees=True)
     long = chat(ImagePart(url="data:image/png;base64," + "A" * 4000))

@@ -146,11 +146,12 @@ def write_model(
     spoil: str | None = None,
     fuses_experts: bool = False,
     name: str | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> dict[str, np.ndarray]:
     """Convert a checkpoint the way llama.cpp's converter does. Returns the values that were stored, by Hugging Face
     name, so that a test can put them back into the reference. `spoil` is a setting of experts to get wrong;
     `fuses_experts` puts gates in front of the other halves of experts, as the converter does if asked.
-    `name` is another one for the architecture."""
+    `name` is another one for the architecture, `vocabulary` another vocabulary."""
     config = reference.model.config
     has_other_name = config.model_type == "nemotron_h" and "moe" in config.layers_block_type
     architecture = ARCHITECTURES["nemotron_h_moe" if has_other_name else config.model_type]
@@ -168,7 +169,7 @@ def write_model(
         _write_expert_settings(writer, config, spoil)
     tensors = {name: tensor.float().numpy() for name, tensor in reference.model.state_dict().items()}
     write_special_settings(writer, config, tensors)
-    Vocabulary().write(writer)
+    (vocabulary or Vocabulary()).write(writer)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     stored_values = {}
     for name, values in converted(config, tensors).items():
@@ -274,6 +275,8 @@ def _write_rope(writer: GGUFWriter, rope: dict[str, Any], head_dim: int, max_pos
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     writer.add_rope_freq_base(rope["rope_theta"])
+    if "mrope_section" in rope:
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -408,11 +411,11 @@ def _stored_form(name: str, values: np.ndarray, config: Any) -> np.ndarray:
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         for part, count in heads.items():
             if f"{part}." in name:
-                return _interleave(values, count)
+                return interleave(values, count)
     return values
 
 
-def _interleave(values: np.ndarray, heads: int) -> np.ndarray:
+def interleave(values: np.ndarray, heads: int) -> np.ndarray:
     """Rows i and i + half of each head become neighbours."""
     shape = values.shape
     return values.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)

@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from penstock.models.decoder import Decoder
 from penstock.models.families import FAMILIES
+from penstock.models.mmproj import PROJECTORS
 from penstock.models.vision_load import FAMILIES as VISION_FAMILIES
 from tests.models.checkpoints import MODELS
 from tests.models.gguf_files import ARCHITECTURES, NEWER_NAMES, TEXT_PARTS
@@ -51,6 +52,11 @@ def test_the_page_of_images_lists_every_other_class() -> None:
     seeing = {_short(name) for name in VISION_FAMILIES}
     assert not seeing & named
     assert not known - seeing - named
+
+
+def test_the_page_of_images_lists_every_projector_of_gguf_files() -> None:
+    page = (DOCS / "images.md").read_text()
+    assert not [name for name in PROJECTORS if f"`{name}`" not in page.partition("### GGUF")[2]]
 
 
 def _short(name: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.catalog import from_ollama_name
-from penstock.models.gguf_choice import choose_gguf, split_parts
+from penstock.models.gguf_choice import choose_gguf, choose_mmproj, split_parts
 from penstock.models.hub import ModelHub
 
 FILES = [
@@ -40,12 +40,31 @@ def test_parts_by_name() -> None:
         (FILES, None, "m-Q4_K_M-00001-of-00002.gguf"),
         (FILES, "q8_0", "m-Q8_0.gguf"),
         (["m.gguf", "mmproj-m.gguf"], None, "m.gguf"),
+        (["m.gguf", "m-mmproj-f16.gguf"], None, "m.gguf"),
         (["m.IQ2_XXS.gguf", "m.Q6_K.gguf"], None, "m.Q6_K.gguf"),
         (["Q8_0/m-Q8_0.gguf", "m-UD-Q4_K_XL.gguf"], "Q8_0", "Q8_0/m-Q8_0.gguf"),
     ],
 )
 def test_the_choice(names: list[str], wanted: str | None, chosen: str) -> None:
     assert choose_gguf(paths(*names), "here", wanted) == PurePosixPath(chosen)
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "chosen"),
+    [
+        ("m-Q4_K_M.gguf", ["mmproj-m-f16.gguf", "mmproj-m-Q8_0.gguf"], "mmproj-m-f16.gguf"),
+        ("m-Q4_K_M.gguf", ["mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf"], "mmproj-F16.gguf"),
+        ("m-qat-Q4_0.gguf", ["mmproj-model-f16.gguf"], "mmproj-model-f16.gguf"),
+        ("llava-7b.Q4_K_M.gguf", ["llava-7b-mmproj-fp16.gguf"], "llava-7b-mmproj-fp16.gguf"),
+        ("a-4b-it-Q4_0.gguf", ["mmproj-a-4b-f16.gguf", "mmproj-b-4b-f16.gguf"], "mmproj-a-4b-f16.gguf"),
+        ("a-4b-Q4_0.gguf", ["mmproj-a-4b-f16.gguf", "mmproj-model-f16.gguf"], "mmproj-a-4b-f16.gguf"),
+        ("c-Q4_0.gguf", ["mmproj-a-f16.gguf", "mmproj-b-f16.gguf"], None),
+        ("m.gguf", ["m.gguf", "imatrix.gguf", "mmproj.txt"], None),
+    ],
+)
+def test_the_vision_part_of_a_model(model: str, names: list[str], chosen: str | None) -> None:
+    found = choose_mmproj(PurePosixPath(model), paths(*names))
+    assert found == (None if chosen is None else PurePosixPath(chosen))
 
 
 @pytest.mark.parametrize(
@@ -87,13 +106,33 @@ def test_a_repository_of_gguf_files_is_not_downloaded_whole(
     with caplog.at_level(logging.WARNING):
         assert hub.resolve("some/model") == tmp_path / FILES[2]
     assert "taking m-Q4_K_M-00001-of-00002.gguf" in caplog.text
-    assert [name for name in fake.patterns if name.endswith(".gguf")] == FILES[2:4]
+    assert [name for name in fake.patterns if name.endswith(".gguf")] == FILES[2:]
     assert hub.resolve("some/model:Q8_0") == tmp_path / "m-Q8_0.gguf"
     with pytest.raises(ModelLoadError, match=r"no \.gguf file of the type Q5_K"):
         hub.resolve("some/model:Q5_K")
     fake.listed.append("model.safetensors")
     assert hub.resolve("some/model") == tmp_path
     assert not any(name.endswith(".gguf") for name in fake.patterns)
+
+
+def test_the_vision_part_of_a_model_in_a_folder_of_its_own_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeHub(tmp_path, ["Q8_0/m-Q8_0.gguf", "Q4_0/m-Q4_0.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf"])
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake.module)
+    assert ModelHub(tmp_path / "cache").resolve("some/model:Q8_0") == tmp_path / "Q8_0/m-Q8_0.gguf"
+    assert fake.patterns[-2:] == ["Q8_0/m-Q8_0.gguf", "mmproj-F16.gguf"]
+
+
+def test_a_file_that_is_a_link_keeps_its_name(tmp_path: Path) -> None:
+    """The hub's cache has links to files without names."""
+    (tmp_path / "blob").touch()
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "m.gguf").symlink_to(tmp_path / "blob")
+    hub = ModelHub(tmp_path / "cache")
+    for name in (snapshot, snapshot / "m.gguf"):
+        assert hub.resolve(str(name)) == snapshot / "m.gguf"
 
 
 def test_a_folder_with_several_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -211,7 +211,9 @@ class ServedModel:
                 self._check_num_characters(num_characters(prompt), "messages")
 
     def check_images(self, prompts: Sequence[Prompt]) -> None:
-        check_images(prompts, self.card.name, self._config, sees=self.card.vision is not None)
+        card = self.card
+        sees = card.vision is not None
+        check_images(prompts, card.name, self._config, sees=sees, hint=card.images_hint)
 
     def _check_length(self, text: str | Sequence[int], param: str, num_answer: int) -> None:
         if isinstance(text, str):
