@@ -21,6 +21,8 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.accounts import Accounts, Claim, Outcome
 from penstock.gateway.answers.stream import ENGINE_GRACE_S, ReaderGone
+from penstock.gateway.embeddings import service
+from penstock.gateway.embeddings.cache import cache_key
 from penstock.gateway.embeddings.run import MAX_TEXTS_IN_FLIGHT
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
@@ -170,6 +172,24 @@ async def test_known_texts_are_not_embedded_again() -> None:
     rendered = gateway.render_own_metrics().decode()
     assert "penstock_embedding_cache_hits_total 2.0" in rendered
     assert "penstock_embedding_cache_misses_total 3.0" in rendered
+
+
+@pytest.mark.parametrize("changes", [{}, {"truncate_prompt_tokens": 8}])
+async def test_of_a_long_text_no_more_is_read_than_the_model_could_use(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    lengths: list[int] = []
+
+    def noting_key(*content: Any) -> bytes:
+        lengths.extend(len(each) for each in content if isinstance(each, str))
+        return cache_key(*content)
+
+    monkeypatch.setattr(service, "cache_key", noting_key)
+    async with direct_client(embedding_engine()) as client:
+        body = {"model": "bytes", "input": "a" * 1_000_000, **changes}
+        answer = await client.post("/v1/embeddings", json=body)
+    assert answer.status_code == (200 if changes else 400)
+    assert all(length < 10_000 for length in lengths)
 
 
 async def test_the_cache_is_bounded_and_can_be_off() -> None:

@@ -258,6 +258,10 @@ async def test_a_language_model_is_asked_yes_or_no() -> None:
         await client.post(
             "/v1/rerank", json={**RERANK, "documents": ["d" * 900], "truncate_prompt_tokens": 400}
         )
+        long = {**RERANK, "documents": ["d"], "instruction": "i" * 10_000, "truncate_prompt_tokens": 400}
+        refused = await client.post("/v1/rerank", json=long)
+    assert refused.status_code == 400
+    assert "at least" in refused.json()["error"]["message"], "it was not tokenized"
     asked = bytes(token for token in engine.added[0].prompt_token_ids if token < 256).decode()
     assert "Judge whether the Document" in asked
     assert "<Instruct>: find\n<Query>: who\n<Document>: he <|end|>" in asked

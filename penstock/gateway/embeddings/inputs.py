@@ -100,6 +100,21 @@ def check_reading(reading: Reading, card: ModelCard) -> None:
         raise InvalidRequest("max_tokens_per_doc must be at least 1.", param="max_tokens_per_doc")
 
 
+def _room(card: ModelCard, reading: Reading) -> int:
+    longest, cut = longest_of(card), reading.truncation
+    return longest if cut is None else min(longest, cut.max_tokens or longest)
+
+
+def within_reach(given: Input, label: str, model: ServedModel, reading: Reading) -> Input:
+    """Refuse an input that cannot fit before any work is done for it, or cut off what no token is made of."""
+    cut, room = reading.truncation, _room(model.card, reading)
+    if isinstance(given, RoledText):
+        text = _within_reach(given.text, label, model, cut, room)
+        assert isinstance(text, str)
+        return RoledText(text, given.role)
+    return _within_reach(given, label, model, cut, room)
+
+
 async def tokens_of(given: Input, label: str, model: ServedModel, reading: Reading) -> Tokens:
     """Return the tokens of one input, which `label` names in errors. Raises InvalidRequest."""
     param = label.partition("[")[0]
@@ -109,8 +124,7 @@ async def tokens_of(given: Input, label: str, model: ServedModel, reading: Readi
     if isinstance(given, RoledText | str):
         given = _with_prompt(given, card, reading.prompt_name)
     longest = longest_of(card)
-    cut = reading.truncation
-    room = longest if cut is None else min(longest, cut.max_tokens or longest)
+    cut, room = reading.truncation, _room(card, reading)
     given = _within_reach(given, label, model, cut, room)
     if isinstance(given, tuple):
         check_token_ids(given, card.vocab_size, param=label)
@@ -153,12 +167,13 @@ def _with_prompt(given: RoledText | str, card: ModelCard, prompt_name: str | Non
 def _within_reach(
     given: str | tuple[int, ...] | Pair, label: str, model: ServedModel, cut: Truncation | None, room: int
 ) -> str | tuple[int, ...] | Pair:
-    """Refuse an input before it is tokenized, if it cannot fit; or truncate it."""
+    """Refuse an input before it is tokenized, if it cannot fit; or truncate it. An instruction is never cut."""
     per_token = 1 if isinstance(given, tuple) else model.tokenizer.max_characters_per_token
+    num_fixed = len(given.instruction or "") if isinstance(given, Pair) else 0
+    at_least = (num_fixed + (num_characters(given) if cut is None else 0)) // per_token
+    if at_least > room:
+        raise _too_long(label, f"at least {at_least}", room)
     if cut is None:
-        at_least = num_characters(given) // per_token
-        if at_least > room:
-            raise _too_long(label, f"at least {at_least}", room)
         return given
     if isinstance(given, Pair):
         first, second = (_cut(text, cut, room * per_token) for text in (given.first, given.second))

@@ -38,6 +38,7 @@ from penstock.gateway.embeddings.inputs import (
     check_reading,
     num_characters,
     tokens_of,
+    within_reach,
 )
 from penstock.gateway.embeddings.run import EmbeddingAnswer, EmbeddingRun, shortened
 from penstock.gateway.external.models import ExternalModel
@@ -76,6 +77,9 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     is_internal: bool = False  # the gateway's own, for an admitted request: not limited, but in the ledger
     allows_external: bool = False  # whether vectors of an external server are acceptable
+
+    def label_of(self, index: int) -> str:
+        return self.labels[index] if self.labels else f"input[{index}]"
 
 
 class _Text(msgspec.Struct):
@@ -217,6 +221,7 @@ class Embeddings:
         turns = self._gateway.turns
         texts: list[_Text] = []
         num_pair_tokens = 0
+        request = _within_reach(request, model)
         async for _, given in _in_turns(request.inputs, turns):
             key = cache_key(workspace_id, generation, pooling, request.normalizes, given, request.reading)
             texts.append(_Text(key, self._cache.get(key) if request.uses_cache else None))
@@ -225,8 +230,7 @@ class Embeddings:
         async for index, given in _in_turns(request.inputs, turns):
             text = texts[index]
             if text.known is None:
-                label = request.labels[index] if request.labels else f"input[{index}]"
-                text.tokens = await tokens_of(given, label, model, request.reading)
+                text.tokens = await tokens_of(given, request.label_of(index), model, request.reading)
             if isinstance(given, Pair):
                 num_pair_tokens += text.num_tokens
                 _check_total(num_pair_tokens, MAX_PAIR_TOKENS, "tokens of pairs")
@@ -343,6 +347,15 @@ class EmbeddingJob:
             queue_s=self._run.queue_s,
         )
         self._account.settle(outcome)
+
+
+def _within_reach(request: EmbeddingRequest, model: ServedModel) -> EmbeddingRequest:
+    """Return the request with the parts of its inputs that the model can read. Raises if an input is too long."""
+    inputs = tuple(
+        within_reach(given, request.label_of(index), model, request.reading)
+        for index, given in enumerate(request.inputs)
+    )
+    return msgspec.structs.replace(request, inputs=inputs)
 
 
 async def _in_turns(inputs: Sequence[Input], turns: Turns) -> AsyncIterator[tuple[int, Input]]:
