@@ -300,8 +300,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_pending_body_bytes: Annotated[
         int,
         Meta(
-            description="Bytes of all request bodies that have not arrived in full; a workspace may hold a quarter. "
-            "More are refused with 503 or 429.",
+            description="Bytes of all request bodies that have not arrived in full or wait to be decoded; a "
+            "workspace may hold a quarter. More are refused with 503 or 429.",
             ge=1024,
         ),
     ] = 1 << 30

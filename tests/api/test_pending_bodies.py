@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
 import socket
 
@@ -13,6 +15,7 @@ from penstock.api.http.bodies import PendingBodies
 from penstock.core.errors import Overloaded, RateLimited
 from penstock.core.gateway_config import ServerConfig
 from tests.api.bounded_server import BoundedServed, bounded_server
+from tests.api.conftest import direct_client
 from tests.gateway.fake_engine import FakeEngine, script_text
 
 BODY_BYTES = 1 << 20
@@ -70,6 +73,30 @@ def test_bodies_that_do_not_end_are_refused_beyond_a_share_and_let_go_with_their
             later.sendall(HEAD + body)
             assert later.recv(1 << 16).startswith(b"HTTP/1.1 ")
         served.wait_until(lambda: pending.num_bytes == 0)
+
+
+async def test_inflated_bodies_that_wait_for_their_turn_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = asyncio.Event()
+
+    async def wait_for_turn(*_: object) -> None:
+        await turn.wait()
+
+    monkeypatch.setattr(parsing, "check_num_values_in_turns", wait_for_turn)
+    body = gzip.compress(b'{"prompt": "hi", "ignored": "%b"}' % bytes(BODY_BYTES - 100).replace(b"\0", b"a"))
+    assert len(body) < BODY_BYTES // 100
+    limits = {"max_body_bytes": BODY_BYTES, "max_pending_body_bytes": 8 * BODY_BYTES}
+    async with direct_client(FakeEngine(script_text("ok")), **limits) as client:
+
+        async def post() -> int:
+            answer = await client.post("/v1/completions", content=body, headers={"content-encoding": "gzip"})
+            return answer.status_code
+
+        posts = [asyncio.create_task(post()) for _ in range(3)]
+        done, held = await asyncio.wait(posts, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result() for task in done] == [429]
+        turn.set()
+        assert await asyncio.gather(*held) == [200, 200]
+        assert await post() == 200, "nothing counts any more"
 
 
 def test_a_body_must_be_whole_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,8 @@ class ArrivingBody:
 
 
 class PendingBodies:
-    """The bytes of bodies and messages that have not arrived in full. Any single body fits the bounds."""
+    """The bytes of bodies and messages that have not arrived in full, and of bodies that wait to be decoded. Any
+    single body fits the bounds."""
 
     def __init__(self, max_bytes: int, max_body_bytes: int) -> None:
         self.num_bytes = 0
@@ -54,7 +55,7 @@ class PendingBodies:
         """Count bytes that are about to be kept. Raises if they are too many; nothing is counted then."""
         if self._by_workspace[workspace_id] + num_bytes > self._max_workspace_bytes:
             raise RateLimited(
-                f"Request bodies of this workspace that have not arrived in full hold {self._max_workspace_bytes} "
+                f"Request bodies of this workspace that arrive or wait to be read hold {self._max_workspace_bytes} "
                 "bytes, which is the limit.",
                 hint="Send fewer large bodies at a time.",
                 retry_after_s=RETRY_AFTER_S,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import functools
 import re
@@ -93,6 +94,22 @@ async def read_within_bound(request: Request) -> bytes:
     """Read the body of a request, within the bound of the application."""
     app = request.scope.get("app")
     return await read_body(request, MAX_INNER_BYTES if app is None else app.max_body_bytes)
+
+
+@contextlib.contextmanager
+def _pending(request: Request, num_bytes: int) -> Iterator[None]:
+    """Count a body that waits for its turn like one that arrives: a small body may have been inflated to a large
+    one. Raises RateLimited or Overloaded if the bodies are too many."""
+    app = request.scope.get("app")
+    if app is None:
+        yield
+        return
+    workspace_id = principal_of(request).workspace_id
+    app.pending_bodies.add(workspace_id, num_bytes)
+    try:
+        yield
+    finally:
+        app.pending_bodies.remove(workspace_id, num_bytes)
 
 
 async def _next_turn(request: Request) -> None:
@@ -260,13 +277,14 @@ class BodyDecoder(Generic[Shape]):
     async def decode_for(self, request: Request, body: bytes) -> Shape:
         """Decode a body. A model that only the path names is filled in."""
         if len(body) > UNCOUNTED_BYTES:
-            # Each of the two passes over 32 MB takes up to a tenth of a second, and so may what the caller does next.
-            await check_num_values_in_turns(body, self._values_factor)
-            await _next_turn(request)
-            decoded = self._decode(body)
-            await _next_turn(request)
-            self._check_fields(body)
-            await _next_turn(request)
+            with _pending(request, len(body)):
+                # Each of the two passes over 32 MB takes up to a tenth of a second, and so may the next step.
+                await check_num_values_in_turns(body, self._values_factor)
+                await _next_turn(request)
+                decoded = self._decode(body)
+                await _next_turn(request)
+                self._check_fields(body)
+                await _next_turn(request)
         else:
             decoded = self._decode(body)
             self._check_fields(body)
