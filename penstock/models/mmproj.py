@@ -123,7 +123,11 @@ def load_mmproj(path: Path, text: GGUFFile, tokenizer: TokenizerFiles, ops: Ops)
             config = kind.config_class(**settings)
             tower = _tower(kind, config, projector, ops)
             vision = family(config, projector.processor(), tower, ops, spellings)
-    except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
+    except ModelLoadError:
+        raise
+    except (
+        Exception
+    ) as error:  # transformers and torch raise errors of all kinds for sizes that they cannot use
         raise ModelLoadError(f"{file.name} has settings that do not fit together: {error}.") from error
     vision.card = _with_place(vision.card, tokenizer.chat_template)
     return vision

@@ -51,6 +51,13 @@ class MmprojFile:
         return self.fields.integer("embedding_length")
 
     @property
+    def num_layers(self) -> int:
+        """Return the layers of the tower. The last one must be there, before a model of so many layers is made."""
+        count = self.fields.integer("block_count")
+        self.shape(f"v.blk.{count - 1}.ln1.weight")
+        return count
+
+    @property
     def intermediate_size(self) -> int:
         return self.shape("v.blk.0.ffn_up.weight")[0]
 

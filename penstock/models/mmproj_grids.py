@@ -14,6 +14,8 @@ from penstock.models.mmproj_file import MmprojFile
 from penstock.models.mmproj_projectors import Projector
 from penstock.models.rope import pair_order
 
+_LARGEST_WINDOW = 1 << 12  # pixels
+
 
 def _pixtral_names(tower: str, projector: str) -> dict[str, str]:
     return {
@@ -125,7 +127,7 @@ class QwenProjector(Projector):
 
     def _sizes(self) -> dict[str, Any]:
         return {
-            "depth": self._fields.integer("block_count"),
+            "depth": self._file.num_layers,
             "num_heads": self._fields.integer("attention.head_count"),
             "patch_size": self._patch_size,
             "spatial_merge_size": self._merge_size,
@@ -151,10 +153,9 @@ class QwenProjector(Projector):
     def processor(self) -> Any:
         from transformers import Qwen2VLImageProcessorPil
 
-        limits = {
-            "shortest_edge": self._fields.integer("image_min_pixels", self.min_pixels),
-            "longest_edge": self._fields.integer("image_max_pixels", self.max_pixels),
-        }
+        most = self._fields.integer("image_max_pixels", self.max_pixels)
+        least = self._bounded("image_min_pixels", min(self.min_pixels, most), most)
+        limits = {"shortest_edge": least, "longest_edge": most}
         return Qwen2VLImageProcessorPil(
             patch_size=self._patch_size, merge_size=self._merge_size, size=limits, **self._colors
         )
@@ -179,13 +180,13 @@ class Qwen25Projector(QwenProjector):
     }
 
     def tower_settings(self) -> dict[str, Any]:
-        period, depth = self._fields.integer("n_wa_pattern"), self._fields.integer("block_count")
+        period, depth = self._fields.integer("n_wa_pattern"), self._file.num_layers
         return {
             "hidden_size": self._file.hidden_size,
             "intermediate_size": self._file.intermediate_size,
             "out_hidden_size": self._width,
             "fullatt_block_indexes": list(range(period - 1, depth, period)),
-            "window_size": self._fields.integer("window_size", 112),
+            "window_size": self._bounded("window_size", 112, _LARGEST_WINDOW),
         }
 
 

@@ -18,6 +18,8 @@ from penstock.core.errors import ModelLoadError
 from penstock.models.config import Fields
 from penstock.models.mmproj_file import MmprojFile
 
+_MOST_TILES = 64
+
 
 def siglip_names(tower: str) -> dict[str, str]:
     """Return the stored names for parts of names in a SigLIP or CLIP tower."""
@@ -103,7 +105,7 @@ class Projector(ABC):
         return {
             "hidden_size": self._file.hidden_size,
             "intermediate_size": self._file.intermediate_size,
-            "num_hidden_layers": self._fields.integer("block_count"),
+            "num_hidden_layers": self._file.num_layers,
             "num_attention_heads": self._fields.integer("attention.head_count"),
             "image_size": self._image_size,
             "patch_size": self._patch_size,
@@ -115,6 +117,13 @@ class Projector(ABC):
             "layer_norm_eps": self._fields.number("attention.layer_norm_epsilon", 1e-6),
             "vision_use_head": False,
         }
+
+    def _bounded(self, key: str, default: int, largest: int) -> int:
+        """Read a number on which the work for an image depends, such as its pixels."""
+        value = self._fields.integer(key, default)
+        if value > largest:
+            raise ModelLoadError(f"{self._file.name} has {key} = {value}, which is more than {largest}.")
+        return value
 
     @property
     def _image_size(self) -> int:
@@ -212,6 +221,11 @@ class LlavaProjector(Projector):
         if not self._fields.has("image_grid_pinpoints"):
             return []
         sides = [int(side) for side in self._fields.numbers("image_grid_pinpoints")]
+        if any(side % self._image_size or side > _MOST_TILES * self._image_size for side in sides):
+            raise ModelLoadError(
+                f"{self._file.name} has image_grid_pinpoints that are not up to {_MOST_TILES} tiles of "
+                f"{self._image_size} pixels."
+            )
         return [[height, width] for height, width in zip(sides[::2], sides[1::2], strict=False)]
 
     def class_name(self) -> str:
@@ -291,7 +305,7 @@ class InternVLProjector(Projector):
         return GotOcr2ImageProcessorPil(
             size=self._square,
             crop_to_patches=True,
-            min_patches=self._fields.integer("preproc_min_tiles", 1),
-            max_patches=self._fields.integer("preproc_max_tiles", 12),
+            min_patches=self._bounded("preproc_min_tiles", 1, _MOST_TILES),
+            max_patches=self._bounded("preproc_max_tiles", 12, _MOST_TILES),
             **self._colors,
         )

@@ -226,8 +226,15 @@ def _vocabulary(folder: Path) -> Vocabulary:
     )
 
 
-def write_mmproj(path: Path, model: TinyVision, how: Written, **changes: Any) -> Path:
-    """Write the vision part of a model. `changes` are other settings, by the names of the writer's calls."""
+def write_mmproj(
+    path: Path,
+    model: TinyVision,
+    how: Written,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    **changes: Any,
+) -> Path:
+    """Write the vision part of a model. `kind` is the type of matrices. `changes` are other settings, by the names of
+    the writer's calls."""
     config = model.model.config
     vision, writer = config.vision_config, GGUFWriter(path, "clip")
     images = json.loads((model.folder / "preprocessor_config.json").read_text())
@@ -266,7 +273,11 @@ def write_mmproj(path: Path, model: TinyVision, how: Written, **changes: Any) ->
             else names.get_name(name, (".weight", ".bias"))
         )
         assert stored is not None, f"the package has no name for {name}"
-        writer.add_tensor(stored, np.ascontiguousarray(values))
+        values = np.ascontiguousarray(values)
+        if values.ndim == 2 and values.shape[-1] % 32 == 0:
+            writer.add_tensor(stored, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored, values)
     return finish(writer, path)
 
 

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.reference import TorchOps
+from penstock.models.gguf_file import GGUFFile
 from penstock.models.load import load_vision_part, open_checkpoint
 from penstock.models.mmproj import PROJECTORS, mmproj_path
 from tests.models.gguf_files import Vocabulary, finish
-from tests.models.mmproj_files import WRITTEN, write_mmproj
+from tests.models.mmproj_files import WRITTEN, write_mmproj, write_pair
 from tests.models.tiny_vision import TinyVision
 from tests.models.vision_checkpoints import make_vision
 
@@ -124,6 +125,7 @@ def test_files_that_cannot_be_used_are_refused(
             {"vision_patch_size": 4},
             r"v\.patch_embd\.weight of shape \[32, 3, 8, 8\] where its metadata asks for",
         ),
+        ({"vision_block_count": 1 << 20}, r"has no tensor v\.blk\.1048575\."),
         ({"vision_head_count": 5}, "do not fit together"),
         ({"vision_patch_size": 64}, "do not fit together|asks for"),
         ({"vision_embedding_length": 0}, "embedding_length = 0"),
@@ -136,6 +138,37 @@ def test_settings_that_contradict_the_tensors_are_refused(
     mmproj = write_mmproj(tmp_path / "mmproj.gguf", gemma, WRITTEN["gemma3"], **changes)
     with pytest.raises(ModelLoadError, match=sentence):
         load(text_model(tmp_path / "g.gguf"), mmproj)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("qwen2.5-vl", "image_min_pixels"),
+        ("qwen2.5-vl", "window_size"),
+        ("internvl", "preproc_max_tiles"),
+        ("llava", "image_grid_pinpoints"),
+    ],
+)
+def test_settings_that_would_take_all_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, key: str
+) -> None:
+    text, mmproj = write_pair(tmp_path, make_vision(name, tmp_path / "folder"), name)
+    opened = GGUFFile(mmproj)
+    opened.metadata[f"clip.vision.{key}"] = [1 << 22] * 2 if key == "image_grid_pinpoints" else 1 << 22
+    monkeypatch.setattr("penstock.models.mmproj_file.GGUFFile", lambda path: opened)
+    with pytest.raises(ModelLoadError, match=f"{key}.*(is more than|not up to)"):
+        load(text, mmproj)
+
+
+def test_matrices_of_a_tower_may_be_quantized(gemma: TinyVision, tmp_path: Path) -> None:
+    model, how = text_model(tmp_path / "g.gguf"), WRITTEN["gemma3"]
+    kinds = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0)
+    made = [load(model, write_mmproj(tmp_path / f"{kind}.gguf", gemma, how, kind)) for kind in kinds]
+    pixels = made[0].largest(64)
+    exact, half, eighth = (vision.encode(pixels, 0, 1)[0] for vision in made)
+    scale = float(exact.std())
+    assert 0 < float((half - exact).std()) < 0.01 * scale
+    assert 0 < float((eighth - exact).std()) < 0.1 * scale
 
 
 def test_a_damaged_file_is_refused(gemma: TinyVision, tmp_path: Path) -> None:
