@@ -210,9 +210,10 @@ class Qwen3Projector(QwenProjector):
 
     @property
     def _deep_layers(self) -> list[int]:
-        return [
-            index for index, is_deep in enumerate(self._fields.raw("is_deepstack_layers") or ()) if is_deep
-        ]
+        flags = self._fields.raw("is_deepstack_layers") or []
+        if not isinstance(flags, list):
+            raise ModelLoadError(f"{self._file.name} has is_deepstack_layers that is not a list.")
+        return [index for index, is_deep in enumerate(flags) if is_deep]
 
     def tower_settings(self) -> dict[str, Any]:
         return {

@@ -232,7 +232,7 @@ class LlavaProjector(Projector):
         return f"Llava{'Next' if self._shapes else ''}ForConditionalGeneration"
 
     def settings(self) -> dict[str, Any]:
-        if len(self._fields.raw("feature_layer") or ()) > 1:
+        if self._fields.has("feature_layer") and len(self._fields.numbers("feature_layer")) > 1:
             raise ModelLoadError(
                 f"{self._file.name} uses the outputs of several layers, which is not supported."
             )

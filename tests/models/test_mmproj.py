@@ -147,16 +147,18 @@ def test_settings_that_contradict_the_tensors_are_refused(
         ("qwen2.5-vl", "window_size"),
         ("internvl", "preproc_max_tiles"),
         ("llava", "image_grid_pinpoints"),
+        ("llava", "feature_layer"),
+        ("qwen3-vl", "is_deepstack_layers"),
     ],
 )
-def test_settings_that_would_take_all_memory_are_refused(
+def test_settings_that_cannot_be_used_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, key: str
 ) -> None:
     text, mmproj = write_pair(tmp_path, make_vision(name, tmp_path / "folder"), name)
     opened = GGUFFile(mmproj)
     opened.metadata[f"clip.vision.{key}"] = [1 << 22] * 2 if key == "image_grid_pinpoints" else 1 << 22
     monkeypatch.setattr("penstock.models.mmproj_file.GGUFFile", lambda path: opened)
-    with pytest.raises(ModelLoadError, match=f"{key}.*(is more than|not up to)"):
+    with pytest.raises(ModelLoadError, match=f"{key}.*(is more than|not up to|not a list)"):
         load(text, mmproj)
 
 
