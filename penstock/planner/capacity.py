@@ -36,8 +36,11 @@ BLOCK_TOKENS = 16
 _LOAD = 0.8
 _MOST_SIMULATED = 2  # replicas; of a larger fleet, this part is simulated with the same part of the traffic
 _REQUESTS_PER_REPLICA = 120
+_MOST_REQUESTS_PER_REPLICA = 600
+# An overload of 1/20 delays first tokens by more than their target after 20 times the target, and not before.
+_TARGETS_SIMULATED = 20
 _MOST_SEQUENCES = 256
-_MOST_ATTEMPTS = 12
+_MOST_ATTEMPTS = 12  # to find a number of replicas that is enough, above the estimate
 
 # Simulates (a part of) a fleet of so many replicas, and calls the function for each outcome.
 SimulateFleet: TypeAlias = Callable[[SimulationConfig, int, Callable[[Outcome], None]], Report]
@@ -215,11 +218,13 @@ def fleet_of(
     """Describe the simulation of this many replicas under the traffic, or of a part of both in proportion."""
     simulated = min(num_replicas, _MOST_SIMULATED)
     rate = traffic.requests_per_s * simulated / num_replicas
+    in_targets = math.ceil(_TARGETS_SIMULATED * targets.ttft_s * traffic.requests_per_s / num_replicas)
+    per_replica = max(_REQUESTS_PER_REPLICA, min(in_targets, _MOST_REQUESTS_PER_REPLICA))
     whole = round(traffic.mean_prompt + traffic.mean_output)
     prefix = round(traffic.mean_prompt * traffic.prefix_share)
     return SimulationConfig(
         workload=Workload(
-            num_requests=_REQUESTS_PER_REPLICA * simulated,
+            num_requests=per_replica * simulated,
             requests_per_s=rate,
             prompt_tokens=Fixed(max(1, round(traffic.computed_prompt))) if prefix else traffic.prompt_tokens,
             output_tokens=traffic.output_tokens,
@@ -281,19 +286,8 @@ def plan_replicas(
             points[number] = attained(config, targets, number, run)
         return points[number].share >= targets.share
 
-    number = max(1, math.ceil(traffic.requests_per_s / guess.requests_per_s))
-    step = max(1, number // 8)
-    for _ in range(_MOST_ATTEMPTS):
-        if is_enough(number):
-            if number == 1 or not is_enough(max(1, number - step)):
-                break
-            number = max(1, number - step)
-        else:
-            number += step
-            step = max(1, min(step * 2, number // 2))
-            if number > 1 and is_enough(number):
-                break
-    else:
+    number = least_number(max(1, math.ceil(traffic.requests_per_s / guess.requests_per_s)), is_enough)
+    if number is None:
         raise UsageError(
             f"{layout.model.name} on {layout.hardware.name} meets the targets with no number of replicas: "
             f"{points[max(points)].share:.0%} of the requests met them with {max(points)} replicas.",
@@ -301,3 +295,29 @@ def plan_replicas(
         )
     curve = tuple(points[number] for number in sorted(points))
     return Plan(layout, guess, curve, number)
+
+
+def least_number(guess: int, is_enough: Callable[[int], bool]) -> int | None:
+    """Return a number that is enough where one less is not, near a guess. Returns None if no number is found. Growing
+    steps away from the guess find a number that is enough and one that is not, and bisection finds the limit between
+    them."""
+    step = max(1, guess // 8)
+    if is_enough(guess):
+        enough, lacking = guess, 0
+        while enough > 1:
+            if not is_enough(lower := max(1, enough - step)):
+                lacking = lower
+                break
+            enough, step = lower, step * 2
+    else:
+        lacking = guess
+        for _ in range(_MOST_ATTEMPTS):
+            if is_enough(enough := lacking + step):
+                break
+            lacking, step = enough, step * 2
+        else:
+            return None
+    while enough - lacking > 1:
+        middle = (enough + lacking) // 2
+        enough, lacking = (middle, lacking) if is_enough(middle) else (enough, middle)
+    return enough

@@ -20,6 +20,7 @@ from penstock.planner.capacity import (
     best_layout,
     estimate,
     fleet_of,
+    least_number,
     plan_replicas,
     under_load,
 )
@@ -224,7 +225,7 @@ def traffic(rate: float, prompt: int = 512, output: int = 24) -> Traffic:
 
 
 def test_replicas_follow_the_traffic() -> None:
-    each, targets = layout("llama-3.1-8b", "a100"), Targets(1.0, 0.05)
+    each, targets = layout("llama-3.1-8b", "a100"), Targets(0.3, 0.05)
     guess = estimate(each, RooflineCost(each), traffic(1.0), targets)
     needed = [
         plan_replicas(each, guess, traffic(rate), targets) for rate in (1.0, 3.5 * guess.requests_per_s)
@@ -235,6 +236,48 @@ def test_replicas_follow_the_traffic() -> None:
     assert needed[1].dollars_per_month == pytest.approx(1.70 * 730 * needed[1].num_replicas)
     fleet = fleet_of(each, RooflineCost(each), traffic(3.5 * guess.requests_per_s), targets, 2)
     assert attained(fleet, targets, 2).share < needed[1].reached.share
+
+
+def test_no_more_replicas_are_proposed_than_needed() -> None:
+    """An estimate that is far too low leads to a number of replicas of which one less would miss the targets."""
+    each, targets = layout("llama-3.1-8b", "a100"), Targets(0.3, 0.05)
+    guess = estimate(each, RooflineCost(each), traffic(1.0), targets)
+    optimistic = replace(guess, requests_per_s=4.0 * guess.requests_per_s)
+    plan = plan_replicas(each, optimistic, traffic(12.0 * guess.requests_per_s), targets)
+    before = next(point for point in plan.curve if point.num_replicas == plan.num_replicas - 1)
+    assert before.share < targets.share <= plan.reached.share
+
+
+def test_traffic_is_simulated_until_an_overload_shows() -> None:
+    """The requests that come faster than they are answered wait for longer and longer, at first within the target."""
+    each, targets = layout("llama-3.1-8b", "a100"), Targets(1.0, 0.05)
+    guess = estimate(each, RooflineCost(each), traffic(1.0), targets)
+    busy = traffic(1.5 * guess.requests_per_s)  # the estimate leaves a fifth of the largest rate
+    fleet = fleet_of(each, RooflineCost(each, serves=True), busy, targets, 1)
+    assert attained(fleet, targets, 1).share < 0.5
+    few = replace(fleet, workload=replace(fleet.workload, num_requests=120))
+    assert attained(few, targets, 1).share > targets.share
+    assert fleet_of(each, RooflineCost(each), traffic(0.1), targets, 1).workload.num_requests == 120
+    many = fleet_of(each, RooflineCost(each), traffic(1e6), targets, 1)
+    assert many.workload.num_requests == 600
+
+
+@pytest.mark.parametrize("needed", [1, 2, 13, 99, 100, 101, 160, 1000])
+@pytest.mark.parametrize("guess", [1, 7, 100])
+def test_the_least_number_is_found_in_few_attempts(needed: int, guess: int) -> None:
+    tried: list[int] = []
+
+    def is_enough(number: int) -> bool:
+        tried.append(number)
+        return number >= needed
+
+    assert least_number(guess, is_enough) == needed
+    assert min(tried) >= 1
+    assert len(tried) < 24
+
+
+def test_no_number_is_found_where_none_is_enough() -> None:
+    assert least_number(4, lambda number: False) is None
 
 
 def test_prompts_that_share_nothing_need_no_prefix_cache() -> None:
@@ -252,6 +295,7 @@ def test_a_long_plan_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("penstock.cli.simulations.PROGRESS_S", 0.0)
     monkeypatch.setattr("penstock.planner.capacity._REQUESTS_PER_REPLICA", 4)
     arguments = ["plan", "llama-3.1-8b", "--hardware", "h200", "--rate", "0.5", "--output-len", "2000"]
+    arguments += ["--ttft-ms", "400"]  # the traffic of 20 times this target is 4 requests, too
     told = " ".join(CliRunner().invoke(penstock, arguments).stderr.split())
     assert "h200, replicas: 1: 0 of 4 requests, 5 s of virtual time, unknown time left" in told
     assert "h200, replicas: 1: 4 of 4 requests, " in told
