@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from penstock.planner.hardware import Format, Hardware
 from penstock.planner.shapes import ModelShape
@@ -112,7 +114,27 @@ class StepTimes:
         return max(parts, key=lambda name: parts[name])
 
 
-@dataclass(frozen=True, slots=True)
+class _Rates(NamedTuple):
+    """What a layout reads and computes in a second, and for each token and sequence; the same for all steps."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    attention_flops_per_s: float
+    attention_flops: float  # for each pair of tokens
+    kv_bytes: float  # of a token
+    state_bytes: float  # of a sequence, read and written
+
+
+class _DecodeTimes(NamedTuple):
+    """The parts of a step that depend on the number of decodes, and not on their contexts."""
+
+    linear_s: float
+    exchange_s: float
+    fixed_s: float
+    launches_s: float
+
+
+@dataclass(frozen=True)
 class RooflineCost:
     """Predicts the seconds of a step, for the planner and as the cost model of a simulated replica. A replica that
     `serves` also sends its tokens to clients, which an engine alone does not."""
@@ -121,10 +143,41 @@ class RooflineCost:
     serves: bool = False
 
     def step_s(self, work: StepWork) -> float:
-        return self.times(work).total_s
+        if work.tokens != work.sequences or self.layout.pipeline_parallel > 1:
+            return self.times(work).total_s
+        # Nearly all steps of a simulation are decodes of some hundred sequences at most.
+        rest = self._decodes.get(work.sequences)
+        if rest is None:
+            times = self.times(work)
+            rest = _DecodeTimes(times.linear_s, times.exchange_s, times.fixed_s, times.launches_s)
+            self._decodes[work.sequences] = rest
+        work_s = rest.linear_s + max(self._context_s(work)) + rest.exchange_s + rest.fixed_s
+        return max(work_s, rest.launches_s)
+
+    @cached_property
+    def _decodes(self) -> dict[int, _DecodeTimes]:
+        """By number of sequences."""
+        return {}
+
+    @cached_property
+    def _rates(self) -> _Rates:
+        layout, device, model = self.layout, self.layout.hardware, self.layout.model
+        ranks = layout.tensor_parallel
+        efficiency = device.compute_efficiency * ranks
+        flops_per_s = device.flops_per_s * efficiency
+        if layout.weights.computes_in_fp8 and device.fp8_flops_per_s is not None:
+            flops_per_s = device.fp8_flops_per_s * efficiency * layout.weights.compute_share
+        return _Rates(
+            bytes_per_s=device.bytes_per_s * device.memory_efficiency * ranks,
+            flops_per_s=flops_per_s,
+            attention_flops_per_s=device.flops_per_s * efficiency * _ATTENTION_EFFICIENCY,
+            attention_flops=4.0 * model.num_attention_layers * model.num_heads * model.head_size,
+            kv_bytes=layout.kv_bytes_per_token,
+            state_bytes=2.0 * model.state_bytes,
+        )
 
     def times(self, work: StepWork) -> StepTimes:
-        layout, device, model = self.layout, self.layout.hardware, self.layout.model
+        layout, device, model, rates = self.layout, self.layout.hardware, self.layout.model, self._rates
         stages = layout.pipeline_parallel
         if stages > 1:
             # Each stage works on a part of the requests. The time until every part has passed all stages is the time
@@ -132,30 +185,30 @@ class RooflineCost:
             work = StepWork(
                 *(-(-each // stages) for each in (work.tokens, work.sequences, work.context_tokens))
             )
-        ranks = layout.tensor_parallel
-        bytes_per_s = device.bytes_per_s * device.memory_efficiency * ranks
-        efficiency = device.compute_efficiency * ranks
-        flops_per_s = device.flops_per_s * efficiency
-        if layout.weights.computes_in_fp8 and device.fp8_flops_per_s is not None:
-            flops_per_s = device.fp8_flops_per_s * efficiency * layout.weights.compute_share
         # Logits are computed for the sampled rows alone.
         head = model.embedding_parameters
         flops = 2.0 * ((model.multiplied_parameters - head) * work.tokens + head * work.sequences)
-        seen, pairs = self._seen(work)
-        heads = 4.0 * model.num_attention_layers * model.num_heads * model.head_size
-        states = 2.0 * model.state_bytes * work.sequences  # read and written
+        kv_s, attention_s = self._context_s(work)
         layers = model.num_layers + _EXPERT_LAYER * model.num_expert_layers
         told = device.stream_s * stages * work.sequences if self.serves else 0.0
+        read = model.read_parameters(work.tokens)
         return StepTimes(
-            weights_s=model.read_parameters(work.tokens) * layout.weights.bytes_per_number / bytes_per_s,
-            products_s=flops / flops_per_s,
-            kv_s=(seen * layout.kv_bytes_per_token + states) / bytes_per_s,
-            attention_s=pairs * heads / (device.flops_per_s * efficiency * _ATTENTION_EFFICIENCY),
+            weights_s=read * layout.weights.bytes_per_number / rates.bytes_per_s,
+            products_s=flops / rates.flops_per_s,
+            kv_s=kv_s,
+            attention_s=attention_s,
             exchange_s=self._exchange_s(work),
             fixed_s=device.step_s + device.sequence_s * work.sequences + told,
             least_s=device.layer_s * layers * layout.weights.layer_factor,
             launches_s=device.launch_s * model.num_layers if work.tokens > work.sequences else 0.0,
         )
+
+    def _context_s(self, work: StepWork) -> tuple[float, float]:
+        """Return the seconds for reading KV and states, and for attention."""
+        rates, (seen, pairs) = self._rates, self._seen(work)
+        read_bytes = seen * rates.kv_bytes + rates.state_bytes * work.sequences
+        attention_s = pairs * rates.attention_flops / rates.attention_flops_per_s
+        return read_bytes / rates.bytes_per_s, attention_s
 
     def _seen(self, work: StepWork) -> tuple[float, float]:
         """Return the tokens of KV that a layer reads on average, and the pairs of tokens in attention."""

@@ -29,6 +29,7 @@ from penstock.planner.roofline import Layout, RooflineCost
 from penstock.planner.shapes import KNOWN_MODELS, known_shape, shape_from_config
 from penstock.planner.traffic import parse_lengths, read_trace
 from penstock.simulator import Fixed, ReplicaConfig, SimulationConfig, Uniform, Workload, simulate
+from penstock.simulator.cost import StepWork
 
 GB = 1e9
 
@@ -260,6 +261,17 @@ def test_traffic_is_simulated_until_an_overload_shows() -> None:
     assert fleet_of(each, RooflineCost(each), traffic(0.1), targets, 1).workload.num_requests == 120
     many = fleet_of(each, RooflineCost(each), traffic(1e6), targets, 1)
     assert many.workload.num_requests == 600
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gpt-oss-20b"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_decodes_cost_the_sum_of_their_parts(model: str, ranks: int) -> None:
+    """What steps of the same size have in common is computed once, and changes no bit of the sum."""
+    cost = RooflineCost(layout(model, ranks=ranks), serves=True)
+    for batch in (1, 7, 7, 256):
+        for context in (1, 300, 20_000):
+            work = StepWork(batch, batch, batch * context)
+            assert cost.step_s(work) == cost.times(work).total_s
 
 
 @pytest.mark.parametrize("needed", [1, 2, 13, 99, 100, 101, 160, 1000])
