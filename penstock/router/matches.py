@@ -89,10 +89,19 @@ class HolderSets(Mapping[ReplicaLoad, int]):
                     found[load] = min(num_blocks * load.replica.block_size, self._most)
         return found.items()
 
-    def among(self, num_blocks: int, bits: int) -> Generator[tuple[ReplicaLoad, int]]:
-        """Return the loads of these bits, from the lowest bit on, and what they hold in this many blocks."""
-        for load in self._among(bits):
-            yield load, self.tokens(num_blocks, load.replica.block_size)
+    def cheapest(self, bits: int, num_tokens: float) -> ReplicaLoad | None:
+        """Return the load of these bits with the least queue_s + num_tokens * token_s, if there is one. Of equal
+        ones, the one with the lowest bit."""
+        by_bit, limit = self._by_bit, self._limit
+        best, least_s = None, inf
+        while bits:
+            lowest = bits & -bits
+            bits ^= lowest
+            load = by_bit[lowest]
+            cost_s = load.queue_s + num_tokens * load.token_s
+            if cost_s < least_s and (limit == inf or load.recent_requests <= limit):
+                best, least_s = load, cost_s
+        return best
 
     def _among(self, bits: int) -> Generator[ReplicaLoad]:
         """Return the loads of these bits, from the lowest bit on."""

@@ -182,7 +182,8 @@ class PrefixAware:
     def _worth_comparing(
         self, request: RoutingRequest, candidates: Candidates, matches: Matches, num_blocks: int
     ) -> Iterable[tuple[ReplicaLoad, int]]:
-        """Return holders and the tokens that they hold: all of them, or the cheapest of many that hold the same."""
+        """Return holders and the tokens that they hold: all of them, or of many candidates the cheapest of those that
+        hold the same."""
         if (
             not isinstance(matches, HolderSets)
             or not candidates.are_many
@@ -191,12 +192,12 @@ class PrefixAware:
             return matches.items()
         found: list[tuple[ReplicaLoad, int]] = []
         for depth, holders in matches.sets:
-            if holders.bit_count() < _MANY_HOLDERS:
-                found += matches.among(depth, holders)
-                continue
             matched = matches.tokens(depth, candidates[0].replica.block_size)
             uncached = (request.num_prompt_tokens - matched) * self._recompute_weight
-            cheapest = candidates.cheapest_holder(uncached, holders)
+            if holders.bit_count() < _MANY_HOLDERS:
+                cheapest = matches.cheapest(holders, uncached)
+            else:
+                cheapest = candidates.cheapest_holder(uncached, holders)
             if cheapest is not None:
                 found.append((cheapest, matched))
         return found
