@@ -30,7 +30,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, State, seniority
 from penstock.scheduler.step_builder import StepBuilder, StepLoad
 
-_TIMES_KEPT = 4096  # commits; beyond, the times of tokens that were told are dropped
+_TIMES_KEPT = 4096  # commits, at least; beyond, the times of tokens that were told are dropped
 _by_turn = attrgetter("sequence.turn")
 
 
@@ -70,6 +70,7 @@ class CountedScheduler(Scheduler):
         self._num_in_step = 0  # decodes of the next plan
         self._num_entries = 0  # tokens that they have computed
         self._times_s: list[float] = []  # of commits
+        self._most_times = _TIMES_KEPT
         self._untold: list[Told] = []
 
     def plan_step(self, now: float) -> CountedPlan | StepPlan | None:
@@ -124,6 +125,14 @@ class CountedScheduler(Scheduler):
 
     def _plan_decodes(self, growing: list[Sequence]) -> StepLoad:
         """Plan the next token of every request that decodes. The plan is made if there is any."""
+        self._change_decodes(growing)
+        count = self._num_in_step
+        self._num_entries += count
+        self._running.decoded(count)
+        return StepLoad(decode_sequences=count, decode_context_tokens=self._num_entries)
+
+    def _change_decodes(self, growing: list[Sequence]) -> None:
+        """Leave out the requests that the next plan no longer has, and give slots to those that need more."""
         index = self._num_planned + 1
         if index in self._leaving:
             for decode in self._leaving.pop(index):
@@ -132,10 +141,6 @@ class CountedScheduler(Scheduler):
             self._running.grow(growing)
         if index in self._growing:
             self._note_growth(index)
-        count = self._num_in_step
-        self._num_entries += count
-        self._running.decoded(count)
-        return StepLoad(decode_sequences=count, decode_context_tokens=self._num_entries)
 
     def _planned(self, load: StepLoad, chunks: TokenIds[Chunk], sampling: dict[str, Sequence]) -> CountedPlan:
         self._num_planned += 1
@@ -175,7 +180,7 @@ class CountedScheduler(Scheduler):
         self._predictor.observe(plan.load, elapsed_s)
         self._num_committed += 1
         self._times_s.append(now)
-        if len(self._times_s) > _TIMES_KEPT:
+        if len(self._times_s) > self._most_times:
             self._drop_times()
 
     def _take_noted(self, index: int, now: float) -> list[Told]:
@@ -301,7 +306,7 @@ class CountedScheduler(Scheduler):
                 self._take_noted(first + place, now)
             if place < num_plans:
                 made.append(self._plan_coasted())
-        if len(times_s) > _TIMES_KEPT:
+        if len(times_s) > self._most_times:
             self._drop_times()
         self._num_steps += num_plans
         plans = [
@@ -316,12 +321,10 @@ class CountedScheduler(Scheduler):
         """Plan the next token of every request. Returns the decodes and their KV entries."""
         index = self._num_planned + 1
         if index in self._leaving or index in self._growing:
-            load = self._plan_decodes(self._due_to_grow())
-            count = load.decode_sequences
-        else:
-            count = self._num_in_step
-            self._num_entries += count
-            self._running.decoded(count)
+            self._change_decodes(self._due_to_grow())
+        count = self._num_in_step
+        self._num_entries += count
+        self._running.decoded(count)
         self._num_planned = index
         return count, self._num_entries
 
@@ -428,23 +431,27 @@ class CountedScheduler(Scheduler):
         index = self._num_planned + 1
         if index not in self._growing:
             return []
-        due = [each for each in self._growing[index] if each.last >= index and self._is_current(each)]
+        decodes = self._decodes
+        current = [each for each in self._growing[index] if decodes.get(each.sequence.number) is each]
+        self._growing[index] = current
+        due = [decode for decode in current if decode.last >= index]
         for decode in due:
             decode.update_planned(self._num_planned)
         return [decode.sequence for decode in (sorted(due, key=_by_turn) if len(due) > 1 else due)]
 
     def _note_growth(self, index: int) -> None:
-        grown = [decode for decode in self._growing.pop(index) if self._is_current(decode)]
-        self._growing.setdefault(index + self.cache.tail_slots, []).extend(grown)
+        """Look at the requests of `_due_to_grow` again when their new slots are full."""
+        grown, later = self._growing.pop(index), index + self.cache.tail_slots
+        if later in self._growing:
+            self._growing[later] += grown
+        else:
+            self._growing[later] = grown
 
     def _leave_plans(self, decode: Decode) -> None:
         if not decode.has_left:
             decode.has_left = True
             self._num_in_step -= 1
             self._num_entries -= decode.computed + self._num_planned + 1 - decode.first
-
-    def _is_current(self, decode: Decode) -> bool:
-        return self._decodes.get(decode.sequence.number) is decode
 
     def _update(self, decode: Decode, num_committed: int) -> None:
         """Bring the counts of a request up to date with all plans, and with so many commits."""
@@ -461,7 +468,9 @@ class CountedScheduler(Scheduler):
         return self._times_s[len(self._times_s) - count :]
 
     def _drop_times(self) -> None:
-        """Forget the times of tokens that were told."""
+        """Forget the times of tokens that were told. Long answers leave many times, which are copied here: the next
+        call comes when there are twice as many."""
         next_commit = self._num_committed + 1
         first = min((each.first_untold for each in self._decodes.values()), default=next_commit)
         self._times_s = self._last_times(max(0, next_commit - first))
+        self._most_times = max(_TIMES_KEPT, 2 * len(self._times_s))

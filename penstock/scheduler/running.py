@@ -160,7 +160,7 @@ class RunningSet:
         """Give each request more slots, for which the cache must have the blocks. Returns the numbers of the requests
         whose last tokens moved."""
         moved: set[int] = set()
-        for sequence in sorted(growing, key=_turn_to_grow):
+        for sequence in sorted(growing, key=_turn_to_grow) if len(growing) > 1 else growing:
             self._headroom.leave(sequence)
             self._slots.num_slots += self._cache.tail_slots
             if sequence.blocks.grow():

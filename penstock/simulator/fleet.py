@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from random import Random
 from typing import TypeAlias
 
@@ -176,7 +177,8 @@ class SimulatedReplica:
         free_s, slowdown, step_s = self._executor_free_s, self.slowdown, self._cost.step_s
         for place, (count, num_entries) in enumerate(steps):
             elapsed_s = slowdown * step_s(StepWork(count, count, num_entries, num_entries))
-            free_s = max(ends_s[place], free_s) + elapsed_s
+            begin_s = ends_s[place]
+            free_s = (begin_s if begin_s > free_s else free_s) + elapsed_s
             ends_s.append(free_s)
             self._ahead.append((count, elapsed_s, free_s))
         return ends_s[len(steps)]
@@ -188,13 +190,17 @@ class SimulatedReplica:
         if not ahead or in_flight[0].done_s > now:
             return False
         steps = [(step.num_tokens, step.elapsed_s, step.done_s) for step in in_flight]
-        steps += ahead
         num_commits, is_due = 0, False
-        while num_commits < len(ahead) and steps[num_commits][2] <= now and not is_due:
-            is_due = steps[num_commits][2] == now
+        for _, _, done_s in islice(chain(steps, ahead), len(ahead)):
+            if done_s > now:
+                break
             num_commits += 1
+            if done_s == now:
+                is_due = True
+                break
         num_plans = num_commits - is_due
-        self._coast(steps[: len(in_flight) + num_plans], num_commits, num_plans)
+        steps += islice(ahead, num_plans)
+        self._coast(steps, num_commits, num_plans)
         if is_due:
             ahead.clear()
         return is_due
@@ -202,11 +208,15 @@ class SimulatedReplica:
     def _coast(self, steps: list[_Ahead], num_commits: int, num_plans: int) -> None:
         """Commit the first of `steps`. The last `num_plans` of them were not planned yet."""
         assert self._counted is not None
-        for num_tokens, elapsed_s, _ in steps[:num_commits]:
-            self._count(num_tokens, elapsed_s)
-        plans = self._counted.coast(
-            [(elapsed_s, done_s) for _, elapsed_s, done_s in steps[:num_commits]], num_plans
-        )
+        committed = steps[:num_commits]
+        busy_s = self.busy_s
+        for num_tokens, elapsed_s, _ in committed:
+            self.num_tokens_computed += num_tokens
+            busy_s += elapsed_s
+        self.busy_s = busy_s
+        self.num_steps += num_commits
+        self.last_step = committed[-1][:2]
+        plans = self._counted.coast([(elapsed_s, done_s) for _, elapsed_s, done_s in committed], num_plans)
         in_flight = self._in_flight
         for _ in range(min(num_commits, len(in_flight))):
             in_flight.popleft()

@@ -112,14 +112,18 @@ class Samples:
         self._maximum = max(self._maximum, value)
 
     def extend(self, values: Sequence[float]) -> None:
-        """Add values in order, at once where none has to be left out."""
+        """Add values in order. The result is that of `add` for each."""
         if not values:
             return
-        if self._stride > 1 or len(self._kept) + len(values) > self._max_kept:
-            for value in values:
-                self.add(value)
-            return
-        self._kept.extend(values)
+        begin = -self._count % self._stride  # the place of the next value that is kept
+        while begin < len(values):
+            kept = values[begin :: self._stride][: self._max_kept + 1 - len(self._kept)]
+            self._kept.extend(kept)
+            begin += len(kept) * self._stride
+            if len(self._kept) > self._max_kept:
+                self._kept = self._kept[::2]
+                self._stride *= 2
+                begin += -(self._count + begin) % self._stride
         self._count += len(values)
         total = self._sum
         for value in values:

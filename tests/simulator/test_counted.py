@@ -105,3 +105,14 @@ def test_counted_decodes_give_the_same_figures_to_the_last_bit(first_seed: int) 
         expected, expected_outcomes = run(plain)
         assert outcomes == expected_outcomes, seed  # also in the order of their ends
         assert report == expected, seed
+
+
+def test_times_of_long_answers_are_kept_until_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are longer than the number of commits whose times a replica keeps at least."""
+    monkeypatch.setattr("penstock.scheduler.counted._TIMES_KEPT", 8)
+    for seed in (3, 14):
+        config = random_simulation(seed)
+        workload = replace(config.workload, num_requests=20, output_tokens=Uniform(1, 150), max_tokens=150)
+        counted = replace(config, workload=workload)
+        plain = replace(counted, replica=replace(config.replica, counts_decodes=False))
+        assert run(counted) == run(plain)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -69,6 +70,18 @@ def test_times_of_tiers_and_of_all_requests() -> None:
         tier.value: first_tokens(tier) for tier in (Tier.DEFAULT, Tier.BATCH)
     }
     assert report.latency.itl_s.count == 4 * 60
+
+
+def test_values_that_are_added_together_count_as_values_one_by_one() -> None:
+    rng = Random(4)
+    for max_kept in (1, 2, 7, 100):
+        together, one_by_one = Samples(max_kept), Samples(max_kept)
+        for _ in range(60):
+            values = [rng.random() for _ in range(rng.choice((0, 1, 3, 40)))]
+            together.extend(values)
+            for value in values:
+                one_by_one.add(value)
+            assert vars(together) == vars(one_by_one)
 
 
 def test_a_model_with_states_reuses_less_and_answers_all() -> None:
