@@ -2,8 +2,9 @@
 
 Order, outermost first: tier (after aging), requests that were preempted, the tenant with the least service, and
 within a tenant the earlier arrival, where a long predicted answer counts as a later arrival. That shift is at most
-`aging_s`, so a long request can be overtaken by shorter ones for a bounded time only. With shares of tiers, the tier
-that has started the fewest tokens for its share goes first instead of the most urgent one.
+`aging_s`, so a long request can be overtaken by shorter ones for a bounded time only. A request that aging has made
+more urgent leaves its turn to tenants of its own tier with less service. With shares of tiers, the tier that has
+started the fewest tokens for its share goes first instead of the most urgent one.
 """
 
 from __future__ import annotations
@@ -102,8 +103,20 @@ class WaitingQueue:
         for rank in ranks:
             sequence = self._tiers[rank].first()
             if sequence is not None:
-                return sequence
+                return self._least_served(sequence)
         return None
+
+    def _least_served(self, aged: Sequence) -> Sequence:
+        """Return the request whose turn it is when `aged` is the first of its tier. Age puts a request before more
+        urgent tiers' new requests, and not before tenants of its own tier with less service: a tenant with a long
+        queue would keep all others waiting. With shares, every tier has its turn anyway."""
+        found, own_rank = aged, TIER_RANK[aged.request.tier]
+        if self._shares is None and not aged.has_started:
+            for rank in range(aged.rank + 1, own_rank + 1):
+                other = self._tiers[rank].first()
+                if other is not None and other.account.service < found.account.service:
+                    found = other
+        return found
 
     def services(self) -> list[dict[str, int]]:
         """Return, for each tier, the service of the tenants that have requests to be admitted."""

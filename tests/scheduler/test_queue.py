@@ -76,6 +76,28 @@ def test_waiting_makes_more_urgent_one_tier_at_a_time() -> None:
     assert order(driver) == ["seated", "new priority", "old batch", "new default"]
 
 
+def test_an_aged_queue_of_one_tenant_does_not_keep_others_of_its_tier_waiting() -> None:
+    driver = one_at_a_time(aging_s=10.0)
+    for index in range(6):
+        driver.add(make_request(f"greedy{index}", 20, 5, tenant="greedy"))
+    driver.now += 10.5
+    while len(order(driver)) < 3:
+        driver.step()
+    for index in range(2):
+        driver.add(make_request(f"modest{index}", 4, 1, tenant="modest"))
+    driver.run()
+    assert {"modest0", "modest1"} <= set(order(driver)[3:6])
+
+
+def test_an_aged_request_goes_before_new_ones_of_its_tenant() -> None:
+    driver = one_at_a_time(aging_s=10.0)
+    driver.add(make_request("long", 4, 100))
+    driver.now += 10.5
+    driver.add(make_request("short", 4, 1))
+    driver.run()
+    assert order(driver) == ["seated", "long", "short"]
+
+
 def test_tenants_take_turns_by_the_service_they_received() -> None:
     driver = one_at_a_time()
     for index in range(4):
