@@ -20,12 +20,17 @@ REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop that is not run: `pass_time` calls what is due, as late as the test wants it."""
+    """A loop that does not run by itself: `pass_time` calls what is due, as late as the test wants it."""
 
     now_s = 0.0
 
     def time(self) -> float:
         return self.now_s
+
+    def run_once(self) -> None:
+        """Run what is ready."""
+        self.call_soon(self.stop)
+        self.run_forever()
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
@@ -123,8 +128,7 @@ def served() -> Iterator[Served]:
     yield loop, protocol, connection
     for task in asyncio.all_tasks(loop):
         task.cancel()
-    loop.call_soon(loop.stop)
-    loop.run_forever()
+    loop.run_once()
     loop.close()
 
 
@@ -157,6 +161,21 @@ def answer(protocol: BoundedHttpProtocol) -> None:
     assert protocol.cycle is not None
     protocol.cycle.response_complete = True
     protocol.on_response_complete()
+
+
+def test_the_rest_of_a_body_is_read_after_an_early_answer(served: Served) -> None:
+    loop, protocol, connection = served
+    head = b"POST /none HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (8 << 20)
+    protocol.data_received(head + bytes(4 << 20))
+    assert protocol.flow.is_held, "other connections have their turn"
+    for _ in range(20):
+        loop.run_once()
+    assert connection.written.startswith(b"HTTP/1.1 404")
+    assert not protocol.flow.read_paused
+    protocol.data_received(bytes(4 << 20) + REQUEST)
+    for _ in range(20):
+        loop.run_once()
+    assert connection.written.count(b"HTTP/1.1 404") == 2
 
 
 def test_idle_connections_end_some_time_after_their_last_answer(served: Served) -> None:

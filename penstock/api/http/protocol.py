@@ -148,7 +148,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._unread and not self.pipeline:
             self._read_on_soon()
         elif not self._unread:
-            is_full = self.cycle is not None and len(self.cycle.body) > HIGH_WATER_LIMIT
+            cycle = self.cycle  # an answered request reads no more of its body, and the rest is dropped
+            is_full = cycle is not None and not cycle.response_complete and len(cycle.body) > HIGH_WATER_LIMIT
             self.flow.release(resume=not (is_full or self.pipeline))
 
     def _read(self, data: bytes) -> None:
