@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -42,4 +43,5 @@ def test_swapped_requests_go_on_where_they_were(
 def test_copies_are_timed(tmp_path: Path) -> None:
     engine = tiny_engine(write_tiny_model(tmp_path / "tiny"), record_plans=str(tmp_path / "plans"))
     engine.close()
-    assert b'"block_copy_s":0.0' not in (tmp_path / "plans").read_bytes().splitlines()[0]
+    header = json.loads((tmp_path / "plans").read_bytes().splitlines()[0])
+    assert header["block_copy_s"] > 0.0
