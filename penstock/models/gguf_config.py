@@ -235,6 +235,7 @@ def _rope(fields: Fields, rotary_dim: int | None) -> RopeConfig:
 
 # Of architectures with positions in three dimensions: whether the axes take turns along a head.
 _THREE_AXES = {
+    "glm4": False,
     "qwen2vl": False,
     "qwen3vl": True,
     "qwen3vlmoe": True,
@@ -244,9 +245,11 @@ _THREE_AXES = {
 
 
 def gguf_rope_axes(file: GGUFFile) -> list[int]:
-    """Return the axis of each rotated pair of a head; nothing for positions in one dimension."""
+    """Return the axis of each rotated pair of a head; nothing for positions in one dimension, which a file may have in
+    spite of its architecture: it then has no sections, or none for rows."""
     sections = metadata_fields(file).raw("rope.dimension_sections")
-    if file.architecture not in _THREE_AXES or not isinstance(sections, list):
+    has_axes = isinstance(sections, list) and len(sections) > 1 and all(sections[:2])
+    if file.architecture not in _THREE_AXES or not has_axes:
         return []
     return axes_of_pairs(sections[:3], interleaved=_THREE_AXES[file.architecture])
 

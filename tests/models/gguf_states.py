@@ -171,6 +171,18 @@ def _glm(config: Any, tensors: Tensors) -> Tensors:
     return made
 
 
+def glm4_of_images(config: Any, tensors: Tensors) -> Tensors:
+    """Put the halves of rotary pairs apart, as in models with positions in three dimensions."""
+    rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, config.head_dim)]
+    made = dict(tensors)
+    for name, values in tensors.items():
+        if re.search(r"\.[qk]_proj\.", name):
+            heads = values.reshape(-1, config.head_dim, *values.shape[1:])
+            made[name] = heads[:, order].reshape(values.shape)
+    return made
+
+
 def _kimi_linear(config: Any, tensors: Tensors) -> Tensors:
     made = {}
     for name, values in tensors.items():

@@ -26,7 +26,7 @@ from penstock.models.weight_parts import Part, pick_columns
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
 from tests.models.gguf_files import TEXT_PARTS, write_model
-from tests.models.gguf_states import CONVERSIONS, older_qwen3_next
+from tests.models.gguf_states import CONVERSIONS, glm4_of_images, older_qwen3_next
 from tests.models.paged import PagedRunner
 from tests.models.ranks import run_ranks
 from tests.models.tiny_families import TINY, save_tiny
@@ -203,6 +203,21 @@ def test_older_files_of_qwen3_next(tmp_path: Path, ops: Ops, monkeypatch: pytest
     write_model(tmp_path / "model.gguf", reference, GGMLQuantizationType.F32)
     logits = PagedRunner(load_model(tmp_path / "model.gguf", ops), ops).prompt_logits(prompt)
     torch.testing.assert_close(logits, reference.logits(prompt), **TOLERANCE)
+
+
+@pytest.mark.parametrize("sections", [[4, 2, 2], [8, 0, 0]])
+def test_glm4_files_with_sections_have_other_rows(
+    sections: list[int], tmp_path: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Converters reorder queries and keys of GLM 4.1V, which has positions in three dimensions, and of no other."""
+    reference, prompt = save_tiny("glm4", tmp_path / "folder"), random_prompt(20, seed=7)
+    expected = reference.logits(prompt)
+    reference.model.config.rope_parameters["mrope_section"] = sections
+    if sections[1]:
+        monkeypatch.setitem(CONVERSIONS, "glm4", glm4_of_images)
+    write_model(tmp_path / "model.gguf", reference, GGMLQuantizationType.F32)
+    logits = PagedRunner(load_model(tmp_path / "model.gguf", ops), ops).prompt_logits(prompt)
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
 def test_heads_of_qwen3_5_on_two_ranks(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ class Glm4(_GlmCheckpoints, Decoder):
             "post_attention_norm": "post_self_attn_layernorm",
             "post_ffw_norm": "post_mlp_layernorm",
         }
-        rows = rotated_rows(config, interleaved=True)
+        # The converter puts the halves of rotary pairs apart in models with positions in three dimensions (GLM 4.1V).
+        rows = rotated_rows(config, interleaved=not config.rope_axes)
         return gguf_layout(names, cut=fused_gate_up(config.intermediate_size), rows=rows)
 
     def load_layer(self, load: LayerLoader) -> SandwichLayer:
