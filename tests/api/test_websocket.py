@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,6 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
+from penstock.api.http import parsing
 from penstock.core.errors import AuthenticationFailed
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason, Request
@@ -194,6 +197,35 @@ def test_a_message_that_is_too_large_ends_the_connection() -> None:
     ):
         socket.send("x" * 5000)
         assert close_code(socket) == 1009
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("/v1/stream", {"prompt": "hi"}), ("/v1/responses", {"type": "response.create", "input": "hi"})],
+)
+def test_others_are_answered_while_a_large_message_waits_for_its_turn(
+    monkeypatch: pytest.MonkeyPatch, path: str, message: dict[str, str]
+) -> None:
+    has_turn = threading.Event()
+
+    async def wait_for_turn(*_: object) -> None:
+        while not has_turn.is_set():
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(parsing, "check_num_values_in_turns", wait_for_turn)
+    large = json.dumps({**message, "ignored": "a" * parsing.UNCOUNTED_BYTES})
+    with (
+        bounded_server(FakeEngine(script_text("ok")), ServerConfig()) as served,
+        connect(f"ws://127.0.0.1:{served.port}{path}", compression=None) as socket,
+        socket_to(served) as other,
+    ):
+        socket.send(large)
+        served.wait_until(lambda: served.limits.pending_bodies.num_bytes > 0)
+        ask(other, ping=1)
+        assert hear(other) == {"pong": 1}
+        has_turn.set()
+        assert "error" not in hear(socket)
+        served.wait_until(lambda: served.limits.pending_bodies.num_bytes == 0)
 
 
 def test_the_same_id_twice_and_too_many_at_once() -> None:

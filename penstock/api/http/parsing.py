@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.context import deployment_of, headers_of, principal_of
@@ -97,14 +97,14 @@ async def read_within_bound(request: Request) -> bytes:
 
 
 @contextlib.contextmanager
-def _pending(request: Request, num_bytes: int) -> Iterator[None]:
+def _pending(connection: HTTPConnection, num_bytes: int) -> Iterator[None]:
     """Count a body that waits for its turn like one that arrives: a small body may have been inflated to a large
     one. Raises RateLimited or Overloaded if the bodies are too many."""
-    app = request.scope.get("app")
+    app = connection.scope.get("app")
     if app is None:
         yield
         return
-    workspace_id = principal_of(request).workspace_id
+    workspace_id = principal_of(connection).workspace_id
     app.pending_bodies.add(workspace_id, num_bytes)
     try:
         yield
@@ -112,9 +112,9 @@ def _pending(request: Request, num_bytes: int) -> Iterator[None]:
         app.pending_bodies.remove(workspace_id, num_bytes)
 
 
-async def _next_turn(request: Request) -> None:
+async def _next_turn(connection: HTTPConnection) -> None:
     """Wait until no other request with a large body works on it in this iteration of the event loop."""
-    app = request.scope.get("app")
+    app = connection.scope.get("app")
     if app is None:  # a line of a batch
         await asyncio.sleep(0)
     else:
@@ -276,22 +276,25 @@ class BodyDecoder(Generic[Shape]):
 
     async def decode_for(self, request: Request, body: bytes) -> Shape:
         """Decode a body. A model that only the path names is filled in."""
-        if len(body) > UNCOUNTED_BYTES:
-            with _pending(request, len(body)):
-                # Each of the two passes over 32 MB takes up to a tenth of a second, and so may the next step.
-                await check_num_values_in_turns(body, self._values_factor)
-                await _next_turn(request)
-                decoded = self._decode(body)
-                await _next_turn(request)
-                self._check_fields(body)
-                await _next_turn(request)
-        else:
-            decoded = self._decode(body)
-            self._check_fields(body)
+        decoded = await self.decode_in_turns(request, body)
         deployment = deployment_of(request)
         if deployment is None or getattr(decoded, "model", None):
             return decoded
         return msgspec.structs.replace(decoded, model=deployment)
+
+    async def decode_in_turns(self, connection: HTTPConnection, body: bytes) -> Shape:
+        """Decode a body or a message of a WebSocket. Other requests have their turns while a large one is decoded."""
+        if len(body) <= UNCOUNTED_BYTES:
+            return self.decode(body)
+        with _pending(connection, len(body)):
+            # Each of the two passes over 32 MB takes up to a tenth of a second, and so may the next step.
+            await check_num_values_in_turns(body, self._values_factor)
+            await _next_turn(connection)
+            decoded = self._decode(body)
+            await _next_turn(connection)
+            self._check_fields(body)
+            await _next_turn(connection)
+        return decoded
 
     def decode(self, body: bytes) -> Shape:
         check_num_values(body, self._values_factor)

@@ -179,14 +179,14 @@ class SocketSession:
     async def _handle(self, data: bytes) -> None:
         request_id: RequestId = None
         try:
-            envelope = self._endpoint.decoder.envelope(data)
+            envelope = await self._endpoint.decoder.envelope(self._socket, data)
             request_id = envelope.id
             if envelope.ping is not msgspec.UNSET:
                 await self._send(pong_message(envelope.ping))
             elif envelope.cancel is not msgspec.UNSET:
                 await self._cancel(envelope.cancel)
             else:
-                self._start(data, envelope)
+                await self._start(data, envelope)
         except PenstockError as error:
             await self._send(error_message(request_id, error))
             if isinstance(error, InvalidRequest):
@@ -194,7 +194,7 @@ class SocketSession:
                 if self._num_bad_messages >= MAX_BAD_MESSAGES:
                     await self._close(POLICY_VIOLATION, "too many messages that make no sense")
 
-    def _start(self, data: bytes, envelope: Envelope) -> None:
+    async def _start(self, data: bytes, envelope: Envelope) -> None:
         config = self._endpoint.config
         if envelope.id in self._live:
             raise Conflict(
@@ -207,7 +207,7 @@ class SocketSession:
                 f"A connection runs at most {config.max_websocket_requests} requests at once.",
                 retry_after_s=1.0,
             )
-        request = self._endpoint.decoder.request(data, envelope)
+        request = await self._endpoint.decoder.request(self._socket, data, envelope)
         self._endpoint.metrics.num_requests += 1
         task = asyncio.create_task(self._answer(envelope.id, request))
         self._live[envelope.id] = task

@@ -1,7 +1,7 @@
 """The messages of the WebSocket /v1/stream in both directions, as JSON texts.
 
 The fields of a request are those of /v1/completions when it has a `prompt`, and those of /v1/chat/completions when it
-has `messages`. Knows no socket.
+has `messages`. A socket is only asked for the turn of its application.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
+from starlette.websockets import WebSocket
 
 from penstock.api.extensions import EXTENSION_FIELDS
 from penstock.api.foreign_fields import refuse_foreign
@@ -44,17 +45,18 @@ class MessageDecoder:
         self._chat = BodyDecoder(ChatCompletionRequest, EXTENSION_FIELDS, refuse_foreign)
         self._completion = BodyDecoder(CompletionRequest, EXTENSION_FIELDS, refuse_foreign)
 
-    def envelope(self, data: bytes) -> Envelope:
-        envelope = self._envelope.decode(data)
+    async def envelope(self, socket: WebSocket, data: bytes) -> Envelope:
+        envelope = await self._envelope.decode_in_turns(socket, data)
         if isinstance(envelope.id, str) and not 0 < len(envelope.id) <= MAX_ID_CHARS:
             raise InvalidRequest(f"An id has 1 to {MAX_ID_CHARS} characters.", param="id")
         return envelope
 
-    def request(self, data: bytes, envelope: Envelope) -> GenerationRequest:
+    async def request(self, socket: WebSocket, data: bytes, envelope: Envelope) -> GenerationRequest:
         has_prompt = envelope.prompt is not msgspec.UNSET
         if has_prompt == (envelope.messages is not msgspec.UNSET):
             raise InvalidRequest("Give either prompt or messages; or cancel or ping.", param="prompt")
-        wire = (self._completion if has_prompt else self._chat).decode(data)
+        decoder = self._completion if has_prompt else self._chat
+        wire = await decoder.decode_in_turns(socket, data)
         wire.stream = True  # everything streams here, whether or not the client says so
         if wire.logprobs is not None and wire.logprobs is not False:
             raise InvalidRequest(

@@ -70,10 +70,10 @@ class ResponsesSession(SocketSession):
     async def _handle(self, data: bytes) -> None:
         lane: str | None = None
         try:
-            envelope = self._envelopes.decode(data)
+            envelope = await self._envelopes.decode_in_turns(self._socket, data)
             lane = (envelope.stream_id or "")[:_MAX_LANE_CHARS] or None
             if envelope.type == "response.steer":
-                await self._send_events(*self._steering.add(data))
+                await self._send_events(*await self._steering.add(self._socket, data))
                 return
             if envelope.type != "response.create":
                 raise InvalidRequest(
@@ -81,7 +81,7 @@ class ResponsesSession(SocketSession):
                 )
             if len(self._live) >= self._endpoint.config.max_websocket_requests:
                 raise RateLimited("This connection has too many requests that wait.", retry_after_s=1.0)
-            wire = self._requests.decode(data)
+            wire = await self._requests.decode_in_turns(self._socket, data)
             if wire.background:
                 raise InvalidRequest("A WebSocket has no responses in the background.", param="background")
             wire.stream = True

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from typing import Any
 
 import msgspec
+from starlette.websockets import WebSocket
 
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.openai.responses_answers import ResponseEvents
@@ -76,10 +77,10 @@ class Steering:
             self._ended.popitem(last=False)
         return [] if steered is None else steered.steers
 
-    def add(self, data: bytes) -> tuple[bytes, str | None]:
+    async def add(self, socket: WebSocket, data: bytes) -> tuple[bytes, str | None]:
         """Queue the input of a message. Returns the event that says so, or says why not, and its lane. Raises
         InvalidRequest for a message without the fields of one."""
-        message = self._decoder.decode(data)
+        message = await self._decoder.decode_in_turns(socket, data)
         target = message.previous_response_id
         steered = self._live.get(target)
         try:
