@@ -42,7 +42,7 @@ from penstock.api.openai.moderations import ModerationEndpoints
 from penstock.api.openai.responses_endpoints import ResponsesEndpoints
 from penstock.api.openai.responses_history import StoredBodies
 from penstock.api.openai.stored_chats import StoredChatEndpoints, StoredChats
-from penstock.api.openapi import OPERATIONS, OpenAPIEndpoint
+from penstock.api.openapi import OpenAPIEndpoint
 from penstock.api.scoring.embed import EmbedEndpoints
 from penstock.api.scoring.endpoints import ScoringEndpoints
 from penstock.api.scoring.rerank import RerankEndpoints
@@ -132,7 +132,7 @@ def create_app(
             *(AdminEndpoints(tenants.directory).routes() if tenants else ()),
             *AdapterEndpoints(gateway).routes(),
             *more_routes,
-            *OpenAPIEndpoint(OPERATIONS).routes(),
+            *OpenAPIEndpoint().routes(),
         ],
         middleware=middleware,
         exception_handlers={

@@ -21,10 +21,9 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.http.answers import private_json
-from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import Operation
 from penstock.core.errors import NotFound, StoreUnavailable
 from penstock.gateway.tenants.sign_in import Provider, SignIn
 
@@ -77,16 +76,15 @@ class ConsoleFiles:
     def __init__(self, sign_in: SignIn | None = None, *, needs_key: bool = False) -> None:
         self._sign_in = sign_in
         self._needs_key = needs_key
-        self._exchange = BodyDecoder(Exchange)
         self._files = _all_files()
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/", self.chat_page, methods=["GET"]),
-            Route("/console", self.page, methods=["GET"]),
-            Route(SIGN_IN_PATH, self.offer, methods=["GET"]),
-            Route(SIGN_IN_PATH, self.exchange, methods=["POST"]),
-            Route("/console/{name}", self.file, methods=["GET"]),
+            Operation("GET /", self.chat_page, content_type="text/html"),
+            Operation("GET /console", self.page, content_type="text/html"),
+            Operation(f"GET {SIGN_IN_PATH}", self.offer, SignInOffer),
+            Operation(f"POST {SIGN_IN_PATH}", self.exchange, SignedIn, reads=Exchange),
+            Operation("GET /console/{name}", self.file, content_type="application/octet-stream"),
         ]
 
     async def chat_page(self, request: Request) -> Response:
@@ -105,8 +103,7 @@ class ConsoleFiles:
                 provider = await self._sign_in.provider()
         return private_json(SignInOffer(self._needs_key, provider))
 
-    async def exchange(self, request: Request) -> Response:
-        asked = await self._exchange.read(request)
+    async def exchange(self, request: Request, asked: Exchange) -> Response:
         if self._sign_in is None:
             raise NotFound("This server offers no sign-in at an identity provider.")
         return private_json(SignedIn(await self._sign_in.exchange(**msgspec.structs.asdict(asked))))

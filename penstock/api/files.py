@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.http.answers import json_response
 from penstock.api.http.blobs import blob_response
@@ -19,7 +18,8 @@ from penstock.api.http.context import principal_of
 from penstock.api.http.errors import is_anthropic
 from penstock.api.http.limit_headers import timestamp
 from penstock.api.http.multipart import UploadReader
-from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, text_of
+from penstock.api.http.parsing import choice_of, integer_of, text_of
+from penstock.api.http.routes import PAGE, Operation
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.files import FileStore, StoredFile
 from penstock.gateway.store.database import Order
@@ -31,6 +31,13 @@ MAX_ANTHROPIC_EXPIRY_S = 90 * 24 * 3600
 ANTHROPIC_PURPOSE = "user_data"  # of files from Anthropic's clients, whose API knows no purpose
 _MAX_PAGE = 10_000
 _ANTHROPIC_PAGE, _MAX_ANTHROPIC_PAGE = 20, 1000
+_BYTES = {"type": "string", "contentMediaType": "application/octet-stream"}
+_FORM = {
+    "type": "object",
+    "properties": {"purpose": {"type": "string"}, "file": _BYTES},
+    "required": ["purpose", "file"],
+}
+_PART_FORM = {"type": "object", "properties": {"data": _BYTES}, "required": ["data"]}
 _ORDERS: tuple[Order, ...] = ("asc", "desc")
 
 
@@ -89,13 +96,15 @@ class FilesEndpoints:
     def __init__(self, files: FileStore) -> None:
         self._files = files
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/v1/files", self.create_file, methods=["POST"]),
-            Route("/v1/files", self.list_files, methods=["GET"]),
-            Route("/v1/files/{file_id}", self.show_file, methods=["GET"]),
-            Route("/v1/files/{file_id}", self.delete_file, methods=["DELETE"]),
-            Route("/v1/files/{file_id}/content", self.read_file, methods=["GET"]),
+            Operation("POST /v1/files", self.create_file, FileObject, form=_FORM),
+            Operation("GET /v1/files", self.list_files, FileList, query=(*PAGE, "order", "purpose")),
+            Operation("GET /v1/files/{file_id}", self.show_file, FileObject),
+            Operation("DELETE /v1/files/{file_id}", self.delete_file, FileDeleted),
+            Operation(
+                "GET /v1/files/{file_id}/content", self.read_file, content_type="application/octet-stream"
+            ),
         ]
 
     async def create_file(self, request: Request) -> Response:
@@ -271,20 +280,17 @@ class UploadPart(msgspec.Struct):
 class UploadEndpoints:
     def __init__(self, uploads: Uploads) -> None:
         self._uploads = uploads
-        self._new = BodyDecoder(NewUpload)
-        self._completing = BodyDecoder(CompleteUpload)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         one = "/v1/uploads/{upload_id}"
         return [
-            Route("/v1/uploads", self.create_upload, methods=["POST"]),
-            Route(f"{one}/parts", self.add_part, methods=["POST"]),
-            Route(f"{one}/complete", self.complete_upload, methods=["POST"]),
-            Route(f"{one}/cancel", self.cancel_upload, methods=["POST"]),
+            Operation("POST /v1/uploads", self.create_upload, UploadObject, reads=NewUpload),
+            Operation(f"POST {one}/parts", self.add_part, UploadPart, form=_PART_FORM),
+            Operation(f"POST {one}/complete", self.complete_upload, UploadObject, reads=CompleteUpload),
+            Operation(f"POST {one}/cancel", self.cancel_upload, UploadObject, takes_body=False),
         ]
 
-    async def create_upload(self, request: Request) -> Response:
-        wire = await self._new.read(request)
+    async def create_upload(self, request: Request, wire: NewUpload) -> Response:
         if wire.purpose not in UPLOAD_PURPOSES:
             raise InvalidRequest(
                 f"The purpose {wire.purpose[:64]!r} is none of {', '.join(UPLOAD_PURPOSES)}.",
@@ -318,8 +324,7 @@ class UploadEndpoints:
                 await reader.form.upload.abandon()
         return json_response(UploadPart(part.id, int(part.created_at), upload.id))
 
-    async def complete_upload(self, request: Request) -> Response:
-        wire = await self._completing.read(request)
+    async def complete_upload(self, request: Request, wire: CompleteUpload) -> Response:
         workspace_id, upload_id = principal_of(request).workspace_id, request.path_params["upload_id"]
         return json_response(
             _shown_upload(*await self._uploads.complete(workspace_id, upload_id, wire.part_ids, wire.md5))

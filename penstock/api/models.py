@@ -7,12 +7,12 @@ import time
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.anthropic.answers import model_info, model_page
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import is_anthropic
+from penstock.api.http.routes import Operation
 from penstock.core.errors import ModelNotFound
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.gateway import Gateway
@@ -46,10 +46,10 @@ class ModelsEndpoints:
         self._gateway = gateway
         self._started = int(time.time())
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/v1/models", self.list_models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self.show_model, methods=["GET"]),
+            Operation("GET /v1/models", self.list_models, ModelList),
+            Operation("GET /v1/models/{name:path}", self.show_model, ModelEntry),
         ]
 
     async def list_models(self, request: Request) -> Response:

@@ -7,16 +7,24 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import anthropic.types
 import openai.types.chat as oc
 import pytest
 
-from penstock.api.openapi import OPERATIONS
+from penstock.api.admin.fleet import UsageEndpoints
+from penstock.api.app import create_app
+from penstock.api.http.routes import Operation
 from penstock.core.errors import EngineUnavailable, PenstockError
+from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
+from penstock.gateway.batches.runner import StoredWork
+from penstock.gateway.blobs.folder import FileFolder
+from penstock.gateway.gateway import Gateway
+from penstock.gateway.store.database import Database
 from tests.api.conftest import Serve
 from tests.api.scripted import THINKING_TEMPLATE, TOOL_TEMPLATE, scripted
 from tests.api.stored_work import serving_work
@@ -100,8 +108,15 @@ def until(condition: Callable[[], Any]) -> Any:
     return found
 
 
-def test_every_route_has_a_model() -> None:
-    routes = {route for route in OPERATIONS if route.partition(" ")[2].startswith("/v1/")}
+async def test_every_route_has_a_model(tmp_path: Path) -> None:
+    app: Any = create_app(
+        Gateway(FakeEngine(), GatewayConfig()),
+        ServerConfig(),
+        work=StoredWork(Database("sqlite://"), FileFolder(tmp_path)),
+        more_routes=UsageEndpoints(None).routes(),
+    )
+    operations = [route for route in app.routes if isinstance(route, Operation)]
+    routes = {f"{each.method} {each.path}" for each in operations if each.path.startswith("/v1/")}
     assert routes == OPENAI.keys() | ANTHROPIC.keys() | WITHOUT_MODEL
 
 

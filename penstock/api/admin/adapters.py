@@ -11,11 +11,10 @@ from typing import Literal
 import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
-from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import Operation
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.models.adapters import RegisteredAdapter, register
 from penstock.gateway.models.catalogue import try_adapter
@@ -58,40 +57,46 @@ class AdapterDeleted(msgspec.Struct, frozen=True):
 class AdapterEndpoints:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._load_decoder = BodyDecoder(LoadAdapter)
-        self._unload_decoder = BodyDecoder(UnloadAdapter)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/admin/adapters", self.list_adapters, methods=["GET"]),
-            Route("/admin/adapters", self.create_adapter, methods=["POST"]),
-            Route("/admin/adapters/{name:path}", self.delete_adapter, methods=["DELETE"]),
-            Route("/v1/load_lora_adapter", self.load_lora_adapter, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", self.unload_lora_adapter, methods=["POST"]),
+            Operation("GET /admin/adapters", self.list_adapters, AdapterList),
+            Operation("POST /admin/adapters", self.create_adapter, AdapterObject, reads=LoadAdapter),
+            Operation("DELETE /admin/adapters/{name:path}", self.delete_adapter, AdapterDeleted),
+            Operation(
+                "POST /v1/load_lora_adapter",
+                self.load_lora_adapter,
+                reads=LoadAdapter,
+                content_type="text/plain",
+            ),
+            Operation(
+                "POST /v1/unload_lora_adapter",
+                self.unload_lora_adapter,
+                reads=UnloadAdapter,
+                content_type="text/plain",
+            ),
         ]
 
     async def list_adapters(self, request: Request) -> Response:
         return json_response(AdapterList([_shown(entry) for entry in self._gateway.catalogue.adapters.all()]))
 
-    async def create_adapter(self, request: Request) -> Response:
-        return json_response(_shown(await self._load(request)))
+    async def create_adapter(self, request: Request, wire: LoadAdapter) -> Response:
+        return json_response(_shown(await self._load(request, wire)))
 
     async def delete_adapter(self, request: Request) -> Response:
         name = request.path_params["name"]
         await self._unload(request, name)
         return json_response(AdapterDeleted(name))
 
-    async def load_lora_adapter(self, request: Request) -> Response:
-        entry = await self._load(request)
+    async def load_lora_adapter(self, request: Request, wire: LoadAdapter) -> Response:
+        entry = await self._load(request, wire)
         return PlainTextResponse(f"Success: LoRA adapter '{entry.adapter.name}' added successfully.")
 
-    async def unload_lora_adapter(self, request: Request) -> Response:
-        wire = await self._unload_decoder.read(request)
+    async def unload_lora_adapter(self, request: Request, wire: UnloadAdapter) -> Response:
         await self._unload(request, wire.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{wire.lora_name}' removed successfully.")
 
-    async def _load(self, request: Request) -> RegisteredAdapter:
-        wire = await self._load_decoder.read(request)
+    async def _load(self, request: Request, wire: LoadAdapter) -> RegisteredAdapter:
         entry = await register(wire.lora_name, wire.lora_path, wire.base_model_name)
         self._gateway.catalogue.check_free(entry)
         await try_adapter(self._gateway.engine, self._gateway.catalogue, entry)

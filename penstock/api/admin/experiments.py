@@ -8,12 +8,11 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.admin.audit import audit
 from penstock.api.admin.fleet import WhichModel
 from penstock.api.http.answers import private_json
-from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import Operation
 from penstock.core.errors import ConfigError, InvalidRequest
 from penstock.core.experiment_view import ExperimentControl, ExperimentOrder, ExperimentView
 from penstock.core.policy import PolicySet, policy_of
@@ -52,22 +51,21 @@ class ExperimentEndpoints:
         self._control = control
         self._settings = settings
         self._database = database
-        self._order = BodyDecoder(NewExperiment)
-        self._which = BodyDecoder(WhichModel)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/admin/experiments", self.list_experiments, methods=["GET"]),
-            Route("/admin/experiments", self.start, methods=["POST"]),
-            Route("/admin/experiments/stop", self.stop, methods=["POST"]),
+            Operation("GET /admin/experiments", self.list_experiments, ExperimentList),
+            Operation("POST /admin/experiments", self.start, ExperimentObject, reads=NewExperiment),
+            Operation(
+                "POST /admin/experiments/stop", self.stop, ExperimentObject, reads=WhichModel, default=b"{}"
+            ),
         ]
 
     async def list_experiments(self, request: Request) -> Response:
         views = await self._control.experiments()
         return private_json(ExperimentList([_shown(view) for view in views]))
 
-    async def start(self, request: Request) -> Response:
-        new = await self._order.read(request)
+    async def start(self, request: Request, new: NewExperiment) -> Response:
         order = ExperimentOrder(
             model=new.model,
             a=new.a,
@@ -83,8 +81,7 @@ class ExperimentEndpoints:
         )
         return await self._done(request, "experiment.start", await self._control.start_experiment(order))
 
-    async def stop(self, request: Request) -> Response:
-        which = await self._which.read(request, default=b"{}")
+    async def stop(self, request: Request, which: WhichModel) -> Response:
         return await self._done(request, "experiment.stop", await self._control.stop_experiment(which.model))
 
     def _policy(self, name: str, param: str) -> PolicySet:

@@ -11,18 +11,26 @@ import time
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.admin.audit import audit
 from penstock.api.http.answers import json_response, private_json
 from penstock.api.http.context import principal_of
-from penstock.api.http.parsing import BodyDecoder, integer_of
-from penstock.core.cluster_view import FleetControl, HostOrder, ReleaseOrder, ReleaseView, ReplicaOrder
+from penstock.api.http.parsing import integer_of
+from penstock.api.http.routes import Operation
+from penstock.core.cluster_view import (
+    ClusterView,
+    FleetControl,
+    HostOrder,
+    ReleaseOrder,
+    ReleaseView,
+    ReplicaOrder,
+)
 from penstock.core.errors import InvalidRequest, NotFound, PermissionDenied
 from penstock.core.identity import Scope
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.ledger.ledger import UsageLedger
 from penstock.gateway.ledger.usage_store import (
+    UsagePage,
     UsageQuery,
     default_start,
     parse_groups,
@@ -59,20 +67,24 @@ class ClusterEndpoints:
         self._control = control
         self._external = external
         self._database = database
-        self._order = BodyDecoder(ReleaseOrder)
-        self._which = BodyDecoder(WhichModel)
-        self._host_order = BodyDecoder(HostOrder)
-        self._replica_order = BodyDecoder(ReplicaOrder)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/admin/cluster", self.show, methods=["GET"]),
-            Route("/admin/cluster", self.operate, methods=["POST"]),
-            Route("/admin/replicas", self.order_replica, methods=["POST"]),
-            Route("/admin/releases", self.list_releases, methods=["GET"]),
-            Route("/admin/releases", self.start, methods=["POST"]),
-            Route("/admin/releases/promote", self.promote, methods=["POST"]),
-            Route("/admin/releases/rollback", self.roll_back, methods=["POST"]),
+            Operation("GET /admin/cluster", self.show, ClusterView),
+            Operation("POST /admin/cluster", self.operate, ClusterView, reads=HostOrder),
+            Operation("POST /admin/replicas", self.order_replica, ClusterView, reads=ReplicaOrder),
+            Operation("GET /admin/releases", self.list_releases, ReleaseList),
+            Operation("POST /admin/releases", self.start, ReleaseObject, reads=ReleaseOrder),
+            Operation(
+                "POST /admin/releases/promote", self.promote, ReleaseObject, reads=WhichModel, default=b"{}"
+            ),
+            Operation(
+                "POST /admin/releases/rollback",
+                self.roll_back,
+                ReleaseObject,
+                reads=WhichModel,
+                default=b"{}",
+            ),
         ]
 
     async def show(self, request: Request) -> Response:
@@ -82,15 +94,13 @@ class ClusterEndpoints:
             view = msgspec.structs.replace(view, replicas=replicas)
         return private_json(view)
 
-    async def operate(self, request: Request) -> Response:
+    async def operate(self, request: Request, order: HostOrder) -> Response:
         """Carry out an order about the hosts of a shared fleet."""
-        order = await self._host_order.read(request)
         view = await self._control.operate(order)
         await audit(self._database, request, f"cluster.{order.action}", order.target, order)
         return private_json(view)
 
-    async def order_replica(self, request: Request) -> Response:
-        order = await self._replica_order.read(request)
+    async def order_replica(self, request: Request, order: ReplicaOrder) -> Response:
         if order.action != "start" and order.replica_id is None:
             raise InvalidRequest(f"Name the replica to {order.action}.", param="replica_id")
         view = await self._control.order_replica(order)
@@ -102,16 +112,13 @@ class ClusterEndpoints:
         view = await self._control.cluster()
         return private_json(ReleaseList([_shown(release) for release in view.releases]))
 
-    async def start(self, request: Request) -> Response:
-        order = await self._order.read(request)
+    async def start(self, request: Request, order: ReleaseOrder) -> Response:
         return await self._done(request, "release.start", await self._control.start_release(order))
 
-    async def promote(self, request: Request) -> Response:
-        which = await self._which.read(request, default=b"{}")
+    async def promote(self, request: Request, which: WhichModel) -> Response:
         return await self._done(request, "release.promote", await self._control.promote_release(which.model))
 
-    async def roll_back(self, request: Request) -> Response:
-        which = await self._which.read(request, default=b"{}")
+    async def roll_back(self, request: Request, which: WhichModel) -> Response:
         return await self._done(
             request, "release.rollback", await self._control.roll_back_release(which.model)
         )
@@ -135,8 +142,8 @@ class UsageEndpoints:
     def __init__(self, ledger: UsageLedger | None) -> None:
         self._ledger = ledger
 
-    def routes(self) -> list[Route]:
-        return [Route("/v1/usage", self.show_usage, methods=["GET"])]
+    def routes(self) -> list[Operation]:
+        return [Operation("GET /v1/usage", self.show_usage, UsagePage, query=tuple(sorted(USAGE_PARAMETERS)))]
 
     async def show_usage(self, request: Request) -> Response:
         principal = principal_of(request)

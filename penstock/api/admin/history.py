@@ -10,13 +10,13 @@ from typing import Literal
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock import __version__
 from penstock.api.http.answers import private_json
 from penstock.api.http.parsing import choice_of, integer_of
+from penstock.api.http.routes import Operation
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.history.history import SPANS, History
+from penstock.gateway.history.history import SPANS, History, HistoryView
 from penstock.gateway.history.requests import RecentRequests, RequestView
 
 HISTORY_PARAMETERS = ("span", "model", "tier")
@@ -45,11 +45,11 @@ class HistoryEndpoints:
         self._history = history
         self._recent = recent
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/admin/console", self.show_console, methods=["GET"]),
-            Route("/admin/history", self.show_history, methods=["GET"]),
-            Route("/admin/requests", self.list_requests, methods=["GET"]),
+            Operation("GET /admin/console", self.show_console, ConsoleObject),
+            Operation("GET /admin/history", self.show_history, HistoryView, query=HISTORY_PARAMETERS),
+            Operation("GET /admin/requests", self.list_requests, RequestList, query=REQUEST_PARAMETERS),
         ]
 
     async def show_console(self, request: Request) -> Response:

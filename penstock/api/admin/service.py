@@ -7,13 +7,12 @@ import asyncio
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock import __version__
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import note_model, principal_of
 from penstock.api.http.errors import error_response
-from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import Operation
 from penstock.api.openai.messages import Message, chat_messages
 from penstock.core.errors import (
     EngineUnavailable,
@@ -75,18 +74,16 @@ class TokenizerInfo(msgspec.Struct):
 class ServiceEndpoints:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._tokenize_decoder = BodyDecoder(TokenizeRequest)
-        self._detokenize_decoder = BodyDecoder(DetokenizeRequest)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/health", self.health, methods=["GET"]),
-            Route("/ready", self.ready, methods=["GET"]),
-            Route("/version", self.version, methods=["GET"]),
-            Route("/metrics", self.metrics, methods=["GET"]),
-            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Operation("GET /health", self.health),
+            Operation("GET /ready", self.ready),
+            Operation("GET /version", self.version),
+            Operation("GET /metrics", self.metrics, content_type="text/plain"),
+            Operation("GET /tokenizer_info", self.tokenizer_info, TokenizerInfo, query=("model",)),
+            Operation("POST /tokenize", self.tokenize, TokenizeResponse, reads=TokenizeRequest),
+            Operation("POST /detokenize", self.detokenize, DetokenizeResponse, reads=DetokenizeRequest),
         ]
 
     async def health(self, request: Request) -> Response:
@@ -117,8 +114,7 @@ class ServiceEndpoints:
             )
         )
 
-    async def tokenize(self, request: Request) -> Response:
-        wire = await self._tokenize_decoder.read(request)
+    async def tokenize(self, request: Request, wire: TokenizeRequest) -> Response:
         if (wire.prompt is None) == (wire.messages is None):
             raise InvalidRequest("Give either prompt or messages.", param="prompt")
         model = self._model(request, wire.model)
@@ -128,8 +124,7 @@ class ServiceEndpoints:
                 return _answer(wire, model, tokens)
             return await asyncio.to_thread(_answer, wire, model, tokens)
 
-    async def detokenize(self, request: Request) -> Response:
-        wire = await self._detokenize_decoder.read(request)
+    async def detokenize(self, request: Request, wire: DetokenizeRequest) -> Response:
         model = self._model(request, wire.model)
         model.check_tokenizable(len(wire.tokens), "tokens")
         check_token_ids(wire.tokens, model.card.vocab_size, param="tokens")

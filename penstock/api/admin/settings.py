@@ -12,12 +12,12 @@ from typing import Literal
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.admin.audit import actor_of, audit
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import headers_of
 from penstock.api.http.parsing import BodyDecoder, integer_of, read_body
+from penstock.api.http.routes import PAGE, Operation
 from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound, PreconditionRequired
 from penstock.gateway.settings.settings import Document
 from penstock.gateway.settings.shared import SharedSettings
@@ -68,15 +68,17 @@ class SettingsEndpoints:
         self._database = database
         self._revert = BodyDecoder(RevertSettings)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/admin/settings", self.show, methods=["GET"]),
-            Route("/admin/settings", self.replace, methods=["PUT"]),
-            Route("/admin/settings", self.change, methods=["PATCH"]),
-            Route("/admin/settings/reload", self.reload, methods=["POST"]),
-            Route("/admin/settings/revert", self.revert, methods=["POST"]),
-            Route("/admin/settings/versions", self.history, methods=["GET"]),
-            Route("/admin/settings/versions/{version}", self.show_version, methods=["GET"]),
+            Operation("GET /admin/settings", self.show, SettingsObject),
+            Operation("PUT /admin/settings", self.replace, SettingsVersionObject),
+            Operation("PATCH /admin/settings", self.change, SettingsVersionObject),
+            Operation("POST /admin/settings/reload", self.reload, Reloaded, takes_body=False),
+            Operation(
+                "POST /admin/settings/revert", self.revert, SettingsVersionObject, request=RevertSettings
+            ),
+            Operation("GET /admin/settings/versions", self.history, SettingsHistory, query=PAGE),
+            Operation("GET /admin/settings/versions/{version}", self.show_version, SettingsVersionObject),
         ]
 
     async def show(self, request: Request) -> Response:

@@ -6,29 +6,26 @@ import asyncio
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.http.answers import Departure, private_json
-from penstock.api.http.parsing import BodyDecoder
-from penstock.gateway.simulations import SimulationOrder, Simulations
+from penstock.api.http.routes import Operation
+from penstock.gateway.simulations import SimulationChoices, SimulationObject, SimulationOrder, Simulations
 
 
 class SimulationEndpoints:
     def __init__(self, simulations: Simulations) -> None:
         self._simulations = simulations
-        self._decoder = BodyDecoder(SimulationOrder)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/admin/simulations", self.show_choices, methods=["GET"]),
-            Route("/admin/simulations", self.run, methods=["POST"]),
+            Operation("GET /admin/simulations", self.show_choices, SimulationChoices),
+            Operation("POST /admin/simulations", self.run, SimulationObject, reads=SimulationOrder),
         ]
 
     async def show_choices(self, request: Request) -> Response:
         return private_json(self._simulations.choices)
 
-    async def run(self, request: Request) -> Response:
-        order = await self._decoder.read(request)
+    async def run(self, request: Request, order: SimulationOrder) -> Response:
         departure = Departure(request)  # a reader that goes ends the simulation
         try:
             return private_json(await self._simulations.run(order))

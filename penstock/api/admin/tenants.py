@@ -11,11 +11,10 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.http.answers import private_json
 from penstock.api.http.context import principal_of, request_id_of
-from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import PAGE, Operation
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.tenants.directory import DEFAULT_PAGE, Actor, AuditEntry, Directory
 from penstock.gateway.tenants.records import (
@@ -109,38 +108,44 @@ class AuditList(Listing[AuditObject], frozen=True, kw_only=True):
 class AdminEndpoints:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._new_organization = BodyDecoder(NewOrganization)
-        self._new_workspace = BodyDecoder(NewWorkspace)
-        self._renaming = BodyDecoder(Renaming)
-        self._new_key = BodyDecoder(NewKeyBody)
-        self._key_changes = BodyDecoder(KeyChangesBody)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/admin/organizations", self.list_organizations, methods=["GET"]),
-            Route("/admin/organizations", self.create_organization, methods=["POST"]),
-            Route("/admin/organizations/{id}", self.get_organization, methods=["GET"]),
-            Route("/admin/organizations/{id}", self.update_organization, methods=["PATCH"]),
-            Route("/admin/organizations/{id}", self.archive_organization, methods=["DELETE"]),
-            Route("/admin/workspaces", self.list_workspaces, methods=["GET"]),
-            Route("/admin/workspaces", self.create_workspace, methods=["POST"]),
-            Route("/admin/workspaces/{id}", self.get_workspace, methods=["GET"]),
-            Route("/admin/workspaces/{id}", self.update_workspace, methods=["PATCH"]),
-            Route("/admin/workspaces/{id}", self.archive_workspace, methods=["DELETE"]),
-            Route("/admin/keys", self.list_keys, methods=["GET"]),
-            Route("/admin/keys", self.create_key, methods=["POST"]),
-            Route("/admin/keys/{id}", self.get_key, methods=["GET"]),
-            Route("/admin/keys/{id}", self.update_key, methods=["PATCH"]),
-            Route("/admin/keys/{id}", self.revoke_key, methods=["DELETE"]),
-            Route("/admin/audit", self.list_audit, methods=["GET"]),
+            Operation("GET /admin/organizations", self.list_organizations, OrganizationList, query=PAGE),
+            Operation(
+                "POST /admin/organizations",
+                self.create_organization,
+                OrganizationObject,
+                reads=NewOrganization,
+            ),
+            Operation("GET /admin/organizations/{id}", self.get_organization, OrganizationObject),
+            Operation(
+                "PATCH /admin/organizations/{id}",
+                self.update_organization,
+                OrganizationObject,
+                reads=Renaming,
+            ),
+            Operation("DELETE /admin/organizations/{id}", self.archive_organization, OrganizationObject),
+            Operation(
+                "GET /admin/workspaces", self.list_workspaces, WorkspaceList, query=(*PAGE, "organization_id")
+            ),
+            Operation("POST /admin/workspaces", self.create_workspace, WorkspaceObject, reads=NewWorkspace),
+            Operation("GET /admin/workspaces/{id}", self.get_workspace, WorkspaceObject),
+            Operation("PATCH /admin/workspaces/{id}", self.update_workspace, WorkspaceObject, reads=Renaming),
+            Operation("DELETE /admin/workspaces/{id}", self.archive_workspace, WorkspaceObject),
+            Operation("GET /admin/keys", self.list_keys, KeyList, query=(*PAGE, "workspace_id")),
+            Operation("POST /admin/keys", self.create_key, NewKeyObject, reads=NewKeyBody),
+            Operation("GET /admin/keys/{id}", self.get_key, KeyObject),
+            Operation("PATCH /admin/keys/{id}", self.update_key, KeyObject, reads=KeyChangesBody),
+            Operation("DELETE /admin/keys/{id}", self.revoke_key, KeyObject),
+            Operation("GET /admin/audit", self.list_audit, AuditList, query=(*PAGE, "target")),
         ]
 
     async def list_organizations(self, request: Request) -> Response:
         page = await self._directory.organizations(limit=_limit(request), after=_query(request, "after"))
         return _list(page, _shown_organization)
 
-    async def create_organization(self, request: Request) -> Response:
-        wire = await self._new_organization.read(request)
+    async def create_organization(self, request: Request, wire: NewOrganization) -> Response:
         return private_json(
             _shown_organization(await self._directory.create_organization(_actor(request), wire.name))
         )
@@ -148,8 +153,7 @@ class AdminEndpoints:
     async def get_organization(self, request: Request) -> Response:
         return private_json(_shown_organization(await self._directory.organization(_id(request))))
 
-    async def update_organization(self, request: Request) -> Response:
-        wire = await self._renaming.read(request)
+    async def update_organization(self, request: Request, wire: Renaming) -> Response:
         return private_json(
             _shown_organization(
                 await self._directory.rename_organization(_actor(request), _id(request), wire.name)
@@ -168,16 +172,14 @@ class AdminEndpoints:
         )
         return _list(page, _shown_workspace)
 
-    async def create_workspace(self, request: Request) -> Response:
-        wire = await self._new_workspace.read(request)
+    async def create_workspace(self, request: Request, wire: NewWorkspace) -> Response:
         made = await self._directory.create_workspace(_actor(request), wire.name, wire.organization_id)
         return private_json(_shown_workspace(made))
 
     async def get_workspace(self, request: Request) -> Response:
         return private_json(_shown_workspace(await self._directory.workspace(_id(request))))
 
-    async def update_workspace(self, request: Request) -> Response:
-        wire = await self._renaming.read(request)
+    async def update_workspace(self, request: Request, wire: Renaming) -> Response:
         renamed = await self._directory.rename_workspace(_actor(request), _id(request), wire.name)
         return private_json(_shown_workspace(renamed))
 
@@ -194,16 +196,14 @@ class AdminEndpoints:
         )
         return _list(page, self._shown_key)
 
-    async def create_key(self, request: Request) -> Response:
-        wire = await self._new_key.read(request)
+    async def create_key(self, request: Request, wire: NewKeyBody) -> Response:
         issued = await self._directory.create_key(_actor(request), wire)
         return private_json(self._shown_new_key(issued))
 
     async def get_key(self, request: Request) -> Response:
         return private_json(self._shown_key(await self._directory.key(_id(request))))
 
-    async def update_key(self, request: Request) -> Response:
-        wire = await self._key_changes.read(request)
+    async def update_key(self, request: Request, wire: KeyChangesBody) -> Response:
         return private_json(
             self._shown_key(await self._directory.update_key(_actor(request), _id(request), wire))
         )

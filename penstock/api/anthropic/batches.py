@@ -12,7 +12,6 @@ from typing import Any, Literal
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.anthropic.endpoints import check_version
 from penstock.api.http.answers import json_response
@@ -22,6 +21,7 @@ from penstock.api.http.context import principal_of
 from penstock.api.http.errors import anthropic_error_body, anthropic_status
 from penstock.api.http.limit_headers import timestamp
 from penstock.api.http.parsing import BodyDecoder, integer_of, text_of
+from penstock.api.http.routes import Operation
 from penstock.api.openai.batches import refuse_stream
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import Tier
@@ -117,15 +117,22 @@ class MessageBatchEndpoints:
         # The params of each request are decoded later, one by one.
         self._decoder = BodyDecoder(CreateMessageBatch, values_factor=10)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         one = "/v1/messages/batches/{batch_id}"
         return [
-            Route("/v1/messages/batches", self.create_batch, methods=["POST"]),
-            Route("/v1/messages/batches", self.list_batches, methods=["GET"]),
-            Route(one, self.show_batch, methods=["GET"]),
-            Route(one, self.delete_batch, methods=["DELETE"]),
-            Route(f"{one}/cancel", self.cancel_batch, methods=["POST"]),
-            Route(f"{one}/results", self.read_results, methods=["GET"]),
+            Operation(
+                "POST /v1/messages/batches", self.create_batch, MessageBatch, request=CreateMessageBatch
+            ),
+            Operation(
+                "GET /v1/messages/batches",
+                self.list_batches,
+                MessageBatchList,
+                query=("limit", "after_id", "before_id"),
+            ),
+            Operation(f"GET {one}", self.show_batch, MessageBatch),
+            Operation(f"DELETE {one}", self.delete_batch, MessageBatchDeleted),
+            Operation(f"POST {one}/cancel", self.cancel_batch, MessageBatch, takes_body=False),
+            Operation(f"GET {one}/results", self.read_results, content_type="application/x-jsonl"),
         ]
 
     async def create_batch(self, request: Request) -> Response:

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from penstock.api.anthropic.answers import PING, MessageEvents, message
+from penstock.api.anthropic.answers import PING, Message, MessageEvents, message
 from penstock.api.anthropic.requests import GUARDED_FIELDS, CountTokensRequest, MessagesRequest
 from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.http.answers import EventStream, answer_whole, json_response
 from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
 from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import Operation
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream
@@ -39,10 +39,14 @@ class AnthropicEndpoints:
         self._decoder = BodyDecoder(MessagesRequest, GUARDED_FIELDS, refuse_foreign)
         self._count_decoder = BodyDecoder(CountTokensRequest, GUARDED_FIELDS)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/v1/messages", self.create_message, methods=["POST"]),
-            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            Operation(
+                "POST /v1/messages", self.create_message, Message, request=MessagesRequest, streams=True
+            ),
+            Operation(
+                "POST /v1/messages/count_tokens", self.count_tokens, TokenCount, request=CountTokensRequest
+            ),
         ]
 
     async def create_message(self, request: Request) -> ASGIApp:

@@ -264,6 +264,7 @@ class BodyDecoder(Generic[Shape]):
         check_unknown: Callable[[str, Any], None] | None = None,
         values_factor: int = 1,
     ) -> None:
+        self.shape = shape
         self._check_unknown = check_unknown
         self._values_factor = values_factor
         self._decoder: msgspec.json.Decoder[Shape]

@@ -8,12 +8,12 @@ import time
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import WholeAnswer, answer_whole
 from penstock.api.http.context import note_model, principal_of, request_id_of, timeout_s_of, with_context
 from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import JSON_LINES, Operation
 from penstock.api.ollama.answers import (
     AnswerWriter,
     AnyPart,
@@ -60,14 +60,27 @@ class OllamaEndpoints:
         self._chat_decoder = BodyDecoder(ChatRequest)
         self._generate_decoder = BodyDecoder(GenerateRequest)
         self._embed_decoder = BodyDecoder(EmbedRequest)
-        self._embeddings_decoder = BodyDecoder(EmbeddingsRequest)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/api/chat", self.chat, methods=["POST"]),
-            Route("/api/generate", self.generate, methods=["POST"]),
-            Route("/api/embed", self.embed, methods=["POST"]),
-            Route("/api/embeddings", self.embed_one, methods=["POST"]),
+            Operation(
+                "POST /api/chat",
+                self.chat,
+                ChatPart,
+                request=ChatRequest,
+                streams=True,
+                stream_type=JSON_LINES,
+            ),
+            Operation(
+                "POST /api/generate",
+                self.generate,
+                GeneratePart,
+                request=GenerateRequest,
+                streams=True,
+                stream_type=JSON_LINES,
+            ),
+            Operation("POST /api/embed", self.embed, EmbedResponse, request=EmbedRequest),
+            Operation("POST /api/embeddings", self.embed_one, EmbeddingsResponse, reads=EmbeddingsRequest),
             *OllamaModelEndpoints(self._gateway).routes(),
         ]
 
@@ -134,8 +147,7 @@ class OllamaEndpoints:
         before, after = msgspec.json.encode(frame).split(b"[]", 1)  # `embeddings` is the first field
         return WholeAnswer(before + b"[" + b",".join(entries) + b"]" + after, answer.rate_limits)
 
-    async def embed_one(self, request: Request) -> ASGIApp:
-        wire = await self._embeddings_decoder.read(request)
+    async def embed_one(self, request: Request, wire: EmbeddingsRequest) -> ASGIApp:
         answer = await self._embedded(request, wire.model, (wire.prompt,), truncates=True)
         body = msgspec.json.encode(EmbeddingsResponse(numbers(answer.vectors[0])))
         return WholeAnswer(body, answer.rate_limits)

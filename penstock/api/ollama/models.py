@@ -11,12 +11,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock import __version__
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
-from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import Operation
 from penstock.api.ollama.requests import ModelRequest
 from penstock.core.errors import InvalidRequest, ModelNotFound
 from penstock.gateway.gateway import Gateway
@@ -90,16 +89,15 @@ def model_name(gateway: Gateway, asked: str | None) -> str | None:
 class OllamaModelEndpoints:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._decoder = BodyDecoder(ModelRequest)
         self._started = datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/api/tags", self.list_models, methods=["GET"]),
-            Route("/api/ps", self.list_loaded_models, methods=["GET"]),
-            Route("/api/show", self.show_model, methods=["POST"]),
-            Route("/api/version", self.version, methods=["GET"]),
-            Route("/api/pull", self.pull_model, methods=["POST"]),
+            Operation("GET /api/tags", self.list_models, TaggedModels),
+            Operation("GET /api/ps", self.list_loaded_models, TaggedModels),
+            Operation("POST /api/show", self.show_model, ShownModel, reads=ModelRequest),
+            Operation("GET /api/version", self.version, Version),
+            Operation("POST /api/pull", self.pull_model, PullStatus, reads=ModelRequest),
         ]
 
     async def list_models(self, request: Request) -> Response:
@@ -114,8 +112,8 @@ class OllamaModelEndpoints:
         ]
         return json_response(TaggedModels(loaded))
 
-    async def show_model(self, request: Request) -> Response:
-        listed = await self._asked_for(request)
+    async def show_model(self, request: Request, wire: ModelRequest) -> Response:
+        listed = self._asked_for(request, wire)
         model, card = listed.model, listed.model.card if isinstance(listed.model, ServedModel) else None
         return json_response(
             ShownModel(
@@ -132,15 +130,14 @@ class OllamaModelEndpoints:
     async def version(self, request: Request) -> Response:
         return json_response(Version(OLLAMA_VERSION, __version__))
 
-    async def pull_model(self, request: Request) -> Response:
-        await self._asked_for(request)
+    async def pull_model(self, request: Request, wire: ModelRequest) -> Response:
+        self._asked_for(request, wire)
         return json_response(PullStatus("success"))
 
     def _listed(self, request: Request) -> list[ListedModel]:
         return self._gateway.catalogue.listed(principal_of(request))
 
-    async def _asked_for(self, request: Request) -> ListedModel:
-        wire = await self._decoder.read(request)
+    def _asked_for(self, request: Request, wire: ModelRequest) -> ListedModel:
         asked = model_name(self._gateway, wire.model or wire.name)
         if asked is None:
             raise InvalidRequest("model is missing.", param="model")

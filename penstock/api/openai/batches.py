@@ -10,7 +10,6 @@ from typing import Any, Literal
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.files import checked_expiry
 from penstock.api.http.answers import json_response
@@ -18,6 +17,7 @@ from penstock.api.http.application import Endpoint, call_endpoint
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import error_body
 from penstock.api.http.parsing import BodyDecoder, integer_of, text_of
+from penstock.api.http.routes import PAGE, Operation
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError
 from penstock.core.request import Tier
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Details, LineAnswer, LineResult
@@ -182,18 +182,16 @@ class OpenAIBatchEndpoints:
     def __init__(self, work: StoredWork, dialect: OpenAIBatches) -> None:
         self._work = work
         self._dialect = dialect
-        self._decoder = BodyDecoder(CreateBatch)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/v1/batches", self.create_batch, methods=["POST"]),
-            Route("/v1/batches", self.list_batches, methods=["GET"]),
-            Route("/v1/batches/{batch_id}", self.show_batch, methods=["GET"]),
-            Route("/v1/batches/{batch_id}/cancel", self.cancel_batch, methods=["POST"]),
+            Operation("POST /v1/batches", self.create_batch, WireBatch, reads=CreateBatch),
+            Operation("GET /v1/batches", self.list_batches, BatchList, query=PAGE),
+            Operation("GET /v1/batches/{batch_id}", self.show_batch, WireBatch),
+            Operation("POST /v1/batches/{batch_id}/cancel", self.cancel_batch, WireBatch, takes_body=False),
         ]
 
-    async def create_batch(self, request: Request) -> Response:
-        wire = await self._decoder.read(request)
+    async def create_batch(self, request: Request, wire: CreateBatch) -> Response:
         if wire.endpoint not in self._dialect.endpoints:
             known = ", ".join(self._dialect.endpoints)
             raise InvalidRequest(

@@ -8,12 +8,12 @@ import time
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of, request_id_of
-from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, text_of
-from penstock.api.openai.responses_endpoints import DEFAULT_PAGE, MAX_PAGE, item_list
+from penstock.api.http.parsing import choice_of, integer_of, text_of
+from penstock.api.http.routes import PAGE, Operation
+from penstock.api.openai.responses_endpoints import DEFAULT_PAGE, MAX_PAGE, InputItemList, item_list
 from penstock.api.openai.responses_history import CONVERSATION, ITEM, History, no_conversation
 from penstock.api.openai.responses_items import InputItem, messages_of
 from penstock.api.openai.responses_requests import check_metadata
@@ -54,25 +54,27 @@ class ConversationEndpoints:
     def __init__(self, responses: Responses, objects: ObjectStore) -> None:
         self._responses = responses
         self._objects = objects
-        self._new = BodyDecoder(NewConversation)
-        self._changes = BodyDecoder(ConversationChanges)
-        self._new_items = BodyDecoder(NewItems)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         one = "/v1/conversations/{conversation_id}"
         return [
-            Route("/v1/conversations", self.create_conversation, methods=["POST"]),
-            Route(one, self.show_conversation, methods=["GET"]),
-            Route(one, self.change_conversation, methods=["POST"]),
-            Route(one, self.delete_conversation, methods=["DELETE"]),
-            Route(f"{one}/items", self.create_items, methods=["POST"]),
-            Route(f"{one}/items", self.list_items, methods=["GET"]),
-            Route(f"{one}/items/{{item_id}}", self.show_item, methods=["GET"]),
-            Route(f"{one}/items/{{item_id}}", self.delete_item, methods=["DELETE"]),
+            Operation(
+                "POST /v1/conversations",
+                self.create_conversation,
+                ConversationObject,
+                reads=NewConversation,
+                default=b"{}",
+            ),
+            Operation(f"GET {one}", self.show_conversation, ConversationObject),
+            Operation(f"POST {one}", self.change_conversation, ConversationObject, reads=ConversationChanges),
+            Operation(f"DELETE {one}", self.delete_conversation, ConversationDeleted),
+            Operation(f"POST {one}/items", self.create_items, InputItemList, reads=NewItems),
+            Operation(f"GET {one}/items", self.list_items, InputItemList, query=(*PAGE, "order")),
+            Operation(f"GET {one}/items/{{item_id}}", self.show_item, InputItem),
+            Operation(f"DELETE {one}/items/{{item_id}}", self.delete_item, ConversationObject),
         ]
 
-    async def create_conversation(self, request: Request) -> Response:
-        wire = await self._new.read(request, default=b"{}")
+    async def create_conversation(self, request: Request, wire: NewConversation) -> Response:
         check_metadata(wire.metadata)
         history = self._history(request)
         items = await self._checked(request, history, wire.items or [])
@@ -93,8 +95,7 @@ class ConversationEndpoints:
     async def show_conversation(self, request: Request) -> Response:
         return json_response(_shown(await self._found(request)))
 
-    async def change_conversation(self, request: Request) -> Response:
-        wire = await self._changes.read(request)
+    async def change_conversation(self, request: Request, wire: ConversationChanges) -> Response:
         check_metadata(wire.metadata)
         found = msgspec.structs.replace(await self._found(request), metadata=wire.metadata or {})
         if not await self._objects.change(found):
@@ -109,8 +110,7 @@ class ConversationEndpoints:
             raise no_conversation(conversation_id)
         return json_response(ConversationDeleted(conversation_id))
 
-    async def create_items(self, request: Request) -> Response:
-        wire = await self._new_items.read(request)
+    async def create_items(self, request: Request, wire: NewItems) -> Response:
         found = await self._found(request)
         history = self._history(request)
         items = await self._checked(request, history, wire.items)

@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import Departure, WholeAnswer
 from penstock.api.http.context import CACHE_HEADER, principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import Operation
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.identity import RateLimits
 from penstock.core.request import Pooling
@@ -149,13 +149,19 @@ class EmbeddingList(msgspec.Struct):
 class EmbeddingEndpoints:
     def __init__(self, embeddings: Embeddings) -> None:
         self._embeddings = embeddings
-        self._decoder = BodyDecoder(CreateEmbeddings, EXTENSION_FIELDS, refusing(REFUSED_FIELDS))
 
-    def routes(self) -> list[Route]:
-        return [Route("/v1/embeddings", self.create, methods=["POST"])]
+    def routes(self) -> list[Operation]:
+        decoder = BodyDecoder(CreateEmbeddings, EXTENSION_FIELDS, refusing(REFUSED_FIELDS))
+        return [
+            Operation(
+                "POST /v1/embeddings",
+                self.create,
+                EmbeddingList,
+                reads=decoder,
+            )
+        ]
 
-    async def create(self, request: Request) -> ASGIApp:
-        wire = await self._decoder.read(request)
+    async def create(self, request: Request, wire: CreateEmbeddings) -> ASGIApp:
         job = await self._embeddings.open(
             EmbeddingRequest(
                 inputs=wire.roled_inputs(),

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.extensions import EXTENSION_FIELDS
@@ -22,8 +21,11 @@ from penstock.api.http.answers import EventStream, answer_whole
 from penstock.api.http.context import principal_of, with_context
 from penstock.api.http.errors import error_event
 from penstock.api.http.parsing import BodyDecoder, read_within_bound
+from penstock.api.http.routes import Operation
 from penstock.api.openai.answers import (
     AnswerHeader,
+    ChatCompletion,
+    Completion,
     ShowsPrompts,
     best_answers,
     chat_completion,
@@ -190,16 +192,26 @@ class OpenAIEndpoints:
         self._gateway = gateway
         self._chats = chats
         self._chat_decoder = BodyDecoder(ChatCompletionRequest, EXTENSION_FIELDS, refuse_foreign)
-        self._completion_decoder = BodyDecoder(CompletionRequest, EXTENSION_FIELDS, refuse_foreign)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         return [
-            Route("/v1/completions", self.create_completion, methods=["POST"]),
-            Route("/v1/chat/completions", self.create_chat_completion, methods=["POST"]),
+            Operation(
+                "POST /v1/completions",
+                self.create_completion,
+                Completion,
+                reads=BodyDecoder(CompletionRequest, EXTENSION_FIELDS, refuse_foreign),
+                streams=True,
+            ),
+            Operation(
+                "POST /v1/chat/completions",
+                self.create_chat_completion,
+                ChatCompletion,
+                request=ChatCompletionRequest,
+                streams=True,
+            ),
         ]
 
-    async def create_completion(self, request: Request) -> ASGIApp:
-        wire = await self._completion_decoder.read(request)
+    async def create_completion(self, request: Request, wire: CompletionRequest) -> ASGIApp:
         generation = wire.to_generation()
         prompts: EchoedAnswer | None = None
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import WholeAnswer, json_response
 from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
-from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import Operation
 from penstock.api.openai.embeddings import run_job
 from penstock.core.errors import ContentRefused, InvalidRequest, NotFound
 from penstock.core.identity import Principal
@@ -100,13 +99,11 @@ class ModerationEndpoints:
     def __init__(self, gateway: Gateway, embeddings: Embeddings) -> None:
         self._gateway = gateway
         self._embeddings = embeddings
-        self._decoder = BodyDecoder(CreateModeration)
 
-    def routes(self) -> list[Route]:
-        return [Route("/v1/moderations", self.create, methods=["POST"])]
+    def routes(self) -> list[Operation]:
+        return [Operation("POST /v1/moderations", self.create, ModerationList, reads=CreateModeration)]
 
-    async def create(self, request: Request) -> ASGIApp:
-        wire = await self._decoder.read(request)
+    async def create(self, request: Request, wire: CreateModeration) -> ASGIApp:
         texts = wire.texts()
         card = self._classifier(principal_of(request), wire.model)
         if card is not None:

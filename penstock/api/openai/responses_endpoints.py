@@ -11,7 +11,6 @@ from functools import partial
 import msgspec
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.extensions import EXTENSION_FIELDS
@@ -25,9 +24,11 @@ from penstock.api.http.context import (
 )
 from penstock.api.http.errors import named_params
 from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of
+from penstock.api.http.routes import PAGE, Operation
 from penstock.api.openai.requests import ServiceTier
 from penstock.api.openai.responses_answers import (
     PARAMS,
+    ResponseBody,
     ResponseEvents,
     ResponseUsage,
     new_response,
@@ -148,18 +149,34 @@ class ResponsesEndpoints:
         self._decoder = BodyDecoder(ResponseRequest, EXTENSION_FIELDS, refuse_foreign)
         self._compact_decoder = BodyDecoder(CompactRequest)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         one = "/v1/responses/{response_id}"
         return [
-            Route("/v1/responses", named_params(self.create, PARAMS), methods=["POST"]),
-            Route(
-                "/v1/responses/input_tokens", named_params(self.count_input_tokens, PARAMS), methods=["POST"]
+            Operation(
+                "POST /v1/responses",
+                named_params(self.create, PARAMS),
+                ResponseBody,
+                request=ResponseRequest,
+                streams=True,
             ),
-            Route("/v1/responses/compact", named_params(self.compact, PARAMS), methods=["POST"]),
-            Route(one, self.retrieve, methods=["GET"]),
-            Route(one, self.delete, methods=["DELETE"]),
-            Route(f"{one}/cancel", self.cancel, methods=["POST"]),
-            Route(f"{one}/input_items", self.list_input_items, methods=["GET"]),
+            Operation(
+                "POST /v1/responses/input_tokens",
+                named_params(self.count_input_tokens, PARAMS),
+                InputTokens,
+                request=ResponseRequest,
+            ),
+            Operation(
+                "POST /v1/responses/compact",
+                named_params(self.compact, PARAMS),
+                CompactedResponse,
+                request=CompactRequest,
+            ),
+            Operation(
+                f"GET {one}", self.retrieve, ResponseBody, query=("stream", "starting_after"), streams=True
+            ),
+            Operation(f"DELETE {one}", self.delete, DeletedResponse),
+            Operation(f"POST {one}/cancel", self.cancel, ResponseBody, takes_body=False),
+            Operation(f"GET {one}/input_items", self.list_input_items, InputItemList, query=(*PAGE, "order")),
         ]
 
     async def create(self, request: Request) -> ASGIApp:

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
-from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, text_of
+from penstock.api.http.parsing import choice_of, integer_of, text_of
+from penstock.api.http.routes import PAGE, Operation
+from penstock.api.openai.answers import ChatCompletion
 from penstock.api.openai.messages import Message
 from penstock.api.openai.responses_requests import check_metadata
 from penstock.core.errors import InvalidRequest, NotFound
@@ -128,16 +129,20 @@ _decode_shown = msgspec.json.Decoder(_Shown).decode
 class StoredChatEndpoints:
     def __init__(self, chats: StoredChats) -> None:
         self._objects = chats.objects
-        self._changes = BodyDecoder(CompletionChanges)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
         one = "/v1/chat/completions/{completion_id}"
         return [
-            Route("/v1/chat/completions", self.list_completions, methods=["GET"]),
-            Route(one, self.show_completion, methods=["GET"]),
-            Route(one, self.change_completion, methods=["POST"]),
-            Route(one, self.delete_completion, methods=["DELETE"]),
-            Route(f"{one}/messages", self.list_messages, methods=["GET"]),
+            Operation(
+                "GET /v1/chat/completions",
+                self.list_completions,
+                StoredList,
+                query=(*PAGE, "order", "model", "metadata"),
+            ),
+            Operation(f"GET {one}", self.show_completion, ChatCompletion),
+            Operation(f"POST {one}", self.change_completion, ChatCompletion, reads=CompletionChanges),
+            Operation(f"DELETE {one}", self.delete_completion, CompletionDeleted),
+            Operation(f"GET {one}/messages", self.list_messages, StoredList, query=(*PAGE, "order")),
         ]
 
     async def list_completions(self, request: Request) -> Response:
@@ -161,8 +166,7 @@ class StoredChatEndpoints:
     async def show_completion(self, request: Request) -> Response:
         return Response(_shown(await self._found(request)), media_type="application/json")
 
-    async def change_completion(self, request: Request) -> Response:
-        wire = await self._changes.read(request)
+    async def change_completion(self, request: Request, wire: CompletionChanges) -> Response:
         check_metadata(wire.metadata)
         found = msgspec.structs.replace(await self._found(request), metadata=wire.metadata or {})
         if not await self._objects.change(found):

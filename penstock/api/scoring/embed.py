@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import WholeAnswer
 from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import Operation
 from penstock.api.openai.embeddings import refusing, run_job, uses_cache
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.embeddings.inputs import Input, Reading, Role, RoledText, Truncation
@@ -91,13 +91,19 @@ class CohereEmbedResponse(msgspec.Struct):
 class EmbedEndpoints:
     def __init__(self, embeddings: Embeddings) -> None:
         self._embeddings = embeddings
-        self._decoder = BodyDecoder(CohereEmbedRequest, GUARDED_FIELDS, refusing(REFUSED_FIELDS))
 
-    def routes(self) -> list[Route]:
-        return [Route("/v2/embed", self.embed, methods=["POST"])]
+    def routes(self) -> list[Operation]:
+        decoder = BodyDecoder(CohereEmbedRequest, GUARDED_FIELDS, refusing(REFUSED_FIELDS))
+        return [
+            Operation(
+                "POST /v2/embed",
+                self.embed,
+                CohereEmbedResponse,
+                reads=decoder,
+            )
+        ]
 
-    async def embed(self, request: Request) -> ASGIApp:
-        wire = await self._decoder.read(request)
+    async def embed(self, request: Request, wire: CohereEmbedRequest) -> ASGIApp:
         texts, kinds = wire.all_texts(), wire.kinds()
         role = _ROLES.get(wire.input_type or "")
         inputs: tuple[Input, ...] = tuple(RoledText(text, role) for text in texts) if role else tuple(texts)

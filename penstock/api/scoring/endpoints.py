@@ -9,12 +9,12 @@ from typing import Literal, TypeAlias
 
 import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import WholeAnswer
 from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import Operation
 from penstock.api.openai.embeddings import (
     ENTRIES_AT_ONCE,
     EmbeddingUsage,
@@ -139,21 +139,21 @@ class ScoringEndpoints:
     def __init__(self, embeddings: Embeddings, scores: Scores) -> None:
         self._embeddings = embeddings
         self._scores = scores
-        refuses = refusing(REFUSED_FIELDS)
-        self._score_decoder = BodyDecoder(CreateScores, ("truncate_prompt_tokens",), refuses)
-        self._class_decoder = BodyDecoder(CreateClassification, ("truncate_prompt_tokens",), refuses)
-        self._pooling_decoder = BodyDecoder(CreatePooling, ("truncate_prompt_tokens", "task"), refuses)
 
-    def routes(self) -> list[Route]:
-        handlers = {"score": self.score, "classify": self.classify}
+    def routes(self) -> list[Operation]:
+        refuses = refusing(REFUSED_FIELDS)
+        scores = BodyDecoder(CreateScores, ("truncate_prompt_tokens",), refuses)
+        labels = BodyDecoder(CreateClassification, ("truncate_prompt_tokens",), refuses)
+        vectors = BodyDecoder(CreatePooling, ("truncate_prompt_tokens", "task"), refuses)
         return [
-            *(Route(f"/v1/{name}", handler, methods=["POST"]) for name, handler in handlers.items()),
-            *(Route(f"/{name}", handler, methods=["POST"]) for name, handler in handlers.items()),
-            Route("/pooling", self.pool, methods=["POST"]),
+            Operation("POST /v1/score", self.score, ScoreList, reads=scores),
+            Operation("POST /v1/classify", self.classify, ClassificationList, reads=labels),
+            Operation("POST /score", self.score, ScoreList, reads=scores),
+            Operation("POST /classify", self.classify, ClassificationList, reads=labels),
+            Operation("POST /pooling", self.pool, PooledList, reads=vectors),
         ]
 
-    async def score(self, request: Request) -> ASGIApp:
-        wire = await self._score_decoder.read(request)
+    async def score(self, request: Request, wire: CreateScores) -> ASGIApp:
         (first_name, first), (second_name, second) = wire.sides()
         job = await self._scores.open(
             ScoreRequest(
@@ -180,8 +180,7 @@ class ScoringEndpoints:
         body = ScoreList(f"score-{request_id_of(request)}", answer.model, data, usage)
         return WholeAnswer(msgspec.json.encode(body), answer.rate_limits)
 
-    async def classify(self, request: Request) -> ASGIApp:
-        wire = await self._class_decoder.read(request)
+    async def classify(self, request: Request, wire: CreateClassification) -> ASGIApp:
         card = self._card(request, wire.model)
         check_classifier(card)
         answer = await self._vectors(request, wire, "classify")
@@ -193,8 +192,7 @@ class ScoringEndpoints:
         body = ClassificationList(f"classify-{request_id_of(request)}", answer.model, data, _usage(answer))
         return WholeAnswer(msgspec.json.encode(body), answer.rate_limits)
 
-    async def pool(self, request: Request) -> ASGIApp:
-        wire = await self._pooling_decoder.read(request)
+    async def pool(self, request: Request, wire: CreatePooling) -> ASGIApp:
         card = self._card(request, wire.model)
         task = wire.task or ("classify" if card.pooler.labels else "embed")
         if task == "classify":

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import WholeAnswer
 from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.routes import Operation
 from penstock.api.openai.embeddings import EmbeddingUsage, ReadingFields, refusing, run_job, uses_cache
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.embeddings.scores import ScoreAnswer, ScoreRequest, Scores
@@ -87,23 +87,36 @@ class RerankResponse(msgspec.Struct):
 class RerankEndpoints:
     def __init__(self, scores: Scores) -> None:
         self._scores = scores
-        self._decoder = BodyDecoder(RerankRequest, GUARDED_FIELDS, refusing(REFUSED_FIELDS))
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[Operation]:
+        decoder = BodyDecoder(RerankRequest, GUARDED_FIELDS, refusing(REFUSED_FIELDS))
         return [
-            Route("/v1/rerank", self.rerank, methods=["POST"]),
-            Route("/rerank", self.rerank, methods=["POST"]),
-            Route("/v2/rerank", self.rerank_v2, methods=["POST"]),
+            Operation(
+                "POST /v1/rerank",
+                self.rerank,
+                RerankResponse,
+                reads=decoder,
+            ),
+            Operation(
+                "POST /rerank",
+                self.rerank,
+                RerankResponse,
+                reads=decoder,
+            ),
+            Operation(
+                "POST /v2/rerank",
+                self.rerank_v2,
+                RerankResponse,
+                reads=decoder,
+            ),
         ]
 
-    async def rerank(self, request: Request) -> ASGIApp:
-        wire = await self._decoder.read(request)
+    async def rerank(self, request: Request, wire: RerankRequest) -> ASGIApp:
         returns_documents = wire.return_documents is not False
         return await self._answer(request, wire, "1", returns_documents=returns_documents)
 
-    async def rerank_v2(self, request: Request) -> ASGIApp:
+    async def rerank_v2(self, request: Request, wire: RerankRequest) -> ASGIApp:
         """Cohere cuts long documents, and does not repeat documents unless asked to."""
-        wire = await self._decoder.read(request)
         if wire.max_tokens_per_doc is None:
             wire.max_tokens_per_doc = _COHERE_DOCUMENT_TOKENS
         return await self._answer(request, wire, "2", returns_documents=wire.return_documents is True)
