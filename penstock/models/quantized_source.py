@@ -1,5 +1,5 @@
-"""Reads weights from Hugging Face folders: one `model.safetensors`, or shards with an index, plain or quantized as
-published by AWQ, GPTQ, float8 and compressed-tensors. Knows no architecture.
+"""Reads weights from Hugging Face folders: one `model.safetensors`, shards with an index, or files of other names,
+plain or quantized as published by AWQ, GPTQ, float8 and compressed-tensors. Knows no architecture.
 
 Each layout is decoded, without loss, to the forms of `kernels.interface`. A matrix is quantized where its tensors say
 so (`qweight`, `weight_packed`, or a `weight_scale` beside it) and plain everywhere else; lists of exceptions in the
@@ -45,6 +45,8 @@ class SafetensorsSource:
 
     single_name = "model.safetensors"
     index_name = "model.safetensors.index.json"
+    other_names = "*.safetensors"  # of folders with neither
+    no_weights = ("adapter_",)  # beginnings of names of files that hold no weights of the model
 
     def __init__(self, folder: Path) -> None:
         self._opened: tuple[Path, Any] | None = None
@@ -125,13 +127,33 @@ class SafetensorsSource:
                     )
             return files
         single = folder / self.single_name
-        if not single.exists():
+        if single.exists():
+            return dict.fromkeys(self._guarded(single, lambda opened: opened.keys()), single)
+        return self._locate_in_all(folder)
+
+    def _locate_in_all(self, folder: Path) -> Mapping[str, Path]:
+        """Return the file of each tensor of a folder without an index whose files have names of their own."""
+        files = sorted(
+            file for file in folder.glob(self.other_names) if not file.name.startswith(self.no_weights)
+        )
+        # Mistral's own format of the same weights lies beside that of Hugging Face.
+        files = [file for file in files if not file.name.startswith("consolidated")] or files
+        if not files:
             has_pickles = any(folder.glob("pytorch_model*.bin"))
             raise ModelLoadError(
-                f"{folder} has neither {single.name} nor {index.name}.",
+                f"{folder} has neither {self.single_name} nor {self.index_name}.",
                 hint="Read its .bin files with --load-format pt." if has_pickles else None,
             )
-        return dict.fromkeys(self._guarded(single, lambda opened: opened.keys()), single)
+        places: dict[str, Path] = {}
+        for file in files:
+            for name in self._guarded(file, lambda opened: opened.keys()):
+                if name in places:
+                    raise ModelLoadError(
+                        f"{folder} has {name} in both {places[name].name} and {file.name}.",
+                        hint=f"Keep the files of one model, or call the right file {self.single_name}.",
+                    )
+                places[name] = file
+        return places
 
     def _open(self, file: Path) -> Any:
         return safe_open(file, framework="pt")

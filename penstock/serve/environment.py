@@ -75,6 +75,18 @@ def hub_token() -> str | None:
     return os.environ.get("HF_TOKEN") or None
 
 
+def shared_hub_dir() -> Path:
+    """Return the folder in which other programs keep models of the Hugging Face hub, as its library finds it."""
+    chosen = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    home = os.environ.get("HF_HOME")
+    if home:
+        return Path(home).expanduser() / "hub"
+    user_cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(user_cache) if user_cache else Path.home() / ".cache") / "huggingface" / "hub"
+
+
 def otlp_headers() -> dict[str, str]:
     """Return the headers for the trace collector: OTEL_EXPORTER_OTLP_HEADERS, as `name=value,name=value`."""
     pairs = (pair.partition("=") for pair in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(","))
@@ -158,4 +170,4 @@ def model_hub() -> ModelHub:
     """Return the cache of models on this machine, with the user's Hugging Face token."""
     from penstock.models.hub import ModelHub
 
-    return ModelHub(cache_dir(), hub_token=hub_token())
+    return ModelHub(cache_dir(), hub_token=hub_token(), shared_hub_dir=shared_hub_dir())

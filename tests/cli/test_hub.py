@@ -250,6 +250,10 @@ def test_paths_stand_for_themselves(
         ("empty", "neither a config.json nor a .gguf", "folder that holds config.json"),
         ("two", "has 2 .gguf files", "Name one of them"),
         ("notes.txt", "neither a folder nor a .gguf", "config.json"),
+        ("clone/model.safetensors", "neither a folder nor a .gguf", "such as clone"),
+        ("clone", "model.safetensors is a pointer of Git LFS", "git lfs pull"),
+        ("adapter", "is a LoRA adapter", "penstock serve org/base --lora-modules adapter=adapter"),
+        ("odd-adapter", "is a LoRA adapter", "penstock serve MODEL"),
     ],
 )
 def test_what_is_no_model_is_a_sentence(
@@ -261,6 +265,12 @@ def test_what_is_no_model_is_a_sentence(
     (tmp_path / "two").mkdir()
     for file in ("a.gguf", "b.gguf"):
         (tmp_path / "two" / file).touch()
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "clone" / "config.json").write_text("{}")
+    (tmp_path / "clone" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    for folder, text in (("adapter", '{"base_model_name_or_path": "org/base"}'), ("odd-adapter", "[]")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_config.json").write_text(text)
     with pytest.raises(ModelLoadError, match=sentence) as caught:
         fake_pip.hub(tmp_path / "cache").resolve(name)
     assert hint in (caught.value.hint or "")
@@ -273,6 +283,40 @@ def test_a_hub_id_without_the_library_names_the_extra(
     with pytest.raises(ModelLoadError) as caught:
         fake_pip.hub(tmp_path).resolve("some/model")
     assert install_command("hub") in (caught.value.hint or "")
+
+
+def hub_repository(hub_dir: Path) -> Path:
+    """A model of the Hugging Face hub in a cache of its library."""
+    snapshot = hub_dir / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    return snapshot
+
+
+def test_a_folder_of_the_hubs_cache_is_the_model_in_it(fake_pip: FakePip, tmp_path: Path) -> None:
+    snapshot = hub_repository(tmp_path / "hub")
+    assert fake_pip.hub(tmp_path / "cache").resolve(str(snapshot.parents[1])) == snapshot
+
+
+def test_a_model_that_other_programs_have_is_used_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    hub = ModelHub(tmp_path / "cache", shared_hub_dir=tmp_path / "shared")
+    asked: list[Path] = []
+
+    def download(repository: str, *, cache_dir: Path, **_: object) -> str:
+        asked.append(cache_dir)
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_: ["config.json"])
+    with pytest.raises(ModelLoadError, match="could not be downloaded"):
+        hub.resolve("some/model")
+    snapshot = hub_repository(tmp_path / "shared")
+    assert hub.resolve("some/model") == snapshot
+    assert asked == [tmp_path / "cache" / "hub", tmp_path / "shared"]
 
 
 def test_the_catalog_is_consistent() -> None:

@@ -75,6 +75,24 @@ def test_shards(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(tmp_path), reference.logits(PROMPT), atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("names", [["consolidated"], ["my-tune"], ["model-1-of-2", "model-2-of-2"]])
+def test_weights_of_any_name(names: list[str], llama: Reference, folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    for index, name in enumerate(names):
+        part = {each: tensors[each] for each in sorted(tensors)[index :: len(names)]}
+        save_file(part, folder / f"{name}.safetensors")
+    save_file({"lora": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    torch.testing.assert_close(logits_of(folder), logits_of(llama.folder))
+    if names != ["consolidated"]:  # the same weights in another form
+        save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, folder / "consolidated.safetensors")
+        torch.testing.assert_close(logits_of(folder), logits_of(llama.folder))
+    save_file(tensors, folder / "other.safetensors")
+    if names != ["consolidated"]:
+        with pytest.raises(ModelLoadError, match=r"in both .* and other\.safetensors"):
+            logits_of(folder)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     make_reference("llama", tmp_path, max_shard_size="60KB")
     missing = sorted(tmp_path.glob("*.safetensors"))[1]
