@@ -245,8 +245,8 @@ _THREE_AXES = {
 
 
 def gguf_rope_axes(file: GGUFFile) -> list[int]:
-    """Return the axis of each rotated pair of a head; nothing for positions in one dimension, which a file may have in
-    spite of its architecture: it then has no sections, or none for rows."""
+    """Return the axis of each rotated pair of a head; nothing for positions in one dimension, which a file may have
+    in spite of its architecture: it then has no sections, or none for rows."""
     sections = metadata_fields(file).raw("rope.dimension_sections")
     has_axes = isinstance(sections, list) and len(sections) > 1 and all(sections[:2])
     if file.architecture not in _THREE_AXES or not has_axes:
