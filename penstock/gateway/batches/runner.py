@@ -105,14 +105,18 @@ class BatchRunner:
             run.pause()
 
     async def _run_loop(self) -> None:
+        reason = ""  # for which batches wait, which is logged once
         while not self._is_stopping:
             try:
                 if self._store.exists:
                     await self._look()
+                reason = ""
             except LeaseLost:
                 await self._abandon_runs()
             except PenstockError as error:
-                logger.warning("batches wait: %s", error.message)
+                if error.message != reason:
+                    logger.warning("batches wait: %s", error.message)
+                reason = error.message
             except Exception:
                 logger.exception("batches wait after an error that was not foreseen")
             try:

@@ -81,6 +81,7 @@ Work = Callable[[Connection], T]
 
 DATABASE_FILE = "penstock.db"
 _NUM_THREADS = 4
+_QUIET_S = 5.0  # without a failure, after which an outage is over
 # A connection to PostgreSQL whose other end is silently gone, such as behind a cut network, ends after this on both
 # sides. The server then rolls back, so that locks of rows (a lease, for example) do not outlive their holder.
 _GONE_S = 10
@@ -114,6 +115,7 @@ class Database:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-database")
         self._migrating = threading.Lock()
         self._outage: set[str] = set()  # the causes of the present outage, each of which was logged
+        self._failed_at = 0.0  # by the monotonic clock: the last failure
         self._is_migrated = False
 
     @property
@@ -196,12 +198,14 @@ class Database:
 
     def _note_outage(self, cause: str) -> None:
         """Many parts ask several times a second: an outage is one line of the log for each cause."""
+        self._failed_at = time.monotonic()
         if cause not in self._outage:
             self._outage.add(cause)
             logger.error("the database %s cannot be used: %s", self.description, cause)
 
     def _note_return(self) -> None:
-        if self._outage:
+        """On a full disk reads succeed, and so does a write into free pages: one success does not end an outage."""
+        if self._outage and time.monotonic() - self._failed_at >= _QUIET_S:
             self._outage = set()
             logger.warning("the database %s can be used again", self.description)
 

@@ -10,7 +10,14 @@ import pytest
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
-from penstock.core.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound, QuotaExceeded
+from penstock.core.errors import (
+    Conflict,
+    EngineUnavailable,
+    InvalidRequest,
+    NotFound,
+    QuotaExceeded,
+    StoreUnavailable,
+)
 from penstock.core.errors import RateLimited as TooFast
 from penstock.gateway.batches.batch import BatchLine, BatchStatus
 from penstock.gateway.batches.lines import MAX_BLANK_LINES
@@ -363,6 +370,21 @@ async def test_the_lines_of_a_batch_that_cannot_be_recorded_are_removed(server: 
     with pytest.raises(IntegrityError):
         await work.add(batch)  # a second time
     assert not server.files.blobs.exists(batch.input_id)
+
+
+async def test_a_database_that_is_away_is_told_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: object) -> bool:
+        raise StoreUnavailable("away")
+
+    await server.hand_in(["line-1"])
+    with monkeypatch.context() as patch:
+        patch.setattr(server.store, "take_lease", fail)
+        server.runner.start()
+        await server.until_true(lambda: server.store.num_asked >= 4)
+    assert (await server.until_over()).status is BatchStatus.COMPLETED
+    assert [each.message for each in caplog.records] == ["batches wait: away"]
 
 
 async def test_only_the_holder_of_the_lease_runs(tmp_path: Path) -> None:

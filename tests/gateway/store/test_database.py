@@ -16,6 +16,7 @@ from sqlalchemy import Connection, func, insert, select, text
 from sqlalchemy.exc import OperationalError
 
 from penstock.core.errors import ConfigError, StoreUnavailable
+from penstock.gateway.store import database as database_module
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.store.tables import tenant_revision, workspaces
 
@@ -163,8 +164,9 @@ def test_a_server_that_is_not_there_is_said_without_the_password(caplog: pytest.
 
 
 def test_an_outage_is_told_once_and_so_is_its_end(
-    database: Database, caplog: pytest.LogCaptureFixture
+    database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(database_module, "_QUIET_S", 3600.0)
     database.run_now(name_of_default)
     caplog.clear()
 
@@ -174,6 +176,8 @@ def test_an_outage_is_told_once_and_so_is_its_end(
     for _ in range(5):
         with pytest.raises(StoreUnavailable):
             database.run_now(broken)
+        database.run_now(name_of_default)  # reads succeed while a disk is full
+    monkeypatch.setattr(database_module, "_QUIET_S", 0.0)
     for _ in range(2):
         database.run_now(name_of_default)
     lines = [record.message.partition("penstock.db ")[2] for record in caplog.records]
