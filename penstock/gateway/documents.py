@@ -21,6 +21,7 @@ from penstock.gateway.prompts import (
     GenerationRequest,
     Prompt,
     TextPart,
+    are_texts,
     parts_of,
 )
 
@@ -73,7 +74,7 @@ class DocumentReader:
 
     async def read_request(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request with the text of all the files that it names."""
-        if not any(parts_of(prompt, FilePart) for prompt in request.prompts):
+        if are_texts(request.prompts):
             return request
         workspace_id = request.principal.workspace_id
         prompts = [await self.read(prompt, workspace_id) for prompt in request.prompts]

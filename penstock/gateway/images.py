@@ -34,6 +34,7 @@ from penstock.gateway.prompts import (
     ImagePart,
     LoadedImage,
     Prompt,
+    are_texts,
     image_parts,
 )
 
@@ -91,6 +92,8 @@ class ImageLoader:
     async def relay_request(self, request: GenerationRequest, model: str) -> GenerationRequest:
         """Return the request for an external server, which fetches URLs by itself: URLs are checked, and uploaded
         files become data URLs. Raises InvalidRequest that names the image's place."""
+        if are_texts(request.prompts):
+            return request
         check_images(request.prompts, model, self._config, sees=True)
         return await self._each_prompt(request, self._relay)
 

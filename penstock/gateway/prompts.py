@@ -5,6 +5,7 @@ Independent of any wire format: front ends translate OpenAI's and Anthropic's sh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -151,6 +152,16 @@ def _json_length(value: dict[str, Any]) -> int:
 def image_parts(prompt: Prompt) -> list[ImagePart]:
     """Return the images of a prompt, in order."""
     return parts_of(prompt, ImagePart)
+
+
+def are_texts(prompts: Sequence[Prompt]) -> bool:
+    """Say whether no message of the prompts has parts, as most have none."""
+    for prompt in prompts:
+        if isinstance(prompt, ChatPrompt):
+            for message in prompt.messages:
+                if not isinstance(message.content, str):
+                    return False
+    return True
 
 
 Part = TypeVar("Part")

@@ -16,6 +16,7 @@ import msgspec
 from penstock.cluster.external.wire import (
     ExternalCall,
     StreamChunk,
+    WholeAnswer,
     WireCached,
     WireChoice,
     WireDelta,
@@ -32,6 +33,7 @@ DEFAULT_MAX_TOKENS = 4096  # which Anthropic's API must be told
 
 ReadEvent: TypeAlias = Callable[[bytes], StreamChunk]
 _read_openai: ReadEvent = msgspec.json.Decoder(StreamChunk).decode
+_read_openai_whole: ReadEvent = msgspec.json.Decoder(WholeAnswer).decode
 
 
 class Dialect(Protocol):
@@ -47,7 +49,7 @@ class Dialect(Protocol):
         ...
 
     def read_whole(self, data: bytes) -> StreamChunk:
-        """Return an answer in one piece, with its message. Raises msgspec.DecodeError."""
+        """Return an answer in one piece. Raises msgspec.DecodeError."""
         ...
 
     def reader(self) -> ReadEvent:
@@ -73,7 +75,7 @@ class OpenAI:
         return body
 
     def read_whole(self, data: bytes) -> StreamChunk:
-        return _read_openai(data)
+        return _read_openai_whole(data)
 
     def reader(self) -> ReadEvent:
         return _read_openai
@@ -145,7 +147,7 @@ class Anthropic:
             tool_calls=tools or None,
         )
         choice = WireChoice(
-            message=message,
+            delta=message,
             finish_reason=_FINISH_REASONS.get(answer.stop_reason or "", "stop"),
             stop_reason=answer.stop_sequence,
         )

@@ -215,12 +215,9 @@ class Answer(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def _wait(self) -> asyncio.Future[None]:
+        waiter = self._waiter = self._loop.create_future()
+        return waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -410,7 +407,7 @@ class HttpClient:
 
     async def _send(self, request: bytes, silence_s: float = SILENCE_TIMEOUT_S) -> Answer:
         while True:
-            answer = await self._connection()
+            answer = self._kept() or await self._connect()
             answer.begin(request, silence_s)
             try:
                 await answer.wait_head()
@@ -427,12 +424,15 @@ class HttpClient:
             else:
                 return answer
 
-    async def _connection(self) -> Answer:
+    def _kept(self) -> Answer | None:
         """Return the connection that was used last, because those before it may be left to end."""
         while self._idle:
             answer = self._idle.pop()
             if answer.is_open:
                 return answer
+        return None
+
+    async def _connect(self) -> Answer:
         address = self.address
         answer = Answer(self)
         try:

@@ -260,10 +260,10 @@ class ExternalServer:
         return body
 
     def _pass_on_whole(self, call: ExternalCall, data: bytes, on_chunks: OnChunks) -> None:
-        chunks, problem = self._chunks([data], self._dialect.read_whole)
-        if problem is not None:
-            raise problem
-        on_chunks([chunk.as_whole(call.estimated_tokens) for chunk in chunks])
+        chunk = self._shown(self._dialect.read_whole(data))
+        if chunk.error is not None:
+            raise refusal(self.name, 500, data)
+        on_chunks([chunk.as_whole(call.estimated_tokens)])
 
     async def _pass_on_events(self, answer: Answer, on_chunks: OnChunks) -> None:
         lines = EventLines()
@@ -294,9 +294,13 @@ class ExternalServer:
                 return chunks, error
             if chunk.error is not None:
                 return chunks, refusal(self.name, 500, data)
-            shows_all = self._salts_cache or self._shows_cached_tokens
-            chunks.append(chunk if shows_all else chunk.without_cached_tokens())
+            chunks.append(self._shown(chunk))
         return chunks, None
+
+    def _shown(self, chunk: StreamChunk) -> StreamChunk:
+        """Return what clients may see of a chunk."""
+        shows_all = self._salts_cache or self._shows_cached_tokens
+        return chunk if shows_all else chunk.without_cached_tokens()
 
     async def _refusal(self, answer: Answer) -> RequestRefused:
         body = await answer.read_all(MAX_ERROR_BYTES)

@@ -6,6 +6,7 @@ Servers agree on OpenAI's shape and differ in what they add to it, so every fiel
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -129,9 +130,9 @@ class WireDelta(msgspec.Struct, frozen=True):
 
     def numbered(self) -> WireDelta:
         """With indexes for the calls of tools, which a whole answer leaves out."""
-        if not self.tool_calls:
-            return self
-        calls = [msgspec.structs.replace(call, index=index) for index, call in enumerate(self.tool_calls)]
+        calls = [
+            msgspec.structs.replace(call, index=index) for index, call in enumerate(self.tool_calls or ())
+        ]
         return msgspec.structs.replace(self, tool_calls=calls)
 
 
@@ -159,7 +160,6 @@ class WireLogprobs(msgspec.Struct, frozen=True):
 
 class WireChoice(msgspec.Struct, frozen=True):
     delta: WireDelta | None = None  # of a chat
-    message: WireDelta | None = None  # of a chat that is answered whole
     text: str | None = None  # of a completion
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # vLLM: the stop string, or the token, that ended it
@@ -168,6 +168,12 @@ class WireChoice(msgspec.Struct, frozen=True):
     @property
     def says_something(self) -> bool:
         return bool(self.text or self.finish_reason or (self.delta is not None and self.delta.says_something))
+
+
+class WireWholeChoice(WireChoice, frozen=True):
+    """A choice of a chat that is answered whole, where the text has another name."""
+
+    delta: WireDelta | None = msgspec.field(default=None, name="message")
 
 
 class WireCached(msgspec.Struct, frozen=True):
@@ -208,7 +214,7 @@ class WireEmbedding(msgspec.Struct, frozen=True):
 class StreamChunk(msgspec.Struct, frozen=True):
     """A piece of an answer, or all of it. `data` are embeddings."""
 
-    choices: list[WireChoice] = []
+    choices: Sequence[WireChoice] = []
     usage: WireUsage | None = None
     timings: WireTimings | None = None
     error: Any = None
@@ -216,9 +222,10 @@ class StreamChunk(msgspec.Struct, frozen=True):
 
     def without_cached_tokens(self) -> StreamChunk:
         """Hide cached tokens from a client, which must not learn about the prompts of other clients."""
-        if self.usage is None and self.timings is None:
+        usage = self.usage
+        if self.timings is None and (usage is None or usage.prompt_tokens_details is None):
             return self
-        usage = self.usage and msgspec.structs.replace(self.usage, prompt_tokens_details=None)
+        usage = usage and msgspec.structs.replace(usage, prompt_tokens_details=None)
         return msgspec.structs.replace(self, usage=usage, timings=None)
 
     @property
@@ -230,19 +237,25 @@ class StreamChunk(msgspec.Struct, frozen=True):
         return False
 
     def as_whole(self, estimated_prompt_tokens: int) -> StreamChunk:
-        """Return a whole answer in the shape of a stream's only chunk. Usage that the server does not tell is
-        estimated."""
-        choices = [
-            choice
-            if choice.message is None
-            else msgspec.structs.replace(choice, delta=choice.message.numbered())
-            for choice in self.choices
-        ]
-        usage = self.usage
+        """Return a whole answer as a stream's only chunk: calls of tools are numbered, and usage that the server does
+        not tell is estimated."""
+        choices, usage = self.choices, self.usage
         if usage is None:
             texts = [(choice.delta and choice.delta.content) or choice.text or "" for choice in choices[:1]]
             usage = WireUsage(estimated_prompt_tokens, sum(map(estimated_tokens, texts)))
+        elif not [choice for choice in choices if choice.delta is not None and choice.delta.tool_calls]:
+            return self
+        choices = [
+            choice if choice.delta is None else msgspec.structs.replace(choice, delta=choice.delta.numbered())
+            for choice in choices
+        ]
         return msgspec.structs.replace(self, choices=choices, usage=usage)
+
+
+class WholeAnswer(StreamChunk, frozen=True):
+    """An answer in one piece."""
+
+    choices: Sequence[WireWholeChoice] = []
 
 
 class WireModel(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -50,9 +50,10 @@ class ExternalChoice:
         self.is_dirty = False  # whether the owner lists this choice as one with new output
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
+        self.num_prompt_tokens = estimated_prompt_tokens  # until the server reports its own count
+        self.num_tokens = 0  # by the server's own count; until it is reported, a chunk counts as a token
         self._usage: WireUsage | None = None
         self._cached_tokens = 0
-        self._estimated_prompt_tokens = estimated_prompt_tokens
         self._num_chunks = 0
         self._num_reasoning_chunks = 0
         self._text: list[str] = []
@@ -64,21 +65,9 @@ class ExternalChoice:
         self._stop_sequence: str | None = None
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Return the server's own count, once the server has reported it; an estimate before."""
-        return self._estimated_prompt_tokens if self._usage is None else self._usage.prompt_tokens
-
-    @property
     def cached_tokens(self) -> int:
         told = None if self._usage is None else self._usage.cached_tokens
         return min(self.num_prompt_tokens, self._cached_tokens if told is None else told)
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the server's own count. Until it is reported, each chunk counts as one token, as most servers send
-        them."""
-        told = None if self._usage is None else self._usage.completion_tokens
-        return self._num_chunks if told is None else told
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -87,15 +76,18 @@ class ExternalChoice:
 
     def push(self, chunk: StreamChunk) -> bool:
         """Take in a chunk; whether it has anything new for the reader."""
-        if chunk.usage is not None:
-            self._usage = chunk.usage
         if chunk.timings is not None and chunk.timings.cache_n is not None:
             self._cached_tokens = chunk.timings.cache_n
-        for choice in chunk.choices[:1]:
-            if self.ending is None and choice.says_something:
-                self._push_choice(choice)
-                return True
-        return False
+        choice = chunk.choices[0] if chunk.choices and self.ending is None else None
+        is_news = choice is not None and choice.says_something
+        if choice is not None and is_news:
+            self._push_choice(choice)
+        if chunk.usage is not None:
+            self._usage = chunk.usage
+            self.num_prompt_tokens = chunk.usage.prompt_tokens
+        told = None if self._usage is None else self._usage.completion_tokens
+        self.num_tokens = self._num_chunks if told is None else told
+        return is_news
 
     def take(self) -> list[Delta]:
         """Take everything new."""
@@ -321,14 +313,16 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
             others = (each for each in self.warnings if each.code != warning.code)
             self.warnings = (*others, warning)
 
-    async def _read(self, pool: ExternalPool, call: ExternalCall, choice: ExternalChoice) -> None:
+    def _read(
+        self, pool: ExternalPool, call: ExternalCall, choice: ExternalChoice
+    ) -> Coroutine[Any, Any, None]:
         def take(chunks: list[StreamChunk]) -> None:
             num_new = sum([choice.push(chunk) for chunk in chunks])
             if num_new:
                 self._time_tokens(choice, num_new, is_whole=call.is_whole)
                 self._pass_on(choice)
 
-        await pool.send(call, take)
+        return pool.send(call, take)
 
     def _time_tokens(self, choice: ExternalChoice, count: int, *, is_whole: bool) -> None:
         """Note when `count` tokens came, which came together. Of a whole answer, nobody knows when it began or how

@@ -46,17 +46,17 @@ class TokenBucket:
         self.limit = limit
         self._refill_per_s = limit / SECONDS_PER_LIMIT
 
-    def refill(self, now: float) -> None:
-        """Bring the level up to date. A clock that steps back refills nothing."""
+    def refill(self, now: float) -> float:
+        """Bring the level up to date, and return it. A clock that steps back refills nothing."""
         elapsed_s = now - self.updated_s
         if elapsed_s > 0.0:
             self.updated_s = now
             level = self.level + elapsed_s * self._refill_per_s
             self.level = level if level < self.limit else self.limit
+        return self.level
 
     def fits(self, amount: int, now: float) -> bool:
-        self.refill(now)
-        return amount <= self.level + TOLERANCE
+        return amount <= self.refill(now) + TOLERANCE
 
     def wait_s(self, amount: int, now: float) -> float:
         """Return the seconds until `amount` fits: 0 for now, infinity for never."""
@@ -69,19 +69,14 @@ class TokenBucket:
     def take(self, amount: float, now: float) -> None:
         """Take `amount`, even if the bucket holds less. A negative amount gives back, at most until the bucket is
         full."""
-        self.refill(now)
-        level = self.level - amount
+        level = self.refill(now) - amount
         self.level = level if level < self.limit else self.limit
 
     @property
-    def remaining(self) -> int:
-        """Return how much of the limit was left at the last `refill`."""
-        return max(0, int(self.level + TOLERANCE))
-
-    @property
-    def reset_s(self) -> float:
-        """Return the seconds from the last `refill` until the bucket is full again."""
-        return (self.limit - self.level) / self._refill_per_s
+    def state(self) -> LimitState:
+        """Return the limit, what was left of it at the last `refill`, and the seconds until it is full again."""
+        limit, level = self.limit, self.level
+        return LimitState(limit, max(0, int(level + TOLERANCE)), (limit - level) / self._refill_per_s)
 
     @property
     def is_full(self) -> bool:
@@ -177,7 +172,7 @@ class CallerMeters:
     def admits(self, now: float) -> bool:
         """Return whether one more request may begin. A caller in debt for tokens must wait."""
         for bucket in self._requests:
-            if not bucket.fits(1, now):
+            if bucket.refill(now) + TOLERANCE < 1:  # as `fits`, which would be one more call
                 return False
         for meter in self.meters:
             if meter.is_full:
@@ -186,11 +181,12 @@ class CallerMeters:
 
     def fits(self, demand: Demand, now: float) -> bool:
         """Return whether every token bucket allows the demand."""
+        input_tokens, output_tokens, _ = demand
         for bucket in self._inputs:
-            if not bucket.fits(demand.input_tokens, now):
+            if bucket.refill(now) + TOLERANCE < input_tokens:
                 return False
         for bucket in self._outputs:  # noqa: SIM110 (a generator costs more than the loop)
-            if not bucket.fits(demand.output_tokens, now):
+            if bucket.refill(now) + TOLERANCE < output_tokens:
                 return False
         return True
 
@@ -325,4 +321,4 @@ def _tightest(buckets: tuple[TokenBucket, ...]) -> LimitState | None:
     for bucket in buckets[1:]:
         if bucket.level < tightest.level:
             tightest = bucket
-    return LimitState(tightest.limit, tightest.remaining, tightest.reset_s)
+    return tightest.state

@@ -29,17 +29,17 @@ def test_what_was_not_used_comes_back_but_never_above_full() -> None:
     bucket = TokenBucket(60, now=0.0)
     bucket.take(50, 0.0)
     bucket.take(-20, 0.0)
-    assert bucket.remaining == 30
+    assert bucket.state.remaining == 30
     bucket.take(-50, 0.0)
-    assert bucket.remaining == 60
+    assert bucket.state.remaining == 60
 
 
 def test_a_debt_is_paid_before_anything_else() -> None:
     bucket = TokenBucket(60, now=0.0)
     bucket.take(90, 0.0)
-    assert bucket.remaining == 0
+    assert bucket.state.remaining == 0
     assert bucket.wait_s(1, 0.0) == pytest.approx(31.0)
-    assert bucket.reset_s == pytest.approx(90.0)
+    assert bucket.state.reset_s == pytest.approx(90.0)
 
 
 def test_more_than_the_limit_never_fits() -> None:
@@ -57,9 +57,9 @@ def test_half_full_stays_half_full_under_another_limit() -> None:
     bucket = TokenBucket(60, now=0.0)
     bucket.take(30, 0.0)
     bucket.resize(600, 0.0)
-    assert bucket.remaining == 300
+    assert bucket.state.remaining == 300
     bucket.resize(6, 0.0)
-    assert bucket.remaining == 3
+    assert bucket.state.remaining == 3
 
 
 @given(
