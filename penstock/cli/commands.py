@@ -5,12 +5,13 @@ Knows click and the error tree, but no command.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
 import click
 
+from penstock.cli import vllm_flags
 from penstock.cli.console import configure_logging
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.serve.config import did_you_mean
@@ -78,6 +79,27 @@ class PenstockCommand(click.Command):
             )
         )
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = tuple(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption:
+            answers = vllm_flags.answers(given) if self._takes_settings() else {}
+            if not answers:
+                raise
+            hints = [f"{flag}: {answer}" for flag, answer in answers.items()]
+            raise Failure(
+                f"Penstock has no {_listed(answers)}.", "\n      ".join(hints), EXIT_USAGE
+            ) from None
+        except click.UsageError as error:
+            if not error.message.startswith("Got unexpected extra argument") or not self._takes_settings():
+                raise
+            message = f"{error.message}. A flag takes one value; repeat the flag for more."
+            raise click.UsageError(message, ctx) from None
+
+    def _takes_settings(self) -> bool:
+        return any(hasattr(parameter, "section") for parameter in self.params)
+
     def invoke(self, ctx: click.Context) -> Any:
         debug = bool(ctx.meta.get("penstock.debug"))
         configure_logging(debug=debug)
@@ -113,6 +135,11 @@ class PenstockCommand(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def _listed(flags: Iterable[str]) -> str:
+    *others, last = flags
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _remember_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:

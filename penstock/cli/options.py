@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,7 +57,14 @@ _ENVIRONMENT = {
     "join_token": JOIN_TOKEN_VARIABLE,
 }
 # Names of the same settings in other servers.
-_ALIASES = {"replicas": "--data-parallel-size"}
+_ALIASES = {
+    "replicas": "--data-parallel-size -dp",
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "quantization": "-q",
+}
+
+_REPEATED = ("served_model_name", "api_key")  # settings that are one text, whose flags can be repeated
 
 # The parameter has a name of its own, because config_options unites it with --model.
 model_argument = click.argument("positional_model", metavar="[MODEL]", required=False)
@@ -83,6 +90,8 @@ def config_options(
                 for name, setting in settings().items()
                 if setting.section in sections and name in given
             }
+            if "api_key" in flags:
+                flags["api_key"] = _key_given_once(flags["api_key"])
             if flags.get("served_model_name"):
                 flags["served_model_name"] = ",".join(flags["served_model_name"])
             if "model" in flags:
@@ -113,9 +122,16 @@ def _model_given_once(flag: str | None, positional: str | None) -> str | None:
     if flag is not None and positional is not None and flag != positional:
         raise ConfigError(
             f"Two models were given, '{positional}' and '{flag}'.",
-            hint="Name the model once, as an argument or with --model.",
+            hint="Name the model once, as an argument or with --model, and repeat a flag to give it more values.",
         )
     return flag if positional is None else positional
+
+
+def _key_given_once(keys: Sequence[str]) -> str | None:
+    """Return the key. Raises ConfigError for several: taking the last one would refuse callers with the others."""
+    if len(set(keys)) > 1:
+        raise ConfigError("--api-key takes one key.", hint="Make more keys with 'penstock keys create'.")
+    return keys[0] if keys else None
 
 
 class SettingOption(click.Option):
@@ -129,7 +145,7 @@ class SettingOption(click.Option):
             [declaration, *_ALIASES.get(setting.name, "").split(), setting.name],
             default=None,
             is_flag=is_switch,
-            multiple=setting.is_list or setting.name == "served_model_name",
+            multiple=setting.is_list or setting.name in _REPEATED,
             type=click.BOOL if is_switch else click.STRING,
             metavar=None if is_switch else setting.metavar,
             envvar=_ENVIRONMENT.get(setting.name),
@@ -137,6 +153,10 @@ class SettingOption(click.Option):
             help=setting.description + described_default,
         )
         self.section = setting.section.title
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        value = self.resolve_envvar_value(ctx)
+        return (value,) if self.multiple and value is not None else super().value_from_envvar(ctx)
 
 
 def _shown(default: Any) -> str:

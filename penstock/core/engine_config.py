@@ -45,7 +45,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = "auto"
     quantization: (
-        Annotated[Quantization, Meta(description="Round weights while loading: int8, int4 or fp8.")] | None
+        Annotated[Quantization, Meta(description="Quantize the weights while loading: int8, int4 or fp8. Quantized checkpoints need no flag.")] | None
     ) = None
     model_implementation: Annotated[
         ModelImplementation,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from penstock.cli import vllm_flags
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.options import config_options, model_argument
 from penstock.core.config import ServeConfig
 from penstock.core.engine_config import EngineConfig
+from penstock.core.errors import ConfigError
 from penstock.serve.config import read_config_file, resolve, settings
 
 
@@ -110,8 +114,53 @@ def test_an_unknown_flag_names_the_nearest(flag: str, nearest: str) -> None:
     assert nearest in result.stderr
 
 
-def test_a_flag_for_something_that_does_not_exist_is_unknown() -> None:
-    assert "No such option" in run("--swap-space", "2").stderr
+def test_flags_of_vllm_that_do_not_exist_are_named_at_once_with_what_to_do() -> None:
+    result = run("--port", "1", "--swap-space=2", "--enforce-eager", "--no-enable-log-requests")
+    assert result.exit_code == 2
+    first, *hints = result.stderr.strip().splitlines()
+    assert first == "Error: Penstock has no --swap-space, --enforce-eager and --no-enable-log-requests."
+    assert [line.split(": ")[-1].split(";")[0] for line in hints] == [
+        "Use --kv-host-memory.",
+        "CUDA graphs are used wherever they work",
+        "Use --access-log, and --log-prompts for the text of prompts.",
+    ]
+
+
+def test_what_replaces_a_flag_of_vllm_exists_and_the_flag_itself_does_not() -> None:
+    flags = {option for parameter in show.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for flag, answer in vllm_flags.ANSWERS.items():
+        assert flag not in flags
+        for named in re.findall(r"--[a-z0-9-]+", answer):
+            assert named in flags, flag
+
+
+def test_a_command_without_settings_answers_for_no_flag_of_vllm() -> None:
+    @click.command(cls=PenstockCommand)
+    def plain() -> None: ...
+
+    assert "No such option" in CliRunner().invoke(plain, ["--enforce-eager"]).stderr
+
+
+@pytest.mark.parametrize("arguments", [("a", "b"), ("--served-model-name", "a", "b")])
+def test_a_second_value_of_a_flag_is_explained(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "repeat the flag for more" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(("a", "a"), "a"), (("a",), "a"), ((), None), (("a", "b"), ConfigError)]
+)
+def test_one_api_key_is_taken_from_the_command_line(given: tuple[str, ...], expected: Any) -> None:
+    result = run(*(part for key in given for part in ("--api-key", key)))
+    if expected is ConfigError:
+        assert (result.exit_code, "--api-key takes one key" in result.stderr) == (2, True)
+    else:
+        assert msgspec.json.decode(result.stdout, type=ServeConfig).server.api_key == expected
+
+
+def test_an_api_key_of_the_environment_is_taken_whole() -> None:
+    assert config_of(environment={"PENSTOCK_API_KEY": "a b"}).server.api_key == "a b"
 
 
 def write(folder: Path, text: str) -> str:
