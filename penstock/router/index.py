@@ -12,10 +12,10 @@ Memory is bounded by `max_entries` whatever the replicas hold. Entries live in t
 full, the older is dropped, a few entries at a time, and the younger takes its place. A matched or stored entry moves
 to the younger: an entry is forgotten only after half of `max_entries` others were used since.
 
-A replica's KV events come a queue, a prefill and a heartbeat after the decision. A burst of requests with one prefix
-may arrive before them, and would scatter if the index did not remember where the first request went. Such an
-expectation is removed unless the replica confirms it in time. For replicas that send no KV events, expectations are
-all that is known, and last longer: an approximate index.
+A replica's KV events arrive after the request has waited and its prompt is computed. A burst of requests with one
+prefix may arrive before the events, and would scatter if the index did not remember where the first request went.
+Such an expectation is removed unless the replica confirms it in time. For replicas that send no KV events, the index
+knows expectations only, which then last longer: an approximate index.
 
 The sequence numbers of KV events rise by one. A gap means that events were lost: everything known of the replica is
 dropped, and the replica must send everything again. It does so in the same stream, as `cleared` and then `stored` for

@@ -1,4 +1,4 @@
-"""Routing policies pick one of several candidates. They know loads and matches; no hash and no filter.
+"""Routing policies pick one of several candidates. Policies know loads and matches; no hash and no filter.
 
 A policy gets randomness, the loads and the matched prefixes of all candidates. There is always a candidate.
 """
@@ -118,10 +118,9 @@ class PrefixAware:
     A prompt that no replica holds makes a replica without room evict blocks, which may have to be computed again:
     they count as if they had to be computed now, against a replica that has the room.
 
-    `recompute_weight` above 1 accounts for the delay of later requests: without it, each request of a burst with one
-    prefix would be served as soon alone as behind the first. A key that several requests share is worth
-    `affinity_share` of computing the prompt: it decides where nothing is known yet.
-    """
+    `recompute_weight` above 1 accounts for the delay of later requests: without the weight, computing a prefix again
+    would look as fast as waiting behind the first request of a burst. A key that several requests share is worth
+    `affinity_share` of computing the prompt: the key decides where no prefix is known yet."""
 
     name: ClassVar[str] = "prefix-aware"
     reads_prefixes: ClassVar[bool] = True

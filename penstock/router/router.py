@@ -21,12 +21,13 @@ from penstock.router.matches import HolderSets, Matches, longest
 from penstock.router.policies import Policy, PrefixAware, leading, led_to
 from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 
-_SPREAD_SHARE = 0.5  # of a prompt's computation, that its prefix may wait longer for a cache with more room
+_SPREAD_SHARE = 0.5  # of the time to compute a prompt: a prompt may wait this much longer at an emptier cache
 _FREE_REQUESTS = 8.0  # that a replica may have beyond its share: a few requests are no load
 _LARGEST_EXPONENT = 500.0
-_MIN_GLIMPSE = 2
-_GLIMPSE_SHARE = 0.5  # of a gateway's part of the replicas
-_MEETING_SHARE = 4  # replicas that gateways agree on for a new beginning, for each that one of them compares
+_MIN_COMPARED = 2
+_COMPARED_SHARE = 0.5  # of a gateway's part of the replicas
+# For a new beginning of prompts, all gateways draw from this many times the compared replicas.
+_AGREED_REPLICAS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,13 +208,13 @@ class Router:
     ) -> tuple[ReplicaLoad, Reason]:
         """Pick by the policy, unless that replica got more than its share of requests lately."""
         policy = self._policy_for(request)
-        picked, reason = policy.pick(request, *self._glimpse(request, candidates, matches, rng), rng)
+        picked, reason = policy.pick(request, *self._compared(request, candidates, matches, rng), rng)
         if policy.reads_prefixes:
             limit = self._shares.limit(candidates, now, self._columns.num_gateways)
             if picked.recent_requests > limit:
                 within, allowed = candidates.with_at_most(limit), matches.with_at_most(limit)
-                other, why = policy.pick(request, *self._glimpse(request, within, allowed, rng), rng)
-                # A replica that others keep busier is no relief.
+                other, why = policy.pick(request, *self._compared(request, within, allowed, rng), rng)
+                # A replica that got fewer requests of this gateway may still have more in all.
                 if other.num_requests <= picked.num_requests:
                     picked, reason, candidates = other, why, within
             if reason is Reason.LOAD and request.block_hashes and not picked.replica.sends_kv_events:
@@ -224,35 +225,36 @@ class Router:
     def _least_filled(
         self, request: RoutingRequest, picked: ReplicaLoad, candidates: Candidates
     ) -> ReplicaLoad:
-        """Return the server for a prompt that none holds, of those that tell nothing about their caches: the one that
-        the fewest blocks were sent to, unless its queue is longer by more than a part of the prompt's computation.
+        """Return the server for a prompt that no cache holds, among servers that do not report their caches: the
+        server that got the fewest blocks, unless its queue is longer by more than a part of the prompt's computation.
         Queues of fast servers are nearly always empty, and chance would fill one cache twice as much as another."""
         longest_s = picked.queue_s + _SPREAD_SHARE * request.num_prompt_tokens * picked.token_s
         fitting = [candidate for candidate in candidates if candidate.queue_s <= longest_s]
         return min(fitting, key=lambda load: (self.expectations.num_of(load.bit), load is not picked))
 
-    def _glimpse(
+    def _compared(
         self,
         request: RoutingRequest,
         candidates: Candidates,
         matches: HolderSets,
         rng: RandomSource,
     ) -> tuple[Candidates, Matches]:
-        """Return a random part of the candidates, half as large as this gateway's part of the traffic; all candidates
-        of a gateway that is alone. Gateways learn of each other's requests late: if all compared the same replicas,
-        all would choose the same one until then. A prompt that no replica holds any of is compared at replicas that
-        its first block leads to, from every gateway: requests with the same new beginning, which reach several
-        gateways at once, meet at a few replicas, and each of these computes the beginning once."""
+        """Return the candidates to compare: a random part, half as large as this gateway's part of the traffic. A
+        single gateway compares all candidates. Gateways learn of each other's requests late: gateways that compared
+        the same replicas would all choose the same replica until then. If no replica holds any part of a prompt, its
+        first block selects the replicas to draw from, the same ones in every gateway: requests with the same new
+        beginning that reach several gateways at once then meet at a few replicas, and each of these computes the
+        beginning once."""
         num_gateways = self._columns.num_gateways
-        if num_gateways < SEVERAL_GATEWAYS or len(candidates) <= _MIN_GLIMPSE:
+        if num_gateways < SEVERAL_GATEWAYS or len(candidates) <= _MIN_COMPARED:
             return candidates, matches
         if not self._policy_for(request).reads_prefixes:
             return candidates, matches
-        count = max(_MIN_GLIMPSE, math.ceil(_GLIMPSE_SHARE * len(candidates) / num_gateways))
+        count = max(_MIN_COMPARED, math.ceil(_COMPARED_SHARE * len(candidates) / num_gateways))
         pool: Sequence[ReplicaLoad] = candidates
         if request.block_hashes and not matches:
             number = int.from_bytes(request.block_hashes[0][:8], "little")
-            pool = leading(number, candidates, _MEETING_SHARE * count)
+            pool = leading(number, candidates, _AGREED_REPLICAS * count)
         seen = _some(pool, count, rng)
         if request.affinity_key is not None and not matches:
             seen.append(led_to(request.affinity_key, candidates))  # the same one for every gateway
@@ -261,7 +263,7 @@ class Router:
             holders.setdefault(matched, []).append(load)
         known = {}
         for matched, loads in holders.items():
-            count = max(_MIN_GLIMPSE, math.ceil(len(loads) / num_gateways))
+            count = max(_MIN_COMPARED, math.ceil(len(loads) / num_gateways))
             known.update(dict.fromkeys(_some(loads, count, rng), matched))
         return candidates.part(seen), known
 
@@ -316,7 +318,7 @@ class Router:
     def _match(self, request: RoutingRequest, candidates: Sequence[ReplicaLoad]) -> HolderSets:
         """Return the prompt tokens that candidates hold; never the whole prompt."""
         bits = self.index.live_bits
-        if len(candidates) < len(self._by_bit):  # else they are all replicas, which takes no time to find out
+        if len(candidates) < len(self._by_bit):  # otherwise the candidates are all replicas
             bits = 0
             for candidate in candidates:
                 bits |= candidate.bit
