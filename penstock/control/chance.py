@@ -30,8 +30,8 @@ def chance_of_share(num_events: int, count: int, share: float) -> float:
 
 
 def chance_of_more(num_events: int, count: int, other_events: int, other_count: int) -> float:
-    """Return the chance that this many, or more, of all events are ours, if events strike both sides alike (Fisher's
-    exact test)."""
+    """Return the chance that this many, or more, of all events fall on the first side, if events are equally likely
+    on both sides (Fisher's exact test)."""
     all_events = num_events + other_events
     total = _log_choose(count + other_count, all_events)
     return _sum(
@@ -40,15 +40,15 @@ def chance_of_more(num_events: int, count: int, other_events: int, other_count: 
     )
 
 
-def chance_of_slower(ours: Sequence[float], allowed: Sequence[float], percent: float) -> float:
-    """Return the chance that this many of our times, or more, exceed the percentile of the allowed times, if both
-    come from one distribution (a precedence test). Both are in the order in which they were observed."""
+def chance_of_slower(times_s: Sequence[float], allowed: Sequence[float], percent: float) -> float:
+    """Return the chance that as many times as here, or more, exceed the percentile of the allowed times, if both come
+    from one distribution (a precedence test). Both are in the order in which they were observed."""
     ordered = sorted(allowed)
     place = max(0, ceil(len(ordered) * percent / 100.0) - 1)
-    is_above = [time_s > ordered[place] for time_s in ours]
-    # Rounded against the finding.
-    count = max(1, int(len(ours) / _repetition(is_above)))
-    above = sum(is_above) * count // len(ours)
+    is_above = [time_s > ordered[place] for time_s in times_s]
+    # Rounded so that a difference is found less often.
+    count = max(1, int(len(times_s) / _repetition(is_above)))
+    above = sum(is_above) * count // len(times_s)
     other_count = max(1, int(len(allowed) / _repetition([time_s > ordered[place] for time_s in allowed])))
     other_above = min(
         other_count - 1, ceil((len(ordered) - 1 - place) * other_count / len(ordered))

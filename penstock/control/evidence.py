@@ -112,7 +112,7 @@ class EvidenceCollector:
         )
 
     def _compare_errors(self) -> Finding:
-        """Errors count one by one, also those of one crash: a candidate that fails must not stay for long."""
+        """Compare shares of errors. Every error of a crash counts: a failing candidate must not stay for long."""
         stable, candidate, extra = self._stable, self._candidate, self._config.max_extra_errors
         # A candidate at the limit has as many errors as a stable revision with these more.
         other_errors = min(stable.num_requests, stable.num_errors + ceil(extra * stable.num_requests))
@@ -129,10 +129,10 @@ class EvidenceCollector:
         if not stable_s or not candidate_s:
             return None
         slack_s = self._config.latency_slack_s
-        # Percentiles follow a function that rises: these are the times of a candidate at the limit.
+        # The times of a candidate at the limit. The function is monotonic, so it also maps percentiles.
         allowed_s = [max(time_s * max_ratio, time_s + slack_s) for time_s in stable_s]
         figure_s = percentile(sorted(candidate_s), LATENCY_PERCENT)
         most_s = percentile(sorted(allowed_s), LATENCY_PERCENT)
-        is_slow = figure_s > most_s  # otherwise the gate passes without the chance
+        is_slow = figure_s > most_s  # otherwise the gate passes, and needs no test
         chance = chance_of_slower(candidate_s, allowed_s, LATENCY_PERCENT) if is_slow else 1.0
         return Finding(self._looks.number, figure_s, most_s, chance)

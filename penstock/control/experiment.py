@@ -162,7 +162,7 @@ class Experiments:
     def __init__(
         self, config: ExperimentConfig, objective: ObjectiveSettings, other_weights: Weights | None = None
     ) -> None:
-        """`objective` judges; `other_weights` are those of the second set, if it has its own."""
+        """`objective` judges. `other_weights` are the weights of the second set, if the set has its own."""
         self.config = config
         self.objective = objective
         self.other_weights = other_weights

@@ -1,9 +1,8 @@
 """Sizes the prefill pool and the decode pool of one model together. Pure, like `autoscaler`, which looks at one pool.
 
 Each pool has signals of its own: queued prompt tokens and the time to first token for prefill, the time between
-tokens and KV utilisation for decode. The pools share one ceiling. A pool that needs more takes a replica that the
-other pool can spare, which loads nothing, before a new one is started.
-"""
+tokens and KV utilisation for decode. The pools share one ceiling. A pool that needs more first takes a replica that
+the other pool can spare, because no model has to be loaded, and then starts a new one."""
 
 from __future__ import annotations
 
