@@ -40,7 +40,7 @@ _MOST_REQUESTS_PER_REPLICA = 600
 # An overload of 1/20 delays first tokens by more than their target after 20 times the target, and not before.
 _TARGETS_SIMULATED = 20
 _MOST_SEQUENCES = 256
-_MOST_ATTEMPTS = 12  # to find a number of replicas that is enough, above the estimate
+_MOST_ATTEMPTS = 12  # steps above the estimate, to find a number of replicas that is enough
 
 # Simulates (a part of) a fleet of so many replicas, and calls the function for each outcome.
 SimulateFleet: TypeAlias = Callable[[SimulationConfig, int, Callable[[Outcome], None]], Report]
@@ -197,7 +197,7 @@ class Plan:
 def best_layout(
     layouts: Iterable[Layout], traffic: Traffic, targets: Targets
 ) -> tuple[Layout, Estimate] | None:
-    """Return the layout with the least money for each request; None if no layout can meet the targets."""
+    """Return the layout with the lowest cost per request; None if no layout can meet the targets."""
     found = [
         (layout, estimate(layout, RooflineCost(layout, serves=True), traffic, targets)) for layout in layouts
     ]

@@ -108,7 +108,7 @@ def _num_dense(reader: Sizes, counts: LayerCounts, num_layers: int) -> int:
         last = last if isinstance(last, int) and 0 <= last < num_layers else num_layers - 1
         places = range(first, last + 1)
         return counts.mlp - sum((index + 1) % max(1, step) == 0 for index in places)
-    period = reader.size("expert_layer_period", default=0)  # the layers with experts come back
+    period = reader.size("expert_layer_period", default=0)  # every so many layers, one has experts
     if period:
         offset = reader.size("expert_layer_offset", default=1)
         return counts.mlp - sum(index % period == offset for index in range(counts.mlp))

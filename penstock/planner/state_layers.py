@@ -19,7 +19,8 @@ _STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "M"})
 _PLAIN = frozenset({"mlp", "-"})  # layers that are an MLP and nothing else
 _EXPERTS = frozenset({"moe", "E"})  # layers that are experts and nothing else
 _KNOWN = _ATTENTION | _STATE | _PLAIN | _EXPERTS
-# Of one number: states are added to for thousands of steps. The engine keeps the inputs of convolutions beside them.
+# The bytes of one number. States are float32, because thousands of steps add to them. The engine keeps the inputs of
+# convolutions in the same type.
 _STATE_BYTES = 4
 
 
@@ -37,7 +38,7 @@ class LayerCounts:
     attention: int
     state: int
     mlp: int  # with and without experts
-    experts: int | None = None  # of those, where the kinds of layers tell
+    experts: int | None = None  # MLPs with experts, if the kinds of layers say which
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Searches policy sets in the simulator for the smallest objective on one load. Pure: knows no clock and no terminal.
 
-The search changes one setting at a time and keeps what is better, from the settings in use, until nothing helps any
-more or the evaluations are used up. All sets see the same requests, so that differences come from the sets. What was
-found is then compared on requests that the search has not seen: the later part of a recorded load, or other seeds.
+The search starts from the settings in use, changes one setting at a time, and keeps a better value, until no change
+helps or the evaluations are used up. All sets see the same requests, so that differences come from the sets. The best
+set is then compared on requests that the search has not seen: the later part of a recorded load, or other seeds.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ def split(config: SimulationConfig) -> tuple[SimulationConfig, tuple[SimulationC
 def search(
     config: SimulationConfig, simulate: Simulate, *, max_evaluations: int, settings: tuple[str, ...] = ()
 ) -> Iterator[Evaluation]:
-    """Yield every evaluated set; the first is that of the settings in use. `settings`: those to change; all that can
-    matter for this load, if empty."""
+    """Yield every evaluated set, the settings in use first. `settings` are the names to change; if empty, all
+    settings that can matter for this load."""
     report = simulate(config)
     weights = config.objective
-    # All sets are measured against one capacity: else a set that wastes time would look better used.
+    # All sets are measured against one capacity: otherwise a set that wastes time would look better used.
     capacity = weights.capacity_tokens_per_s or report.tokens_per_busy_s
     best, best_objective = PolicySet(), report.objective_by(weights, capacity)
     yield Evaluation(1, best, best_objective, "the settings in use", is_best=True)
