@@ -76,7 +76,7 @@ class Answers:
 class SimulatedReplica:
     """A simulated replica. `depth` is the number of steps that may be planned and not committed: 2 plans one step
     ahead, as an engine with an asynchronous executor does. Steps run one after the other. Its drafter guesses each
-    token rightly with the chance `acceptance`; None drafts nothing."""
+    token correctly with the chance `acceptance`; None drafts nothing."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class SimulatedReplica:
         self.last_step = num_tokens, elapsed_s
 
     def take_events(self) -> list[Told]:
-        """Return the events of requests that ended without a step, and tokens that are owed."""
+        """Return the events of requests that ended without a step, and tokens that were not delivered yet."""
         owed = [] if self._counted is None else self._counted.take_told()
         return self._told(owed + [Told(event) for event in self.scheduler.take_events()])
 

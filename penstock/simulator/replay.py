@@ -33,7 +33,7 @@ from penstock.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The fresh scheduler planned something else than the recorded one did."""
+    """The plan of the fresh scheduler differs from the recorded plan."""
 
     now: float
     recorded: StepPlan | None

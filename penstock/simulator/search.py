@@ -153,8 +153,8 @@ def _random_limits(rng: Random) -> TenantLimits:
 def violation(
     case: FaultCase, gateway_limits: Callable[[TenantLimits], Admission] | None = None
 ) -> str | None:
-    """Run a case; return the promise that was broken, in words, or None. `gateway_limits` makes what admits requests;
-    without it, nothing is limited."""
+    """Run a case; return the promise that was broken, in words, or None. `gateway_limits` makes the limits that admit
+    requests; without it, nothing is limited."""
     ended: dict[str, Outcome] = {}
     wrong: list[str] = []
 
