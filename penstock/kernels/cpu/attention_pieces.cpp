@@ -63,8 +63,8 @@ int64_t add_piece(AttentionPieces& into, QueryTile piece, int64_t first_split, i
   return index;
 }
 
-// One piece for each (KV head, split, tile of rows), in this order. The last share their keys, and an item where there
-// are items enough for all threads.
+// One piece for each (KV head, split, tile of rows), in this order. Tiles of a split read the same keys, and share an
+// item if there are items enough for all threads.
 void add_shared_pieces(const AttendCall& call, int64_t num_threads, SharedRun& run, AttentionPieces& into) {
   run.first_piece = static_cast<int64_t>(into.pieces.size());
   const int64_t heads = call.heads_per_kv_head(), num_rows = rows_of(call, run);

@@ -101,7 +101,8 @@ PENSTOCK_API void penstock_attention_block(const Linear* qkv, const Linear* outp
                       {norm, norm_dtype}, eps, residual);
 }
 
-// Both blocks of every layer, one layer after the other. Layer i's cache begins `layer_bytes` after the cache of layer i - 1.
+// Both blocks of every layer, one layer after the other. Layer i's cache begins `layer_bytes` after the cache of layer
+// i - 1.
 PENSTOCK_API void penstock_decoder_layers(const DecoderLayer* layers, int64_t num_layers, const AttentionBatch* batch,
                                           int dtype, int activation, float eps, int rounded, int64_t block_size,
                                           void* caches, int64_t layer_bytes, void* residual) {

@@ -2,14 +2,14 @@
 // with. Every 32 activations of a row are rounded to 16-bit codes with one scale. A code is stored as a word, or as two
 // signed bytes: code = 256 × high + low.
 //
-// Outputs are cut into panels of 16 and inputs into tiles of 32. The tiles of a panel follow each other in memory. A tile
-// holds scales and offsets as in linear.h, then the codes as [8 quads][16 outputs][4 inputs]: 512 bytes of 8-bit codes,
-// or 256 bytes of 4-bit codes, in which byte i of quad q holds quad q in its lower half and quad q + 4 in its upper half.
-// Padding has codes, scales and offsets of zero.
+// Outputs are cut into panels of 16 and inputs into tiles of 32. The tiles of a panel follow each other in memory. A
+// tile holds scales and offsets as in linear.h, then the codes as [8 quads][16 outputs][4 inputs]: 512 bytes of 8-bit
+// codes, or 256 bytes of 4-bit codes, in which byte i of quad q holds quad q in its lower half and quad q + 4 in its
+// upper half. Padding has codes, scales and offsets of zero.
 //
-// The sum of code × code over a group of inputs is exact and is rounded once, to float32. An output adds the scaled sums of
-// its groups in the order of the inputs, so its bits depend neither on the other rows nor on the way in which a processor
-// multiplies the codes.
+// The sum of code × code over a group of inputs is exact and is rounded once, to float32. An output adds the scaled
+// sums of its groups in the order of the inputs, so its bits depend neither on the other rows nor on the way in which a
+// processor multiplies the codes.
 #pragma once
 
 #include "common.h"
@@ -25,7 +25,8 @@ constexpr float kLargestCode = 127.0f * 256.0f + 127.0f;  // the largest whose t
 
 constexpr int64_t kBytesOnly = int64_t{1} << 62;  // more rows than there are: an engine that never reads words
 
-// 8-bit weight codes are stored with this added: the byte products of x86 take weights without a sign, and the byte products of ARM take weights with a sign.
+// 8-bit weight codes are stored with this added: the byte products of x86 take weights without a sign, and the byte
+// products of ARM take weights with a sign.
 #if defined(__x86_64__)
 constexpr int32_t kCodeBias = 128;
 #else

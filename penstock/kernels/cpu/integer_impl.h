@@ -1,5 +1,5 @@
-// Products in whole numbers, compiled once per instruction set: how a row is rounded and how sums are written. An Engine
-// supplies the scaled sums of some rows and one panel.
+// Products in whole numbers, compiled once per instruction set: how a row is rounded and how sums are written. An
+// Engine supplies the scaled sums of some rows and one panel.
 #pragma once
 
 #include "elementwise_impl.h"

@@ -11,8 +11,8 @@ namespace PENSTOCK_ISA {
 struct NeonEngine {
   static constexpr int kVectorOutputs = 4;
   static constexpr int kVectors = kPanelOutputs / kVectorOutputs;
-  // The bits of kCodeRounder, 1.5 * 2^23. The sums of a tile are below 2^22. A sum that starts from these bits is the float
-  // kCodeRounder + sum, so a subtraction replaces the conversion, which takes as long as four products.
+  // The bits of kCodeRounder, 1.5 * 2^23. The sums of a tile are below 2^22. A sum that starts from these bits is the
+  // float kCodeRounder + sum, so a subtraction replaces the conversion, which takes as long as four products.
   static constexpr int32_t kZeroBits = 0x4b400000;
   static constexpr int64_t kWordRows = kBytesOnly, kTilesAtOnce = 32, kUnpackedBytes = kTileElements;
   static constexpr bool kWideBytes = false;
@@ -38,8 +38,8 @@ struct NeonEngine {
 
   template <CodeKind kKind, int kGroups>
   static void multiply(const IntegerCall& call, const TileRun& run, int64_t row, int64_t rows, float* sums) {
-    // The tiles that are unpacked next are asked for by the last blocks of rows, some lines by each: memory that is asked for
-    // all at once keeps the core waiting, and memory that is asked for too soon is evicted by the other rows.
+    // The last blocks of rows prefetch the tiles that are unpacked next, some lines in each block: prefetching all
+    // lines at once keeps the core waiting, and lines that are prefetched too early are evicted by the other rows.
     const int64_t blocks = ceil_div(rows, int64_t{2});
     const int64_t share = round_up(ceil_div(run.next_step, blocks), int64_t{64});
     const int64_t asking = kKind == CodeKind::unpacked ? ceil_div(run.next_step, share) : 0;
@@ -162,8 +162,8 @@ struct NeonEngine {
     }
   }
 
-  // Sums of code × code of two rows. The high bytes come first and are shifted before the low bytes are added, so that eight
-  // registers hold what `Sums` holds in sixteen, and the totals of the outputs stay in registers too.
+  // Sums of code × code of two rows. The high bytes come first and are shifted before the low bytes are added, so that
+  // eight registers hold what `Sums` holds in sixteen, and the totals of the outputs stay in registers too.
   struct PairSums {
     int32x4_t sum[2][kVectors];
 

@@ -146,7 +146,7 @@ struct ByteEngine {
     TileRun left = run;
     for (; r + most <= rows; r += most) {
       block<kKind, kGroups, most>(call, left, row + r, sums + r * kPanelOutputs);
-      left.next = nullptr;  // the first rows have asked for it
+      left.next = nullptr;  // the first rows have prefetched it
     }
     for_row_groups<most - 1>(rows - r, [&](auto count, int64_t first) {
       block<kKind, kGroups, decltype(count)::value>(call, left, row + r + first, sums + (r + first) * kPanelOutputs);

@@ -49,9 +49,10 @@ struct Kernels {
                          int64_t end_row);
   void (*pack_activations)(const LinearCall&, const bf16* x, int64_t first_row, int64_t num_rows, bf16* to);
 
-  // Products in whole numbers. Activations become bytes for fewer than `word_rows` rows, else words; where `wide_bytes`,
-  // few rows become words too if weights have 8 bits. Functions round one row of activations, multiply neighbouring panels, or multiply panels of gates
-  // and of ups and leave activation(gate) × up where y has the outputs of the gates.
+  // Products in whole numbers. Activations become bytes for fewer than `word_rows` rows, else words; where
+  // `wide_bytes`, few rows become words too if weights have 8 bits. Functions round one row of activations, multiply
+  // neighbouring panels, or multiply panels of gates and of ups and leave activation(gate) × up where y has the outputs
+  // of the gates.
   void (*round_row)(const IntegerCall&, Dtype, const void* x, int64_t width, int64_t row);
   void (*multiply_panels)(const IntegerCall&, const Panel*, int64_t num_panels, int64_t first_row, int64_t end_row);
   void (*multiply_gated_panels)(const IntegerCall&, const Panel* gates, const Panel* ups, int64_t num_panels,

@@ -8,8 +8,8 @@
 namespace penstock {
 namespace {
 
-// The value in the upper half, in an order that holds for whole numbers; in the lower half the output, the first being
-// the largest. So the same output wins in every order of arrival.
+// A key that integers can compare: the value in the upper half, and the output in the lower half, the first output
+// being the largest. The same output therefore wins, whatever the order in which threads finish.
 constexpr uint32_t kSign = 0x80000000u;
 constexpr uint64_t kNotANumber = ~uint64_t{0};
 
@@ -62,7 +62,7 @@ void LargestOutputs::write(int64_t* outputs) const {
 
 using namespace penstock;
 
-// Of logits, the token that a greedy sample takes.
+// Finds the largest output of each row: of logits, the token of greedy sampling.
 PENSTOCK_API void penstock_largest(const Linear* linear, int dtype, int64_t rows, const void* x, int64_t* outputs) {
   LargestOutputs largest(rows);
   find_largest(*linear, static_cast<Dtype>(dtype), rows, InputRows::given(x), &largest);

@@ -1,5 +1,5 @@
-// Which output of a product is the largest, for every row: looked for piece by piece while a piece is in a core's cache,
-// so that the product as a whole is never in memory.
+// Finds the largest output of a product for every row, piece by piece while a piece is in a core's cache, so that the
+// product as a whole is never in memory.
 #pragma once
 
 #include <atomic>

@@ -75,7 +75,7 @@ LinearCall make_call(const Linear& linear, const OutputRows& out) {
   return call;
 }
 
-// Few strips are shared out by rows too; many rows are taken in pieces that stay in cache.
+// If there are few strips, rows are divided between threads, too. Many rows are taken in pieces that stay in cache.
 int64_t rows_per_item(const LinearCall& call, int64_t num_strips, int64_t rows) {
   const int64_t wanted = ceil_div(num_threads() * kItemsPerThread, num_strips);
   const int64_t pieces = std::clamp<int64_t>(wanted, 1, ceil_div(rows, kMinRowsPerItem));

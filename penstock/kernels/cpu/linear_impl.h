@@ -1,7 +1,7 @@
-// Matrix products with plain vectors, compiled once per instruction set: a panel is widened to float32 (bfloat16 and few
-// rows: on the way), then small blocks of outputs and rows run along the inputs. Each output element has one accumulator, whose lane i sums the
-// inputs i, i + 16, i + 32, ... in order; the lanes are then summed in a fixed order. Neither depends on the number
-// of rows.
+// Matrix products with plain vectors, compiled once per instruction set: a panel is widened to float32 (bfloat16 and
+// few rows: on the way), then small blocks of outputs and rows run along the inputs. Each output element has one
+// accumulator, whose lane i sums the inputs i, i + 16, i + 32, ... in order; the lanes are then summed in a fixed
+// order. Neither depends on the number of rows.
 #pragma once
 
 #include "integer_impl.h"

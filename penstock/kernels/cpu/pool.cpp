@@ -18,7 +18,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Long enough to bridge the caller's work between two operations of a step, short enough to be no burden.
+// Long enough for the caller's work between two operations of a step, short enough to waste little time.
 constexpr auto kSpinTime = std::chrono::microseconds(60);
 // With more threads than cores, the thread that this thread waits for may need the core.
 constexpr int kPausesBeforeYield = 64;

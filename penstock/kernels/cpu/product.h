@@ -55,8 +55,8 @@ void multiply(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& 
 // Passes the results of `multiply`, in float32, to `out` piece by piece.
 void find_largest(const Linear& linear, Dtype dtype, int64_t rows, const InputRows& in, LargestOutputs* out);
 
-// Whether multiply_gated can do this (gate and up side by side in the same strips, in bfloat16 on the right machine)
-// and there are rows enough to fill its vectors.
+// Whether multiply_gated supports this product (gate and up side by side in the same strips, in bfloat16 on the right
+// machine) and there are rows enough to fill its vectors.
 bool gates_on_the_way(const Linear& gate_up, Dtype dtype, int64_t rows);
 
 // activation(gate) × up, packed for the next product.

@@ -24,7 +24,8 @@ constexpr int kSumRegisters = 8;
 constexpr int kMostTileRows = 2;
 #endif
 
-// How many groups of 16 columns a block of so many rows has: fewer rows take more, so that no sum waits for the last one.
+// How many groups of 16 columns a block of so many rows has. Fewer rows take more groups, so that consecutive additions
+// do not depend on each other.
 constexpr int groups_for(int rows) {
   return rows * 4 * kRegisters <= kSumRegisters ? 4 : rows * 2 * kRegisters <= kSumRegisters ? 2 : 1;
 }

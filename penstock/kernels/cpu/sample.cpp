@@ -99,7 +99,8 @@ void keep_top_k(const float* logits, int64_t vocabulary, int64_t k, RowScratch& 
   drop_after(*last, scratch.candidates);
 }
 
-// Tokens lighter than (1 - top_p) / V of the total hold, together, less than top_p leaves out: none is kept.
+// Tokens that each have less than (1 - top_p) / V of the total weight have together less weight than top_p leaves out,
+// so none of them is kept.
 void keep_heavy(const float* logits, int64_t vocabulary, const Settings& settings, float top, double total,
                 RowScratch& scratch) {
   const double share = 0.999 * (1.0 - settings.top_p) * total / static_cast<double>(vocabulary);

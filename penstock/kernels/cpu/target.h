@@ -1,5 +1,5 @@
-// Compile what lies between BEGIN and END for more than the baseline. The code must run only where the processor
-// has been asked for those features.
+// Compiles the code between BEGIN and END for more than the baseline. The code may run only after a check that the
+// processor has those features.
 #pragma once
 
 #define PENSTOCK_PRAGMA(text) _Pragma(#text)
@@ -15,7 +15,7 @@
 #define PENSTOCK_TARGET_END PENSTOCK_PRAGMA(GCC pop_options)
 #endif
 
-// Tiles need the kernel's leave (Linux) and a compiler that knows them.
+// Tiles need the operating system's permission (Linux) and a compiler that supports them.
 #if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #define PENSTOCK_HAS_AMX 1
 #else

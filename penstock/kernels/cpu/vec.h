@@ -1,6 +1,6 @@
-// Sixteen lanes of float or int32, whatever the register width. Compiled once per instruction set: the including
-// file defines PENSTOCK_ISA (a namespace) and PENSTOCK_REGISTER_BYTES, and has set the compiler's target.
-// Uses no function of the standard library's templates, whose instances the linker could share between instruction sets.
+// Sixteen lanes of float or int32, whatever the register width. Compiled once per instruction set: the including file
+// defines PENSTOCK_ISA (a namespace) and PENSTOCK_REGISTER_BYTES, and has set the compiler's target. Uses no function
+// of the standard library's templates, whose instances the linker could share between instruction sets.
 #pragma once
 
 #include <utility>

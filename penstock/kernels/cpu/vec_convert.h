@@ -57,8 +57,8 @@ PENSTOCK_INLINE Floats load_bytes(const int8_t* from) {
   return out;
 }
 
-// Finite IEEE halves. Without an instruction, shifting places exponent and fraction; the product corrects the exponent's
-// bias, and is exact for subnormals too.
+// Finite IEEE halves. Without an instruction, shifting places exponent and fraction; the product corrects the
+// exponent's bias, and is exact for subnormals too.
 PENSTOCK_INLINE Floats load_halves(const uint16_t* from) {
   Floats out;
   FOR_PARTS {
