@@ -20,6 +20,7 @@ from penstock.cli.commands import EXIT_FAILURE, PenstockCommand
 from penstock.cli.console import spinner, stdout_console
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.installation import reinstall_command
+from penstock.core.machine import usable_cores, usable_memory
 from penstock.kernels.gpus import Gpu
 from penstock.models.hub import ModelHub
 from penstock.serve.environment import model_hub
@@ -69,7 +70,7 @@ def _findings() -> Iterator[Finding]:
     with spinner("Importing torch"):
         engine_findings = list(check_engine([sys.executable, "-m", "penstock.cli.doctor"]))
     yield from engine_findings
-    yield check_memory(Path("/proc/meminfo"))
+    yield check_memory(Path("/proc/meminfo"), usable_memory())
     hub = model_hub()
     yield check_disk(hub.cache_dir)
     yield check_models(hub)
@@ -77,15 +78,19 @@ def _findings() -> Iterator[Finding]:
 
 
 def check_cpu(cpuinfo: Path) -> Finding:
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = _counted(usable_cores(), "core")
     try:
         text = cpuinfo.read_text()
     except OSError:
-        return Finding("ok", "CPU", f"{count} cores")
+        return Finding("ok", "CPU", cores)
     lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
     flags = set(next(lines, "").split())
     known = [flag for flag in (*_CPU_FLAGS, *_CPU_FEATURES) if flag in flags]
-    return Finding("ok", "CPU", f"{count} cores" + (f" with {', '.join(known)}" if known else ""))
+    return Finding("ok", "CPU", cores + (f" with {', '.join(known)}" if known else ""))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def check_engine(command: list[str]) -> Iterator[Finding]:
@@ -128,11 +133,11 @@ def check_kernels(kernels: dict[str, Any]) -> Finding:
             "native CPU kernels are missing, so torch does their work more slowly",
             f"Install a C++ compiler and run `{reinstall_command()}`.",
         )
-    detail = f"native, for {kernels['isa']}, on {kernels['num_threads']} threads"
+    detail = f"native, for {kernels['isa']}, on {_counted(kernels['num_threads'], 'thread')}"
     return Finding("ok", "Kernels", f"{detail}; for --dtype float32 and bfloat16 on a CPU")
 
 
-def check_memory(meminfo: Path) -> Finding:
+def check_memory(meminfo: Path, limit: int) -> Finding:
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         available = int(lines["MemAvailable"].split()[0]) << 10
@@ -140,7 +145,9 @@ def check_memory(meminfo: Path) -> Finding:
     except (OSError, KeyError, ValueError):
         return Finding("warn", "Memory", "this system does not report its memory")
     detail = f"{available / 2**30:,.1f} of {total / 2**30:,.1f} GiB available"
-    if available < _LOW_MEMORY_BYTES:
+    if limit < total:
+        detail += f"; this process may use {limit / 2**30:,.1f} GiB"
+    if min(available, limit) < _LOW_MEMORY_BYTES:
         return Finding(
             "warn", "Memory", detail, "The default model needs about 1.5 GiB; see --kv-cache-memory."
         )
@@ -187,7 +194,9 @@ def probe() -> None:
     import torch
 
     from penstock.engine.device import gpus
-    from penstock.kernels.select import capabilities
+    from penstock.kernels.select import capabilities, set_num_threads
+
+    set_num_threads(usable_cores())
 
     found = {
         "torch": torch.__version__,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from penstock.cli.options import config_options, model_argument
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import ServerConfig, TenantsConfig
+from penstock.core.machine import is_loopback
 from penstock.core.messages import EngineReady, LoadProgress, ModelCard
 from penstock.models.catalog import BUILT_IN_MODELS
 from penstock.serve.environment import bytecode_dir, open_database
@@ -125,7 +125,7 @@ def check_exposure(server: ServerConfig, tenants: TenantsConfig, *, has_keys: bo
                 "no key exists yet, so every request is refused; make a key with: penstock keys create"
             )
         return False
-    if not _is_loopback(server.host):
+    if not is_loopback(server.host):
         if not server.allow_open:
             raise ConfigError(
                 f"Listening on {server.host} without a key would let anyone who reaches the port use this server.",
@@ -156,14 +156,6 @@ def keys_were_made(config: ServeConfig) -> bool:
         return asyncio.run(were_made(Directory(database)))
     finally:
         database.close()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def print_banner(

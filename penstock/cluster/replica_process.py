@@ -226,7 +226,7 @@ class ReplicaProcess:
                 await asyncio.sleep(STACK_DUMP_S)
                 running.kill()
         code = exited.result()
-        how = how or (f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code}")
+        how = how or (f"ended with exit code {code}" if code >= 0 else ended_by(-code))
         return how if client.failure is None else f"{how} ({client.failure.message})"
 
     async def _unless_over(self, work: Coroutine[Any, Any, T]) -> T:
@@ -285,3 +285,9 @@ async def _answer_once(client: EngineClient, ready: EngineReady, request_id: str
     client.add(request, timeout_s=None, on_event=on_event, on_error=on_error)
     await ended
     return first_token_s / num_tokens
+
+
+def ended_by(number: int) -> str:
+    if number == signal.SIGKILL:
+        return "was ended by signal 9, as Linux does when memory runs out"
+    return f"was ended by signal {number}"

@@ -45,7 +45,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = "auto"
     quantization: (
-        Annotated[Quantization, Meta(description="Quantize the weights while loading: int8, int4 or fp8. Quantized checkpoints need no flag.")] | None
+        Annotated[
+            Quantization,
+            Meta(
+                description="Quantize the weights while loading: int8, int4 or fp8. "
+                "Quantized checkpoints need no flag."
+            ),
+        ]
+        | None
     ) = None
     model_implementation: Annotated[
         ModelImplementation,
@@ -109,7 +116,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_cache_memory: (
         Annotated[
             str,
-            Meta(description="Memory for the KV cache, such as 512MiB or 8GiB. Default: 512MiB on a CPU."),
+            Meta(
+                description="Memory for the KV cache, such as 512MiB or 8GiB. "
+                "Default on a CPU: 512MiB, at most a quarter of the memory."
+            ),
         ]
         | None
     ) = None
@@ -273,7 +283,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "auto"
     num_threads: (
-        Annotated[int, Meta(description="CPU threads for kernels. Default: every core.", ge=1)] | None
+        Annotated[
+            int,
+            Meta(description="CPU threads for kernels. Default: every core that the process may use.", ge=1),
+        ]
+        | None
     ) = None
     steps_in_flight: (
         Annotated[

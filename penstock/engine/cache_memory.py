@@ -10,6 +10,7 @@ from penstock.core.clock import Clock
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes
+from penstock.core.machine import usable_memory
 from penstock.core.plan import StateSlots
 from penstock.engine.device import (
     CacheSizes,
@@ -18,7 +19,6 @@ from penstock.engine.device import (
     cache_sizes,
     kv_block_bytes,
     num_host_blocks,
-    physical_memory_bytes,
     windowed_sizes,
 )
 from penstock.engine.drafters.loading import LoadedDrafter
@@ -158,7 +158,7 @@ def _allocate_kv(
     block_size, num_blocks = config.cache.block_size, sizes.num_memory_blocks
     num_bytes = num_blocks * kv_block_bytes(config, model, ops, layout)
     try:
-        if ops.device.type == "cpu" and num_bytes > physical_memory_bytes():
+        if ops.device.type == "cpu" and num_bytes > usable_memory():
             raise MemoryError  # Linux would grant the allocation, and kill the process when the memory is used
         return allocate_kv(model, ops, num_blocks, block_size, layout)
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from dataclasses import dataclass, replace
 
 import msgspec
 import torch
 
 from penstock.core.clock import Clock
-from penstock.core.engine_config import DEFAULT_CPU_KV_MEMORY, EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes, parse_bytes
 from penstock.core.installation import install_command
+from penstock.core.machine import default_cpu_kv_bytes, usable_cores
 from penstock.core.plan import StateSlots, WindowLayout
 from penstock.engine.startup import load_compiler
 from penstock.engine.windows import LayerLayout, laid_out
@@ -35,7 +35,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def choose_ops(config: EngineConfig) -> Ops:
     device = choose_device(config.model.device)
     if device.type == "cpu":
-        set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        set_num_threads(config.num_threads or usable_cores())
     backend = config.model.attention_backend
     if backend == "flashinfer" and device.type != "cuda":
         raise ConfigError("--attention-backend flashinfer needs a CUDA device.", hint="Leave it out.")
@@ -137,10 +137,6 @@ MOST_EMPTY_BLOCKS = 1 << 16  # of a model without attention
 _TIMED_COPIES = 8
 
 
-def physical_memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def kv_block_bytes(config: EngineConfig, model: Model, ops: Ops, layout: LayerLayout | None = None) -> int:
     """Return the size of one block in the backend's layout: some backends pad small heads."""
     return allocate_kv(model, ops, 1, config.cache.block_size, layout).block_bytes
@@ -213,7 +209,7 @@ def _cache_memory(config: EngineConfig, model: Model, ops: Ops, vision: VisionMo
     if config.cache.kv_cache_memory is not None:
         return parse_bytes(config.cache.kv_cache_memory)
     if ops.device.type != "cuda":
-        return parse_bytes(DEFAULT_CPU_KV_MEMORY)
+        return default_cpu_kv_bytes()
     left = _gpu_memory_left(config, model, ops)
     if vision is None:
         return left

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.engine_config import EngineConfig
+from penstock.core.machine import usable_cores
 from penstock.engine.echo import ECHO_MODEL
 
 DEVICES = Path("/dev")
@@ -185,7 +186,7 @@ def keep_bytecode(folder: Path) -> threading.Thread | None:
         sys.pycache_prefix = str(folder)
         if _has_bytecode(specs[0]):
             return None
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    num_cores = usable_cores()
     if num_cores < MIN_CORES:
         return None
     packages = [str(Path(spec.origin or "").parent) for spec in specs]

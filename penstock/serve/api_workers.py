@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import socket
 import sys
@@ -23,6 +22,7 @@ import msgspec
 
 from penstock.cluster.replica import Member
 from penstock.core.config import ServeConfig
+from penstock.core.machine import usable_cores
 from penstock.core.messages import EngineReady
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,6 @@ LAST_RESTART_DELAY_S = 30.0
 START_TIMEOUT_S = 60.0
 LEAVE_TIMEOUT_S = 5.0  # for a worker to end after its drain
 MAX_API_WORKERS = 4  # unless the operator sets more
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -87,18 +86,8 @@ def with_api_workers(config: ServeConfig, *, has_keys: bool) -> ServeConfig:
         return config
     if any(server.max_concurrent is not None for server in config.external):
         return config
-    server = msgspec.structs.replace(config.server, api_workers=min(num_cores(), MAX_API_WORKERS))
+    server = msgspec.structs.replace(config.server, api_workers=min(usable_cores(), MAX_API_WORKERS))
     return msgspec.structs.replace(config, server=server)
-
-
-def num_cores(quota: Path = CPU_QUOTA) -> int:
-    """Return the cores that this process may use: a container may have less time than the cores of its machine
-    give."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
-        allowed_us, period_us = map(int, quota.read_text().split())
-        found = min(found, allowed_us // period_us)
-    return max(1, found)
 
 
 class ApiWorkers:

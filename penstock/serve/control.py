@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import shutil
 import socket
@@ -31,8 +30,9 @@ from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.role_scaling import pool_scaling
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.config import ExtraModelConfig, ServeConfig
-from penstock.core.engine_config import CacheConfig, EngineConfig
+from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError, InvalidRequest, UsageError
+from penstock.core.machine import default_cpu_kv_bytes, usable_cores
 from penstock.dispatch import Role
 from penstock.serve.database_registry import DatabaseRegistry
 from penstock.serve.environment import model_hub, open_database, visible_gpus
@@ -97,11 +97,6 @@ async def _resolve_weights(name: str) -> str:
         return str(await asyncio.to_thread(model_hub().ensure, name))
     except UsageError as error:
         raise InvalidRequest(error.message, param="weights", hint=error.hint) from error
-
-
-# The share of the machine's memory for the KV caches of all CPU replicas, and the most that one replica takes.
-CPU_KV_SHARE = 0.5
-MAX_CPU_KV_BYTES = 512 << 20
 
 
 def planned_replicas(
@@ -176,12 +171,6 @@ def shared_engine(engine: EngineConfig, count: int, gpus: tuple[str, ...]) -> En
         per_gpu = -(-count * engine.parallel.num_ranks // len(gpus))
         cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / per_gpu)
     elif cache.kv_cache_memory is None and cache.num_kv_blocks is None:
-        cache = _cpu_cache(cache, count)
-    num_threads = engine.num_threads or max(1, len(os.sched_getaffinity(0)) // count)
+        cache = replace(cache, kv_cache_memory=f"{default_cpu_kv_bytes(count) >> 20}MiB")
+    num_threads = engine.num_threads or max(1, usable_cores() // count)
     return replace(engine, cache=cache, num_threads=num_threads)
-
-
-def _cpu_cache(cache: CacheConfig, count: int) -> CacheConfig:
-    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    each = min(MAX_CPU_KV_BYTES, int(machine_bytes * CPU_KV_SHARE) // count)
-    return replace(cache, kv_cache_memory=f"{each >> 20}MiB")

@@ -96,10 +96,19 @@ def test_missing_kernels_are_a_warning() -> None:
 def test_memory(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\n")
-    assert check_memory(meminfo) == Finding("ok", "Memory", "8.0 of 16.0 GiB available")
+    assert check_memory(meminfo, 16 << 30) == Finding("ok", "Memory", "8.0 of 16.0 GiB available")
     meminfo.write_text("MemTotal:       16777216 kB\nMemAvailable:    1048576 kB\n")
-    assert check_memory(meminfo).level == "warn"
-    assert check_memory(tmp_path / "none").level == "warn"
+    assert check_memory(meminfo, 16 << 30).level == "warn"
+    assert check_memory(tmp_path / "none", 16 << 30).level == "warn"
+
+
+def test_doctor_reports_the_limits_of_a_container(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor_module, "usable_cores", lambda: 1)
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\n")
+    found = check_memory(meminfo, 1 << 30)
+    assert (found.level, found.detail.partition("; ")[2]) == ("warn", "this process may use 1.0 GiB")
+    assert check_cpu(tmp_path / "none").detail == "1 core"
 
 
 def test_cpu(tmp_path: Path) -> None:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import msgspec
 import pytest
 
 from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.core.gateway_config import ServerConfig
 from penstock.serve import api_workers
-from penstock.serve.api_workers import MAX_API_WORKERS, num_cores, with_api_workers
+from penstock.serve.api_workers import MAX_API_WORKERS, with_api_workers
 
 RELAY = ServeConfig(external=(ExternalServerConfig(url="http://gpu-1:8000"),), runs_engines=False)
 
 
 @pytest.fixture(autouse=True)
 def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_workers, "num_cores", lambda: 64)
+    monkeypatch.setattr(api_workers, "usable_cores", lambda: 64)
 
 
 def test_a_server_with_keys_that_only_passes_requests_on_has_several_processes() -> None:
@@ -26,7 +23,7 @@ def test_a_server_with_keys_that_only_passes_requests_on_has_several_processes()
 
 
 def test_a_machine_with_few_cores_gets_no_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_workers, "num_cores", lambda: 2)
+    monkeypatch.setattr(api_workers, "usable_cores", lambda: 2)
     assert with_api_workers(RELAY, has_keys=True).server.num_api_workers == 2
 
 
@@ -47,11 +44,3 @@ def test_a_machine_with_few_cores_gets_no_more_processes(monkeypatch: pytest.Mon
 )
 def test_other_servers_have_one(config: ServeConfig, has_keys: bool) -> None:
     assert with_api_workers(config, has_keys=has_keys).server.num_api_workers == 1
-
-
-@pytest.mark.parametrize(("quota", "most"), [("50000 100000", 1), ("100000 100000", 1), ("max 100000", 64)])
-def test_a_container_counts_the_cores_that_it_may_use(tmp_path: Path, quota: str, most: int) -> None:
-    path = tmp_path / "cpu.max"
-    path.write_text(quota + "\n")
-    assert num_cores(path) == min(most, num_cores(tmp_path / "absent"))
-    assert 1 <= num_cores(tmp_path / "absent") <= (os.cpu_count() or 1)

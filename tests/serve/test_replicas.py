@@ -26,7 +26,7 @@ def test_replicas_on_the_cpu_share_its_cores_and_memory(monkeypatch: pytest.Monk
     engine = shared_engine(EngineConfig(), 3, ())
     assert engine.num_threads == 2
     assert engine.cache.kv_cache_memory is not None
-    assert parse_bytes(engine.cache.kv_cache_memory) == 170 << 20, "a third of half of a GiB"
+    assert parse_bytes(engine.cache.kv_cache_memory) == 85 << 20, "a third of a quarter of a GiB"
     assert shared_engine(EngineConfig(), 20, ()).num_threads == 1
 
 

@@ -7,7 +7,6 @@ rank dies with its parent, and leaves when its connection closes.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import shutil
 import subprocess
@@ -27,6 +26,7 @@ import msgspec
 from penstock.core.engine_config import EngineConfig, Rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable, PenstockError, error_from_code
 from penstock.core.log_format import JsonFormatter
+from penstock.core.machine import usable_cores
 from penstock.engine.parallel.messages import (
     Begin,
     Failed,
@@ -62,7 +62,7 @@ def rank_config(config: EngineConfig, rendezvous: Rendezvous | None = None) -> E
     """Return the config of every rank, with its part of the cores."""
     num_threads = config.num_threads
     if num_threads is None:
-        num_threads = len(os.sched_getaffinity(0))
+        num_threads = usable_cores()
         # As many nodes.
         num_threads *= config.parallel.pipeline_parallel_size if rendezvous is not None else 1
     return msgspec.structs.replace(config, num_threads=max(1, num_threads // config.parallel.num_ranks))
