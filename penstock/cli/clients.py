@@ -12,20 +12,39 @@ import msgspec
 from penstock.core.cluster_view import ClusterView, ReleaseView
 from penstock.core.errors import PenstockError, UsageError
 from penstock.core.experiment_view import ExperimentView
+from penstock.core.machine import is_loopback
 from penstock.serve.environment import API_KEY_VARIABLE
 
 ANSWER_TIMEOUT_S = 600.0  # a release may have to fetch weights first
 Shape = TypeVar("Shape")
 
 
+def http_client(url: str, api_key: str | None, timeout: httpx.Timeout) -> httpx.Client:
+    """Return an HTTP client of the server at `url`, through the environment's proxy unless the server is on this
+    machine. Raises UsageError."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        is_here = is_loopback(httpx.URL(url).host)  # proxies of the environment seldom except loopback
+        verify = (
+            httpx.create_ssl_context()
+        )  # with the certificates that the environment names, also for loopback
+        return httpx.Client(
+            base_url=url, headers=headers, timeout=timeout, trust_env=not is_here, verify=verify
+        )
+    except httpx.InvalidURL as error:
+        raise UsageError(f"'{url}' is not the URL of a server ({error}).") from error
+    except (ImportError, ValueError) as error:  # httpx needs a package for SOCKS
+        raise UsageError(
+            f"The proxy in the environment cannot be used: {error}",
+            hint="Change or unset HTTP_PROXY, HTTPS_PROXY and ALL_PROXY, or name the server in NO_PROXY.",
+        ) from error
+
+
 class _Client:
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # A busy server may take long to answer, but not to accept a connection.
-        self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=5.0)
-        )
+        self._http = http_client(self.url, api_key, httpx.Timeout(ANSWER_TIMEOUT_S, connect=5.0))
 
     def close(self) -> None:
         self._http.close()

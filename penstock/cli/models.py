@@ -218,9 +218,10 @@ def _rows(state: ServerState) -> list[tuple[str, ...]]:
 def _state_of(server: RunningServer, api_key: str | None) -> ServerState:
     import httpx
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    from penstock.cli.clients import http_client
+
     state, models = "gone", tuple(LoadedModel(name) for name in server.models)
-    with httpx.Client(base_url=server.url, headers=headers, timeout=_ASK_TIMEOUT_S) as http:
+    with http_client(server.url, api_key, httpx.Timeout(_ASK_TIMEOUT_S)) as http:
         try:
             state = "ready" if http.get("/ready").is_success else "busy"
             answer = http.get("/api/ps")

@@ -71,9 +71,10 @@ def apply(file: Path, note: str, if_version: int | None, as_json: bool, config: 
     from penstock.gateway.settings.settings import parse_file
 
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The settings file {file} cannot be read: {error}.") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"The settings file {file} cannot be read: {reason}.") from error
     document, _ = parse_file(text, file.name)
     made = _in_store(
         config, lambda store: store.replace(actor(), document, if_version, note=note or f"from {file.name}")

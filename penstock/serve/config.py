@@ -286,7 +286,7 @@ def _by_table(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the checked settings of a TOML file by name."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"The config file {path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

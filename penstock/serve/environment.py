@@ -117,7 +117,10 @@ def visible_gpus() -> tuple[str, ...]:
 
 def data_dir(config: StoreConfig) -> Path:
     """Return the data folder of a server as an absolute path. The folder may not exist yet."""
-    return (Path(config.data_dir).expanduser() if config.data_dir else state_dir()).absolute()
+    folder = (Path(config.data_dir).expanduser() if config.data_dir else state_dir()).absolute()
+    if os.path.isfile(folder):
+        raise ConfigError(f"The data folder {folder} is a file.", hint="Choose another one with --data-dir.")
+    return folder
 
 
 def open_database(config: StoreConfig) -> Database:

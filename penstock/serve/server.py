@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib
 import logging
 import signal
@@ -124,7 +125,11 @@ def bind(server: ServerConfig) -> socket.socket:
         listener.close()
         raise UsageError(
             f"Cannot listen on {server.host}:{server.port}: {error.strerror or error}.",
-            hint="Choose another port with --port, or stop what uses this one.",
+            hint=(
+                "Choose another port with --port, or stop what uses this one."
+                if error.errno in (errno.EADDRINUSE, errno.EACCES)
+                else "Name an address of this machine with --host, such as 127.0.0.1, or 0.0.0.0 for all of them."
+            ),
         ) from error
     listener.listen(2048)
     listener.setblocking(False)

@@ -193,8 +193,13 @@ def test_tls_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match="cannot be used"):
         check_web_settings(ServerConfig(ssl_certfile=str(tmp_path / "cert.pem")))
-    with pytest.raises(ConfigError, match="cannot be used"):
-        check_web_settings(ServerConfig(ssl_certfile=str(tmp_path / "absent.pem")))
+    for certificate, key in [("absent.pem", None), ("cert.pem", "absent.pem")]:
+        with pytest.raises(ConfigError, match=r"absent.pem cannot be read: No such file"):
+            check_web_settings(
+                ServerConfig(
+                    ssl_certfile=str(tmp_path / certificate), ssl_keyfile=key and str(tmp_path / key)
+                )
+            )
     with pytest.raises(ConfigError, match="needs a certificate"):
         check_web_settings(ServerConfig(ssl_keyfile=str(tmp_path / "key.pem")))
 

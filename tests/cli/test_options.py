@@ -185,6 +185,13 @@ def test_flags_win_over_the_environment_over_the_file_over_defaults(tmp_path: Pa
     assert config.server.drain_timeout == ServeConfig().server.drain_timeout
 
 
+def test_a_file_may_begin_with_a_byte_order_mark_and_end_lines_as_windows_does(tmp_path: Path) -> None:
+    path = tmp_path / "penstock.toml"
+    path.write_bytes(b"\xef\xbb\xbfmax_num_seqs = 7\r\n[server]\r\nport = 1234\r\n")
+    config = config_of("--config", str(path))
+    assert (config.engine.scheduler.max_num_seqs, config.server.port) == (7, 1234)
+
+
 def test_the_file_may_come_from_the_environment(tmp_path: Path) -> None:
     path = write(tmp_path, "[server]\nport = 1234\n")
     assert config_of(environment={"PENSTOCK_CONFIG": path}).server.port == 1234

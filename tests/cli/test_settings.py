@@ -39,6 +39,13 @@ def test_apply_show_history_revert(shell: Shell, tmp_path: Path) -> None:
     assert "settings.change" in shell.run("audit").stdout
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_bytes(b"\xef\xbb\xbf" + FILE.replace("\n", "\r\n").encode())
+    assert shell.run("settings", "apply", str(file)).exit_code == 0
+    assert tomllib.loads(shell.run("settings", "show").stdout) == tomllib.loads(FILE)
+
+
 def test_what_is_refused(shell: Shell, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("\n[response_cash]\n")

@@ -73,6 +73,11 @@ def check_web_settings(config: ServerConfig) -> None:
         if config.ssl_keyfile is not None:
             raise ConfigError("--ssl-keyfile needs a certificate.", hint="Name it with --ssl-certfile.")
         return
+    for path in filter(None, (config.ssl_certfile, config.ssl_keyfile)):
+        try:
+            open(path, "rb").close()
+        except OSError as error:
+            raise ConfigError(f"The file {path} cannot be read: {error.strerror}.") from error
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
             config.ssl_certfile, config.ssl_keyfile

@@ -33,7 +33,7 @@ class SettingsFile:
         """Raises ConfigError."""
         self._stamp = _stamp_of(self.path)  # before reading: what is written meanwhile is another change
         try:
-            text = self.path.read_text(encoding="utf-8")
+            text = self.path.read_text(encoding="utf-8-sig")
         except OSError as error:
             raise ConfigError(f"The settings file {self.path} cannot be read: {error.strerror}.") from error
         except UnicodeDecodeError as error:

@@ -126,7 +126,9 @@ class Database:
     @property
     def exists(self) -> bool:
         """False while a SQLite file has not been written; a server's database always counts as there."""
-        return self.dialect != "sqlite" or self._is_migrated or (self.file is not None and self.file.exists())
+        return (
+            self.dialect != "sqlite" or self._is_migrated or (self.file is not None and _is_there(self.file))
+        )
 
     def has_tables(self) -> bool:
         """Say whether there are tables. Creates none."""
@@ -210,7 +212,7 @@ class Database:
             logger.warning("the database %s can be used again", self.description)
 
     def _make_private_file(self) -> None:
-        if self.file is None or self.file.exists():
+        if self.file is None or _is_there(self.file):
             return
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -220,6 +222,16 @@ class Database:
                 f"The database {self.file} cannot be written: {error.strerror}.",
                 hint="Choose another folder with --data-dir, or a server's database with --database-url.",
             ) from error
+
+
+def _is_there(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError as error:  # PermissionError: the folder may not be searched
+        raise ConfigError(
+            f"The database {file} cannot be read: {error.strerror}.",
+            hint="Choose another folder with --data-dir, or run as the user that it belongs to.",
+        ) from error
 
 
 def _create_engine(url: str) -> Engine:

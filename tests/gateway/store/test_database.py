@@ -182,3 +182,16 @@ def test_an_outage_is_told_once_and_so_is_its_end(
         database.run_now(name_of_default)
     lines = [record.message.partition("penstock.db ")[2] for record in caplog.records]
     assert lines == ["cannot be used: disk I/O error", "can be used again"]
+
+
+def test_a_file_that_may_not_be_looked_for_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def may_not(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    database = Database(sqlite_url(tmp_path))
+    monkeypatch.setattr(Path, "exists", may_not)
+    with pytest.raises(ConfigError, match=r"penstock.db cannot be read: Permission denied"):
+        assert database.exists
+    database.close()
