@@ -44,7 +44,7 @@ MODULES = {
 }
 
 
-_NAMES = {"list": "list_models"}  # of commands that are called like a part of Python
+_NAMES = {"list": "list_models"}  # functions whose commands have the name of a Python built-in
 
 
 class LazyGroup(PenstockGroup):

@@ -88,8 +88,8 @@ def bench_gpu(
 ) -> None:
     """Measure a model shape: FOLDER needs only a config.json, and the weights are random.
 
-    With --peer, the served loads run against that server too, each right after ours, and the table says how many
-    times better ours is. Give each server its share of the GPU's memory.
+    With --peer, the peer gets each served load right after Penstock's server, and the table says how many times
+    better Penstock is. Give each server its share of the GPU's memory.
 
     \b
       penstock bench gpu models/llama-8b --part decode --part offline
@@ -109,13 +109,13 @@ def bench_gpu(
     )
     chosen = parts or PARTS
     if (loads or peer) and "served" not in chosen:
-        raise UsageError("--load and --peer are about the served loads.", hint="Add --part served.")
+        raise UsageError("--load and --peer need the served loads.", hint="Add --part served.")
     vocabulary = read_vocabulary(folder)
     check_loads(loads, vocabulary)
     figures: list[Figure] = []
 
     def found(more: Sequence[Figure]) -> None:
-        """Show and store figures at once: the whole takes minutes, and the user may end it."""
+        """Show and store figures at once, because all parts take minutes and the user may end the command."""
         figures.extend(more)
         for figure in more:
             stderr_console().print(f"{figure.what}: {_shown(figure.value)}", highlight=False)

@@ -32,12 +32,12 @@ def backup(config: StoreConfig, file: Path) -> None:
     click.echo(f"{file}: {file.stat().st_size:,} bytes.")
 
 
-@database.command(short_help="Bring a copy of the database back.")
+@database.command(short_help="Restore a copy of the database.")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--replace", is_flag=True, help="Replace a database that exists. Stop its servers first.")
 @config_options(StoreConfig)
 def restore(config: StoreConfig, file: Path, replace: bool) -> None:
-    """Bring back the copy in FILE. The tables of an older version are migrated."""
+    """Restore the copy in FILE. The tables of an older version are migrated."""
     from penstock.serve.backup import restore as bring_back
 
     bring_back(config, file, replace=replace)

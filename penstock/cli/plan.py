@@ -37,7 +37,7 @@ _GGUF = b"GGUF"  # the first bytes of a GGUF file
 @click.command(cls=PenstockCommand, short_help="Estimate the hardware and the cost of a workload.")
 @click.argument("model")
 @click.option("--hardware", "names", multiple=True, metavar="NAME",
-              help="Device to plan for; may be given several times. Default: all that are known.")  # fmt: skip
+              help="Device to plan for; may be given several times. Default: all known devices.")  # fmt: skip
 @click.option("--device", "own_devices", multiple=True, metavar="FIGURES",
               help="Device that is not in the table, or other figures of one: name=h20,memory=96,bandwidth=4.0,"
                    "tflops=148,price=2.10 (GB, TB/s, dense TFLOP/s, $/h); also fp8_tflops, link (GB/s).")  # fmt: skip
@@ -46,7 +46,7 @@ _GGUF = b"GGUF"  # the first bytes of a GGUF file
 @click.option("--kv-format", default="bfloat16", show_default=True, metavar="FORMAT",
               help="Format of the KV cache: bfloat16, fp8 or int8.")  # fmt: skip
 @click.option("--tensor-parallel", type=click.IntRange(1, 64), metavar="N",
-              help="Devices of a replica. Default: what costs least of 1, 2, 4 and 8.")  # fmt: skip
+              help="Devices of a replica. Default: the cheapest of 1, 2, 4 and 8.")  # fmt: skip
 @click.option("--pipeline-parallel", type=click.IntRange(1, 16), default=1, show_default=True, metavar="N",
               help="Stages of a replica, each with a part of the layers.")  # fmt: skip
 @click.option("--rate", type=click.FloatRange(0.001, 1e6), metavar="PER_SECOND",
@@ -94,7 +94,7 @@ def plan(
     plot_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Say what MODEL needs on each kind of hardware to serve a traffic within its targets, and what that costs.
+    """Estimate what MODEL needs on each kind of hardware to serve a traffic within its targets, and the cost.
 
     MODEL is a folder with a config.json, a config.json, or a known name. Times come from formulas
     (docs/planning.md); the number of replicas of the cheapest plan is checked in the simulator, with the scheduler

@@ -41,7 +41,7 @@ def _number(
 _watch_option = click.option("--watch", is_flag=True, help="Follow the release until it is over.")
 
 
-@click.group(cls=PenstockGroup, short_help="Release new revisions of a model, with a way back.")
+@click.group(cls=PenstockGroup, short_help="Release new revisions of a model, and roll them back.")
 def release() -> None:
     """Releases on a running server.
 

@@ -115,14 +115,15 @@ def gateway(config: ServeConfig) -> None:
     logger.info("stopped")
 
 
-@click.command(cls=PenstockCommand, short_help="Decide for a shared fleet: scaling, releases, places.")
+@click.command(cls=PenstockCommand, short_help="Lead a shared fleet: scaling, releases, hosts.")
 @config_options(ServeConfig)
 def control(config: ServeConfig) -> None:
-    """Decide for a shared fleet: how many replicas there are and on which hosts, and which revision answers.
+    """Lead a shared fleet: decide how many replicas there are, on which hosts, and which revision answers.
 
     Start it on several machines. One process leads, and the others stand by: when the leader is lost, another
     continues within 10 s. Hosts start more replicas than their own if `penstock engine` has --max-replicas. Without
-    bounds here, the number of replicas moves between what hosts started and what they have room for.
+    bounds here, the number of replicas moves between the replicas that hosts started and those that hosts have room
+    for.
 
     \b
       export PENSTOCK_REGISTRY=redis://10.0.0.2:6379/0 PENSTOCK_JOIN_TOKEN=…

@@ -190,7 +190,7 @@ def _run(
 
 
 def _num_beats(config: SimulationConfig) -> float:
-    """Return about how many heartbeats replicas send, also while nothing arrives."""
+    """Estimate the number of heartbeats that replicas send, also while no request arrives."""
     duration_s = config.workload.num_requests / config.workload.requests_per_s
     return duration_s / config.times.heartbeat_s * (config.num_replicas + config.num_prefill_replicas)
 

@@ -35,7 +35,7 @@ class SimulationRuns:
     ) -> Report:
         from penstock.simulator import simulate
 
-        # A run makes no reference cycles, and has too many live objects to look through again and again.
+        # A run makes no reference cycles, and searching its many live objects for cycles again and again takes time.
         gc.disable()
         try:
             return simulate(config, self._tell, on_outcome, admission=admission)
