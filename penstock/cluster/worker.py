@@ -271,7 +271,7 @@ class Worker:
 
     def _restart_kv_events(self) -> None:
         if self._engine is not None:
-            self._engine.loop.scheduler.restart_kv_events()
+            self._engine.loop.restart_kv_events()
 
     def _send_outputs(
         self,

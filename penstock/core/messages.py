@@ -20,13 +20,22 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import Pooling, Request, SamplingDefaults
 
 
-class KVStored(msgspec.Struct, frozen=True, tag="stored"):
+class KeptEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A prefix that a client asked to keep, with `cache_control`."""
+
+    block_hash: bytes  # of the last block in front of the breakpoint
+    num_blocks: int  # kept: all blocks up to that one, or fewer where there was no room
+    left_s: float  # until the entry ends, unless it is prolonged
+
+
+class KVStored(msgspec.Struct, frozen=True, tag="stored", omit_defaults=True):
     """A run of one chain became reusable: `block_hashes[0]` follows `parent`, every other hash follows
-    the one before."""
+    the one before. Or no block did, and prefixes are kept from now on, or for longer."""
 
     sequence: int
     block_hashes: tuple[bytes, ...]
     parent: bytes
+    kept: tuple[KeptEntry, ...] = ()
 
 
 class KVRemoved(msgspec.Struct, frozen=True, tag="removed"):

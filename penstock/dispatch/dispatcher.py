@@ -24,7 +24,7 @@ from dataclasses import replace
 import msgspec
 
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, ModelNotFound, Overloaded, PenstockError
-from penstock.core.messages import EngineStats, KVEvent
+from penstock.core.messages import EngineStats, KVEvent, KVStored
 from penstock.core.plan import TokenEvent
 from penstock.core.policy import RoutingPolicy, RoutingWeights
 from penstock.core.request import FinishReason, Request
@@ -188,7 +188,15 @@ class Dispatcher:
                 event, num_cached_tokens=None, queue_s=None, cache_use=None, prefill=None
             )
         elif event.cache_use is not None and record.replica_id is not None:
-            event = self.kept.settled(record.request, record.replica_id, event, record.arrived_s)
+            model, block_size = self._cache_of(record.replica_id)
+            event = self.kept.settled(
+                record.request,
+                record.replica_id,
+                event,
+                record.arrived_s,
+                model=model,
+                block_size=block_size,
+            )
         if event.finish_reason is not None:
             self._finish(record, event.finish_reason, now, actions)
         return event
@@ -211,6 +219,10 @@ class Dispatcher:
         return self._with_wakeup(actions)
 
     def kv_events(self, replica_id: str, events: tuple[KVEvent, ...], now: float) -> Sequence[Action]:
+        for event in events:
+            if isinstance(event, KVStored) and event.kept:
+                model, _ = self._cache_of(replica_id)
+                self.kept.told(model, replica_id, event.kept, now)
         return (ResyncKVEvents(replica_id),) if self.table.kv_events(replica_id, events, now) else _NOTHING
 
     def tick(self, now: float) -> Sequence[Action]:
@@ -406,6 +418,12 @@ class Dispatcher:
         """Say whether there is, or will be, a replica that has not failed this request yet."""
         model = self._model_of(record.request)
         return self.table.expects(model) or self.table.serves(model, excluding=record.failed_on)
+
+    def _cache_of(self, replica_id: str) -> tuple[str, int]:
+        """Return the model of a replica, and the block size of its cache."""
+        record = self.table.records.get(replica_id)
+        model = "" if record is None else record.status.model
+        return model, self.table.status.models.get(model, _DEFAULT_BLOCK_SIZE)
 
     def _model_of(self, request: Request) -> str:
         return request.model or next(iter(self.table.status.models), "")

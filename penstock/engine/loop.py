@@ -133,6 +133,10 @@ class EngineLoop:
             request = msgspec.structs.replace(request, deadline_s=now + timeout_s)
         self._advance(Arrival(request, kv_source), 0, now)
 
+    def restart_kv_events(self) -> None:
+        """Make the next KV events start with the whole index, for a reader that has missed some or is new."""
+        self.scheduler.restart_kv_events(self._clock.now())
+
     def abort(self, request_id: str) -> None:
         """Forget a request in any state. No event follows. Unknown ids are ignored."""
         now = self._clock.now()

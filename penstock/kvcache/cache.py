@@ -12,6 +12,7 @@ returns the copies of bytes that decisions need. `pool` describes the states of 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from math import inf
 
 from penstock.core.hashing import BlockHash
 from penstock.core.messages import EngineStats, KVEvent
@@ -81,6 +82,10 @@ class KVCache:
         self.has_window_memory = windows is not None and windows.num_blocks is not None
         self.retention = Retention(self.pool, max_pinned_fraction)
         self._tails = TailHalves(self.pool, enabled=halves_blocks)
+
+        self._restarted_s = (
+            -inf
+        )  # when events were restarted: no request may have told the time since long ago
 
         # Counters since construction.
         self.lookup_tokens = 0
@@ -165,10 +170,13 @@ class KVCache:
     def take_events(self) -> list[KVEvent]:
         """Return the changes of the index since the last call, in order. If the missed events would be more than the
         whole index, the events are `cleared` and then the whole index."""
-        return self.pool.events.take(self.pool.indexed())
+        now = max(self.pool.now, self._restarted_s)
+        return self.pool.events.take(self.pool.indexed(), self.retention.entries(now))
 
-    def restart_events(self) -> None:
-        """Make the next `take_events` return `cleared` and the whole index, for a reader that has missed events."""
+    def restart_events(self, now: float = -inf) -> None:
+        """Make the next `take_events` return `cleared`, the whole index and all prefixes that are kept, for a reader
+        that has missed events."""
+        self._restarted_s = now
         self.pool.events.restart()
 
     def stats(self) -> EngineStats:

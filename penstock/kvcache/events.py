@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.core.hashing import BlockHash
-from penstock.core.messages import KVCleared, KVEvent, KVRemoved, KVStored
+from penstock.core.messages import KeptEntry, KVCleared, KVEvent, KVRemoved, KVStored
 
 
 class EventLog:
     def __init__(self, max_pending_hashes: int) -> None:
         self._max_pending_hashes = max_pending_hashes
-        self._pending: list[_Pending] = []
+        self._pending: list[_Pending | KeptEntry] = []
         self._num_pending_hashes = 0
         self._restart = False  # events were dropped: the next reader starts with the whole index
         self._next_sequence = 0
@@ -25,7 +25,7 @@ class EventLog:
     def stored(self, block_hash: BlockHash, parent: BlockHash) -> None:
         if not self._room_for_one():
             return
-        last = self._pending[-1] if self._pending else None
+        last = self._last()
         if last is not None and last.parent is not None and last.block_hashes[-1] == parent:
             last.block_hashes.append(block_hash)
         else:
@@ -34,11 +34,16 @@ class EventLog:
     def removed(self, block_hash: BlockHash) -> None:
         if not self._room_for_one():
             return
-        last = self._pending[-1] if self._pending else None
+        last = self._last()
         if last is not None and last.parent is None and last.block_hashes:
             last.block_hashes.append(block_hash)
         else:
             self._pending.append(_Pending([block_hash], None))
+
+    def kept(self, entry: KeptEntry) -> None:
+        """Note that a prefix is kept from now on, or for longer."""
+        if self._room_for_one():
+            self._pending.append(entry)
 
     def cleared(self) -> None:
         """Drop all pending events, because the index was cleared."""
@@ -51,17 +56,25 @@ class EventLog:
         self._restart = True
         self._pending = []
 
-    def take(self, index: Iterable[tuple[BlockHash, BlockHash]]) -> list[KVEvent]:
-        """Return the events since the last call. `index` yields (hash, parent) of every indexed block, and is read
-        only if pending events were dropped."""
+    def take(
+        self, index: Iterable[tuple[BlockHash, BlockHash]], entries: Iterable[KeptEntry]
+    ) -> list[KVEvent]:
+        """Return the events since the last call. `index` yields (hash, parent) of every indexed block, and `entries`
+        every prefix that is kept; both are read only if pending events were dropped."""
         if self._restart:
             self.cleared()
             for block_hash, parent in index:
                 self.stored(block_hash, parent)
+            self._pending += entries
         events = [self._number(pending) for pending in self._pending]
         self._pending = []
         self._num_pending_hashes = 0
         return events
+
+    def _last(self) -> _Pending | None:
+        """Return the last pending event, if it may grow."""
+        last = self._pending[-1] if self._pending else None
+        return last if isinstance(last, _Pending) else None
 
     def _room_for_one(self) -> bool:
         if self._restart:
@@ -72,9 +85,11 @@ class EventLog:
         self._num_pending_hashes += 1
         return True
 
-    def _number(self, pending: _Pending) -> KVEvent:
+    def _number(self, pending: _Pending | KeptEntry) -> KVEvent:
         sequence = self._next_sequence
         self._next_sequence += 1
+        if isinstance(pending, KeptEntry):
+            return KVStored(sequence, (), b"", (pending,))
         hashes = tuple(pending.block_hashes)
         if not hashes:
             return KVCleared(sequence)

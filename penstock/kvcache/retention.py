@@ -7,10 +7,11 @@ stays: the block goes to host memory when it is evicted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from penstock.core.hashing import BlockHash
+from penstock.core.messages import KeptEntry
 from penstock.kvcache.block import Block, IntegrityError, RetentionTerm
 from penstock.kvcache.pool import BlockPool
 
@@ -81,7 +82,32 @@ class Retention:
         if last is not None and last.term is not None and since + ttl_s > now:
             longest = max(ttl_s, last.term.entry_ttl_s or 0.0)
             last.term = replace(last.term, entry_ttl_s=longest)
+            self._tell(hashes[-1], last.term, num_pinned, now)
         return num_pinned
+
+    def prolong_entry(self, hashes: Sequence[BlockHash], since: float, now: float) -> None:
+        """Prolong the entry that ends with the last of these hashes, if there is one, by its own time to live."""
+        ttl_s = self.entry_ttl_s(hashes[-1], now)
+        if ttl_s is None:
+            return
+        before = self._pool.find(hashes[-1])
+        until = None if before is None or before.term is None else before.term.until
+        num_kept = self.retain(hashes, since + ttl_s, now)
+        last = self._pool.find(hashes[-1])
+        if last is not None and last.term is not None and last.term.until != until:
+            self._tell(hashes[-1], last.term, num_kept, now)
+
+    def entries(self, now: float) -> Iterator[KeptEntry]:
+        """Yield the entries that have not ended."""
+        for index in (self._pool.index, self._pool.host.index):
+            for block_hash, block in index.items():
+                term = block.term
+                if term is not None and term.entry_ttl_s is not None and term.until > now:
+                    yield KeptEntry(block_hash, term.depth + 1, term.until - now)
+
+    def _tell(self, block_hash: BlockHash, term: RetentionTerm, num_kept: int, now: float) -> None:
+        if num_kept:
+            self._pool.events.kept(KeptEntry(block_hash, num_kept, term.until - now))
 
     def entry_ttl_s(self, block_hash: BlockHash, now: float) -> float | None:
         """Return the time to live of the entry that ends with this block; None if no entry does, or the entry has

@@ -295,6 +295,4 @@ class Breakpoints:
     def _refresh(self, sequence: Sequence, ends: Iterable[int], now: float) -> None:
         """Prolong the kept prefixes that were read, each by its own time to live."""
         for end in ends:
-            ttl_s = self._retention.entry_ttl_s(sequence.hashes[end - 1], now)
-            if ttl_s is not None:
-                self._retention.retain(sequence.hashes[:end], sequence.arrival_s + ttl_s, now)
+            self._retention.prolong_entry(sequence.hashes[:end], sequence.arrival_s, now)

@@ -218,9 +218,9 @@ class Scheduler(RequestLifecycle):
         """Return the changes of the prefix index since the last call."""
         return self.cache.take_events()
 
-    def restart_kv_events(self) -> None:
+    def restart_kv_events(self, now: float) -> None:
         """Make the next events start with the whole index, for a reader that has missed some or is new."""
-        self.cache.restart_events()
+        self.cache.restart_events(now)
 
     def stats(self) -> EngineStats:
         """Return the scheduler's part of EngineStats. The driver adds the figures of steps."""

@@ -14,7 +14,7 @@ from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineStats, KVCleared, KVEvent, KVRemoved, KVStored
 from penstock.core.plan import TokenEvent
-from penstock.core.request import Request, SamplingParams
+from penstock.core.request import CacheBreakpoint, Request, SamplingParams
 from tests.cluster.engines import EngineProcess, engine_process
 
 WAIT_S = 60
@@ -121,6 +121,21 @@ async def test_subscribers_learn_all_that_is_cached_whoever_asked(
     await until(lambda: bool(late.heard.events) and late.heard.held() >= both)
     await until(lambda: early.heard.held() == late.heard.held())
     assert isinstance(late.heard.events[0], KVCleared)
+
+
+async def test_every_gateway_hears_what_clients_of_any_gateway_had_kept(
+    gateways: tuple[Gateway, Gateway],
+) -> None:
+    asking, other = gateways
+    asking.client.subscribe_kv_events()
+    marks = (CacheBreakpoint(num_tokens=50, ttl_s=300.0),)
+    await asking.ask(make_request("first", cache_breakpoints=marks, min_cacheable_tokens=1))
+    other.client.subscribe_kv_events()  # too late for the event itself
+    await until(lambda: any(isinstance(event, KVStored) and event.kept for event in other.heard.events))
+    (entry,) = (entry for event in other.heard.events if isinstance(event, KVStored) for entry in event.kept)
+    assert entry.block_hash == chain_hashes(root_hash(""), PROMPT[:48], 16)[-1]
+    assert entry.num_blocks == 3
+    assert 0.0 < entry.left_s <= 300.0
 
 
 async def test_a_lost_message_is_made_good(gateways: tuple[Gateway, Gateway]) -> None:

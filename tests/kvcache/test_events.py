@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.core.messages import KVCleared, KVEvent, KVRemoved, KVStored
+from penstock.core.messages import KeptEntry, KVCleared, KVEvent, KVRemoved, KVStored
 from penstock.kvcache import KVCache, root_hash
 from tests.kvcache.chains import Mirror, compute, hashes, matched, remember
 
@@ -90,3 +90,43 @@ def test_a_reader_that_missed_news_gets_a_new_start() -> None:
     mirror.apply(events)
     assert mirror.hashes == {*hashes("abc"), *hashes("x")}
     assert cache.take_events() == []
+
+
+def test_readers_hear_of_prefixes_that_are_kept_and_of_those_that_are_prolonged() -> None:
+    cache = KVCache(8)
+    remember(cache, "abc")
+    cache.take_events()
+    assert cache.retention.retain_entry(hashes("ab"), 300.0, since=0.0, now=1.0) == 2
+    last = hashes("ab")[-1]
+    assert cache.take_events() == [KVStored(1, (), b"", (KeptEntry(last, 2, 299.0),))]
+    cache.retention.prolong_entry(hashes("ab"), since=10.0, now=10.0)
+    cache.retention.prolong_entry(hashes("ab"), since=10.0, now=20.0)
+    assert cache.take_events() == [KVStored(2, (), b"", (KeptEntry(last, 2, 300.0),))], "told once"
+    cache.retention.prolong_entry(hashes("abc"), since=20.0, now=20.0)
+    assert cache.take_events() == [], "no entry ends there"
+
+
+def test_a_new_reader_hears_of_all_prefixes_that_are_still_kept() -> None:
+    cache = KVCache(8)
+    remember(cache, "abc")
+    cache.retention.retain_entry(hashes("ab"), 300.0, since=0.0, now=0.0)
+    cache.retention.retain_entry(hashes("abc"), 60.0, since=0.0, now=0.0)
+    cache.restart_events(now=100.0)
+    assert cache.take_events() == [
+        KVCleared(0),
+        KVStored(1, tuple(hashes("abc")), root_hash("")),
+        KVStored(2, (), b"", (KeptEntry(hashes("ab")[-1], 2, 200.0),)),
+    ]
+
+
+def test_readers_of_an_earlier_version_pass_over_kept_prefixes() -> None:
+    class EarlierStored(msgspec.Struct, frozen=True, tag="stored"):
+        sequence: int
+        block_hashes: tuple[bytes, ...]
+        parent: bytes
+
+    event = KVStored(3, (), b"", (KeptEntry(b"x" * 16, 2, 300.0),))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=EarlierStored) == EarlierStored(
+        3, (), b""
+    )
+    assert b"kept" not in msgspec.msgpack.encode(KVStored(3, (b"x",), b"y")), "costs nothing elsewhere"
