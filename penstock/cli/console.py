@@ -57,8 +57,8 @@ def stderr_console() -> Console:
 def configure_logging(*, debug: bool) -> None:
     """Log one line per event to standard error. Libraries log warnings and errors only."""
     handler = logging.StreamHandler()
-    text_format = "%(asctime)s %(levelname)-7s %(name)s: %(message)s" if debug else "%(asctime)s %(message)s"
-    handler.setFormatter(TextFormatter(text_format, "%H:%M:%S"))
+    origin = "%(name)s: " if debug else ""
+    handler.setFormatter(TextFormatter(f"%(asctime)s %(levelname)s {origin}%(message)s"))
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, handlers=[handler], force=True)
     for library in _NOISY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.INFO if debug else logging.WARNING)

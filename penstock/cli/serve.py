@@ -168,7 +168,7 @@ def print_banner(
         ("Chat page", f"{url}/"),
         ("Model", describe_weights(card)),
         *([("Also", ", ".join(others))] if others else []),
-        *([("Vectors", describe_vectors(card))] if card.embedding_size else []),
+        *([("Embeddings", describe_vectors(card))] if card.embedding_size else []),
         *([("GPU", card.device)] if card.device else []),
         ("Context", f"{card.max_model_len:,} tokens"),
         ("KV cache", f"{describe_kv_cache(ready)}{each}"),
@@ -205,13 +205,12 @@ def describe_weights(card: ModelCard) -> str:
 def describe_vectors(card: ModelCard) -> str:
     """Describe the model's vectors, scores or labels, the pooling, and the file that sets the pooling."""
     pooler = card.pooler
-    said_by = f"by {pooler.source}" if pooler.source else "which none of the model's files names"
-    pooling = f"pooling {card.pooling!r}, {said_by}"
+    pooling = f"pooling {card.pooling!r}, {f'from {pooler.source}' if pooler.source else 'by default'}"
     if pooler.scores_pairs:
         return f"a score for each pair of texts; {pooling}"
     if pooler.labels:
         return f"{len(pooler.labels)} labels; {pooling}"
-    return f"{card.embedding_size:,} numbers{'' if pooler.normalizes else ', not normalized'}; {pooling}"
+    return f"{card.embedding_size:,} dimensions{'' if pooler.normalizes else ', not normalized'}; {pooling}"
 
 
 def print_gateway_banner(servers: Sequence[str], url: str, *, is_open: bool) -> None:
@@ -222,8 +221,8 @@ def print_gateway_banner(servers: Sequence[str], url: str, *, is_open: bool) -> 
 def _print_banner(title: str, url: str, rows: Sequence[tuple[str, str]], *, is_open: bool) -> None:
     console = stderr_console()
     console.print(f"\n[bold]Penstock {__version__}[/bold] {title}", soft_wrap=True)
-    keys = "none are asked for" if is_open else "every caller needs one; see penstock keys"
-    stop = "Ctrl-C lets running answers finish; twice cuts them short"
+    keys = "not required" if is_open else "required; see penstock keys"
+    stop = "Ctrl-C lets running responses finish; a second Ctrl-C ends them"
     for name, value in (("API", f"{url}/v1"), *rows, ("Keys", keys), ("Stop", stop)):
         console.print(f"  [dim]{name:<10}[/dim] {value}", soft_wrap=True)
     console.print()

@@ -45,6 +45,8 @@ def on_one_line(text: str) -> str:
 class TextFormatter(logging.Formatter):
     """Writes one line for each message; the lines of a traceback follow it."""
 
+    default_msec_format = ""
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = on_one_line(record.message)
         return super().formatMessage(record)
@@ -89,12 +91,10 @@ def _masked(value: Any) -> Any:
 def set_up_logs(process: str, log_format: str, level: int | str) -> None:
     """Write the log of an engine's process to standard error."""
     handler = logging.StreamHandler()
-    text_format = f"%(asctime)s {process} %(levelname)s %(message)s"
+    text_format = f"%(asctime)s %(levelname)s {process}: %(message)s"
     handler.setFormatter(formatter(log_format, process=process, text_format=text_format))
     logging.basicConfig(level=level, handlers=[handler])
 
 
-def formatter(
-    log_format: str, *, process: str, text_format: str, date_format: str | None = None
-) -> logging.Formatter:
-    return JsonFormatter(process) if log_format == "json" else TextFormatter(text_format, date_format)
+def formatter(log_format: str, *, process: str, text_format: str) -> logging.Formatter:
+    return JsonFormatter(process) if log_format == "json" else TextFormatter(text_format)

@@ -101,7 +101,7 @@ class NativeOps(ComposedOps):
     @property
     def rounding(self) -> str:
         if self._has_integer_products:
-            return "inputs of quantized products rounded to 16-bit integers, with a scale for every 32"
+            return "activations of quantized layers rounded to 16 bits, in groups of 32"
         return "products rounded to bfloat16" if self.dtype == torch.bfloat16 else ""
 
     def linear(self, x: Tensor, weight: Any) -> Tensor:

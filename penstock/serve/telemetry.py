@@ -73,8 +73,9 @@ def configure_server_logging(config: TelemetryConfig, *, process: str = "gateway
         formatter(
             config.log_format,
             process=process,
-            text_format=previous._fmt or "" if previous is not None else "%(asctime)s %(message)s",
-            date_format=previous.datefmt if previous is not None else None,
+            text_format=previous._fmt or ""
+            if previous is not None
+            else "%(asctime)s %(levelname)s %(message)s",
         )
     )
     root.handlers[:] = [handler]

@@ -315,12 +315,12 @@ def test_the_banner_says_how_weights_are_kept(
 @pytest.mark.parametrize(
     ("pooling", "pooler", "expected"),
     [
-        ("last", PoolerCard(), "8 numbers; pooling 'last', which none of the model's files names"),
-        ("mean", PoolerCard(source="a.json", normalizes=False), "8 numbers, not normalized; "
-         "pooling 'mean', by a.json"),
-        ("first", PoolerCard(source="b", labels=("x", "y")), "2 labels; pooling 'first', by b"),
+        ("last", PoolerCard(), "8 dimensions; pooling 'last', by default"),
+        ("mean", PoolerCard(source="a.json", normalizes=False), "8 dimensions, not normalized; "
+         "pooling 'mean', from a.json"),
+        ("first", PoolerCard(source="b", labels=("x", "y")), "2 labels; pooling 'first', from b"),
         ("last", PoolerCard(source="b", labels=("x",), scores_pairs=True), "a score for each pair of texts; "
-         "pooling 'last', by b"),
+         "pooling 'last', from b"),
     ],
     ids=["default", "file", "labels", "pairs"],
 )  # fmt: skip
