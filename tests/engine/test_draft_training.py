@@ -29,8 +29,6 @@ from tests.models.test_heads import one_text
 
 PROMPTS = [[3 + n, 40 + n, 7] for n in range(24)]
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -43,6 +41,7 @@ def config(model: Path) -> EngineConfig:
         cache=CacheConfig(num_kv_blocks=512),
         scheduler=SchedulerConfig(itl_target_ms=None),
         speculate="off",
+        num_threads=1,
     )
 
 
@@ -119,6 +118,16 @@ def test_an_interrupted_training_goes_on(
     assert [point["epoch"] for point in resumed.curve] == [1, 2]
     for name, tensor in whole.head.state_dict().items():
         torch.testing.assert_close(resumed.head.state_dict()[name], tensor)
+
+
+def test_answers_report_their_progress_while_they_are_written(model: Path, tmp_path: Path) -> None:
+    reports: list[tuple[str, float]] = []
+    settings = TrainSettings(tmp_path / "head", num_tokens=400, answer_tokens=40, epochs=1, vocabulary=128)
+    train_head(config(model), model, lambda card: PROMPTS, settings, lambda *report: reports.append(report))
+    shares = [share for stage, share in reports if stage == "Writing answers"]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert shares[0] < 0.2
 
 
 def test_damaged_remains_and_those_of_another_model_are_refused(model: Path, tmp_path: Path) -> None:

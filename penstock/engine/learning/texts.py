@@ -105,7 +105,7 @@ def _conversation(line: str, where: str) -> Conversation:
 
 
 LONGEST_TEXT = 1024
-ROUND_PROMPTS = 512
+ROUND_PROMPTS = 128  # answered between two checkpoints
 TEMPERATURES = (0.0, 1.0, 0.7)  # of the first, second and third answer to a prompt, and so on
 TEXTS = "texts.safetensors"
 OnStage = Callable[[str, float], None]  # the stage, and its finished share
@@ -179,8 +179,15 @@ def write_texts(
     on_stage: OnStage,
 ) -> None:
     """Let the model answer prompts until the answers have enough tokens. Existing answers count, and are kept."""
-    if texts.num_tokens >= settings.num_tokens:
+    num_written = texts.num_tokens
+    if num_written >= settings.num_tokens:
         return
+
+    def report(_index: int, token_ids: Sequence[int]) -> None:
+        nonlocal num_written
+        num_written += len(token_ids)
+        on_stage("Writing answers", min(1.0, num_written / settings.num_tokens))
+
     engine = OfflineEngine(config, model_path)
     try:
         room = min(engine.card.max_model_len, LONGEST_TEXT) - settings.answer_tokens
@@ -206,7 +213,7 @@ def write_texts(
                 )
                 for index, (_, prompt) in enumerate(batch, begin)
             ]
-            answers = engine.generate([prompt for _, prompt in batch], sampling)
+            answers = engine.generate([prompt for _, prompt in batch], sampling, report)
             for (number, prompt), answer in zip(batch, answers, strict=True):
                 if answer.token_ids:
                     texts.prompts.append(number)
@@ -215,6 +222,5 @@ def write_texts(
             if len(texts.prompts) == begin:
                 raise ConfigError("The model answers none of the prompts.")
             texts.save(settings.output)
-            on_stage("Writing answers", min(1.0, texts.num_tokens / settings.num_tokens))
     finally:
         engine.close()
