@@ -13,9 +13,11 @@ import subprocess
 from pathlib import Path
 
 from sqlalchemy import make_url
+from sqlalchemy.exc import DatabaseError
 
 from penstock.core.errors import UsageError
 from penstock.core.gateway_config import StoreConfig
+from penstock.gateway.store.database import Database
 from penstock.serve.environment import open_database
 
 SQLITE_MAGIC = b"SQLite format 3\0"
@@ -62,12 +64,28 @@ def restore(store: StoreConfig, source: Path, *, replace: bool = False) -> None:
             )
         if database.file is not None:
             database.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _copy(source, database.file)
-            database.file.chmod(0o600)
+            _replace_file(source, database.file)
         else:
             options = ["--clean", "--if-exists", "--no-owner", "--single-transaction", "--exit-on-error"]
             _call("pg_restore", [*options, "--dbname", _postgres_url(store), str(source)], store)
         database.migrate()  # a copy of an older version
+
+
+def _replace_file(source: Path, target: Path) -> None:
+    """Migrate a copy of `source` first: a backup of a newer release, or one that is damaged, replaces nothing."""
+    unfinished = target.with_name(target.name + ".unfinished")
+    try:
+        _copy(source, unfinished)
+        unfinished.chmod(0o600)
+        with contextlib.closing(Database(f"sqlite:///{unfinished}")) as copied:
+            copied.migrate()
+        _copy(unfinished, target)
+        target.chmod(0o600)
+    except DatabaseError as error:
+        raise UsageError(f"{source} is damaged: {error.orig}.") from error
+    finally:
+        for suffix in ("", "-wal", "-shm"):
+            Path(f"{unfinished}{suffix}").unlink(missing_ok=True)
 
 
 def _copy(source: Path, target: Path) -> None:

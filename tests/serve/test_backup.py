@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,3 +71,21 @@ def test_what_cannot_be_restored_or_backed_up(tmp_path: Path) -> None:
     (tmp_path / "dump").write_bytes(b"PGDMP and so on")
     assert "no backup of a sqlite database" in run("restore", str(tmp_path / "dump"), *where).stderr
     assert not (tmp_path / "fleet.db").exists()
+
+
+def test_a_backup_that_cannot_be_used_replaces_nothing(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'fleet.db'}"
+    add(url, "one")
+    newer, damaged = tmp_path / "newer", tmp_path / "damaged"
+    assert run("backup", str(newer), "--database-url", url).exit_code == 0
+    with contextlib.closing(sqlite3.connect(newer)) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999_later'")
+        connection.commit()
+    damaged.write_bytes(newer.read_bytes()[:16] + b"\xff" * 8192)
+    for source, sentence in [(newer, "written by a newer Penstock"), (damaged, "Error: ")]:
+        refused = run("restore", str(source), "--replace", "--database-url", url)
+        assert refused.exit_code != 0
+        assert sentence in refused.stderr
+        assert "did not expect" not in refused.stderr
+        assert count(url) == 1
+    assert not list(tmp_path.glob("*.unfinished*"))
