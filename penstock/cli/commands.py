@@ -5,6 +5,7 @@ Knows click and the error tree, but no command.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -20,6 +21,8 @@ from penstock.serve.environment import DEBUG_VARIABLE
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+# What the operator must change, wherever it happens.
+_FAILURES_OF_THE_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 class Failure(click.ClickException):
@@ -118,6 +121,9 @@ class PenstockCommand(click.Command):
         except Exception as error:
             if debug:
                 raise
+            if isinstance(error, OSError) and error.errno in _FAILURES_OF_THE_MACHINE:
+                place = f"{error.filename}: " if error.filename else ""
+                raise Failure(f"{place}{error.strerror}.", None, EXIT_FAILURE) from error
             summary = str(error) or "no message"
             raise Failure(
                 f"Penstock met an error it did not expect, {type(error).__name__}: {summary}",

@@ -41,6 +41,8 @@ def fail(kind: str) -> None:
         "load": ModelLoadError("It is no model."),
         "config": ConfigError("It is set wrongly."),
         "bug": ValueError("seven"),
+        "permission": PermissionError(13, "Permission denied", "/root/model.gguf"),
+        "disk": OSError(28, "No space left on device"),
         "interrupt": KeyboardInterrupt(),
     }
     if kind == "cleanup":
@@ -61,6 +63,8 @@ def _press_ctrl_c(_: object) -> Never:
         ("usage", 1, "Error: It is broken.\nHint: Mend it.\n"),
         ("load", 1, "Error: It is no model.\n"),
         ("config", 2, "Error: It is set wrongly.\n"),
+        ("permission", 1, "Error: /root/model.gguf: Permission denied.\n"),
+        ("disk", 1, "Error: No space left on device.\n"),
         ("interrupt", 130, "Interrupted.\n"),
         ("cleanup", 130, "Interrupted.\n"),
     ],
