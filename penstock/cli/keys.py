@@ -126,7 +126,9 @@ def list_keys(
 ) -> None:
     """List keys, newest first, with the first characters of each key. Revoked and expired keys are listed too."""
     page = in_directory(
-        config, lambda directory: directory.keys(limit=limit, after=after, workspace_id=workspace)
+        config,
+        lambda directory: directory.keys(limit=limit, after=after, workspace_id=workspace),
+        reads_only=True,
     )
     if as_json:
         print_json({"data": [_shown(key) for key in page.data], "has_more": page.has_more})
@@ -147,7 +149,7 @@ def list_keys(
 @config_options(StoreConfig)
 def show(key_id: str, as_json: bool, config: StoreConfig) -> None:
     """Show all stored properties of a key. The secret itself is not stored."""
-    key = in_directory(config, lambda directory: directory.key(key_id))
+    key = in_directory(config, lambda directory: directory.key(key_id), reads_only=True)
     if as_json:
         print_json(_shown(key))
     else:

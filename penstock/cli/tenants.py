@@ -36,12 +36,20 @@ after_option = click.option(
 )
 
 
-def in_database(config: StoreConfig, work: Callable[[Database], Awaitable[T]]) -> T:
-    """Run `work` on the database that the settings name, and return its result."""
+def in_database(
+    config: StoreConfig, work: Callable[[Database], Awaitable[T]], *, reads_only: bool = False
+) -> T:
+    """Run `work` on the database that the settings name, and return its result. Work that only reads makes no file:
+    it sees an empty database where there is none."""
+    from penstock.gateway.store.database import Database
+
     # Audit entries are also log lines. A command prints its own sentence instead.
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
         logging.getLogger("penstock.audit").setLevel(logging.WARNING)
     database = open_database(config)
+    if reads_only and not database.exists:
+        database.close()
+        database = Database("sqlite://")
 
     async def run() -> T:
         return await work(database)
@@ -52,10 +60,12 @@ def in_database(config: StoreConfig, work: Callable[[Database], Awaitable[T]]) -
         database.close()
 
 
-def in_directory(config: StoreConfig, work: Callable[[Directory], Awaitable[T]]) -> T:
+def in_directory(
+    config: StoreConfig, work: Callable[[Directory], Awaitable[T]], *, reads_only: bool = False
+) -> T:
     from penstock.gateway.tenants.directory import Directory
 
-    return in_database(config, lambda database: work(Directory(database)))
+    return in_database(config, lambda database: work(Directory(database)), reads_only=reads_only)
 
 
 def actor_name() -> str:
@@ -118,7 +128,9 @@ def create_organization(name: str, as_json: bool, config: StoreConfig) -> None:
 @config_options(StoreConfig)
 def list_organizations(limit: int, after: str | None, as_json: bool, config: StoreConfig) -> None:
     """List organisations, newest first. Archived ones are listed too."""
-    page = in_directory(config, lambda directory: directory.organizations(limit=limit, after=after))
+    page = in_directory(
+        config, lambda directory: directory.organizations(limit=limit, after=after), reads_only=True
+    )
     rows = [(row.id, row.name, shown_time(row.created_at), shown_time(row.archived_at)) for row in page.data]
     _print_page(page, as_json, ("ID", "NAME", "MADE", "ARCHIVED"), rows)
 
@@ -153,6 +165,7 @@ def list_workspaces(
     page = in_directory(
         config,
         lambda directory: directory.workspaces(limit=limit, after=after, organization_id=organization),
+        reads_only=True,
     )
     rows = [
         (row.id, row.name, row.organization_id, shown_time(row.created_at), shown_time(row.archived_at))
@@ -206,7 +219,9 @@ def audit(target: str | None, limit: int, after: int | None, as_json: bool, conf
     """Show the audit log, newest first: every change of organisations, workspaces and keys, with the user who made it
     and the values before and after."""
     page = in_directory(
-        config, lambda directory: directory.audit(limit=limit, before_id=after, target=target)
+        config,
+        lambda directory: directory.audit(limit=limit, before_id=after, target=target),
+        reads_only=True,
     )
     rows = [
         (str(entry.id), shown_time(entry.at), entry.actor, entry.action, entry.target, _summary(entry.after))

@@ -59,6 +59,22 @@ def test_the_first_key_makes_the_database(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "penstock.db").exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("keys", "list"),
+        ("keys", "show", "key_x"),
+        ("workspaces", "list"),
+        ("organizations", "list"),
+        ("audit",),
+    ],
+)
+def test_looking_makes_no_database(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    looked = Shell(tmp_path / "new").run(*arguments)
+    assert looked.exit_code == (1 if "show" in arguments else 0)
+    assert not (tmp_path / "new").exists()
+
+
 def test_everything_about_a_key_can_be_said(shell: Shell) -> None:
     workspace = shell.json("workspaces", "create", "Production")
     key = shell.json(

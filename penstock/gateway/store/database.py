@@ -60,7 +60,7 @@ def migrate(connection: Connection) -> None:
     else:
         _refuse_unknown(current[0], {revision.revision for revision in script.walk_revisions()})
         command.upgrade(config, "head")
-    logger.info("database tables are now at %s", ", ".join(heads))
+        logger.info("the tables of the database were migrated from %s to %s", current[0], heads[0])
 
 
 def _refuse_unknown(current: str, known: set[str]) -> None:
