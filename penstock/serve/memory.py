@@ -18,7 +18,7 @@ _M_MMAP_THRESHOLD = -3
 MAPPED_BYTES = 1 << 20  # buffers of this size are mapped one by one, so that freeing one returns its memory
 MAX_FREE_BYTES = 8 << 20  # at the end of a heap
 _MADV_COLLAPSE = 25  # since Linux 6.1
-_LARGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _MIN_USED_SHARE = 0.5  # of a large page: less would waste memory
 
 
@@ -48,7 +48,9 @@ def use_large_pages() -> int:
     4 KiB, the processor spends much time on finding out where they are. Does nothing on other systems, and where
     large pages are switched off."""
     try:
-        page_bytes = int(_LARGE_PAGE_SIZE.read_text())
+        if "[never]" in (_LARGE_PAGES / "enabled").read_text():  # which the kernel itself may overlook
+            return 0
+        page_bytes = int((_LARGE_PAGES / "hpage_pmd_size").read_text())
         libc = ctypes.CDLL(None)
         mincore, madvise = libc.mincore, libc.madvise
     except (OSError, ValueError, AttributeError):
