@@ -210,8 +210,13 @@ async def _serve_by_workers(
 
 def announce_leave(server: ServerConfig) -> None:
     if server.lame_duck_s:
-        logger.info("leaving: /ready fails, requests are taken for %.0f s more", server.lame_duck_s)
-    logger.info("draining: running answers get %.0f s to finish", server.drain_timeout)
+        logger.info(
+            "leaving: /ready fails, requests are taken for %.0f s more, and then running answers get %.0f s to finish",
+            server.lame_duck_s,
+            server.drain_timeout,
+        )
+    else:
+        logger.info("draining: running answers get %.0f s to finish", server.drain_timeout)
 
 
 def stop_event() -> asyncio.Event:

@@ -10,7 +10,7 @@ import pytest
 from penstock.core.errors import ConfigError, UsageError
 from penstock.core.gateway_config import ServerConfig, StoreConfig
 from penstock.serve.environment import data_dir
-from penstock.serve.server import bind
+from penstock.serve.server import announce_leave, bind
 
 
 def test_a_port_in_use_and_a_foreign_address_have_their_own_hints() -> None:
@@ -29,3 +29,12 @@ def test_a_data_folder_that_is_a_file_is_a_sentence(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(ConfigError, match="is a file"):
         data_dir(StoreConfig(data_dir=str(file)))
+
+
+def test_one_line_says_what_a_leaving_server_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    announce_leave(ServerConfig(lame_duck_s=2, drain_timeout=3))
+    announce_leave(ServerConfig(drain_timeout=3))
+    leaving, draining = caplog.messages
+    assert "requests are taken for 2 s more, and then running answers get 3 s" in leaving
+    assert draining == "draining: running answers get 3 s to finish"
