@@ -211,7 +211,7 @@ async def _serve_by_workers(
 def announce_leave(server: ServerConfig) -> None:
     if server.lame_duck_s:
         logger.info(
-            "leaving: /ready fails, requests are taken for %.0f s more, and then running answers get %.0f s to finish",
+            "leaving: /ready fails, requests are taken for %.0f s more, then running answers get %.0f s to finish",
             server.lame_duck_s,
             server.drain_timeout,
         )

@@ -36,5 +36,5 @@ def test_one_line_says_what_a_leaving_server_does(caplog: pytest.LogCaptureFixtu
     announce_leave(ServerConfig(lame_duck_s=2, drain_timeout=3))
     announce_leave(ServerConfig(drain_timeout=3))
     leaving, draining = caplog.messages
-    assert "requests are taken for 2 s more, and then running answers get 3 s" in leaving
+    assert "requests are taken for 2 s more, then running answers get 3 s" in leaving
     assert draining == "draining: running answers get 3 s to finish"
