@@ -17,6 +17,7 @@ from penstock.api.http.limit_headers import Headers, limit_headers
 from penstock.core.errors import PenstockError
 from penstock.core.identity import RateLimits
 from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.large import off_loop_if_large
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.prompts import Usage
 
@@ -28,6 +29,7 @@ _STREAM_HEADERS = (
 
 FIRST_BYTES_S = 5.0  # how long a stream's status and headers wait for its first tokens
 KEEP_ALIVE_S = 15.0
+TURN_BYTES = 64 << 10  # of events, after which other streams have their turn
 SSE_COMMENT = b": waiting\n\n"  # which readers of server-sent events skip
 
 
@@ -126,7 +128,8 @@ async def answer_whole(
         raise
     finally:
         departure.stop()
-    return WholeAnswer(build(answer, deltas), answer.rate_limits, more_headers=answer_headers(answer))
+    body = await off_loop_if_large(deltas, lambda: build(answer, deltas))
+    return WholeAnswer(body, answer.rate_limits, more_headers=answer_headers(answer))
 
 
 def _sent_limits(scope: Scope, rate_limits: RateLimits) -> Headers:
@@ -273,6 +276,10 @@ class EventStream:
                     body += chunk(delta)
                     if delta.finish_reason is not None:
                         num_open -= 1
+                    if len(body) > TURN_BYTES:  # a slow reader of many answers has as many full buffers
+                        await self._write(body)
+                        body = b""
+                        await asyncio.sleep(0)
                 if body and num_open > 0:
                     await self._write(body)
                     body = b""

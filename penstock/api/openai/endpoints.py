@@ -42,6 +42,7 @@ from penstock.api.openai.requests import ChatCompletionRequest, CompletionReques
 from penstock.api.openai.stored_chats import KeptAnswer, StoredChats, kept_metadata
 from penstock.core.errors import PenstockError
 from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.large import off_loop_if_large
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, Usage
@@ -273,7 +274,8 @@ class OpenAIEndpoints:
                 return answer
 
             async def keep(deltas: Sequence[Delta]) -> None:
-                body = chat_completion(header_of(answer), deltas, answer.usage)
+                header, usage = header_of(answer), answer.usage
+                body = await off_loop_if_large(deltas, lambda: chat_completion(header, deltas, usage))
                 await self._chats.keep(principal_of(request), body, wire.messages, metadata)
 
             return KeptAnswer(answer, keep)

@@ -16,18 +16,17 @@ from penstock.api.openai.answers import (
     PromptLogprob,
     PromptLogprobList,
     completion_logprobs,
+    encoded,
     token_text,
     top_logprobs,
 )
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.large import DIRECT_LOGPROBS
 from penstock.gateway.answers.prompt_scores import ScoredPrompt
 from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
 from penstock.gateway.models.catalogue import AnsweringModel
 from penstock.gateway.prompts import Prompt, TextPrompt, TokenPrompt
-
-# Writing fewer log-probabilities takes less time than a hop to another thread is worth.
-DIRECT_LOGPROBS = 2048
 
 TokenBytes = Callable[[int], bytes]
 VocabularyOf = Callable[[str], TokenBytes]  # by the name of the model that answers
@@ -56,8 +55,8 @@ class _Rendered:
 
 
 class EchoedAnswer(WrappedAnswer):
-    """An answer that comes with its prompt. Log-probabilities of long prompts are written off the event loop, before
-    their delta is handed on."""
+    """An answer that comes with its prompt. Many log-probabilities are written off the event loop, before their
+    deltas are handed on."""
 
     def __init__(self, answer: AnswerStream, shown: ShownPrompts, vocabulary_of: VocabularyOf) -> None:
         super().__init__(answer)
@@ -85,9 +84,16 @@ class EchoedAnswer(WrappedAnswer):
         return None if rendered is None else rendered.scored
 
     async def _show(self, deltas: list[Delta]) -> list[Delta]:
-        for delta in deltas:
-            if delta.prompt is not None:
-                self._rendered[delta.index] = await self._render(delta.index, delta.prompt)
+        scored = [(delta.index, delta.prompt) for delta in deltas if delta.prompt is not None]
+        if not scored:
+            return list(map(self._echoed, deltas))
+        token_bytes = self._vocabulary_of(self._answer.model)
+        num_top = (self._shown.echoed_top or 0) + (self._shown.scored_top or 0)
+        count = sum(len(prompt.token_ids) for _, prompt in scored) * (1 + num_top)
+        if count <= DIRECT_LOGPROBS:
+            self._render(scored, token_bytes)
+        else:
+            await asyncio.to_thread(self._render, scored, token_bytes)
         return list(map(self._echoed, deltas))
 
     def _echoed(self, delta: Delta) -> Delta:
@@ -97,17 +103,11 @@ class EchoedAnswer(WrappedAnswer):
         text = self._shown.text(delta.index)
         return msgspec.structs.replace(delta, text=text + delta.text) if text else delta
 
-    async def _render(self, index: int, prompt: ScoredPrompt) -> _Rendered:
-        if self._latest is not None and self._latest.prompt is prompt:
-            return self._latest
-        token_bytes = self._vocabulary_of(self._answer.model)
-        shown, text = self._shown, self._shown.text(index)
-        count = len(prompt.token_ids) * (1 + (shown.echoed_top or 0) + (shown.scored_top or 0))
-        if count <= DIRECT_LOGPROBS:
-            self._latest = _render(prompt, text, shown, token_bytes)
-        else:
-            self._latest = await asyncio.to_thread(_render, prompt, text, shown, token_bytes)
-        return self._latest
+    def _render(self, scored: Sequence[tuple[int, ScoredPrompt]], token_bytes: TokenBytes) -> None:
+        for index, prompt in scored:
+            if self._latest is None or self._latest.prompt is not prompt:
+                self._latest = _render(prompt, self._shown.text(index), self._shown, token_bytes)
+            self._rendered[index] = self._latest
 
 
 def _render(prompt: ScoredPrompt, text: str, shown: ShownPrompts, token_bytes: TokenBytes) -> _Rendered:
@@ -134,7 +134,7 @@ def echoed_logprobs(
             tops.append(None)
         else:
             alternatives = ((token_text(token_bytes(top_id)), logprob) for top_id, logprob in score.top)
-            tops.append(top_logprobs(alternatives, token, score.logprob))
+            tops.append(encoded(top_logprobs(alternatives, token, score.logprob)))
     offsets = list(text_offsets(map(token_bytes, prompt.token_ids), text))
     return CompletionLogprobs(offsets, logprobs, tokens, tops if num_top else None)
 
@@ -163,7 +163,7 @@ def scored_tokens(prompt: ScoredPrompt, num_top: int, token_bytes: TokenBytes) -
         for rank, (top_id, logprob) in enumerate(score.top, start=1):
             if top_id != token_id:
                 row[str(top_id)] = PromptLogprob(logprob, rank, token_text(token_bytes(top_id)))
-        rows.append(row)
+        rows.append(encoded(row))
     return rows
 
 

@@ -19,7 +19,8 @@ from penstock.api.openai.messages import Message
 from penstock.api.openai.responses_requests import check_metadata
 from penstock.core.errors import InvalidRequest, NotFound
 from penstock.core.identity import Principal
-from penstock.gateway.answers.choice import Delta, merged
+from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.large import merged_later
 from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
 from penstock.gateway.responses.objects import ObjectStore, StoredObject
 
@@ -72,7 +73,7 @@ class KeptAnswer(WrappedAnswer):
         try:
             deltas = await anext(self._answer)
         except StopAsyncIteration:
-            await self._keep(merged(self._batches))
+            await self._keep(await merged_later(self._batches))
             raise
         self._batches.append(deltas)
         return deltas

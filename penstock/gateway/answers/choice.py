@@ -66,6 +66,11 @@ class Delta(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] = ()  # all that were generated, where the client asked for them
     prompt_token_ids: tuple[int, ...] = ()  # once, with the first delta, where the client asked for them
 
+    @property
+    def num_logprobs(self) -> int:
+        """Return how many numbers `details` holds. All tokens of a request have as many alternatives."""
+        return len(self.details) * (1 + len(self.details[0].alternatives)) if self.details else 0
+
 
 def merge_deltas(deltas: Sequence[Delta]) -> Delta:
     """Return all deltas of one answer, in order, as one."""

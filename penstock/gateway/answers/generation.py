@@ -103,6 +103,8 @@ class Generation(MeteredAnswer[Choice]):
         num_tokens = -choice.num_tokens
         choice.push(event)
         num_tokens += choice.num_tokens
+        if event.logprobs:
+            self._count_logprobs(num_tokens * (1 + len(event.logprobs[0].top_token_ids)))
         if num_tokens or (is_beginning and event.finish_reason is FinishReason.LENGTH):  # the prompt alone
             self._time_tokens(choice, event, num_tokens)
         if event.draft_use is not None:

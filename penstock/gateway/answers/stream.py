@@ -19,7 +19,8 @@ from penstock.core.errors import InvalidRequest, Overloaded, PenstockError
 from penstock.core.plan import Prefill
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.accounts import Account, Outcome, RateLimits
-from penstock.gateway.answers.choice import Delta, merged
+from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.large import MAX_WHOLE_LOGPROBS, merged_later, too_many_logprobs
 from penstock.gateway.metrics.gateway import GatewayMetrics
 from penstock.gateway.prompts import RequestWarning, Usage
 from penstock.gateway.turns import Turns
@@ -149,6 +150,7 @@ class MeteredAnswer(Generic[ChoiceT]):
         self._error: PenstockError | ReaderGone | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._wants_all_at_once = False
+        self._num_logprobs = 0
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -195,12 +197,13 @@ class MeteredAnswer(Generic[ChoiceT]):
             await self._waiter
 
     async def collect(self) -> list[Delta]:
-        """Return all answers in order, whole. Their reader is not woken before the end, and has no byte limit."""
+        """Return all answers in order, whole. Their reader is not woken before the end, and has no byte limit for
+        their text."""
         self._wants_all_at_once = True
         deltas = await anext(self)
         if self._error is not None:
             raise copy.copy(self._error)
-        return merged([deltas])
+        return await merged_later([deltas])
 
     def cancel(self) -> None:
         """Cancel for a reader that has gone: free all resources at once."""
@@ -220,6 +223,15 @@ class MeteredAnswer(Generic[ChoiceT]):
 
     def _is_far_behind(self, choice: ChoiceT) -> bool:
         return choice.buffered_bytes > self._context.max_buffer_bytes and not self._wants_all_at_once
+
+    def _count_logprobs(self, num_new: int) -> None:
+        """End an answer that is read whole and has got too many log-probabilities."""
+        self._num_logprobs += num_new
+        if self._wants_all_at_once and self._num_logprobs > MAX_WHOLE_LOGPROBS:
+            for choice in self._choices:
+                choice.drop_buffer()
+            self._dirty.clear()
+            self.fail(too_many_logprobs())
 
     def _give_up_on_reader(self) -> None:
         for choice in self._choices:

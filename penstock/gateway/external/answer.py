@@ -47,6 +47,7 @@ class ExternalChoice:
         self.ending: FinishReason | None = None  # as the server reported; usage may still follow
         self.finish_reason: FinishReason | None = None  # when nothing follows any more
         self.buffered_bytes = 0
+        self.num_logprobs = 0
         self.is_dirty = False  # whether the owner lists this choice as one with new output
         self.first_token_at: float | None = None
         self.last_token_at = 0.0
@@ -151,7 +152,9 @@ class ExternalChoice:
     def _push_logprobs(self, logprobs: WireLogprobs) -> None:
         for detail in _details(logprobs, self._num_chars):
             self._details.append(detail)
-            self.buffered_bytes += LOGPROB_BYTES * (1 + len(detail.alternatives))
+            num_logprobs = 1 + len(detail.alternatives)
+            self.num_logprobs += num_logprobs
+            self.buffered_bytes += LOGPROB_BYTES * num_logprobs
 
 
 def _details(logprobs: WireLogprobs, text_offset: int) -> list[TokenDetail]:
@@ -317,7 +320,9 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
         self, pool: ExternalPool, call: ExternalCall, choice: ExternalChoice
     ) -> Coroutine[Any, Any, None]:
         def take(chunks: list[StreamChunk]) -> None:
+            num_logprobs = -choice.num_logprobs
             num_new = sum([choice.push(chunk) for chunk in chunks])
+            self._count_logprobs(num_logprobs + choice.num_logprobs)
             if num_new:
                 self._time_tokens(choice, num_new, is_whole=call.is_whole)
                 self._pass_on(choice)

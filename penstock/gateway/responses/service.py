@@ -19,6 +19,7 @@ import msgspec
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError, StoreUnavailable
 from penstock.core.identity import Principal
 from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.large import off_loop_if_large
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone, WrappedAnswer
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, Usage
@@ -178,8 +179,7 @@ class BuiltAnswer(WrappedAnswer):
         except PenstockError as error:
             await self._fail(error)
             raise
-        for delta in deltas:
-            self._builder.chunk(delta)
+        await off_loop_if_large(deltas, lambda: list(map(self._builder.chunk, deltas)))
         await self._finish()
         return deltas
 

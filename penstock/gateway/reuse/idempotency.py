@@ -231,7 +231,9 @@ class IdempotentAnswers:
             self._claims.pop(key, None)
             await asyncio.shield(self._release(claim))
             raise
-        shared = SharedAnswer(answer, self.settings.abandoned_after_s, partial(self._on_over, key, claim))
+        settings = self.settings
+        on_over = partial(self._on_over, key, claim)
+        shared = SharedAnswer(answer, settings.abandoned_after_s, settings.max_entry_bytes, on_over)
         self._running[key] = shared
         self._unrecorded.add(shared)
         self._fingerprints[key] = claim.fingerprint

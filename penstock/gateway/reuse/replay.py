@@ -22,11 +22,14 @@ from msgspec import Meta
 from penstock.core.errors import PenstockError
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.accounts import NOTHING_USED, Account, Outcome, RateLimits
-from penstock.gateway.answers.choice import Delta, merged
+from penstock.gateway.answers.choice import Delta
+from penstock.gateway.answers.large import MAX_WHOLE_LOGPROBS, merged_later, too_many_logprobs
 from penstock.gateway.answers.stream import AnswerStream, CacheStatus, ReaderGone, WrappedAnswer
 from penstock.gateway.prompts import RequestWarning, Usage
 
 _ENTRY_OVERHEAD_BYTES = 256  # keys and bookkeeping, roughly
+# Of an encoded delta, a token's details and a log-probability, roughly.
+_DELTA_BYTES, _DETAIL_BYTES, _LOGPROB_BYTES = 128, 32, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +213,7 @@ class ReplayedAnswer:
         rest = self._recorded.batches[self._position :]
         self._position = len(self._recorded.batches)
         self._settle_as("completed")
-        return merged(rest)
+        return await merged_later(rest)
 
     def cancel(self) -> None:
         if self._position < len(self._recorded.batches):
@@ -265,7 +268,8 @@ def _weight(delta: Delta) -> int:
     calls = sum(len(call.arguments) for call in delta.tool_calls)
     prompt = 0 if delta.prompt is None else delta.prompt.num_bytes
     ids = 4 * (len(delta.token_ids) + len(delta.prompt_token_ids))
-    return len(delta.text) + len(delta.reasoning) + calls + 64 * len(delta.details) + prompt + ids
+    details = _DETAIL_BYTES * len(delta.details) + _LOGPROB_BYTES * delta.num_logprobs
+    return _DELTA_BYTES + len(delta.text) + len(delta.reasoning) + calls + details + prompt + ids
 
 
 logger = logging.getLogger(__name__)
@@ -276,15 +280,19 @@ OnOver = Callable[[bytes | None], Awaitable[None]]
 
 class SharedAnswer:
     """Follows `answer` to its end, with or without readers. `on_over` is awaited once, after all readers were
-    told."""
+    told. An answer of more than about `max_bytes` is not encoded."""
 
-    def __init__(self, answer: AnswerStream, abandoned_after_s: float, on_over: OnOver) -> None:
+    def __init__(
+        self, answer: AnswerStream, abandoned_after_s: float, max_bytes: int, on_over: OnOver
+    ) -> None:
         self.answer = answer
         self.batches: list[list[Delta]] = []
         self.error: PenstockError | ReaderGone | None = None
         self.is_over = False
         self._abandoned_after_s = abandoned_after_s
         self._on_over = on_over
+        self._max_bytes = max_bytes
+        self._num_bytes = self._num_logprobs = 0
         self._readers: set[SharedReader] = set()
         self._news = asyncio.Event()
         self._abandonment: asyncio.TimerHandle | None = None
@@ -317,10 +325,12 @@ class SharedAnswer:
     async def _follow(self) -> None:
         try:
             async for deltas in self.answer:
+                self._count(deltas)
                 self.batches.append(deltas)
                 self._tell()
         except (PenstockError, ReaderGone) as error:
             self.error = copy.copy(error)  # without the frames that refer to this object
+            self.answer.cancel()
         except Exception:
             logger.exception("request %s failed while it was followed", self.answer.id)
             self.error = PenstockError("The server met an error that it did not foresee.")
@@ -329,8 +339,16 @@ class SharedAnswer:
             self._tell()
             if self._abandonment is not None:
                 self._abandonment.cancel()
-        is_whole = self.error is None and bool(self.batches) and is_repeatable(self.batches)
-        await self._on_over(encode_answer(self.answer, self.batches) if is_whole else None)
+        is_kept = self.error is None and bool(self.batches) and self._num_bytes <= self._max_bytes
+        is_kept = is_kept and is_repeatable(self.batches)
+        await self._on_over(encode_answer(self.answer, self.batches) if is_kept else None)
+
+    def _count(self, deltas: Sequence[Delta]) -> None:
+        """Count output, all of which is held until the end. Raises InvalidRequest if there is too much."""
+        self._num_bytes += sum(map(_weight, deltas))
+        self._num_logprobs += sum(delta.num_logprobs for delta in deltas)
+        if self._num_logprobs > MAX_WHOLE_LOGPROBS:
+            raise too_many_logprobs()
 
     def _tell(self) -> None:
         """Wake the readers that wait now. Later readers wait for the next part."""
@@ -375,7 +393,7 @@ class SharedReader(WrappedAnswer):
         start = self._position
         async for _ in self:
             pass
-        return merged(self._shared.batches[start:])
+        return await merged_later(self._shared.batches[start:])
 
     def cancel(self) -> None:
         self._has_left = not (self._shared.is_over and self._position >= len(self._shared.batches))

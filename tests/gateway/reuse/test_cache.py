@@ -16,7 +16,7 @@ from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.request import FinishReason
 from penstock.gateway.accounts import Accounts, Claim, Outcome
-from penstock.gateway.answers.choice import Delta, TokenDetail, ToolCallDelta
+from penstock.gateway.answers.choice import Delta, TokenDetail, ToolCallDelta, merged
 from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import (
@@ -30,7 +30,7 @@ from penstock.gateway.prompts import (
     TextPrompt,
     Tool,
 )
-from penstock.gateway.reuse.replay import AnswerCache, IdempotencySettings, ResponseCacheSettings, merged
+from penstock.gateway.reuse.replay import AnswerCache, IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.reuse.reuse import request_fingerprint
 from tests.gateway.fake_engine import FakeEngine, script_text
 
