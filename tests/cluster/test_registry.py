@@ -35,6 +35,7 @@ from penstock.router import Replica, ReplicaState
 from penstock.serve.database_registry import DatabaseRegistry
 from tests.cluster.engines import echo_spec, until
 from tests.gateway.ratelimits.redis_server import RedisServer, running_redis
+from tests.gateway.store.postgres_server import PostgresServer, running_postgres
 
 TOKENS = JoinTokens.parse("the token of this fleet is long")
 OTHERS = JoinTokens.parse("the token of another fleet is long")
@@ -56,6 +57,16 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    pytest.importorskip("psycopg", reason="needs the extra postgres")
+    with running_postgres() as server:
+        yield server
+
+
+POSTGRESQL = pytest.param("postgresql", marks=pytest.mark.slow)
+
+
 @asynccontextmanager
 async def opened(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Registry]:
     registry: Registry
@@ -63,6 +74,9 @@ async def opened(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> A
         registry = RedisRegistry(request.getfixturevalue("redis").url, tmp_path.name)
     elif kind == "database":
         registry = DatabaseRegistry(Database(f"sqlite:///{tmp_path / 'fleet.db'}"))
+    elif kind == "postgresql":
+        url = request.getfixturevalue("postgres").new_database(tmp_path.name)
+        registry = DatabaseRegistry(Database(url))
     else:
         registry = MemoryRegistry()
     try:
@@ -71,7 +85,7 @@ async def opened(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> A
         await registry.close()
 
 
-@pytest.mark.parametrize("kind", ["memory", "redis", "database"])
+@pytest.mark.parametrize("kind", ["memory", "redis", "database", POSTGRESQL])
 async def test_a_record_lives_as_long_as_its_lease(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -239,7 +253,7 @@ async def test_replicas_stay_known_while_the_registry_is_away(monkeypatch: pytes
     assert [len(members) for members in seen] == [1, 1, 0]
 
 
-@pytest.mark.parametrize("kind", ["memory", "redis", "database"])
+@pytest.mark.parametrize("kind", ["memory", "redis", "database", POSTGRESQL])
 async def test_one_candidate_leads_at_a_time(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -261,7 +275,7 @@ async def test_one_candidate_leads_at_a_time(
         assert third > second
 
 
-@pytest.mark.parametrize("kind", ["redis", "database"])
+@pytest.mark.parametrize("kind", ["redis", "database", POSTGRESQL])
 async def test_a_clock_that_was_set_back_keeps_nobody_for_long(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +294,7 @@ async def test_a_clock_that_was_set_back_keeps_nobody_for_long(
         assert await registry.lead("b", 60.0, 0) == second, "whoever holds it may renew it"
 
 
-@pytest.mark.parametrize("kind", ["memory", "redis", "database"])
+@pytest.mark.parametrize("kind", ["memory", "redis", "database", POSTGRESQL])
 async def test_only_the_latest_leader_writes_documents(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

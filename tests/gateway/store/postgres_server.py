@@ -40,6 +40,20 @@ class PostgresServer:
     def url(self) -> str:
         return f"postgresql://penstock@{self._host}:{self._port}/postgres"
 
+    def new_database(self, name: str) -> str:
+        """Make an empty database. Returns its URL."""
+        command = [
+            str(self._binaries / "createdb"),
+            "-h",
+            self._host,
+            "-p",
+            str(self._port),
+            "-U",
+            "penstock",
+        ]
+        subprocess.run([*command, name], check=True, capture_output=True)
+        return f"postgresql://penstock@{self._host}:{self._port}/{name}"
+
     def create(self) -> None:
         command = [
             str(self._binaries / "initdb"),

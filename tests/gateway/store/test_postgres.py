@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Connection, func, select, text
+from sqlalchemy import Connection, event, func, select, text
 
+from penstock.cluster.registry import RegistryError
 from penstock.core.errors import (
     AuthenticationFailed,
     NotFound,
@@ -289,6 +290,39 @@ async def test_a_process_that_stops_within_a_transaction_keeps_no_lock(
         resume.set()
     with pytest.raises(StoreUnavailable):
         await renewing
+    frozen.close()
+    other.close()
+
+
+async def test_a_leader_that_stops_between_its_check_and_its_document_writes_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Database(url)
+    registry = DatabaseRegistry(other)
+    assert await registry.lead("first", 0.01, 0) == 1
+    assert await registry.write("orders", b"before", 1)
+    monkeypatch.setitem(database_module._SERVER_SETTINGS, "idle_in_transaction_session_timeout", 2_000)
+    frozen, is_checked, resume = Database(url), threading.Event(), threading.Event()
+
+    def stop(connection: Connection, cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("INSERT INTO fleet_documents"):
+            is_checked.set()
+            resume.wait(60.0)
+
+    event.listen(frozen._engine, "before_cursor_execute", stop)
+    writing = asyncio.create_task(DatabaseRegistry(frozen).write("orders", b"late", 1))
+    try:
+        assert await asyncio.to_thread(is_checked.wait, 30.0)
+        async with asyncio.timeout(60):
+            while (epoch := await registry.lead("second", 60.0, 0)) is None:
+                await asyncio.sleep(0.01)
+        assert epoch == 2
+        assert await registry.write("orders", b"after", 2)
+    finally:
+        resume.set()
+    with pytest.raises(RegistryError):
+        await writing
+    assert await registry.documents() == {"orders": b"after"}
     frozen.close()
     other.close()
 
