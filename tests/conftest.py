@@ -94,15 +94,15 @@ def shared_by_default(create: Callable[..., ssl.SSLContext]) -> Callable[..., ss
     return shared
 
 
-@pytest.fixture(scope="package")
-def one_torch_thread() -> Iterator[None]:
-    """Tiny models spend more time handing work to threads than doing it."""
-    import torch  # most tests do without
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny models spend more time handing work to threads than doing it. Engines take `num_threads` instead."""
+    from penstock.kernels.library import available_cores
+    from penstock.kernels.select import set_num_threads  # imports torch, which most tests do without
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    set_num_threads(available_cores())
 
 
 @pytest.hookimpl(tryfirst=True)

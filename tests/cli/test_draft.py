@@ -15,7 +15,7 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import UsageError
 from tests.engine.tiny import write_tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

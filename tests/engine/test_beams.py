@@ -55,6 +55,7 @@ def engine(reference: Reference) -> Engine:
         cache=CacheConfig(num_kv_blocks=128),
         scheduler=SchedulerConfig(itl_target_ms=None, max_num_batched_tokens=24, max_num_seqs=8),
         speculate="off",
+        num_threads=1,
     )
     return build_engine(config, reference.folder)
 

@@ -46,6 +46,7 @@ def vision_engine(
         cache=CacheConfig(num_kv_blocks=num_kv_blocks),
         scheduler=SchedulerConfig(**{"itl_target_ms": None, **scheduler}),
         speculate="off",
+        num_threads=1,
     )
     return build_engine(config, model.folder)
 

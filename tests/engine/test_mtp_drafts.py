@@ -95,6 +95,7 @@ def engine_of(folder: Path, named: str, **model: Any) -> Engine:
         cache=CacheConfig(num_kv_blocks=64),
         scheduler=SchedulerConfig(itl_target_ms=None),
         speculate=named,
+        num_threads=1,
     )
     return build_engine(config, folder)
 

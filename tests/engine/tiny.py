@@ -96,6 +96,7 @@ def tiny_engine(model: Path, *, num_kv_blocks: int | None = 256, **settings: Any
         ),
         cache=CacheConfig(num_kv_blocks=num_kv_blocks, **cache),
         scheduler=SchedulerConfig(**{"itl_target_ms": None, **settings}),
+        num_threads=1,
         **engine,
     )
     return build_engine(config, model)

@@ -11,8 +11,8 @@ from penstock.kernels.select import select_ops
 from tests.models.checkpoints import MODELS, VOCAB_SIZE, Reference, make_reference
 
 
-@pytest.fixture(scope="package", autouse=True)
-def models_use_one_thread(one_torch_thread: None) -> None: ...
+@pytest.fixture(scope="module", autouse=True)
+def models_use_one_thread(one_thread: None) -> None: ...
 
 
 def available_ops(dtype: torch.dtype) -> list[Ops]:

@@ -44,6 +44,7 @@ def vectors(folder: Path, texts: list[list[int]] = TEXTS, **request: Any) -> tup
     config = EngineConfig(
         model=ModelConfig(model="tiny", device="cpu", dtype="float32"),
         scheduler=SchedulerConfig(itl_target_ms=None, max_num_batched_tokens=24),
+        num_threads=1,
     )
     engine = build_engine(config, folder)
     card = engine.ready.model

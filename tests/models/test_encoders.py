@@ -267,6 +267,7 @@ def embed(
     config = EngineConfig(
         model=ModelConfig(model="bert", device="cpu"),
         scheduler=SchedulerConfig(itl_target_ms=None, **scheduler),
+        num_threads=1,
     )
     engine = build_engine(config, folder)
     for index, text in enumerate(texts):

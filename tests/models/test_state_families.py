@@ -37,6 +37,7 @@ def engine_of(folder: Path, num_blocks: int = 64, **settings: Any) -> Engine:
         model=ModelConfig(model=str(folder), device="cpu", dtype="float32"),
         cache=CacheConfig(num_kv_blocks=num_blocks),
         scheduler=SchedulerConfig(itl_target_ms=None, **{"max_num_seqs": 4, **scheduling}),
+        num_threads=1,
         **settings,
     )
     return build_engine(config, folder)
