@@ -1,4 +1,5 @@
-"""Two real control processes and a real Redis: the leader is paused, another takes over, and the first wakes up."""
+"""Two real control processes and a real Redis or PostgreSQL: the leader is paused, another takes over, and the first
+wakes up."""
 
 from __future__ import annotations
 
@@ -16,27 +17,37 @@ import pytest
 from penstock.cluster import redis_registry
 from penstock.cluster.documents import LEADER, LeaderDocument, opened
 from penstock.cluster.redis_registry import RedisRegistry
+from penstock.cluster.registry import Registry
+from penstock.gateway.store.database import Database
+from penstock.serve.database_registry import DatabaseRegistry
 from tests.cluster.test_fleet_control import TOKENS, Host
-from tests.gateway.ratelimits.redis_server import RedisServer, running_redis
+from tests.gateway.ratelimits.redis_server import running_redis
+from tests.gateway.store.postgres_server import running_postgres
 
 WAIT_S = 240.0
 
 
-@pytest.fixture
-def redis() -> Iterator[RedisServer]:
-    with running_redis() as server, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redis_registry, "TIMEOUT_S", 60.0)  # a busy machine is not an outage
-        yield server
+@pytest.fixture(params=["redis", "postgresql"])
+def registry_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(redis_registry, "TIMEOUT_S", 60.0)  # a busy machine is not an outage
+    if request.param == "postgresql":
+        pytest.importorskip("psycopg", reason="needs the extra postgres")
+    with running_redis() if request.param == "redis" else running_postgres() as server:
+        yield server.url
+
+
+def open_registry(url: str) -> Registry:
+    return RedisRegistry(url) if url.startswith("redis") else DatabaseRegistry(Database(url))
 
 
 class Control:
     """One `penstock control`."""
 
-    def __init__(self, folder: Path, number: int, redis_url: str) -> None:
+    def __init__(self, folder: Path, number: int, registry_url: str) -> None:
         self._log = folder / f"control-{number}.log"
         environment = {
             **os.environ,
-            "PENSTOCK_REGISTRY": redis_url,
+            "PENSTOCK_REGISTRY": registry_url,
             "PENSTOCK_JOIN_TOKEN": TOKENS.tokens[0],
             "PENSTOCK_DATABASE_URL": f"sqlite:///{folder / 'fleet.db'}",
         }
@@ -58,8 +69,8 @@ class Control:
 
 
 @pytest.mark.slow
-async def test_a_paused_leader_wakes_up_and_changes_nothing(redis: RedisServer, tmp_path: Path) -> None:
-    registry = RedisRegistry(redis.url)
+async def test_a_paused_leader_wakes_up_and_changes_nothing(registry_url: str, tmp_path: Path) -> None:
+    registry = open_registry(registry_url)
 
     async def leader() -> LeaderDocument | None:
         data = (await registry.documents()).get(LEADER)
@@ -71,12 +82,14 @@ async def test_a_paused_leader_wakes_up_and_changes_nothing(redis: RedisServer, 
 
     async with AsyncExitStack() as stack, asyncio.timeout(WAIT_S):
         stack.push_async_callback(registry.close)
-        host = Host(RedisRegistry(redis.url), "north", most=3)  # type: ignore[arg-type]
+        own_registry = open_registry(registry_url)
+        stack.push_async_callback(own_registry.close)
+        host = Host(own_registry, "north", most=3)  # type: ignore[arg-type]
         await stack.enter_async_context(host.follower.running())
         await stack.enter_async_context(host.publisher.running())
         await stack.enter_async_context(host.ordered.taking_orders())
         await host.ordered.start_own()
-        controls = [Control(tmp_path, number, redis.url) for number in range(2)]
+        controls = [Control(tmp_path, number, registry_url) for number in range(2)]
         for control in controls:
             stack.callback(control.close)
         while host.states() != ["ready", "ready"] or not all(control.name for control in controls):
