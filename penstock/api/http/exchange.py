@@ -31,7 +31,8 @@ class Exchange(RequestResponseCycle):
 
     def _start(self, message: HTTPResponseStartEvent) -> None:
         headers = [*self.default_headers, *message.get("headers", ())]
-        head = STATUS_LINE[message["status"]] + b"".join([b"%b: %b\r\n" % header for header in headers])
+        lines = [b": ".join(header) for header in headers]
+        head = STATUS_LINE[message["status"]] + b"\r\n".join([*lines, b""])
         num_lines = len(headers) + 1
         if head.count(b"\n") != num_lines or head.count(b"\r") != num_lines:
             raise RuntimeError("A header of an answer has a line break.")

@@ -337,11 +337,11 @@ def _tool_choice(prompt: ChatPrompt) -> dict[str, Any]:
 
 
 def _sampling_fields(options: SamplingOptions, *, is_chat: bool) -> dict[str, Any]:
+    if msgspec.structs.replace(options, max_tokens=None, seed=None) == _DEFAULTS:
+        return {}  # nothing was asked for
     # What a client leaves out is left to the other server, which knows what its model's makers recommend.
     options = options.with_defaults(_NOTHING_STATED)
     fields: dict[str, Any] = {}
-    if msgspec.structs.replace(options, max_tokens=None, seed=None) == _DEFAULTS:
-        return fields
     for name in _PLAIN_OPTIONS:
         if (value := getattr(options, name)) != getattr(_DEFAULTS, name):
             fields[name] = value
