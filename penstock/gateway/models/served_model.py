@@ -66,7 +66,7 @@ class Dialect:
         texts: tuple[str, ...] = ()
         self._bounds_thinking = False
         if self.reasoning is not None:
-            texts = (self.reasoning.start, self.reasoning.end)
+            texts = self.reasoning.texts
             tokens = token_ids_by_number(card.tokenizer_json)
             self._bounds_thinking = self.reasoning.end in tokens and any(
                 self.reasoning.start.startswith(token) for token in tokens

@@ -2,24 +2,19 @@
 
 A model's chat template tells the family of the model, because the template repeats the model's own calls. A new
 family is an entry in `FORMATS`, and in `_SIGNS` if its template has a sign of its own.
-
-`described_in_words` rewrites a chat for templates that know nothing of tools: the tools are described at the end of
-the system prompt, earlier calls stand in the model's turns as the model would write them, and results come back as a
-user's turn. `with_single_calls` gives each call a turn of its own, for templates that take one call in a turn.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from penstock.core.grammar_text import ParameterText
 from penstock.core.messages import ModelCard
-from penstock.gateway.prompts import ChatMessage, ImagePart, TextPart, Tool, ToolCall
+from penstock.gateway.prompts import Tool, ToolCall
 from penstock.gateway.tools import harmony
 from penstock.gateway.tools.call_parser import CallMarkers, CallParser
 from penstock.gateway.tools.parser import THINK, AnswerSink, OutputParser, ReasoningMarks
@@ -222,22 +217,63 @@ GLM = ToolFormat(
     call_tail="</tool_call>",
     parameters=ParameterText("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
 )
+_FUNCTION_TAGS = TaggedCalls(
+    opening=("<tool_call>",),
+    closing="</tool_call>",
+    head=r"<function=(?P<name>[\w.-]+)>",
+    head_ends=(">",),
+    keeps_head_end=False,
+    parameters=ParameterTags("<parameter=", ">", "</parameter>", call_end="</function>", trims_lines=True),
+    hides_markers=False,
+)
+_FUNCTION_TEXT = ParameterText("<parameter=", ">\n", "\n</parameter>\n")
 QWEN3_CODER = ToolFormat(
     name="qwen3_coder",
-    markers=TaggedCalls(
-        opening=("<tool_call>",),
-        closing="</tool_call>",
-        head=r"<function=(?P<name>[\w.-]+)>",
-        head_ends=(">",),
-        keeps_head_end=False,
-        parameters=ParameterTags(
-            "<parameter=", ">", "</parameter>", call_end="</function>", trims_lines=True
-        ),
-        hides_markers=False,
-    ),
+    markers=_FUNCTION_TAGS,
     head=f"<tool_call>\n<function={_NAME}>\n",
     call_tail="</function>\n</tool_call>",
-    parameters=ParameterText("<parameter=", ">\n", "\n</parameter>\n"),
+    parameters=_FUNCTION_TEXT,
+)
+SEED_OSS = ToolFormat(
+    name="seed_oss",
+    markers=msgspec.structs.replace(
+        _FUNCTION_TAGS, opening=("<seed:tool_call>",), closing="</seed:tool_call>"
+    ),
+    head=f"<seed:tool_call>\n<function={_NAME}>\n",
+    call_tail="</function>\n</seed:tool_call>",
+    parameters=_FUNCTION_TEXT,
+)
+LFM2 = ToolFormat(
+    name="lfm2",
+    markers=CallMarkers(
+        opening=("<|tool_call_start|>",), closing="<|tool_call_end|>", writes_python=True, hides_markers=True
+    ),
+    head=f'{{"name": "{_NAME}", "arguments": ',
+    call_tail="}",
+    separator=", ",
+    list_start="<|tool_call_start|>[",
+    list_end="]<|tool_call_end|>",
+)
+NEMOTRON = ToolFormat(  # Llama Nemotron and Nemotron Nano 2; Nemotron 3 writes as Qwen3-Coder does
+    name="nemotron",
+    markers=CallMarkers(opening=("<TOOLCALL>",), closing="</TOOLCALL>", hides_markers=True),
+    head=f'{{"name": "{_NAME}", "arguments": ',
+    call_tail="}",
+    separator=", ",
+    list_start="<TOOLCALL>[",
+    list_end="]</TOOLCALL>",
+)
+GEMMA4 = ToolFormat(
+    name="gemma4",
+    markers=TaggedCalls(
+        opening=("<|tool_call>",),
+        closing="<tool_call|>",
+        head=r"call:(?P<name>[\w.-]+)",
+        quote='<|"|>',
+    ),
+    head=f"<|tool_call>call:{_NAME}",
+    call_tail="<tool_call|>",
+    separator="",
 )
 MINIMAX_M2 = ToolFormat(
     name="minimax_m2",
@@ -267,7 +303,7 @@ FORMATS = {
     each.name: each
     for each in (
         *(HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, GEMMA, GRANITE, DEEPSEEK_V3, DEEPSEEK_V31),
-        *(KIMI_K2, GLM, QWEN3_CODER, MINIMAX_M2, HARMONY),
+        *(KIMI_K2, GLM, QWEN3_CODER, MINIMAX_M2, HARMONY, SEED_OSS, LFM2, NEMOTRON, GEMMA4),
     )
 }
 # Other servers' names for the same formats.
@@ -285,8 +321,13 @@ _SIGNS = (
     ("<|tool_calls_section_begin|>", KIMI_K2),
     ("<minimax:tool_call>", MINIMAX_M2),
     ("<arg_key>", GLM),
+    ("<seed:tool_call>", SEED_OSS),
     ("<function=", QWEN3_CODER),
     ("<|channel|>", HARMONY),
+    ("<|tool_call>", GEMMA4),
+    ("<|tool_call_start|>", LFM2),
+    ("<|tool_list_start|>", LFM2),
+    ("<TOOLCALL>", NEMOTRON),
     ("<|tool_call|>", GRANITE),
     ("<tool_call>", HERMES),
     ("[ARGS]", MISTRAL_ARGS),
@@ -310,6 +351,7 @@ REASONING = {
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
     "granite": ReasoningMarks("Here is my thought process:", "Here is my response:"),
+    "gemma4": ReasoningMarks("<|channel>thought", "<channel|>"),
     "harmony": HARMONY_REASONING,
 }
 _REASONING_ALIASES = {
@@ -319,7 +361,7 @@ _REASONING_ALIASES = {
     "kimi_k2": "think",
     "openai": "harmony",
 }
-_THINKING_SIGNS = ("harmony", "seed_oss", "mistral", "granite", "think")
+_THINKING_SIGNS = ("harmony", "gemma4", "seed_oss", "mistral", "granite", "think")
 
 
 def tool_schema(tool: Tool) -> dict[str, object]:
@@ -359,76 +401,5 @@ def reasoning_of(card: ModelCard, setting: str = AUTO) -> ReasoningMarks | None:
         marks = REASONING[name]
         if marks.start in template or (name == "harmony" and harmony.CHANNEL in template):
             return marks
-    return None
-
-
-def described_in_words(
-    messages: Sequence[ChatMessage], tools: tuple[Tool, ...], tool_format: ToolFormat
-) -> tuple[ChatMessage, ...]:
-    told: list[ChatMessage] = []
-    for message in messages:
-        if message.role == "tool":
-            _add_result(told, message)
-        elif message.tool_calls:
-            told.append(_with_written_calls(message, tool_format))
-        else:
-            told.append(message)
-    if tools:
-        _instruct(told, tool_format.instructions(tools))
-    return tuple(told)
-
-
-def with_single_calls(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """Calls that were made in parallel, as if each had waited for the result of the one before."""
-    told: list[ChatMessage] = []
-    rest = deque(messages)
-    while rest:
-        message = rest.popleft()
-        if len(message.tool_calls) < 2:
-            told.append(message)
-            continue
-        results = []
-        while rest and rest[0].role == "tool":
-            results.append(rest.popleft())
-        content = message.content
-        for call in message.tool_calls:
-            told.append(msgspec.structs.replace(message, content=content, tool_calls=(call,)))
-            told += [result for result in results if result.tool_call_id == call.id]
-            content = ""
-        ids = {call.id for call in message.tool_calls}
-        told += [result for result in results if result.tool_call_id not in ids]
-    return tuple(told)
-
-
-def _instruct(told: list[ChatMessage], instructions: str) -> None:
-    if told and told[0].role == "system":
-        system = told[0]
-        told[0] = msgspec.structs.replace(
-            system, content=(*_parts(system), TextPart("\n" + instructions)), cache=None
-        )
-    else:
-        told.insert(0, ChatMessage("system", instructions))
-
-
-def _with_written_calls(message: ChatMessage, tool_format: ToolFormat) -> ChatMessage:
-    written = TextPart(tool_format.written(message.tool_calls))
-    parts = (*_parts(message), written)
-    return msgspec.structs.replace(message, content=parts, tool_calls=())
-
-
-def _add_result(told: list[ChatMessage], message: ChatMessage) -> None:
-    """Results of parallel calls share a turn, because many templates want turns to alternate."""
-    body = "\n".join(part.text for part in _parts(message))
-    images = tuple(part for part in _parts(message) if isinstance(part, ImagePart))
-    result = TextPart(f"<tool_response>\n{body}\n</tool_response>", message.cache)
-    last = told[-1] if told else None
-    if last is not None and last.role == "user" and last.tool_call_id is not None:
-        told[-1] = msgspec.structs.replace(last, content=(*_parts(last), result, *images))
-    else:
-        told.append(ChatMessage("user", (result, *images), tool_call_id=message.tool_call_id or ""))
-
-
-def _parts(message: ChatMessage) -> tuple[TextPart, ...]:
-    if isinstance(message.content, str):
-        return (TextPart(message.content),) if message.content else ()
-    return message.content
+    # Templates of DeepSeek R1 only take the thoughts out of earlier turns.
+    return THINK if THINK.end in template else None

@@ -6,6 +6,7 @@ become a marker or the head of a call.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, Protocol
 
@@ -161,6 +162,11 @@ class ReasoningMarks(msgspec.Struct, frozen=True):
     answer_start: str = ""  # between thoughts and an answer that a grammar binds
     answer_alone: str = ""  # in front of such an answer without thoughts
     others: tuple[str, ...] = ()  # what an answer without thoughts may begin with; empty: anything
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Texts of which some may be control tokens: the first mark may be such a token and a word."""
+        return (self.start, self.end, *re.findall(r"<[^<>]+>", self.start))
 
 
 THINK = ReasoningMarks("<think>", "</think>")

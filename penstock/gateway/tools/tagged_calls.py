@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.tools.bare_objects import bare_to_json
 from penstock.gateway.tools.json_calls import ValueSpan
 from penstock.gateway.tools.parser import AnswerSink, SectionParser, first_marker, held_length
 
@@ -45,6 +46,7 @@ class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()  # tags between the calls of a section
     parameters: ParameterTags | None = None  # None: the arguments are one JSON object
     hides_markers: bool = True  # they are control tokens, which do not belong into a text
+    quote: str = ""  # around texts in arguments whose keys are bare; empty: arguments are plain JSON
 
     @property
     def head_start(self) -> str:
@@ -56,7 +58,15 @@ class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
     def texts(self) -> tuple[str, ...]:
         """Texts of which some may be control tokens."""
         tags = re.findall(r"<[^<>\s]+>", self.head.replace("\\", ""))
-        return (*self.opening, self.closing, self.call_start, *self.ignored, *self.head_ends, *tags)
+        return (
+            *self.opening,
+            self.closing,
+            self.call_start,
+            *self.ignored,
+            *self.head_ends,
+            self.quote,
+            *tags,
+        )
 
 
 class TaggedCallParser(SectionParser):
@@ -65,6 +75,7 @@ class TaggedCallParser(SectionParser):
             "section": self._step_section,
             "head": self._step_head,
             "json": self._step_json,
+            "bare": self._step_bare,
             "parameters": self._step_parameters,
             "value": self._step_value,
         }
@@ -84,6 +95,8 @@ class TaggedCallParser(SectionParser):
             self._add_text("".join(self._raw) + self._buffer)
         elif self._state == "parameters":
             self._sink.add_arguments("}")
+        elif self._state == "bare":
+            self._sink.add_arguments(bare_to_json(self._buffer, self._tags.quote) or self._buffer)
         self._buffer = ""
         self._raw = []
 
@@ -126,7 +139,9 @@ class TaggedCallParser(SectionParser):
         self._raw = []
         self._note_call()
         self._sink.begin_call(head["name"])
-        if self._tags.parameters is None:
+        if self._tags.quote:
+            self._state = "bare"
+        elif self._tags.parameters is None:
             self._span = ValueSpan()
             self._state = "json"
         else:
@@ -146,6 +161,18 @@ class TaggedCallParser(SectionParser):
         elif span.is_broken:
             self._leave_section()
         return bool(self._buffer)
+
+    def _step_bare(self) -> bool:
+        """Take an object with bare keys, up to the closing tag that stands in no text."""
+        quote, position = self._tags.quote, self._buffer.find(self._tags.closing)
+        while position >= 0 and self._buffer.count(quote, 0, position) % 2:
+            position = self._buffer.find(self._tags.closing, position + 1)
+        if position < 0:
+            return False
+        written = self._take(position)
+        self._sink.add_arguments(bare_to_json(written, quote) or written)
+        self._state = "section"
+        return True
 
     def _step_parameters(self) -> bool:
         tags = self._tags.parameters

@@ -101,6 +101,19 @@ ANSWERS: list[tuple[ToolFormat, str, Recorder]] = [
     (MINIMAX_M2, '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
                  '<invoke name="get_time">\n</invoke>\n</minimax:tool_call>',
      Recorder(calls=[("weather", '{"city": "Paris"}'), ("get_time", "{}")])),
+    (FORMATS["seed_oss"], "<seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n</function>\n"
+                          "</seed:tool_call>", ONE_CALL),
+    (FORMATS["lfm2"], '<|tool_call_start|>[weather(city="Paris")]<|tool_call_end|>Checking.',
+     Recorder(text="Checking.", calls=[("weather", '{"city":"Paris"}')])),
+    (FORMATS["nemotron"], f'<TOOLCALL>[{{"name": "weather", "arguments": {PARIS}}}]</TOOLCALL>', ONE_CALL),
+    (FORMATS["gemma4"], '<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|>',
+     Recorder(calls=[("weather", '{"city":"Paris"}')])),
+    (FORMATS["gemma4"], '<|tool_call>call:weather{city:<|"|>a "b" {c} <tool_call|>\n<|"|>,days:3,'
+                        'at:[{x:-1.5,y:true}]}<tool_call|><|tool_call>call:get_time{}<tool_call|>',
+     Recorder(calls=[("weather", '{"city":"a \\"b\\" {c} <tool_call|>\\n","days":3,"at":[{"x":-1.5,"y":true}]}'),
+                     ("get_time", "{}")])),
+    (FORMATS["gemma4"], "<|tool_call>call:weather{city=Paris}<tool_call|>",
+     Recorder(calls=[("weather", "{city=Paris}")])),
     (HARMONY, "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant<|channel|>commentary "
               f"to=functions.weather <|constrain|>json<|message|>{PARIS}<|call|>",
      Recorder(reasoning="Hm, <b>.", calls=[("weather", PARIS)])),

@@ -29,6 +29,7 @@ from penstock.gateway.prompts import (
 )
 from penstock.gateway.text.template import ChatTemplate
 from penstock.gateway.tools.answer_form import MAX_FORCED_CALLS, leaves_room_for_calls, tool_grammar
+from penstock.gateway.tools.described import described_in_words, with_single_calls
 from penstock.gateway.tools.formats import (
     FORMATS,
     GEMMA,
@@ -39,10 +40,8 @@ from penstock.gateway.tools.formats import (
     MISTRAL_ARGS,
     REASONING,
     ToolFormat,
-    described_in_words,
     reasoning_of,
     tool_format_of,
-    with_single_calls,
 )
 from penstock.gateway.tools.harmony import CONTROL_TOKENS
 from penstock.gateway.tools.parser import THINK
@@ -75,6 +74,10 @@ RESULT = ChatMessage("tool", "sunny", tool_call_id="call_1")
         ("… <｜tool▁calls▁begin｜> …", "deepseek", FORMATS["deepseek_v31"]),
         ("… <|channel|>commentary …", "gpt_oss", FORMATS["harmony"]),
         ("… <|tool_call|> …", "granite", FORMATS["granite"]),
+        ("… <seed:tool_call>\n<function=name> …", "seed_oss", FORMATS["seed_oss"]),
+        ("List of tools: <|tool_list_start|>[ …", "lfm2", FORMATS["lfm2"]),
+        ("… <TOOLCALL>[{…}]</TOOLCALL> …", "nemotron_h", FORMATS["nemotron"]),
+        ("… <|tool_call>call: … <tool_call|> …", "gemma4", FORMATS["gemma4"]),
         ("… <|python_start|> …", "llama4", FORMATS["pythonic"]),
         (CHAT_TEMPLATE, "gemma3", GEMMA),
         (CHAT_TEMPLATE, "llama", HERMES),
@@ -93,6 +96,8 @@ def test_the_template_tells_whether_a_model_thinks() -> None:
     assert reasoning_of(model_card()) is None
     assert reasoning_of(model_card(), "qwen3") is THINK
     assert reasoning_of(model_card(chat_template="…<think>…"), "none") is None
+    assert reasoning_of(model_card(chat_template="… content.split('</think>')[-1] …")) is THINK
+    assert reasoning_of(model_card(chat_template="…<|channel>thought…<channel|>…")) == REASONING["gemma4"]
     assert reasoning_of(model_card(chat_template="…[THINK]…")) == REASONING["mistral"]
     assert reasoning_of(model_card(chat_template="…<|channel|>…")) is REASONING["harmony"]
     assert {reasoning_of(model_card(), name) for name in get_args(ReasoningParser)} == {

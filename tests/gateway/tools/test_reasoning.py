@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.gateway.tools.call_parser import CallParser
-from penstock.gateway.tools.formats import HERMES
+from penstock.gateway.tools.formats import HERMES, REASONING
 from penstock.gateway.tools.parser import PlainText, ReasoningSplitter
 from tests.gateway.tools.recorder import TOOLS, Recorder, feed
 from tests.gateway.tools.test_call_parser import cut
@@ -40,6 +40,15 @@ def test_calls_after_the_reasoning_but_not_in_it() -> None:
     call = '<tool_call>{"name": "get_time"}</tool_call>'
     recorder = split(f"<think>{call}</think>\n{call}", with_tools=True)
     assert recorder == Recorder(reasoning=call, calls=[("get_time", "{}")])
+
+
+def test_a_mark_of_a_token_and_a_word() -> None:
+    marks = REASONING["gemma4"]
+    assert {"<|channel>", "<channel|>"} <= set(marks.texts)
+    recorder = Recorder()
+    splitter = ReasoningSplitter(recorder, PlainText(recorder), is_open=False, marks=marks)
+    feed(splitter, "<|channel>thought\nhm, so\n<channel|>Yes.")
+    assert recorder == Recorder(reasoning="hm, so", text="Yes.")
 
 
 @given(
