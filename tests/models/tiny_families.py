@@ -278,6 +278,7 @@ def family_engine(
         cache=CacheConfig(num_kv_blocks=num_blocks),
         scheduler=SchedulerConfig(**{"itl_target_ms": None, **scheduling}),
         speculate="off",
+        num_threads=1,
     )
     return build_engine(config, folder)
 
