@@ -56,6 +56,8 @@ class RopeScaling:
     rotated_pairs: int | None = None  # proportional: pairs after this many of them are not rotated
     short_divisors: tuple[float, ...] = ()  # longrope: of frequencies, in contexts up to the original length
     long_divisors: tuple[float, ...] = ()  # longrope: in longer contexts
+    short_amplitude: float | None = None  # longrope: of cosines and sines with the short list
+    long_amplitude: float | None = None  # ... with the long list; None takes `attention_factor`
 
 
 def yarn_amplitude(factor: float, mscale: float = 1.0) -> float:

@@ -171,6 +171,8 @@ def _rope_scaling(rope: Fields, fields: Fields, max_positions: int) -> RopeScali
             attention_factor=rope.optional_number("attention_factor"),
             short_divisors=rope.numbers("short_factor"),
             long_divisors=rope.numbers("long_factor"),
+            short_amplitude=rope.optional_number("short_mscale"),
+            long_amplitude=rope.optional_number("long_mscale"),
         )
     raise ModelLoadError(
         f"{fields.where} asks for rope scaling of kind {kind!r}; known are default, linear, dynamic, ntk, "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, Ops, PackedLinear
 from penstock.models.config import ActivationName, ArchitectureConfig
-from penstock.models.rope import identity_table, rope_table
+from penstock.models.rope import identity_table, pair_order, rope_table
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart, WeightLoader
 
@@ -313,6 +313,22 @@ class LayerLoader:
             k_norm=k_norm,
             norm_eps=config.norm_eps,
         )
+
+    def head_layer_norms(self, *, interleaved: bool) -> HeadLayerNorms:
+        """Load layer norms of single heads, stored as one table or as a vector for each head."""
+        config, weights, size = self.config, self.weights, self.config.head_dim
+        order = pair_order(size, config.rope.rotary_dim or size, interleaved=interleaved)
+
+        def table(part: str, count: int, own: range) -> Tensor:
+            name = f"{self.prefix}.self_attn.{part}_norm"
+            if weights.has(f"{name}.weight"):
+                rows = weights.table(f"{name}.weight", count, size)[own.start : own.stop]
+            else:
+                rows = torch.stack([weights.vector(f"{name}.{head}.weight", size) for head in own])
+            return rows[:, order.to(rows.device)]
+
+        queries = table("q", config.num_heads, self.heads.queries)
+        return HeadLayerNorms(queries, table("k", config.num_kv_heads, self.heads.keys), config.norm_eps)
 
     def wide_norms(self, name: str = "self_attn") -> WideNorms:
         """Load norms over all query heads and over all key heads."""

@@ -46,7 +46,7 @@ from penstock.models.quantized_source import SafetensorsSource
 from penstock.models.random_weights import RandomSource
 from penstock.models.rounding import as_stored
 from penstock.models.sharding import WHOLE, Shard
-from penstock.models.stored_quantization import StoredQuantization, stored_quantization
+from penstock.models.stored_quantization import StoredQuantization, folder_quantization
 from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
 from penstock.models.transformers_load import TransformersCheckpoint
 from penstock.models.vision import TransformersVision
@@ -166,7 +166,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             rope_axes=_rope_axes(fields.raw("rope_axes") or (), config),
             num_mtp_layers=_num_mtp_layers(fields),
         )
-        return Checkpoint(path, architecture, config, None, stored_quantization(fields))
+        return Checkpoint(path, architecture, config, None, folder_quantization(path, fields))
     file = GGUFFile(path)
     architecture = architecture_for_gguf(file)
     config = architecture.config_from_gguf(file)
@@ -249,6 +249,7 @@ def load_model(
     source = weight_source(checkpoint, load_format, seed, ops.device)
     if isinstance(checkpoint, TransformersCheckpoint):
         return checkpoint.load(source, ops, num_positions, shard, quantization, on_progress)
+    config = _with_stored_head(config, source)
     loader = WeightLoader(source, ops, quantization=quantization, shard=shard, on_progress=on_progress)
     model = checkpoint.architecture(config, loader, num_positions)
     logger.debug("read %s of weights", format_bytes(source.bytes_read))
@@ -260,6 +261,13 @@ def load_model(
             format_bytes(read),
         )
     return model
+
+
+def _with_stored_head(config: ArchitectureConfig, source: WeightSource) -> ArchitectureConfig:
+    """Tie the head to the embedding where a checkpoint stores no head: settings may leave the tie to a class."""
+    names = source.names()
+    has_head = not names or any(name.startswith("lm_head.") for name in names)
+    return config if has_head else dataclasses.replace(config, tie_embeddings=True)
 
 
 def weight_source(

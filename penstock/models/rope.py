@@ -81,7 +81,9 @@ def _longrope(frequencies: Tensor, scaling: RopeScaling, num_positions: int) -> 
         raise ModelLoadError(
             f"The rope settings list {len(divisors)} factors for {len(frequencies)} rotated pairs of a head."
         )
-    amplitude = scaling.attention_factor
+    amplitude = scaling.long_amplitude if is_long else scaling.short_amplitude
+    if amplitude is None:
+        amplitude = scaling.attention_factor
     if amplitude is None:
         stretch = math.log(max(1.0, scaling.factor)) / math.log(scaling.original_max_positions)
         amplitude = math.sqrt(1.0 + stretch)

@@ -7,10 +7,11 @@ of each kind.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.config import Fields
+from penstock.models.config import Fields, read_settings
 
 _HINT = "Use the unquantized checkpoint with --quantization int8, int4 or fp8, or a GGUF file."
 # Known by name, for the sentence of the refusal.
@@ -20,7 +21,16 @@ _REFUSED = {
     "quip": "QuIP",
     "eetq": "EETQ",
     "torchao": "torchao",
+    "mlx": "MLX",
 }
+# Files in which tools described what config.json does not, and the method that each stands for.
+_OWN_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+_AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
+_AUTO_ROUND_LAYOUTS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _FLOAT4_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
@@ -81,17 +91,40 @@ class HQQ:
 StoredQuantization = AWQ | GPTQ | Scaled | Compressed | MXFP4 | Float4 | BitsAndBytes | HQQ
 
 
+def folder_quantization(folder: Path, fields: Fields) -> StoredQuantization | None:
+    """Return the quantization of a folder, whose `config.json` is `fields`: tools of 2023, and ModelOpt until 2025,
+    described it in a file of their own."""
+    found = stored_quantization(fields)
+    if found is not None:
+        return found
+    for name, method in _OWN_FILES.items():
+        settings = read_settings(folder / name)
+        if settings is not None:
+            nested = settings.get("quantization")  # of ModelOpt
+            described = nested if isinstance(nested, dict) else settings
+            return _described({"quant_method": method, **described}, fields, str(folder / name))
+    return None
+
+
 def stored_quantization(fields: Fields) -> StoredQuantization | None:
     """Return the quantization that config.json describes; None for plain weights."""
-    settings = fields.raw("quantization_config")
+    settings = fields.raw("quantization_config") or fields.raw("quantization")  # the second of MLX alone
     if settings is None and isinstance(fields.raw("text_config"), dict):
         settings = fields.raw("text_config").get("quantization_config")
     if settings is None:
         return None
     if not isinstance(settings, dict):
         raise ModelLoadError(f"{fields.where} has a quantization_config that is not an object.")
-    inner = Fields(settings, f"The quantization_config of {fields.where}")
+    if fields.has("quantization") and "quant_method" not in settings:
+        settings = {"quant_method": "mlx", **settings}
+    return _described(settings, fields, f"The quantization_config of {fields.where}")
+
+
+def _described(settings: dict[str, Any], fields: Fields, where: str) -> StoredQuantization | None:
+    inner = Fields(settings, where)
     method = inner.text("quant_method", "unknown")
+    if method in _AUTO_ROUND:
+        method = _packed_by_auto_round(inner)
     match method:
         case "awq":
             return _awq(inner)
@@ -107,6 +140,8 @@ def stored_quantization(fields: Fields) -> StoredQuantization | None:
         case "mxfp4":
             return MXFP4()
         case "modelopt":
+            if "quant_algo" in settings and not inner.has("quant_algo"):
+                return None  # only the KV cache was quantized
             algorithm = inner.text("quant_algo", "unknown")
             _require(inner, "quant_algo", algorithm, ("FP8", "NVFP4"))
             return Float4() if algorithm == "NVFP4" else Scaled()
@@ -120,6 +155,13 @@ def stored_quantization(fields: Fields) -> StoredQuantization | None:
         "known are AWQ, GPTQ, fp8, MXFP4, compressed-tensors, ModelOpt, bitsandbytes and HQQ.",
         hint=_HINT,
     )
+
+
+def _packed_by_auto_round(fields: Fields) -> str:
+    """Return the method whose layout AutoRound has written."""
+    packing = fields.text("packing_format", "unknown")
+    _require(fields, "packing_format", packing, tuple(_AUTO_ROUND_LAYOUTS))
+    return _AUTO_ROUND_LAYOUTS[packing]
 
 
 def _awq(fields: Fields) -> AWQ:

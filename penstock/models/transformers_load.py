@@ -18,7 +18,7 @@ from penstock.kernels.interface import Ops
 from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.quantized_floats import open_folder
 from penstock.models.sharding import WHOLE, Shard
-from penstock.models.stored_quantization import StoredQuantization, stored_quantization
+from penstock.models.stored_quantization import StoredQuantization, folder_quantization
 from penstock.models.transformers_config import architecture_config, first_line, library, read_config
 from penstock.models.transformers_model import NeedsWeight, TransformersModel, decoder_name, pack_norms
 from penstock.models.transformers_probe import check_rope, probe
@@ -41,7 +41,7 @@ class TransformersCheckpoint:
     def open(cls, path: Path, fields: Fields, *, trust_remote_code: bool) -> Self:
         settings = read_config(path, trust_remote_code=trust_remote_code)
         config = architecture_config(settings, fields.where)
-        return cls(path, settings, config, stored_quantization(fields), trust_remote_code)
+        return cls(path, settings, config, folder_quantization(path, fields), trust_remote_code)
 
     @classmethod
     def instead_of_native(

@@ -161,6 +161,18 @@ def _apertus(config: Any, tensors: Tensors) -> Tensors:
     return {name: values for name, values in tensors.items() if "act_fn" not in name}
 
 
+def _stablelm(config: Any, tensors: Tensors) -> Tensors:
+    """Put the norms of all heads of a layer into one table."""
+    made = {name: values for name, values in tensors.items() if ".norms." not in name}
+    for name in tensors:
+        if name.endswith(".norms.0.weight"):
+            stem, count = name.removesuffix("norms.0.weight"), config.num_attention_heads
+            if "k_layernorm" in stem:
+                count = config.num_key_value_heads
+            made[f"{stem}weight"] = np.stack([tensors[f"{stem}norms.{head}.weight"] for head in range(count)])
+    return made
+
+
 def _glm(config: Any, tensors: Tensors) -> Tensors:
     """Put queries, keys and values into one tensor, as in the makers' first folders."""
     made = {name: values for name, values in tensors.items() if not re.search(r"\.[qkv]_proj\.", name)}
@@ -330,6 +342,7 @@ def _qwen3_5(config: Any, tensors: Tensors) -> Tensors:
 
 CONVERSIONS: dict[str, Callable[[Any, Tensors], Tensors]] = {
     "glm": _glm,
+    "stablelm": _stablelm,
     "kimi_linear": _kimi_linear,
     "apertus": _apertus,
     "granitemoehybrid": _granite_hybrid,

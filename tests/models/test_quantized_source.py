@@ -107,6 +107,72 @@ def test_experts_of_a_mixture(tmp_path: Path, ops: Ops) -> None:
     torch.testing.assert_close(got, expected, atol=5e-4, rtol=5e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "own_file", "own_settings"),
+    [
+        (
+            "GPTQ act-order",
+            "quantize_config.json",
+            {"bits": 4, "group_size": 16, "desc_act": True, "sym": True, "model_file_base_name": "model"},
+        ),
+        ("AWQ", "quant_config.json", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
+        (
+            "ModelOpt NVFP4",
+            "hf_quant_config.json",
+            {
+                "producer": {"name": "modelopt", "version": "0.23.0"},
+                "quantization": {
+                    "quant_algo": "NVFP4",
+                    "kv_cache_quant_algo": "FP8",
+                    "group_size": 16,
+                    "exclude_modules": ["lm_head"],
+                },
+            },
+        ),
+    ],
+)
+def test_settings_in_a_file_of_their_own(
+    name: str, own_file: str, own_settings: dict[str, Any], folder: Path
+) -> None:
+    quantize_folder(folder, LAYOUTS[name])
+    expected = open_checkpoint(folder).quantization
+    settings = json.loads((folder / "config.json").read_text())
+    del settings["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / own_file).write_text(json.dumps(own_settings))
+    assert open_checkpoint(folder).quantization == expected
+
+
+def test_a_quantized_cache_alone_leaves_weights_plain(folder: Path) -> None:
+    own = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(own))
+    assert open_checkpoint(folder).quantization is None
+
+
+def test_auto_round_writes_the_layout_of_another_tool(folder: Path) -> None:
+    quantize_folder(folder, LAYOUTS["GPTQ"])
+    expected = open_checkpoint(folder).quantization
+    settings_of(
+        folder,
+        quant_method="auto-round",
+        bits=4,
+        group_size=32,
+        sym=True,
+        data_type="int",
+        packing_format="auto_round:auto_gptq",
+        autoround_version="0.5.1",
+    )
+    assert open_checkpoint(folder).quantization == expected
+
+
+def test_models_for_mlx_are_refused_by_name(folder: Path) -> None:
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "quantization": {"group_size": 64, "bits": 4}}))
+    with pytest.raises(ModelLoadError, match="quantized by MLX, which cannot be read"):
+        open_checkpoint(folder)
+
+
 def settings_of(folder: Path, **quantization: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
@@ -124,6 +190,10 @@ def settings_of(folder: Path, **quantization: Any) -> None:
         ({"bits": 4}, "quantized by 'unknown'"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv', which cannot be read; known: gemm"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3, which cannot be read; known: 4 and 8"),
+        (
+            {"quant_method": "auto-round", "bits": 2, "packing_format": "auto_round:exllamav2"},
+            "packing_format 'auto_round:exllamav2', which cannot be read",
+        ),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format 'marlin-24"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "not two sizes"),

@@ -147,7 +147,7 @@ TINY: dict[str, Tiny] = {
     "bloom": Tiny("bloom", {**NO_KV_HEADS, "num_attention_heads": 6, "hidden_size": 96}),
     "mpt": Tiny("mpt", {**NO_KV_HEADS, "max_seq_len": 256, "attn_config": {"clip_qkv": 0.9}}),
     "stablelm": Tiny("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.25}),
-    "stablelm-parallel": Tiny("stablelm", {"use_parallel_residual": True}),
+    "stablelm-parallel": Tiny("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
     "nemotron": Tiny("nemotron", {"partial_rotary_factor": 0.5}),
     "arcee": Tiny("arcee", {"attention_bias": True}),
     "apertus": Tiny("apertus"),

@@ -17,13 +17,11 @@ from penstock.models.huggingface_config import common_huggingface_config, layer_
 from penstock.models.layers import (
     Block,
     ChangedAttention,
-    HeadLayerNorms,
     LayerLoader,
     Norm,
     load_layer_norm,
 )
 from penstock.models.layout import Layout, rotated_rows
-from penstock.models.rope import pair_order
 from penstock.models.weights import WeightLoader
 
 
@@ -38,9 +36,12 @@ class Cohere(Decoder):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         has_bias = fields.flag("attention_bias", False)
         fields = Fields({"tie_word_embeddings": True, **fields.values}, fields.where)
+        config = common_huggingface_config(fields, cls.name)
         return dataclasses.replace(
-            common_huggingface_config(fields, cls.name),
+            config,
             norm_eps=fields.number("layer_norm_eps", 1e-5),
+            # max_position_embeddings is shorter than the context that the models were made for.
+            max_positions=fields.integer("model_max_length", config.max_positions),
             logit_scale=fields.number("logit_scale", 0.0625),
             qkv_bias=has_bias,
             output_bias=has_bias,
@@ -63,20 +64,8 @@ class Cohere(Decoder):
         norm = load.layer_norm("input_layernorm", bias=False)
         attention: Any = load.attention()
         if load.weights.has(f"{load.prefix}.self_attn.q_norm.weight"):
-            attention = ChangedAttention(attention, self._load_head_norms(load))
+            attention = ChangedAttention(attention, load.head_layer_norms(interleaved=True))
         return Block(attention_norm=norm, attention=attention, mlp_norm=norm, mlp=load.gated_mlp())
-
-    def _load_head_norms(self, load: LayerLoader) -> HeadLayerNorms:
-        config = self.config
-        order = pair_order(config.head_dim, config.head_dim, interleaved=True).to(load.weights.ops.device)
-        parts = (("q", config.num_heads, load.heads.queries), ("k", config.num_kv_heads, load.heads.keys))
-        queries, keys = (
-            load.weights.table(f"{load.prefix}.self_attn.{part}_norm.weight", count, config.head_dim)[
-                own.start : own.stop, order
-            ]
-            for part, count, own in parts
-        )
-        return HeadLayerNorms(queries, keys, config.norm_eps)
 
     def load_final_norm(self, loader: WeightLoader) -> Norm:
         return load_layer_norm(loader, "model.norm", self.config, bias=False)

@@ -22,7 +22,7 @@ class Granite(Decoder):
 
     name = "granite"
     huggingface_names: ClassVar[tuple[str, ...]] = ("GraniteForCausalLM", "granite")
-    gguf_names = ("granite",)
+    gguf_names: ClassVar[tuple[str, ...]] = ("granite",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:

@@ -27,6 +27,9 @@ NAMES = {
 }
 
 
+_CONTEXT = 262144  # tokens
+
+
 @dataclass(frozen=True, slots=True)
 class JambaLayer:
     norm: RMSNorm
@@ -43,6 +46,12 @@ class Jamba(HybridDecoder):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        # The first files state the context under another name, or leave it to the class.
+        context = fields.raw("n_ctx") or _CONTEXT
+        fields = Fields(
+            {**fields.values, "max_position_embeddings": fields.integer("max_position_embeddings", context)},
+            fields.where,
+        )
         config = common_huggingface_config(fields, cls.name)
         every = frozenset(range(config.num_layers))
         attends = _layers(fields, "attn_layer", config.num_layers, period=8, offset=4)

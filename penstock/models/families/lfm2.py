@@ -70,6 +70,8 @@ class Lfm2(HybridDecoder):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        mlp_size = _mlp_size(fields)
+        fields = Fields({**fields.values, "intermediate_size": mlp_size}, fields.where)
         config = common_huggingface_config(fields, cls.name, default_theta=1_000_000.0)
         kinds = layer_kinds(fields, config.num_layers, {"full_attention", "conv"})
         if kinds is None:
@@ -81,7 +83,6 @@ class Lfm2(HybridDecoder):
         return dataclasses.replace(
             config,
             norm_eps=fields.number("norm_eps", 1e-5),
-            intermediate_size=_mlp_size(fields),
             tie_embeddings=fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True)),
             recurrent=RecurrentConfig(
                 layers=frozenset(index for index, kind in enumerate(kinds) if kind == "conv"),
