@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock import __version__
@@ -78,6 +80,23 @@ async def test_tokenize_and_detokenize() -> None:
         assert (await client.post("/tokenize", json=closed)).json()["tokens"] == [258, 97, EOS_ID]
         text = (await client.post("/detokenize", json={"tokens": chat["tokens"]})).json()
         assert text == {"prompt": "<|user|>a<|end|><|assistant|>"}
+
+
+async def test_what_else_a_template_writes_is_tokenized() -> None:
+    engine = FakeEngine(script_text("x"), engine_ready(model_card(max_model_len=8192), max_output_tokens=64))
+    tool = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {}}}
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "tools": [tool],
+    }
+    async with direct_client(engine) as client:
+        continued = {**body, "add_generation_prompt": False, "continue_final_message": True}
+        for fields in (body, continued, {**body, "tools": None, "chat_template_kwargs": {"x": 1}}):
+            counted = (await client.post("/tokenize", json=fields)).json()
+            await client.post("/v1/chat/completions", json={**fields, "max_tokens": 1})
+            assert tuple(counted["tokens"]) == engine.added[-1].prompt_token_ids
+        refused = await client.post("/tokenize", json={**body, "chat_template": "{{ 1 }}"})
+        assert refused.json()["error"]["param"] == "chat_template"
 
 
 async def test_tokenizer_info() -> None:

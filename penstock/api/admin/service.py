@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -13,7 +15,10 @@ from penstock.api.http.answers import json_response
 from penstock.api.http.context import note_model, principal_of
 from penstock.api.http.errors import error_response
 from penstock.api.http.routes import Operation
-from penstock.api.openai.messages import Message, chat_messages
+from penstock.api.http.translation import translated
+from penstock.api.openai.chat_tools import ChatTool
+from penstock.api.openai.messages import Message
+from penstock.api.openai.requests import ChatCompletionRequest
 from penstock.core.errors import (
     EngineUnavailable,
     InvalidRequest,
@@ -33,14 +38,30 @@ SPECIAL_TOKENS = ("bos", "eos", "pad", "unk")
 
 
 class TokenizeRequest(msgspec.Struct):
-    """Has either `prompt` or `messages`. A plain prompt gets special tokens; a chat template writes its own."""
+    """Has either `prompt` or `messages`, and with messages what else a chat template may write. A plain prompt gets
+    special tokens; a chat template writes its own."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool | None = None
+    tools: list[ChatTool] | None = None
+    chat_template: str | None = None  # the name of one of the model's templates
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+
+    def chat(self, messages: list[Message]) -> ChatPrompt:
+        """Return the prompt of a chat completion with the same fields."""
+        return ChatCompletionRequest(
+            messages=messages,
+            tools=self.tools,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+        ).chat_prompt()
 
 
 class TokenizeResponse(msgspec.Struct):
@@ -146,9 +167,7 @@ async def _tokens(wire: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
     rendered = RenderedChat(wire.prompt or "")
     if wire.messages is not None:
         param = "messages"
-        prompt = ChatPrompt(
-            messages=chat_messages(wire.messages), add_generation_prompt=wire.add_generation_prompt
-        )
+        prompt = await translated(wire.messages, partial(wire.chat, wire.messages))
         model.check_tokenizable(num_characters(prompt), param)
         rendered = await model.template.render_later(prompt)
     model.check_tokenizable(len(rendered.text), param)

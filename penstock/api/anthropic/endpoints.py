@@ -17,6 +17,7 @@ from penstock.api.http.answers import EventStream, answer_whole, json_response
 from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import Operation
+from penstock.api.http.translation import translated
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream
@@ -52,7 +53,7 @@ class AnthropicEndpoints:
     async def create_message(self, request: Request) -> ASGIApp:
         check_version(request)
         wire = await self._decoder.read(request)
-        generation = wire.to_generation()
+        generation = await translated(wire.messages, wire.to_generation)
         request_id = request_id_of(request)
         submitted = self._gateway.submit(with_context(request, generation, is_read_whole=not wire.stream))
         if wire.stream:
@@ -73,7 +74,8 @@ class AnthropicEndpoints:
         principal = principal_of(request)
         model = self._gateway.catalogue.permitted(principal, wire.model)
         async with self._gateway.accounts.errand(principal, model.card.name, "count_tokens"):
-            count = await self._gateway.count_tokens(model, wire.prompt(), principal)
+            prompt = await translated(wire.messages, wire.prompt)
+            count = await self._gateway.count_tokens(model, prompt, principal)
         return json_response(TokenCount(count, wire.warnings))
 
 

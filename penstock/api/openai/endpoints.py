@@ -22,6 +22,7 @@ from penstock.api.http.context import principal_of, with_context
 from penstock.api.http.errors import error_event
 from penstock.api.http.parsing import BodyDecoder, read_within_bound
 from penstock.api.http.routes import Operation
+from penstock.api.http.translation import translated
 from penstock.api.openai.answers import (
     AnswerHeader,
     ChatCompletion,
@@ -254,7 +255,7 @@ class OpenAIEndpoints:
             return await self._answer_plain(request, plain)
         wire = await self._chat_decoder.decode_for(request, body)
         metadata = kept_metadata(wire.metadata) if wire.store else {}
-        generation = wire.to_generation()
+        generation = await translated(wire.messages, wire.to_generation)
         prompts: EchoedAnswer | None = None
         header_of = partial(
             AnswerHeader.of,

@@ -290,6 +290,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     def call_style(self) -> CallStyle:
         return CallStyle.of(self.tools, is_older=bool(self.functions))
 
+    def chat_prompt(self) -> ChatPrompt:
+        """Return the prompt alone."""
+        return self._prompt(toolbox_of(self.tools, self.functions))
+
     def _prompt(self, toolbox: Toolbox) -> ChatPrompt:
         tools, choice = toolbox.choice(
             flat_choice(self.tool_choice, self.function_call, toolbox),

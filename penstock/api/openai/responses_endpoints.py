@@ -25,6 +25,7 @@ from penstock.api.http.context import (
 from penstock.api.http.errors import named_params
 from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of
 from penstock.api.http.routes import PAGE, Operation
+from penstock.api.http.translation import translated
 from penstock.api.openai.requests import ServiceTier
 from penstock.api.openai.responses_answers import (
     PARAMS,
@@ -219,7 +220,9 @@ class ResponsesEndpoints:
         own_items = await history.own_items(wire.input, request_id_of(connection))
         earlier = await history.earlier_items(wire.previous_response_id, wire.conversation_id)
         toolbox = Toolbox(wire.tools)
-        generation = with_context(connection, wire.to_generation([*earlier, *own_items], toolbox))
+        items = [*earlier, *own_items]
+        generation = await translated(items, lambda: wire.to_generation(items, toolbox))
+        generation = with_context(connection, generation)
         events: ResponseEvents
 
         def build(answer: AnswerStream) -> ResponseEvents:

@@ -16,6 +16,7 @@ from penstock.api.extensions import EXTENSION_FIELDS
 from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.http.errors import sentence
 from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.translation import translated
 from penstock.api.openai.answers import wire_finish_reason, wire_usage
 from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from penstock.core.errors import InvalidRequest, PenstockError
@@ -64,7 +65,8 @@ class MessageDecoder:
                 param="logprobs",
                 hint="Use /v1/chat/completions or /v1/completions.",
             )
-        return wire.to_generation()
+        messages = wire.messages if isinstance(wire, ChatCompletionRequest) else ()
+        return await translated(messages, wire.to_generation)
 
 
 class MessageWriter:
