@@ -25,6 +25,8 @@ ROW_BYTES = 512
 _MAX_ID_CHARS = 128
 _SWEEP_EVERY_S = 600.0
 _READ_AT_ONCE = 500
+# Of a page with more than one object: a page is in memory several times, and is written on the event loop.
+MAX_PAGE_BYTES = 8 << 20
 
 
 class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,11 +167,12 @@ class ObjectStore:
         model: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectPage:
-        """Return the objects after the cursor that have this model and at least these metadata."""
+        """Return the objects after the cursor that have this model and at least these metadata: fewer than `limit`
+        if they are large."""
 
         def read(connection: Connection) -> ObjectPage:
             of_kind = self._of(workspace_id, kind, parent_id)
-            query = select(table.c.position, table.c.metadata).where(of_kind)
+            query = select(table.c.position, table.c.metadata, _NUM_BYTES).where(of_kind)
             if model is not None:
                 query = query.where(table.c.model == model)
             if after is not None:
@@ -183,16 +186,21 @@ class ObjectStore:
             query = query.order_by(table.c.position if order == "asc" else table.c.position.desc())
             wanted = (metadata or {}).items()
             matches: list[int] = []
-            for position, labels in connection.execute(query.execution_options(yield_per=_READ_AT_ONCE)):
-                if wanted <= labels.items():
-                    matches.append(position)
-                    if len(matches) > limit:
-                        break
+            room, has_more = MAX_PAGE_BYTES, False
+            found = connection.execute(query.execution_options(yield_per=_READ_AT_ONCE))
+            for position, labels, num_bytes in found:
+                if not wanted <= labels.items():
+                    continue
+                room -= num_bytes
+                if len(matches) == limit or (matches and room < 0):
+                    has_more = True
+                    break
+                matches.append(position)
             rows = connection.execute(
-                select(table.c.position, *_COLUMNS).where(table.c.position.in_(matches[:limit]))
+                select(table.c.position, *_COLUMNS).where(table.c.position.in_(matches))
             ).all()
             by_position = {row.position: row for row in rows}
-            return ObjectPage([_object(by_position[each]) for each in matches[:limit]], len(matches) > limit)
+            return ObjectPage([_object(by_position[each]) for each in matches], has_more)
 
         if not self._database.exists:
             return ObjectPage([], has_more=False)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import InvalidRequest
+from penstock.gateway.responses import objects
 from penstock.gateway.responses.objects import ROW_BYTES, ObjectStore, StoredObject
 from penstock.gateway.store.database import Database
 from tests.gateway.store.ready_made import ready_made_database
@@ -105,6 +106,20 @@ async def test_pages_and_filters(store: ObjectStore) -> None:
     assert [each.id for each in page.objects] == ["2"]
     with pytest.raises(InvalidRequest):
         await store.page("w", "conversation", limit=1, order="asc", after="9")
+
+
+async def test_a_page_of_large_objects_is_short(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "MAX_PAGE_BYTES", 2 * ROW_BYTES + 100)
+    for name, size in (("a", 10), ("b", 1000), ("c", 10), ("d", 10), ("e", 10)):
+        await store.add([thing(name, body=b"x" * size)])
+    pages, after = [], None
+    while True:
+        page = await store.page("w", "conversation", limit=3, order="asc", after=after)
+        pages.append([each.id for each in page.objects])
+        if not page.has_more:
+            break
+        after = pages[-1][-1]
+    assert pages == [["a"], ["b"], ["c", "d"], ["e"]]
 
 
 async def test_searches_for_metadata_take_turns_and_leave_threads_for_other_work(
