@@ -223,6 +223,16 @@ def test_older_names_and_patterns_of_nemotron_h(tmp_path: Path) -> None:
         load_model(tmp_path, ops)
 
 
+def test_kinds_of_mlps_that_do_not_match_the_layers_are_refused(tmp_path: Path) -> None:
+    save_tiny("glm4_moe_lite", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for kinds, said in ((["dense"], "mlp_layer_types that do not match"), (["dense", "wide"] * 2, "'wide'")):
+        changed = {**config, "mlp_layer_types": kinds, "num_hidden_layers": 4}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ModelLoadError, match=said):
+            open_checkpoint(tmp_path)
+
+
 def test_the_makers_settings_of_kimi_linear(tmp_path: Path) -> None:
     reference, ops = save_tiny("kimi_linear", tmp_path), TorchOps()
     config = json.loads((tmp_path / "config.json").read_text())

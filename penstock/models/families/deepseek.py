@@ -17,7 +17,7 @@ from penstock.models.experts import ExpertMLP, add_mlp, expert_layout, load_expe
 from penstock.models.gguf_config import SIGMOID, common_gguf_config, gguf_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import common_huggingface_config, rope_parameters
+from penstock.models.huggingface_config import common_huggingface_config, layer_kinds, rope_parameters
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows, by_head
 from penstock.models.rope import pair_order
@@ -165,7 +165,7 @@ def latent_config(
     if fields.has("n_routed_experts"):
         inner, period = fields.integer("moe_intermediate_size"), fields.integer("moe_layer_freq", 1)
         first, shared = fields.raw("first_k_dense_replace") or 0, fields.raw("n_shared_experts")
-        kinds = fields.raw("mlp_layer_types")
+        kinds = layer_kinds(fields, config.num_layers, {"dense", "sparse"}, "mlp_layer_types")
         experts = ExpertsConfig(
             count=fields.integer("n_routed_experts"),
             per_token=fields.integer("num_experts_per_tok"),
@@ -174,7 +174,7 @@ def latent_config(
             dense_layers=frozenset(
                 index
                 for index in range(config.num_layers)
-                if (kinds[index] == "dense" if isinstance(kinds, list) else index < first or index % period)
+                if (index < first or index % period if kinds is None else kinds[index] == "dense")
             ),
             shared_intermediate_size=inner * fields.integer("n_shared_experts") if shared else None,
             scoring=scoring,
