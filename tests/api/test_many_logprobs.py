@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -147,7 +148,7 @@ async def test_events_of_many_answers_leave_in_turns() -> None:
         sent.append(message)
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": b"", "more_body": False}
+        await asyncio.Event().wait()  # the client stays, and sends nothing more
 
     async def submitted() -> Late:
         return Late("a", "m")

@@ -56,7 +56,7 @@ def test_a_backend_says_what_it_rounds(library: Library) -> None:
     ops.pack_linear([DenseWeight(torch.randn(16, 32))])
     assert ops.rounding == ""
     ops.pack_linear([quantized])
-    assert "16-bit integers" in ops.rounding
+    assert "rounded to 16 bits" in ops.rounding
     assert DelegatingOps(ops).rounding == ops.rounding
     assert NativeOps(library, torch.bfloat16).rounding == "products rounded to bfloat16"
     assert TorchOps("cpu", torch.float32).rounding == ""

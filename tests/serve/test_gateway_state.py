@@ -102,8 +102,8 @@ async def test_a_bad_file_stops_the_start(tmp_path: Path, database: Database) ->
             pass
 
 
-async def test_a_folder_that_cannot_be_written(tmp_path: Path, database: Database) -> None:
+async def test_a_data_folder_that_is_a_file(tmp_path: Path, database: Database) -> None:
     (tmp_path / "data").write_text("a file is in the way")
-    with pytest.raises(ConfigError, match=r"The usage journal in .* cannot be written"):
+    with pytest.raises(ConfigError, match=r"The data folder .* is a file"):
         async with open_gateway_state(config_in(tmp_path, usage_ledger=True), database, is_open=True):
             pass
