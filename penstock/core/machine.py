@@ -66,9 +66,8 @@ def _folders(controller: str, groups: Path, root: Path) -> Iterator[Path]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(
-            ","
-        ):  # no controllers: version 2 of control groups
+        # A line of version 2 names no controllers.
+        if controllers and controller not in controllers.split(","):
             continue
         top = root / controller if controllers else root
         inner = PurePosixPath(path)
