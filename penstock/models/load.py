@@ -24,6 +24,7 @@ from penstock.models.config import ArchitectureConfig, Fields, read_settings
 from penstock.models.decoder import Decoder
 from penstock.models.encoders.load import ENCODERS
 from penstock.models.families import FAMILIES
+from penstock.models.families.class_defaults import with_class_defaults
 from penstock.models.gguf_choice import split_parts
 from penstock.models.gguf_config import gguf_rope_axes, has_experts
 from penstock.models.gguf_file import GGUFFile
@@ -157,7 +158,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_dir():
         fields = text_fields(path, _read_config(path / "config.json"))
         architecture = architecture_for_huggingface(fields)
-        config = architecture.config_from_huggingface(fields)
+        config = architecture.config_from_huggingface(with_class_defaults(fields, architecture.name))
         pooling = read_pooling(path, fields, is_decoder=True)
         if pooling.only_pools and pooling.score_tokens is None:  # there may be no head for tokens
             config = dataclasses.replace(config, tie_embeddings=True)

@@ -10,6 +10,7 @@ import pytest
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import ArchitectureConfig, Fields, RopeConfig, RopeScaling
 from penstock.models.families import FAMILIES
+from penstock.models.families.class_defaults import with_class_defaults
 from penstock.models.load import architecture_for_huggingface, open_checkpoint
 
 BASE: dict[str, Any] = {
@@ -25,7 +26,8 @@ BASE: dict[str, Any] = {
 
 def read(**changes: Any) -> ArchitectureConfig:
     fields = Fields({**BASE, **changes}, "config.json")
-    return architecture_for_huggingface(fields).config_from_huggingface(fields)
+    family = architecture_for_huggingface(fields)
+    return family.config_from_huggingface(with_class_defaults(fields, family.name))
 
 
 def test_defaults_of_an_old_llama() -> None:
@@ -76,16 +78,18 @@ def test_several_ends() -> None:
 
 
 def test_by_model_type_when_no_class_is_named() -> None:
-    assert read(architectures=None, model_type="qwen2").architecture == "qwen2"
+    assert read(architectures=None, model_type="qwen2", num_key_value_heads=2).architecture == "qwen2"
 
 
 def test_mistral_without_a_window() -> None:
-    assert read(architectures=["MistralForCausalLM"], sliding_window=None).windows == (None,) * 4
-    assert read(architectures=["MistralForCausalLM"], sliding_window=9).windows == (9,) * 4
+    mistral = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+    assert read(**mistral, sliding_window=None).windows == (None,) * 4
+    assert read(**mistral, sliding_window=9).windows == (9,) * 4
 
 
 def test_qwen_windows_only_when_switched_on() -> None:
-    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9, "max_window_layers": 3}
+    qwen: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}
+    qwen |= {"sliding_window": 9, "max_window_layers": 3}
     assert read(**qwen).windows == (None,) * 4
     assert read(**qwen, use_sliding_window=True).windows == (None, None, None, 9)
 
@@ -106,7 +110,8 @@ def test_gemma3_as_first_published() -> None:
         },
         "config.json",
     )
-    config = architecture_for_huggingface(fields).config_from_huggingface(fields)
+    family = architecture_for_huggingface(fields)
+    config = family.config_from_huggingface(with_class_defaults(fields, family.name))
     assert config.head_dim == 256
     assert config.attention_scale == 1 / 16
     assert config.rope == RopeConfig(1_000_000.0, RopeScaling(kind="linear", factor=8.0))

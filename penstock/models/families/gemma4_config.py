@@ -75,6 +75,7 @@ def huggingface_config(fields: Fields, name: str) -> Gemma4Config:
     windows = layer_windows(fields, base.num_layers, window)
     if windows is None:
         windows = windows_by_pattern(window, 6, base.num_layers)
+    windows = (*windows[:-1], None)  # the last layer sees the whole context, whatever the file says
     keys_are_values = fields.flag("attention_k_eq_v", False)
     larger = _larger_heads(fields, windows, base.num_kv_heads if not keys_are_values else None)
 
@@ -170,11 +171,14 @@ def _larger_heads(
     """Return the head size and the key-value heads of layers with full attention. Files have them as settings,
     or as exceptions for single layers."""
     exceptions = fields.raw("per_layer_config")
-    index = next((index for index, window in enumerate(windows) if window is None), None)
-    values = exceptions.get(str(index), {}) if isinstance(exceptions, dict) else {}
-    own = Fields({**fields.values, **values}, fields.where)
     usual = fields.integer("num_key_value_heads", fields.integer("num_attention_heads"))
     if isinstance(exceptions, dict):
+        index = next((index for index, window in enumerate(windows) if window is None), None)
+        # Transformers writes the numbers of layers with zeros in front, to one width.
+        values = {key.lstrip("0") or "0": each for key, each in exceptions.items()}.get(str(index), {})
+        if not isinstance(values, dict):
+            raise ModelLoadError(f"{fields.where} has a per_layer_config whose entries are not settings.")
+        own = Fields({**fields.values, **values}, fields.where)
         return own.integer("head_dim"), own.integer("num_key_value_heads", usual)
     return (
         fields.integer("global_head_dim", 512),
