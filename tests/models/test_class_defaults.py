@@ -1,5 +1,5 @@
-"""Files leave out settings that the class of their maker has. What is read from a file with sizes alone equals what is
-read from a file that states every setting of transformers' class."""
+"""Files leave out settings that the class of their maker has. What is read from a file with sizes alone equals what
+is read from a file that states every setting of transformers' class."""
 
 from __future__ import annotations
 
