@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import sys
 from collections.abc import Coroutine
@@ -27,6 +28,8 @@ def prepare_process(config: ServeConfig) -> ServeConfig:
     """Set up this process, once. Returns the settings with the number of connections that the system allows."""
     logging.getLogger("uvicorn.error").addFilter(ClientNoise())
     sys.setswitchinterval(THREAD_TURN_S)
+    # A text is tokenized in the thread that asks. A pool with a thread per core would put small texts behind large.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return msgspec.structs.replace(config, server=within_file_limit(config.server))
 
 

@@ -170,10 +170,9 @@ async def _tokens(wire: TokenizeRequest, model: ServedModel) -> tuple[int, ...]:
         prompt = await translated(wire.messages, partial(wire.chat, wire.messages))
         model.check_tokenizable(num_characters(prompt), param)
         rendered = await model.template.render_later(prompt)
-    model.check_tokenizable(len(rendered.text), param)
     adds_special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
-    return await model.tokenizer.encode(
-        rendered.text, add_special_tokens=adds_special, plain_ranges=rendered.plain_ranges
+    return await model.tokenize(
+        rendered.text, param, add_special_tokens=adds_special, plain_ranges=rendered.plain_ranges
     )
 
 

@@ -12,8 +12,9 @@ import msgspec
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest
 from penstock.core.messages import ModelCard
 from penstock.gateway.checks import check_token_ids
-from penstock.gateway.models.served_model import ServedModel
+from penstock.gateway.models.served_model import CUT_MARGIN_TOKENS, ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt
+from penstock.gateway.text.tokenizer import TooManyTokens
 
 Role: TypeAlias = Literal["query", "document"]
 
@@ -126,10 +127,14 @@ async def tokens_of(given: Input, label: str, model: ServedModel, reading: Readi
     longest = longest_of(card)
     cut, room = reading.truncation, _room(card, reading)
     given = _within_reach(given, label, model, cut, room)
+    if isinstance(given, str | Pair) and cut is None:
+        await _check_num_tokens(given, label, model, longest)
     if isinstance(given, tuple):
         check_token_ids(given, card.vocab_size, param=label)
         tokens = Tokens(_cut(given, cut, room))
     elif isinstance(given, str) and not reading.adds_special_tokens:
+        if cut is not None:
+            given = await model.tokenizer.shortened(given, room + CUT_MARGIN_TOKENS, cut.side)
         ids = await model.tokenizer.encode(given, add_special_tokens=False)
         tokens = Tokens(_cut(ids, cut, room))
     elif isinstance(given, Pair) and card.pooler.asks_yes_or_no:
@@ -181,6 +186,16 @@ def _within_reach(
     if isinstance(given, str):
         return _cut(given, cut, room * per_token)
     return _cut(given, cut, room)
+
+
+async def _check_num_tokens(given: str | Pair, label: str, model: ServedModel, longest: int) -> None:
+    """Refuse a long text that is sure not to fit before all of it is tokenized."""
+    texts = (given,) if isinstance(given, str) else (given.first, given.second, given.instruction or "")
+    for text in texts:
+        try:
+            await model.tokenizer.check_length(text, longest)
+        except TooManyTokens as error:
+            raise _too_long(label, f"at least {error.at_least}", longest) from error
 
 
 Cuttable = TypeVar("Cuttable", str, tuple[int, ...])

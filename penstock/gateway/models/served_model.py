@@ -39,12 +39,15 @@ from penstock.gateway.text.image_places import ImagePlaces, moved_positions, wit
 from penstock.gateway.text.infill import infill_ids, laid_out
 from penstock.gateway.text.template import ChatTemplate, RenderedChat
 from penstock.gateway.text.token_options import OPTIONS, TokenOptions
-from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS, TextTokenizer
+from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS, TextTokenizer, TooManyTokens
 from penstock.gateway.tools.answer_form import AnswerForm, answer_form, forces_calls
 from penstock.gateway.tools.formats import HARMONY_REASONING, reasoning_of, tool_format_of
 from penstock.gateway.tools.harmony import CONTROL_TOKENS
 
 MAX_LOOSE_CHARACTERS = 1 << 20  # of a text that need not fit the context
+MAX_LOOSE_TOKENS = 1 << 19  # of such a text
+COUNTED_FACTOR = 2  # of a text that must fit, this many times the context is still counted exactly
+MORE_COUNTED_TOKENS = 1 << 16
 CUT_MARGIN_TOKENS = 64
 
 
@@ -236,11 +239,45 @@ class ServedModel:
                 param=param,
             )
 
-    def _last_part(self, text: str, num_tokens: int) -> str:
+    async def tokenize(
+        self, text: str, param: str, *, add_special_tokens: bool, plain_ranges: Sequence[tuple[int, int]] = ()
+    ) -> tuple[int, ...]:
+        """Return the tokens of a text that need not fit the context. Raises InvalidRequest where that would keep
+        others waiting for seconds."""
+        self.check_tokenizable(len(text), param)
+        most = max(MAX_LOOSE_TOKENS, self._most_tokens)
+        try:
+            await self.tokenizer.check_length(text, most)
+        except TooManyTokens as error:
+            raise InvalidRequest(
+                f"{param} has at least {error.at_least} tokens, and at most {most} are made at a time.",
+                param=param,
+                hint="Send it in parts.",
+            ) from error
+        return await self.tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, plain_ranges=plain_ranges
+        )
+
+    @property
+    def _most_tokens(self) -> int:
+        """Return up to how many tokens a text that must fit the context is counted exactly."""
+        return COUNTED_FACTOR * self.max_model_len + MORE_COUNTED_TOKENS
+
+    async def _check_num_tokens(self, text: str, param: str, *, is_cut: bool = False) -> None:
+        """Refuse a text that is sure not to fit before all of it is tokenized: no text that a client sends may
+        occupy the threads for long. A chat that `is_cut` later may have more tokens."""
+        most = max(MAX_LOOSE_TOKENS, self._most_tokens) if is_cut else self._most_tokens
+        try:
+            await self.tokenizer.check_length(text, most)
+        except TooManyTokens as error:
+            raise too_long(self.max_model_len, error.at_least, param, is_lower_bound=True) from error
+
+    async def _last_part(self, text: str, num_tokens: int) -> str:
         """Return the end of a text that is sure to hold its last tokens. Where the text is cut may change a few
         tokens."""
-        num_kept = (num_tokens + CUT_MARGIN_TOKENS) * self.tokenizer.max_characters_per_token
-        return text[-num_kept:]
+        num_tokens += CUT_MARGIN_TOKENS
+        num_kept = num_tokens * self.tokenizer.max_characters_per_token
+        return await self.tokenizer.shortened(text[-num_kept:], num_tokens, "left")
 
     def known(self, token_ids: tuple[int, ...], param: str) -> tuple[int, ...]:
         """Return the same token ids. A tokenizer may know tokens that the model has no embedding for; a text that
@@ -281,8 +318,11 @@ class ServedModel:
             if truncates_to is None:
                 self._check_num_characters(len(prompt.text) + len(prompt.suffix or ""), "prompt")
             else:
-                prompt = msgspec.structs.replace(prompt, text=self._last_part(prompt.text, truncates_to))
+                text = await self._last_part(prompt.text, truncates_to)
+                prompt = msgspec.structs.replace(prompt, text=text)
                 self._check_num_characters(len(prompt.suffix or ""), "prompt")
+            for text in (prompt.text, prompt.suffix or ""):
+                await self._check_num_tokens(text, "prompt")
             return PreparedPrompt(self.known(await self._encode_text(prompt), "prompt"))
         if isinstance(prompt, ChatPrompt):
             check = self._check_num_characters if truncates_to is None else self.check_tokenizable
@@ -290,6 +330,7 @@ class ServedModel:
             prompt = self.dialect.without_thinking_where_held(prompt, grammar)
             prompt, rendered, places = await self._rendered(prompt)
             check(len(rendered.text), "messages")
+            await self._check_num_tokens(rendered.text, "messages", is_cut=truncates_to is not None)
             form = self.dialect.answer_form(prompt, rendered, grammar)
             if places is not None:
                 return await self._with_images(prompt, rendered, places, form)
@@ -364,6 +405,7 @@ class ServedModel:
         """Return the tokens of a predicted answer, cut to what the context could hold. Special tokens spelled out in
         the text are plain text."""
         text = text[: self.max_model_len * self.tokenizer.max_characters_per_token]
+        text = await self.tokenizer.shortened(text, self.max_model_len)
         token_ids = await self.tokenizer.encode(
             text, add_special_tokens=False, plain_ranges=((0, len(text)),)
         )

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from tokenizers import Encoding, Tokenizer
@@ -29,8 +29,27 @@ DIRECT_ENCODE_CHARS = 4096
 # Many short texts are as much work as a long one: more than these, in one turn of the event loop, go to threads too.
 DIRECT_CHARS_PER_TURN = 16_384
 ENCODE_THREADS = 2
+LARGE_TOKENS = 1 << 17  # texts that may have more than this take turns in a thread of their own
+SLICE_CHARS = 1 << 16  # of a long text, whose tokens are counted slice by slice
+TOKENS_PER_CUT = 256  # that a cut in the middle of a word may add, generously
+# A text is tokenized without counting first if it cannot have more than this many times the tokens that are allowed,
+# which leaves out ordinary texts, or more than the second number.
+SURE_FACTOR = 4
+SURE_TOKENS = 1 << 20
+BYTES_PER_CHARACTER = 4  # at most, in UTF-8
 COMPOSING_FACTOR = 4  # Unicode composes at most four characters into one
 LOSSY_FACTOR = 16  # for tokenizers that delete characters, or join those that they do not know
+
+
+T = TypeVar("T")
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than are allowed, and at least so many."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(at_least)
+        self.at_least = at_least
 
 
 class TextTokenizer:
@@ -61,6 +80,7 @@ class TextTokenizer:
         self._token_bytes = TokenBytes(self._tokenizer, byte_level=self._decoder.byte_level)
         self._visible_bytes: dict[frozenset[int], TokenBytes] = {}  # by which special tokens are shown
         self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenize")
+        self._large_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-large")
         # Characters that this turn of the event loop may still encode.
         self._direct_room = DIRECT_CHARS_PER_TURN
 
@@ -76,18 +96,37 @@ class TextTokenizer:
     def _end_turn(self) -> None:
         self._direct_room = DIRECT_CHARS_PER_TURN
 
+    async def _off_loop(self, work: Callable[[], T], *texts: str) -> T:
+        """Do work with texts in a thread. Large texts do not keep the threads from smaller ones."""
+        is_large = sum(map(_most_tokens, texts)) > LARGE_TOKENS
+        threads = self._large_thread if is_large else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    async def check_length(self, text: str, max_tokens: int) -> None:
+        """Raise TooManyTokens for a long text that is sure to have more than `max_tokens`, without tokenizing the
+        rest of it."""
+        if not _is_counted(text, max_tokens):
+            return
+        reached = await self._off_loop(lambda: self._reach(text, max_tokens, "right"), text)
+        if reached is not None:
+            raise TooManyTokens(reached.num_tokens)
+
+    async def shortened(self, text: str, num_tokens: int, side: Literal["left", "right"] = "right") -> str:
+        """Return the text, cut on one `side` if it is long, with more than `num_tokens` left."""
+        if not _is_counted(text, num_tokens):
+            return text
+        return await self._off_loop(lambda: self._shortened(text, num_tokens, side), text)
+
     async def encode(
         self, text: str, *, add_special_tokens: bool, plain_ranges: Sequence[tuple[int, int]] = ()
     ) -> tuple[int, ...]:
         """Token ids of `text`, after the model's beginning-of-sequence token where it wants one and
         `add_special_tokens` allows it. Special tokens spelled out inside `plain_ranges` are taken for plain text.
         Long texts are encoded off the event loop."""
+        begin = self.bos_ids if add_special_tokens else ()
         if self._goes_direct(len(text)):
-            ids = self._encode(text, plain_ranges)
-        else:
-            loop = asyncio.get_running_loop()
-            ids = await loop.run_in_executor(self._threads, self._encode, text, plain_ranges)
-        return (*self.bos_ids, *ids) if add_special_tokens else tuple(ids)
+            return self._encode(text, plain_ranges, begin)
+        return await self._off_loop(lambda: self._encode(text, plain_ranges, begin), text)
 
     async def encode_marked(
         self,
@@ -99,8 +138,7 @@ class TextTokenizer:
         many leading tokens end at or before it."""
         if self._goes_direct(len(text)):
             return self._encode_marked(text, plain_ranges, positions)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode_marked, text, plain_ranges, positions)
+        return await self._off_loop(lambda: self._encode_marked(text, plain_ranges, positions), text)
 
     async def encode_with_template(
         self,
@@ -116,9 +154,14 @@ class TextTokenizer:
         `max_tokens` are cut away on one `side`, special tokens excepted, from the longer text of a pair first; of the
         second text at most `max_second` are kept."""
 
+        def shortened(given: str) -> str:
+            if max_tokens is None or not _is_counted(given, max_tokens):
+                return given
+            return self._shortened(given, max_tokens, side)
+
         def encode() -> tuple[tuple[int, ...], int]:
-            first = _encoded(self._tokenizer, text)
-            other = None if second is None else _encoded(self._tokenizer, second)
+            first = _encoded(self._tokenizer, shortened(text))
+            other = None if second is None else _encoded(self._tokenizer, shortened(second))
             if other is not None and max_second is not None:
                 other.truncate(max_second, direction=side)
             if max_tokens is not None:
@@ -136,7 +179,7 @@ class TextTokenizer:
 
         if self._goes_direct(len(text) + len(second or "")):
             return encode()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+        return await self._off_loop(encode, text, second or "")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the whole text, special tokens included."""
@@ -186,36 +229,65 @@ class TextTokenizer:
             self._visible_bytes[shown_ids] = table
         return table
 
-    def _encode(self, text: str, plain_ranges: Sequence[tuple[int, int]]) -> list[int]:
-        ids: list[int] = []
-        for _, encoding in self._encodings(text, plain_ranges):
-            ids += encoding.ids
-        return ids
+    def _reach(self, text: str, num_tokens: int, side: Literal["left", "right"]) -> _Reached | None:
+        """Count the tokens of a text slice by slice, until there are surely more than `num_tokens`; None if the text
+        ends before. The slices come from the other side than `side`."""
+        allowed = num_tokens
+        counted = 0
+        for num_slices in range(1, len(text) // SLICE_CHARS + 2):
+            end = num_slices * SLICE_CHARS
+            part = (
+                text[end - SLICE_CHARS : end]
+                if side == "right"
+                else text[-end : len(text) - end + SLICE_CHARS]
+            )
+            (encoding,) = self._tokenizer.encode_batch_fast([part], add_special_tokens=False)
+            counted += len(encoding)
+            allowed += TOKENS_PER_CUT
+            if counted > allowed:
+                return _Reached(min(end, len(text)), counted)
+        return None
+
+    def _shortened(self, text: str, num_tokens: int, side: Literal["left", "right"]) -> str:
+        reached = self._reach(text, num_tokens, side)
+        if reached is None:
+            return text
+        kept = reached.num_characters
+        return text[:kept] if side == "right" else text[-kept:]
+
+    def _encode(
+        self, text: str, plain_ranges: Sequence[tuple[int, int]], begin: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        ids = [*begin]
+        for _, tokenizer, part in self._stretches(text, plain_ranges):
+            ids += _encoded(tokenizer, part, has_offsets=False).ids
+        return tuple(ids)
 
     def _encode_marked(
         self, text: str, plain_ranges: Sequence[tuple[int, int]], positions: Sequence[int]
     ) -> tuple[tuple[int, ...], dict[int, int]]:
         ids: list[int] = []
         found = dict.fromkeys(positions, 0)
-        for start, encoding in self._encodings(text, plain_ranges):
+        for start, tokenizer, part in self._stretches(text, plain_ranges):
+            encoding = _encoded(tokenizer, part)
             for position in positions:
                 if position > start:
                     found[position] = len(ids) + _num_tokens_before(encoding, position - start)
             ids += encoding.ids
         return tuple(ids), found
 
-    def _encodings(
+    def _stretches(
         self, text: str, plain_ranges: Sequence[tuple[int, int]]
-    ) -> Iterator[tuple[int, Encoding]]:
-        """Yield the stretches of a text that are tokenized apart, each with where it begins."""
+    ) -> Iterator[tuple[int, Tokenizer, str]]:
+        """Yield the stretches of a text that are tokenized apart, each with where it begins and its tokenizer."""
         position = 0
         for start, end in plain_ranges:
             if start > position:
-                yield position, _encoded(self._tokenizer, text[position:start])
-            yield start, _encoded(self._plain_tokenizer, text[start:end])
+                yield position, self._tokenizer, text[position:start]
+            yield start, self._plain_tokenizer, text[start:end]
             position = end
         if position < len(text):
-            yield position, _encoded(self._tokenizer, text[position:])
+            yield position, self._tokenizer, text[position:]
 
     @cached_property
     def _missing_bos(self) -> tuple[int, ...]:
@@ -241,11 +313,28 @@ def _shared_room(room: int, first: int, second: int) -> tuple[int, int]:
     return (shorter, longer) if first <= second else (longer, shorter)
 
 
-def _encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
-    """The batch calls of `tokenizers` let other threads run meanwhile; its calls for one text do not."""
+class _Reached(NamedTuple):
+    num_characters: int
+    num_tokens: int
+
+
+def _most_tokens(text: str) -> int:
+    """Return the number of bytes that a text has at most: no tokenizer here makes more tokens."""
+    return len(text) if text.isascii() else BYTES_PER_CHARACTER * len(text)
+
+
+def _is_counted(text: str, max_tokens: int) -> bool:
+    """Say whether a text is so long that its tokens are counted before it is tokenized as a whole."""
+    return len(text) > SLICE_CHARS and _most_tokens(text) > min(SURE_FACTOR * max_tokens, SURE_TOKENS)
+
+
+def _encoded(tokenizer: Tokenizer, text: str, *, has_offsets: bool = True) -> Encoding:
+    """The batch calls of `tokenizers` let other threads run meanwhile; its calls for one text do not. An encoding
+    without offsets has no texts of tokens either, which would take long to free, with the lock of the interpreter."""
     if len(text) <= DIRECT_ENCODE_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    (encoding,) = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens=False)
+    encode_batch = tokenizer.encode_batch if has_offsets else tokenizer.encode_batch_fast
+    (encoding,) = encode_batch([text], add_special_tokens=False)
     return encoding
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -15,7 +17,10 @@ from penstock.gateway.text.detokenizer import REPLACEMENT_CHARACTER, ByteDetoken
 from penstock.gateway.text.tokenizer import (
     DIRECT_CHARS_PER_TURN,
     DIRECT_ENCODE_CHARS,
+    LARGE_TOKENS,
+    SLICE_CHARS,
     TextTokenizer,
+    TooManyTokens,
 )
 from tests.gateway import vocabularies
 from tests.gateway.fake_engine import BOS_ID, EOS_ID, byte_tokenizer, model_card
@@ -144,9 +149,11 @@ async def test_many_short_texts_in_one_turn_of_the_event_loop_are_encoded_in_thr
     threads: list[bool] = []
     encode = TextTokenizer._encode
 
-    def noted(self: TextTokenizer, text: str, plain_ranges: Sequence[tuple[int, int]]) -> list[int]:
+    def noted(
+        self: TextTokenizer, text: str, plain_ranges: Sequence[tuple[int, int]], begin: Sequence[int]
+    ) -> tuple[int, ...]:
         threads.append(threading.current_thread() is not threading.main_thread())
-        return encode(self, text, plain_ranges)
+        return encode(self, text, plain_ranges, begin)
 
     monkeypatch.setattr(TextTokenizer, "_encode", noted)
     tokenizer = tokenizer_of(byte_tokenizer())
@@ -156,3 +163,54 @@ async def test_many_short_texts_in_one_turn_of_the_event_loop_are_encoded_in_thr
     assert threads == [False] * num_direct + [True]
     await tokenizer.encode("x", add_special_tokens=False)  # in another turn, after the thread's answer
     assert threads[-1] is False
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+async def test_long_text_is_tokenized_only_as_far_as_its_first_or_last_tokens(
+    side: Literal["left", "right"],
+) -> None:
+    text = "".join(chr(0x1F600 + number % 64) for number in range(10 * SLICE_CHARS))
+    part = await BYTE_LEVEL.shortened(text, 1000, side)
+    assert 1000 < len(part) <= SLICE_CHARS
+    whole = await BYTE_LEVEL.encode(text, add_special_tokens=False)
+    ids = await BYTE_LEVEL.encode(part, add_special_tokens=False)
+    assert ids[:1000] == whole[:1000] if side == "right" else ids[-1000:] == whole[-1000:]
+
+
+async def test_text_with_too_many_tokens_is_told_before_it_is_tokenized_to_its_end() -> None:
+    text = "😀" * (10 * SLICE_CHARS)
+    num_tokens = len(await BYTE_LEVEL.encode(text, add_special_tokens=False))
+    with pytest.raises(TooManyTokens) as caught:
+        await BYTE_LEVEL.check_length(text, 1000)
+    assert 1000 < caught.value.at_least < num_tokens / 5
+    await BYTE_LEVEL.check_length(text, num_tokens)
+
+
+async def test_ordinary_text_that_fits_is_not_counted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BYTE_LEVEL, "_reach", None)
+    text = "an ordinary text " * 10_000
+    await BYTE_LEVEL.check_length(text, len(text) // 4)
+    assert await BYTE_LEVEL.shortened(text, len(text) // 4) == text
+
+
+async def test_large_texts_leave_the_threads_to_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_of(vocabularies.byte_level())
+    go_on = threading.Event()
+    encode = tokenizer._encode
+
+    def encode_slowly(text: str, *rest: object) -> tuple[int, ...]:
+        if len(text) > LARGE_TOKENS:
+            go_on.wait(30)
+        return encode(text, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tokenizer, "_encode", encode_slowly)
+    large = [
+        asyncio.create_task(tokenizer.encode("a" * (LARGE_TOKENS + 1), add_special_tokens=False))
+        for _ in range(8)
+    ]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        assert await tokenizer.encode("b" * (DIRECT_ENCODE_CHARS + 1), add_special_tokens=False)
+    assert not any(task.done() for task in large)
+    go_on.set()
+    await asyncio.gather(*large)
