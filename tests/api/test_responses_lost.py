@@ -95,9 +95,10 @@ async def test_a_response_that_is_still_being_made_is_not_given_up(
     monkeypatch.setattr(responses_service, "RENEWAL_S", 0.001)
     renew = DatabaseResponses.renew
 
-    async def noted(store: DatabaseResponses, names: tuple[str, ...], lease_until: float) -> None:
-        await renew(store, names, lease_until)
+    async def noted(store: DatabaseResponses, names: frozenset[str], lease_until: float) -> frozenset[str]:
+        wanted = await renew(store, names, lease_until)
         renewals.put_nowait(lease_until)
+        return wanted
 
     monkeypatch.setattr(DatabaseResponses, "renew", noted)
     engine = FakeEngine()
@@ -110,3 +111,23 @@ async def test_a_response_that_is_still_being_made_is_not_given_up(
         assert (await look_up(other, made["id"]))["status"] == "in_progress"
         await maker.post(f"/v1/responses/{made['id']}/cancel")
         assert (await look_up(other, made["id"]))["status"] == "cancelled"
+
+
+@pytest.mark.parametrize("ending", ["cancel", "delete"])
+async def test_a_response_that_another_process_ends_is_generated_no_further(
+    database: Database, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setattr(responses_service, "RENEWAL_S", 0.001)
+    engine = FakeEngine()
+    async with gateway_process(database, engine) as maker, gateway_process(database, FakeEngine()) as other:
+        ended = (await maker.post("/v1/responses", json=BACKGROUND)).json()["id"]
+        kept = (await maker.post("/v1/responses", json=BACKGROUND)).json()["id"]
+        if ending == "cancel":
+            assert (await other.post(f"/v1/responses/{ended}/cancel")).json()["status"] == "cancelled"
+        else:
+            assert (await other.delete(f"/v1/responses/{ended}")).json()["deleted"]
+        async with asyncio.timeout(20):
+            while not engine.aborted:
+                await asyncio.sleep(0.001)
+        assert engine.aborted == [f"{ended.removeprefix('resp_')}-0"]
+        await maker.post(f"/v1/responses/{kept}/cancel")

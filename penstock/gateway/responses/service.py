@@ -106,7 +106,7 @@ logger = logging.getLogger(__name__)
 
 # A response in the background counts as lost when its gateway has not renewed its lease for so long.
 LEASE_S = 30.0
-RENEWAL_S = 10.0
+RENEWAL_S = 2.0  # also how late a process learns that another one has cancelled or deleted a response
 FOLLOWED_EVERY_S = 0.5  # by readers in other processes than the one that makes a response
 
 
@@ -351,12 +351,15 @@ class Responses:
             log.close()
 
     async def _renew(self) -> None:
-        """Renews leases as long as anything runs in the background."""
+        """Renew leases as long as anything runs in the background, and stop the responses that have been cancelled or
+        deleted through another process."""
         while self._running:
             await asyncio.sleep(RENEWAL_S)
-            if self._running:
-                with contextlib.suppress(StoreUnavailable):
-                    await self._store.renew(tuple(self._running), await self._store.time() + LEASE_S)
+            with contextlib.suppress(StoreUnavailable):
+                lease_until = await self._store.time() + LEASE_S
+                if running := frozenset(self._running):
+                    for response_id in running - await self._store.renew(running, lease_until):
+                        self._stop(response_id)
 
     async def _run(
         self, built: BuiltAnswer, builder: ResponseBuilder, response_id: str, log: EventLog | None

@@ -66,8 +66,9 @@ class ResponseStore(Protocol):
         """Return the time that leases end by, which all gateways with this store agree on."""
         ...
 
-    async def renew(self, response_ids: Collection[str], lease_until: float) -> None:
-        """Say that responses are still being made."""
+    async def renew(self, response_ids: Collection[str], lease_until: float) -> frozenset[str]:
+        """Say that responses are still being made. Returns those that are still wanted: the others have been
+        cancelled or deleted."""
         ...
 
     async def find(self, workspace_id: str, response_id: str) -> StoredResponse | None: ...
@@ -136,10 +137,13 @@ class MemoryResponses:
     async def time(self) -> float:
         return self._now()
 
-    async def renew(self, response_ids: Collection[str], lease_until: float) -> None:
+    async def renew(self, response_ids: Collection[str], lease_until: float) -> frozenset[str]:
+        wanted = set()
         for key, response in self._responses.items():
-            if response.id in response_ids:
+            if response.id in response_ids and not response.is_final:
                 self._responses[key] = msgspec.structs.replace(response, lease_until=lease_until)
+                wanted.add(response.id)
+        return frozenset(wanted)
 
     async def find(self, workspace_id: str, response_id: str) -> StoredResponse | None:
         response = self._responses.get((workspace_id, response_id))
@@ -254,8 +258,8 @@ class DatabaseResponses:
     async def time(self) -> float:
         return await self._database.run(database_time, reads_only=True)
 
-    async def renew(self, response_ids: Collection[str], lease_until: float) -> None:
-        await self._database.run(lambda connection: self._renew(connection, response_ids, lease_until))
+    async def renew(self, response_ids: Collection[str], lease_until: float) -> frozenset[str]:
+        return await self._database.run(lambda connection: self._renew(connection, response_ids, lease_until))
 
     async def find(self, workspace_id: str, response_id: str) -> StoredResponse | None:
         if not self._could_exist(response_id):
@@ -368,9 +372,12 @@ class DatabaseResponses:
                 total -= num_bytes
             connection.execute(responses.delete().where(responses.c.id.in_(ids)))
 
-    def _renew(self, connection: Connection, response_ids: Collection[str], lease_until: float) -> None:
+    def _renew(
+        self, connection: Connection, response_ids: Collection[str], lease_until: float
+    ) -> frozenset[str]:
         is_running = responses.c.id.in_(response_ids), responses.c.is_final.is_(False)
-        connection.execute(responses.update().where(*is_running).values(lease_until=lease_until))
+        renewed = responses.update().where(*is_running).values(lease_until=lease_until)
+        return frozenset(connection.execute(renewed.returning(responses.c.id)).scalars())
 
     def _find(self, connection: Connection, workspace_id: str, response_id: str) -> StoredResponse | None:
         row = connection.execute(
