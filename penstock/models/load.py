@@ -46,6 +46,7 @@ from penstock.models.quantized_floats import open_folder
 from penstock.models.quantized_source import SafetensorsSource
 from penstock.models.random_weights import RandomSource
 from penstock.models.rounding import as_stored
+from penstock.models.sentence_modules import read_modules
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, folder_quantization
 from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
@@ -321,6 +322,9 @@ def _num_positions(config: ArchitectureConfig, max_model_len: int | None) -> int
 def _read_config(path: Path) -> Fields:
     settings = read_settings(path)
     if settings is None:
+        read_modules(
+            path.parent
+        )  # a folder of sentence-transformers without a model is refused by its modules
         raise ModelLoadError(
             f"{path.parent} has no config.json, so it is not a model folder.",
             hint="Give a folder in Hugging Face form, or a .gguf file.",

@@ -1,17 +1,14 @@
 """Reads from a model's own files how its hidden states become vectors or scores. Imports no torch.
 
-Folders of sentence-transformers list the steps in `modules.json`: a transformer, a pooling, dense layers, a
-normalization. Classifiers name their labels in `config.json`, and rerankers that are language models name the
-tokens of "yes" and "no". A step that is not known is refused by name: without the step, vectors would be silently
-wrong.
+Folders of sentence-transformers list the steps in `modules.json`, which `sentence_modules.py` reads. Classifiers name
+their labels in `config.json`, and rerankers that are language models name the tokens of "yes" and "no".
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import msgspec
 from tokenizers import Tokenizer
@@ -19,48 +16,18 @@ from tokenizers import Tokenizer
 from penstock.core.errors import ModelLoadError
 from penstock.core.messages import PoolerCard
 from penstock.core.request import Pooling
-from penstock.models.config import Fields, read_settings
+from penstock.models.config import Fields
 from penstock.models.gguf_file import GGUFFile
-
-DenseActivation: TypeAlias = Literal["none", "tanh", "relu", "gelu", "silu", "sigmoid"]
+from penstock.models.sentence_modules import DenseFile, NormFile, optional_fields, pooling_mode, read_modules
 
 CLASSIFIER_SUFFIX = "ForSequenceClassification"
 BARE_SUFFIX = "Model"
 HEAD_SUFFIX = "LMHeadModel"  # of older families
 
-_POOLINGS: dict[str, Pooling] = {
-    "cls": "first",
-    "cls_token": "first",
-    "mean": "mean",
-    "mean_tokens": "mean",
-    "max": "max",
-    "max_tokens": "max",
-    "weightedmean": "weighted_mean",
-    "weightedmean_tokens": "weighted_mean",
-    "lasttoken": "last",
-}
 _GGUF_POOLINGS: dict[int, Pooling] = {1: "mean", 2: "first", 3: "last"}
-_ACTIVATIONS: dict[str, DenseActivation] = {
-    "Identity": "none",
-    "Tanh": "tanh",
-    "ReLU": "relu",
-    "GELU": "gelu",
-    "SiLU": "silu",
-    "Sigmoid": "sigmoid",
-}
+_NO_LIMIT = 1 << 24  # tokens
 _SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _DEFAULT_LABELS = 2  # of transformers, which leaves the default out of config.json
-
-
-@dataclass(frozen=True, slots=True)
-class DenseFile:
-    """A dense layer after the pooling: its weights are in `path`."""
-
-    path: Path
-    inputs: int
-    outputs: int
-    has_bias: bool
-    activation: DenseActivation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +36,9 @@ class PoolingSettings:
     card: PoolerCard
     only_pools: bool = False  # the files say that the model was made for vectors or scores, not for text
     max_text_len: int | None = None  # tokens
-    dense: tuple[DenseFile, ...] = ()
+    layers: tuple[DenseFile | NormFile, ...] = ()  # after the pooling
     num_labels: int | None = None  # of a classification head in the checkpoint
     score_tokens: tuple[int, int | None] | None = None  # a pair's logit is the first's, less the second's
-
-
-@dataclass(frozen=True, slots=True)
-class _Modules:
-    pooling: Fields | None = None
-    dense: tuple[DenseFile, ...] = ()
-    normalizes: bool = True
-    score_tokens: tuple[int, int | None] | None = None
 
 
 def read_pooling(path: Path, fields: Fields, *, is_decoder: bool) -> PoolingSettings:
@@ -90,9 +49,9 @@ def read_pooling(path: Path, fields: Fields, *, is_decoder: bool) -> PoolingSett
             f"{fields.where} describes a decoder whose tokens see the tokens behind them; known of this kind is only "
             "Gemma3TextModel."
         )
-    modules = _read_modules(path)
-    sentences = _fields(path / "config_sentence_transformers.json")
-    length = _fields(path / "sentence_bert_config.json")
+    modules = read_modules(path)
+    sentences = optional_fields(path / "config_sentence_transformers.json")
+    length = optional_fields(path / "sentence_bert_config.json")
     card = PoolerCard(
         normalizes=modules.normalizes,
         matryoshka=_matryoshka(fields, sentences),
@@ -104,23 +63,25 @@ def read_pooling(path: Path, fields: Fields, *, is_decoder: bool) -> PoolingSett
     )
     if card.default_prompt and card.default_prompt not in card.prompts:
         raise ModelLoadError(f"{sentences.where} has no prompt {card.default_prompt!r}, its default.")
-    max_text_len = length.integer("max_seq_length") if length.has("max_seq_length") else None
+    max_text_len = _max_text_len(path, length)
     classifies = any(name.endswith(CLASSIFIER_SUFFIX) for name in architectures(fields))
     score_tokens = modules.score_tokens or _score_tokens(path, fields)
     if classifies or score_tokens is not None:
         return _classifier(fields, sentences, card, max_text_len, score_tokens, is_decoder=is_decoder)
     pooling: Pooling = "last" if is_decoder else "mean"
     if modules.pooling is not None:
-        pooling = _pooling(modules.pooling)
+        pooling = pooling_mode(modules.pooling)
         source = str(Path(modules.pooling.where).relative_to(path))
         card = msgspec.structs.replace(card, source=source)
+    if modules.num_scores is not None:
+        card = _scoring(fields, sentences, card, tuple(f"LABEL_{n}" for n in range(modules.num_scores)))
     is_bare = any(generating_name(name) != name for name in architectures(fields))
     return PoolingSettings(
         pooling=pooling,
         card=card,
         only_pools=is_bare or modules.pooling is not None,
         max_text_len=max_text_len,
-        dense=modules.dense,
+        layers=modules.layers,
     )
 
 
@@ -169,22 +130,13 @@ def _classifier(
 ) -> PoolingSettings:
     """Return the settings of a model with a classification head, or one whose tokens "yes" and "no" are compared."""
     labels = ("LABEL_0",) if score_tokens is not None else _labels(fields)
-    source = "config.json"
     pooling: Pooling = "last" if is_decoder else "first"
     if not is_decoder and fields.raw("classifier_pooling") == "mean":
         pooling = "mean"
-    is_pair = len(labels) == 1
-    family = fields.text("model_type", "")
-    card = msgspec.structs.replace(
-        card,
-        source=source,
-        normalizes=False,
-        labels=labels,
-        is_multi_label=fields.raw("problem_type") == "multi_label_classification",
-        scores_pairs=is_pair,
-        score_activation=_score_activation(fields, sentences),
-        asks_yes_or_no=score_tokens is not None or (is_pair and is_decoder and family == "qwen3"),
-    )
+    card = _scoring(fields, sentences, card, labels)
+    is_qwen3 = is_decoder and fields.text("model_type", "") == "qwen3"
+    asks = score_tokens is not None or (card.scores_pairs and is_qwen3)
+    card = msgspec.structs.replace(card, source="config.json", asks_yes_or_no=asks)
     return PoolingSettings(
         pooling=pooling,
         card=card,
@@ -193,6 +145,26 @@ def _classifier(
         num_labels=None if score_tokens is not None else len(labels),
         score_tokens=score_tokens,
     )
+
+
+def _scoring(fields: Fields, sentences: Fields, card: PoolerCard, labels: tuple[str, ...]) -> PoolerCard:
+    return msgspec.structs.replace(
+        card,
+        normalizes=False,
+        labels=labels,
+        is_multi_label=fields.raw("problem_type") == "multi_label_classification",
+        scores_pairs=len(labels) == 1,
+        score_activation=_score_activation(fields, sentences),
+    )
+
+
+def _max_text_len(path: Path, length: Fields) -> int | None:
+    """Return the longest text in tokens, as sentence-transformers reads it: its newer files leave the length to the
+    tokenizer. Lengths of tokenizers without a limit are far too large."""
+    if length.has("max_seq_length") or not (path / "modules.json").exists():
+        return length.integer("max_seq_length") if length.has("max_seq_length") else None
+    stated = optional_fields(path / "tokenizer_config.json").raw("model_max_length")
+    return stated if isinstance(stated, int) and 0 < stated < _NO_LIMIT else None
 
 
 def _labels(fields: Fields) -> tuple[str, ...]:
@@ -251,76 +223,6 @@ def _score_tokens(path: Path, fields: Fields) -> tuple[int, int | None] | None:
     return true, false
 
 
-def _read_modules(folder: Path) -> _Modules:
-    listed = _read_list(folder / "modules.json")
-    if listed is None:
-        alone = folder / "1_Pooling" / "config.json"
-        return _Modules(pooling=_fields(alone)) if alone.exists() else _Modules()
-    found = _Modules(normalizes=False)
-    for module in listed:
-        kind = str(module.get("type", "")).rpartition(".")[2]
-        name = module.get("path", "")
-        settings = _fields(_inside(folder, name) / "config.json") if name else None
-        match kind, settings:
-            case ("Transformer", None) | ("Dropout", _):
-                pass
-            case "Normalize", _:
-                found = replace(found, normalizes=True)
-            case "Pooling", Fields() if found.pooling is None and not found.dense:
-                found = replace(found, pooling=settings)
-            case "Dense", Fields() if found.pooling is not None and not found.normalizes:
-                found = replace(found, dense=(*found.dense, _dense(settings)))
-            case "LogitScore", Fields():
-                false = settings.token_ids("false_token_id")
-                tokens = settings.token_ids("true_token_id")[0], false[0] if false else None
-                found = replace(found, score_tokens=tokens)
-            case _:
-                raise ModelLoadError(
-                    f"{folder / 'modules.json'} has the module {kind!r} at {name!r}, which is not known there; known "
-                    "are Transformer, Pooling, then Dense and Normalize, or LogitScore."
-                )
-    return found
-
-
-def _dense(settings: Fields) -> DenseFile:
-    named = settings.text("activation_function", "torch.nn.modules.activation.Tanh")
-    activation = _ACTIVATIONS.get(named.rpartition(".")[2])
-    if (
-        activation is None
-        or settings.raw("use_residual")
-        or settings.text("module_input_name", "sentence_embedding") != "sentence_embedding"
-    ):
-        raise ModelLoadError(
-            f"{settings.where} describes a dense layer with the activation {named!r}, a residual or an input that is "
-            f"not known; known activations are {', '.join(_ACTIVATIONS)}."
-        )
-    path = Path(settings.where).parent / "model.safetensors"
-    if not path.exists():
-        raise ModelLoadError(f"{path.parent} has no model.safetensors, the weights of a dense layer.")
-    inputs, outputs = settings.integer("in_features"), settings.integer("out_features")
-    return DenseFile(path, inputs, outputs, settings.flag("bias", True), activation)
-
-
-def _pooling(settings: Fields) -> Pooling:
-    modes = settings.raw("pooling_mode")
-    if modes is None:
-        prefix = "pooling_mode_"
-        modes = [
-            key.removeprefix(prefix)
-            for key, value in settings.values.items()
-            if key.startswith(prefix) and value is True
-        ] or ["mean"]
-    modes = [modes] if isinstance(modes, str) else list(modes)
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise ModelLoadError(
-            f"{settings.where} asks for {' and '.join(map(str, modes))}; known is one of "
-            "mean_tokens, cls_token, lasttoken, weightedmean_tokens and max_tokens."
-        )
-    if not settings.flag("include_prompt", True):
-        raise ModelLoadError(f"{settings.where} leaves prompts out of the pooling, which is not done here.")
-    return _POOLINGS[modes[0]]
-
-
 def _matryoshka(fields: Fields, sentences: Fields) -> tuple[int, ...] | None:
     for each in (fields, sentences):
         sizes = each.raw("matryoshka_dimensions")
@@ -345,27 +247,3 @@ def _similarity(sentences: Fields) -> Any:
             f"{sentences.where} asks for the similarity {named!r}; known are {', '.join(_SIMILARITIES)}."
         )
     return named
-
-
-def _inside(folder: Path, name: str) -> Path:
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise ModelLoadError(f"{folder / 'modules.json'} names the path {name!r} outside of the folder.")
-    return folder / name
-
-
-def _read_list(path: Path) -> list[dict[str, Any]] | None:
-    try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON.", hint="Fetch the file again.") from error
-    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        raise ModelLoadError(f"{path} does not hold a list of modules.")
-    return listed
-
-
-def _fields(path: Path) -> Fields:
-    """Return the fields of a file; none, when there is no such file."""
-    return Fields(read_settings(path) or {}, str(path))

@@ -6,8 +6,9 @@ A head works on one row at a time: the result for a row does not depend on the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.pooling import DenseActivation, DenseFile, PoolingSettings
+from penstock.models.pooling import PoolingSettings
+from penstock.models.sentence_modules import DenseActivation, DenseFile, NormFile
 from penstock.models.weights import WeightLoader
 
 _ACTIVATIONS: dict[DenseActivation, Callable[[Tensor], Tensor]] = {
@@ -28,6 +30,7 @@ _ACTIVATIONS: dict[DenseActivation, Callable[[Tensor], Tensor]] = {
 }
 
 Step = Callable[[Tensor], Tensor]
+_NORM_EPS = 1e-5  # of layer norms after the pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,12 @@ class DenseLayer:
     weight: Tensor  # float32 [outputs, inputs]
     bias: Tensor | None
     activation: DenseActivation = "none"
+    residual: Step | None = None  # of the input, added to the result
 
     def __call__(self, row: Tensor) -> Tensor:
         made = functional.linear(row, self.weight, self.bias)
-        return made if self.activation == "none" else _ACTIVATIONS[self.activation](made)
+        made = made if self.activation == "none" else _ACTIVATIONS[self.activation](made)
+        return made if self.residual is None else made + self.residual(row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +98,13 @@ def dense_layer(
 
 
 def embedding_head(settings: PoolingSettings, hidden_size: int, device: torch.device) -> Head:
-    """Return the dense layers that the model's files put after the pooling."""
-    steps, size = [], hidden_size
-    for file in settings.dense:
+    """Return the layers that the model's files put after the pooling."""
+    steps: list[Step] = []
+    size = hidden_size
+    for file in settings.layers:
         if file.inputs != size:
             raise ModelLoadError(f"{file.path} takes vectors of {file.inputs} numbers, and gets {size}.")
-        steps.append(_read_dense(file, device))
+        steps.append(_read_dense(file, device) if isinstance(file, DenseFile) else _read_norm(file, device))
         size = file.outputs
     return Head(tuple(steps), size)
 
@@ -117,17 +123,38 @@ def decoder_head(
 
 
 def _read_dense(file: DenseFile, device: torch.device) -> DenseLayer:
-    try:
-        tensors = load_file(file.path)
-    except (OSError, SafetensorError) as error:
-        raise ModelLoadError(f"{file.path} cannot be read: {error}.", hint="Fetch the file again.") from error
-    wanted: Sequence[tuple[str, tuple[int, ...]]] = [("linear.weight", (file.outputs, file.inputs))]
+    inputs, outputs = file.inputs, file.outputs
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (outputs, inputs)}
     if file.has_bias:
-        wanted = [*wanted, ("linear.bias", (file.outputs,))]
-    found = []
-    for name, shape in wanted:
-        tensor = tensors.get(name)
-        if tensor is None or tensor.shape != shape:
-            raise ModelLoadError(f"{file.path} has no {name} of the shape {shape}.")
-        found.append(tensor.float().to(device))
-    return DenseLayer(found[0], found[1] if file.has_bias else None, file.activation)
+        shapes["linear.bias"] = (outputs,)
+    if file.has_residual and inputs != outputs:
+        shapes["residual.weight"] = (outputs, inputs)
+    found = _read_tensors(file.path, shapes, device)
+    residual: Step | None = None
+    if file.has_residual:
+        matrix = found.get("residual.weight")
+        residual = _unchanged if matrix is None else DenseLayer(matrix, None)
+    return DenseLayer(found["linear.weight"], found.get("linear.bias"), file.activation, residual)
+
+
+def _unchanged(row: Tensor) -> Tensor:
+    return row
+
+
+def _read_norm(file: NormFile, device: torch.device) -> LayerNorm:
+    shapes = dict.fromkeys(("norm.weight", "norm.bias"), (file.inputs,))
+    found = _read_tensors(file.path, shapes, device)
+    return LayerNorm(found["norm.weight"], found["norm.bias"], _NORM_EPS)
+
+
+def _read_tensors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device
+) -> dict[str, Tensor]:
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}.", hint="Fetch the file again.") from error
+    for name, shape in shapes.items():
+        if name not in tensors or tensors[name].shape != shape:
+            raise ModelLoadError(f"{path} has no {name} of the shape {shape}.")
+    return {name: tensors[name].float().to(device) for name in shapes}

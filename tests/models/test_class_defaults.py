@@ -12,6 +12,12 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.encoders.bert import Bert, DistilBert, Electra, MPNet, Roberta
+from penstock.models.encoders.deberta import DebertaV2
+from penstock.models.encoders.eurobert import EuroBert
+from penstock.models.encoders.gte import Gte, JinaV3
+from penstock.models.encoders.modernbert import ModernBert
+from penstock.models.encoders.nomic_bert import NomicBert
 from penstock.models.families import FAMILIES
 from penstock.models.families.class_defaults import CLASS_DEFAULTS, with_class_defaults
 from penstock.models.load import architecture_for_huggingface
@@ -105,6 +111,36 @@ def test_exceptions_for_single_layers_may_have_zeros_in_front() -> None:
     whole, sizes = stated_and_left_out("gemma4_text", 1)
     assert "05" in whole["per_layer_config"]
     assert understood(whole) == understood({**sizes, "per_layer_config": {"5": {"head_dim": 512}}})
+
+
+ENCODER_TYPES = {
+    "bert": Bert,
+    "ernie": Bert,
+    "electra": Electra,
+    "roberta": Roberta,
+    "xlm-roberta": Roberta,
+    "camembert": Roberta,
+    "distilbert": DistilBert,
+    "mpnet": MPNet,
+    "deberta-v2": DebertaV2,
+    "modernbert": ModernBert,
+    "nomic_bert": NomicBert,
+    "eurobert": EuroBert,
+    "gte": Gte,
+    "jina_embeddings_v3": JinaV3,
+}
+
+
+@pytest.mark.parametrize("model_type", ENCODER_TYPES)
+def test_encoders_leave_out_the_same(model_type: str) -> None:
+    encoder, own = ENCODER_TYPES[model_type], AutoConfig.for_model(model_type)
+    whole = json.loads(own.to_json_string(use_diff=False))
+    stated = (*SIZES, "hidden_dim", "bos_token_id", "eos_token_id")
+    names = {own.attribute_map.get(name, name) for name in stated} & whole.keys()
+    sizes = {name: whole[name] for name in names}
+    assert encoder.read_config(Fields(sizes, "config.json")) == encoder.read_config(
+        Fields(whole, "config.json")
+    )
 
 
 def test_defaults_are_of_families() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
 from transformers import (
     BertConfig,
     BertModel,
@@ -20,6 +21,8 @@ from transformers import (
     EuroBertConfig,
     Gemma3TextConfig,
     Gemma3TextModel,
+    GteConfig,
+    JinaEmbeddingsV3Config,
     ModernBertConfig,
     MPNetConfig,
     NomicBertConfig,
@@ -35,6 +38,7 @@ from penstock.core.request import Request, SamplingParams
 from penstock.engine.build import build_engine
 from penstock.kernels.select import select_ops
 from penstock.models.encoders.load import is_encoder, load_encoder
+from penstock.models.load import open_checkpoint
 
 TEXTS = [[101, 7, 102], list(range(20, 90)), [101], [5, 6, 7, 8]]
 
@@ -110,6 +114,9 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str]] = {
         {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2},
         "EuroBert",
     ),
+    "gte": (GteConfig, {"type_vocab_size": 1}, "Gte"),
+    "gte-untyped": (GteConfig, {"type_vocab_size": 0, "initializer_range": 0.2}, "Gte"),
+    "jina-v3": (JinaEmbeddingsV3Config, {"pad_token_id": 1, "type_vocab_size": 1}, "JinaEmbeddingsV3"),
 }
 
 
@@ -205,6 +212,62 @@ def test_original_names_of_nomic(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"prenorm": True}))
     with pytest.raises(ModelLoadError, match="prenorm"):
         load_encoder(tmp_path, select_ops("cpu", torch.float32))
+
+
+def test_settings_of_the_makers_of_gte(tmp_path: Path) -> None:
+    """NTK scaling by a factor: a larger theta, and all frequencies divided by the factor's share of one pair."""
+    theta, factor, head_dim = 500.0, 8.0, 12
+    rope = {"rope_type": "linear", "rope_theta": theta * factor, "factor": factor ** (2 / head_dim)}
+    theirs = write_encoder("gte", tmp_path, "ForSequenceClassification", num_labels=1, rope_parameters=rope)
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({n.replace("gte.", "new."): t for n, t in stored.items()}, tmp_path / "model.safetensors")
+    config = {**SIZES, "num_attention_heads": 4, "architectures": ["NewForSequenceClassification"]}
+    config |= {"model_type": "new", "auto_map": {"AutoModel": "modeling.NewModel"}, "type_vocab_size": 1}
+    config |= {"layer_norm_type": "layer_norm", "pack_qkv": True, "position_embedding_type": "rope"}
+    config |= {
+        "rope_theta": theta,
+        "rope_scaling": {"factor": factor, "type": "ntk"},
+        "id2label": {"0": "LABEL_0"},
+    }
+    config |= {"max_position_embeddings": 128, "layer_norm_eps": 1e-12, "logn_attention_scale": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (vector,) = embed(tmp_path, [LONG])
+    torch.testing.assert_close(vector, run_encoder(theirs, LONG).logits[0], atol=1e-4, rtol=1e-4)
+    for key, value in (("layer_norm_type", "rms_norm"), ("logn_attention_scale", True)):
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(ModelLoadError, match=key):
+            load_encoder(tmp_path, select_ops("cpu", torch.float32))
+
+
+# Jina's names of what transformers names otherwise, in XLM-RoBERTa.
+JINA_NAMES = {
+    "embeddings.LayerNorm": "emb_ln",
+    "encoder.layer.": "encoder.layers.",
+    "attention.output.dense": "mixer.out_proj",
+    "attention.output.LayerNorm": "norm1",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+    "output.LayerNorm": "norm2",
+}
+
+
+def test_names_of_jina_in_xlm_roberta(tmp_path: Path) -> None:
+    theirs = write_encoder("xlm-roberta", tmp_path, "ForSequenceClassification", num_labels=1)
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in theirs.state_dict().items():
+        for new, old in JINA_NAMES.items():
+            name = name.replace(new, old)
+        stored[name] = tensor.contiguous()
+    for index in range(3):
+        prefix = f"roberta.encoder.layers.{index}"
+        for kind in ("weight", "bias"):
+            parts = [
+                stored.pop(f"{prefix}.attention.self.{part}.{kind}") for part in ("query", "key", "value")
+            ]
+            stored[f"{prefix}.mixer.Wqkv.{kind}"] = torch.cat(parts)
+    save_file(stored, tmp_path / "model.safetensors")
+    (vector,) = embed(tmp_path, [LONG])
+    torch.testing.assert_close(vector, run_encoder(theirs, LONG).logits[0], atol=1e-4, rtol=1e-4)
 
 
 def make_embedding_gemma() -> Gemma3TextModel:
@@ -307,6 +370,92 @@ def test_vectors_through_the_scheduler(tmp_path: Path, pooling: str) -> None:
         torch.testing.assert_close(vector, pooled(theirs, text, pooling), atol=1e-5, rtol=1e-4)
     in_chunks = embed(folder, [*TEXTS, longest], max_num_batched_tokens=17, max_num_seqs=2)
     assert all(torch.equal(a, b) for a, b in zip(whole, in_chunks, strict=True))
+
+
+def write_layer(folder: Path, settings: dict[str, Any], **tensors: torch.Tensor) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file(
+        {name.replace("_", "."): tensor for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def test_a_cross_encoder_of_modules(tmp_path: Path) -> None:
+    """Dense layers and a norm score what the pooling gives, as newer rerankers of sentence-transformers do."""
+    theirs = write_encoder("modernbert", tmp_path, "Model")
+    add_modules(tmp_path, "Pooling", "Dense", "LayerNorm", "Dense", pooling="cls")
+    torch.manual_seed(5)
+    inner, weight, bias, last = torch.randn(48, 48), torch.randn(48), torch.randn(48), torch.randn(1, 48)
+    gelu = {
+        "in_features": 48,
+        "out_features": 48,
+        "bias": False,
+        "activation_function": "torch.nn.modules.GELU",
+    }
+    write_layer(tmp_path / "2_Dense", gelu, linear_weight=inner)
+    write_layer(tmp_path / "3_LayerNorm", {"dimension": 48}, norm_weight=weight, norm_bias=bias)
+    score = {"in_features": 48, "out_features": 1, "activation_function": "torch.nn.modules.linear.Identity"}
+    score |= {"module_input_name": "sentence_embedding", "module_output_name": "scores"}
+    write_layer(tmp_path / "4_Dense", score, linear_weight=last, linear_bias=torch.ones(1))
+    sentences = {
+        "model_type": "CrossEncoder",
+        "activation_fn": "torch.nn.modules.linear.Identity",
+        "prompts": {},
+    }
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(sentences))
+    card = load_encoder(tmp_path, select_ops("cpu", torch.float32)).settings.card
+    assert (card.scores_pairs, card.normalizes, card.score_activation) == (True, False, "none")
+    (found,) = embed(tmp_path, [LONG])
+    made = functional.gelu(inner @ run_encoder(theirs, LONG).last_hidden_state[0, 0])
+    expected = last @ functional.layer_norm(made, (48,), weight, bias) + 1
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [48, 20])
+def test_a_dense_layer_with_a_residual(tmp_path: Path, size: int) -> None:
+    theirs = write_encoder("bert", tmp_path, "Model")
+    add_modules(tmp_path, "Pooling", "Dense")
+    weight, other = torch.randn(size, 48), torch.randn(size, 48)
+    settings = {"in_features": 48, "out_features": size, "bias": False, "use_residual": True}
+    tensors = {"linear_weight": weight} | ({} if size == 48 else {"residual_weight": other})
+    write_layer(tmp_path / "2_Dense", settings, **tensors)
+    (found,) = embed(tmp_path, [LONG])
+    mean = run_encoder(theirs, LONG).last_hidden_state[0].mean(dim=0)
+    expected = torch.tanh(weight @ mean) + (mean if size == 48 else other @ mean)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "settings", "message"),
+    [
+        (["Normalize", "Pooling"], {"module_input_name": "token_embeddings"}, "module 'Normalize'"),
+        (["LayerNorm", "Pooling"], {"dimension": 48}, "module 'LayerNorm'"),
+        (["LogitScore"], {"false_token_id": 3}, "no true_token_id"),
+    ],
+)
+def test_modules_in_other_places_are_refused(
+    tmp_path: Path, kinds: list[str], settings: dict[str, Any], message: str
+) -> None:
+    add_modules(write_bert(tmp_path), *kinds)
+    (tmp_path / f"1_{kinds[0]}" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelLoadError, match=message):
+        load_encoder(tmp_path, select_ops("cpu", torch.float32))
+
+
+@pytest.mark.parametrize(("stated", "longest"), [(40, 40), (10**30, 96), ("many", 96)])
+def test_the_tokenizer_may_state_the_longest_text(tmp_path: Path, stated: object, longest: int) -> None:
+    add_modules(write_bert(tmp_path), "Pooling")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": stated}))
+    assert load_encoder(tmp_path, select_ops("cpu", torch.float32)).max_text_len == longest
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 30}')
+    assert load_encoder(tmp_path, select_ops("cpu", torch.float32)).max_text_len == 30
+
+
+def test_folders_of_modules_alone_are_refused_by_name(tmp_path: Path) -> None:
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.StaticEmbedding"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelLoadError, match="module 'StaticEmbedding'"):
+        open_checkpoint(tmp_path)
 
 
 def test_what_makes_an_encoder(tmp_path: Path) -> None:

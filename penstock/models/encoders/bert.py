@@ -44,6 +44,7 @@ class LayerNames:
     up: str = "intermediate.dense"
     down: str = "output.dense"
     output_norm: str = "output.LayerNorm"
+    embedding_norm: str = "embeddings.LayerNorm"  # in front of the layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +143,20 @@ class Bert(Encoder):
         if config.num_token_types:
             name = f"{prefix}.token_type_embeddings.weight"
             self._types = loader.table(name, config.num_token_types, width)
-        self._embedding_norm = self._norm("embeddings.LayerNorm", loader, size=width)
+        self._embedding_norm = self._norm(self._names(loader).embedding_norm, loader, size=width)
         self._projection: PackedLinear | None = None
         if config.embedding_size is not None:
             name = f"{self._prefix}embeddings_project"
             self._projection = loader.linear([name], [config.hidden_size], width, bias=True)
         self._layers = [self._load_layer(index, loader) for index in range(config.num_layers)]
 
+    def _names(self, loader: WeightLoader) -> LayerNames:
+        """Return the names in this checkpoint."""
+        return self.names
+
     def _load_layer(self, index: int, loader: WeightLoader) -> _Layer:
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        names = self.names
+        names = self._names(loader)
         layer = f"{names.layer}.{index}"
 
         def linear(parts: Sequence[str], rows: Sequence[int], columns: int) -> PackedLinear:
@@ -159,7 +164,7 @@ class Bert(Encoder):
             return loader.linear(full, rows, columns, bias=True)
 
         return _Layer(
-            qkv=linear(names.qkv, [hidden] * 3, hidden),
+            qkv=linear(names.qkv, [3 * hidden // len(names.qkv)] * len(names.qkv), hidden),
             output=linear([names.output], [hidden], hidden),
             attention_norm=self._norm(f"{layer}.{names.attention_norm}", loader),
             up=linear([names.up], [inner], hidden),
@@ -201,6 +206,19 @@ class Electra(Bert):
         return Head(steps, num_labels)
 
 
+# Of XLM-RoBERTa in Jina's code.
+_JINA_NAMES = LayerNames(
+    layer="encoder.layers",
+    qkv=("mixer.Wqkv",),
+    output="mixer.out_proj",
+    attention_norm="norm1",
+    up="mlp.fc1",
+    down="mlp.fc2",
+    output_norm="norm2",
+    embedding_norm="emb_ln",
+)
+
+
 class Roberta(Bert):
     name = "roberta"
     huggingface_names = tuple(
@@ -214,6 +232,10 @@ class Roberta(Bert):
     def _padding_id(cls, fields: Fields) -> int | None:
         given = fields.token_ids("pad_token_id")
         return given[0] if given else 1
+
+    def _names(self, loader: WeightLoader) -> LayerNames:
+        is_jina = loader.has(f"{self._prefix}{_JINA_NAMES.embedding_norm}.weight")
+        return _JINA_NAMES if is_jina else self.names
 
     def classifier(self, loader: WeightLoader, num_labels: int) -> Head:
         hidden = self.config.hidden_size

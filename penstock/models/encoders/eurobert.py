@@ -42,6 +42,9 @@ class EuroBert(Encoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> EuroBertConfig:
+        fields = Fields(
+            {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, **fields.values}, fields.where
+        )
         decoder = common_huggingface_config(fields, cls.name)
         return EuroBertConfig(
             hidden_size=decoder.hidden_size,
@@ -50,7 +53,7 @@ class EuroBert(Encoder):
             num_heads=decoder.num_heads,
             vocab_size=decoder.vocab_size,
             max_text_len=decoder.max_positions,
-            norm_eps=fields.number("rms_norm_eps", 1e-5),
+            norm_eps=decoder.norm_eps,
             activation=fields.text("hidden_act", "silu"),
             decoder=decoder,
             attention_bias=fields.flag("attention_bias", False),

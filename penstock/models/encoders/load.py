@@ -16,6 +16,7 @@ from penstock.models.encoders.deberta import DebertaV2
 from penstock.models.encoders.embedding_gemma import EmbeddingGemma
 from penstock.models.encoders.eurobert import EuroBert
 from penstock.models.encoders.gguf import gguf_head, is_gguf_encoder, open_gguf_encoder
+from penstock.models.encoders.gte import Gte, JinaV3
 from penstock.models.encoders.modernbert import ModernBert
 from penstock.models.encoders.nomic_bert import NomicBert
 from penstock.models.gguf_file import GGUFFile
@@ -36,6 +37,8 @@ ENCODERS: tuple[type[Encoder], ...] = (
     NomicBert,
     EmbeddingGemma,
     EuroBert,
+    Gte,
+    JinaV3,
 )
 
 
