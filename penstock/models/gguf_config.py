@@ -27,6 +27,7 @@ def metadata_fields(file: GGUFFile) -> Fields:
 
 
 _OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_SIZES_OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 _ANY_LENGTH = 1 << 20
 _LIMITED_POSITIONS = 1 << 17
 SIGMOID = 2
@@ -79,7 +80,10 @@ def common_gguf_config(
     file: GGUFFile, architecture: str, changes: Mapping[str, Any] | None = None
 ) -> ArchitectureConfig:
     """Read the settings that most decoders have. `changes` replaces values of the metadata."""
-    fields = Fields({**file.metadata, **(changes or {})}, file.path.name, prefix=f"{file.architecture}.")
+    values = {**file.metadata, **(changes or {})}
+    fields = Fields(
+        {**values, **_one_for_all_layers(file, values)}, file.path.name, prefix=f"{file.architecture}."
+    )
     hidden_size = fields.integer("embedding_length")
     num_heads = fields.integer("attention.head_count")
     extra = "nextn_predict_layers"
@@ -196,6 +200,23 @@ def gguf_windows(fields: Fields, num_layers: int, default_period: int) -> tuple[
     return windows_by_pattern(window, period, num_layers)
 
 
+def _one_for_all_layers(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes that a file lists for each layer, as one size."""
+    found = {}
+    for key in _SIZES_OF_LAYERS:
+        sizes = values.get(f"{file.architecture}.{key}")
+        if not isinstance(sizes, list) or not sizes:
+            continue
+        if any(size != sizes[0] for size in sizes):
+            raise ModelLoadError(
+                f"{file.path.name} has layers that differ in {file.architecture}.{key}, which is not known of this "
+                "architecture.",
+                hint="Give the folder of the original checkpoint, with --model-implementation transformers.",
+            )
+        found[f"{file.architecture}.{key}"] = sizes[0]
+    return found
+
+
 def _intermediate_size(fields: Fields) -> int:
     """Read the inner size of MLPs. Mixtures may state the size of experts only."""
     return fields.integer("feed_forward_length", fields.raw("expert_feed_forward_length"))
@@ -216,14 +237,23 @@ def _vocab_size(file: GGUFFile, hidden_size: int) -> int:
 
 def _rope(fields: Fields, rotary_dim: int | None) -> RopeConfig:
     theta = fields.number("rope.freq_base", 10000.0)
-    kind = fields.text("rope.scaling.type", "none")
+    # A factor alone stretches evenly. The first files have another name for the factor.
+    key = next((key for key in ("rope.scaling.factor", "rope.scale_linear") if fields.raw(key)), None)
+    factor = 1.0 if key is None else fields.number(key)
+    kind = fields.text("rope.scaling.type", "none" if key is None else "linear")
     scaling = None
-    factor = fields.number("rope.scaling.factor", 1.0)
     if kind == "linear":
-        scaling = RopeScaling(kind="linear", factor=factor)
+        scaling = None if factor == 1.0 else RopeScaling(kind="linear", factor=factor)
     elif kind == "yarn":
-        original = fields.integer("rope.scaling.original_context_length", fields.integer("context_length"))
-        scaling = RopeScaling(kind="yarn", factor=factor, original_max_positions=original)
+        scaling = RopeScaling(
+            kind="yarn",
+            factor=factor,
+            original_max_positions=fields.integer(
+                "rope.scaling.original_context_length", fields.integer("context_length")
+            ),
+            beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+        )
     elif kind == "longrope":
         scaling = longrope_of(fields)
     elif kind != "none":

@@ -41,8 +41,22 @@ _END_TOKENS = (
     "<|end_of_text|>",
     "<|end|>",
     "<end_of_turn>",
+    "<end_of_utterance>",
     "<turn|>",
+    "<|tool_response>",  # Gemma 4 waits for the result of a tool
+    "<|return|>",
+    "<|call|>",
+    "<|calls|>",
+    "<|flush|>",
+    "<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "[e~[",
 )
+# In vocabularies with these pairs of tokens, "<|end|>" ends a message within an answer.
+_ENDS_OF_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+# Of SentencePiece's vocabularies whose file does not name them.
+_USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
 def tokenizer_from_gguf(file: GGUFFile) -> TokenizerFiles:
@@ -52,6 +66,9 @@ def tokenizer_from_gguf(file: GGUFFile) -> TokenizerFiles:
         _per_token(fields, "token_type", int, tokens) if fields.has("token_type") else [NORMAL] * len(tokens)
     )
     kind = fields.text("model")
+    if kind == "llama" and len(tokens) > max(_USUAL_IDS.values()):
+        usual = {f"tokenizer.ggml.{key}": token_id for key, token_id in _USUAL_IDS.items()}
+        fields = Fields({**usual, **file.metadata}, fields.where, prefix="tokenizer.ggml.")
     if kind == "gpt2":
         pre = fields.text("pre", "default")
         if pre not in SPLIT_RULES:
@@ -92,7 +109,9 @@ def tokenizer_from_gguf(file: GGUFFile) -> TokenizerFiles:
         named_templates=templates,
         special_tokens=_special_tokens(fields, tokens),
         bos_token_id=bos_token_id,
-        add_bos_token=bos_token_id is not None and fields.flag("add_bos_token", adds_bos),
+        # Some files of Gemma 4 deny the first token, without which the model writes nonsense.
+        add_bos_token=bos_token_id is not None
+        and (kind == "gemma4" or fields.flag("add_bos_token", adds_bos)),
         eos_token_ids=_eos_token_ids(fields, tokens, types),
     )
 
@@ -134,9 +153,12 @@ def _special_tokens(fields: Fields, tokens: Sequence[str]) -> dict[str, str]:
 
 
 def _eos_token_ids(fields: Fields, tokens: Sequence[str], types: Sequence[int]) -> tuple[int, ...]:
-    named = [_token_id(fields, key, tokens) for key in ("eos_token_id", "eot_token_id")]
+    named = [_token_id(fields, key, tokens) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens) if types[token_id] == CONTROL}
-    return distinct([*named, *(vocabulary.get(token) for token in _END_TOKENS)])
+    found = [*named, *(vocabulary.get(token) for token in _END_TOKENS)]
+    if any(pair <= vocabulary.keys() for pair in _ENDS_OF_MESSAGES):
+        found = [token_id for token_id in found if token_id is None or tokens[token_id] != "<|end|>"]
+    return distinct(found)
 
 
 def _token_id(fields: Fields, key: str, tokens: Sequence[str]) -> int | None:

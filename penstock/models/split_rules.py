@@ -54,6 +54,7 @@ def _cased_words(
 
 
 _THREE_DIGITS = r"\p{N}{1,3}"
+_THOUSANDS = r"\d{1,3}(?=(?:\d{3})*\b)"  # digits of a number, in threes from its end
 _LLAMA3 = SplitRule((_words_then(_THREE_DIGITS),), whole_words=True, adds_bos=True)
 _QWEN2 = SplitRule((_words_then(r"\p{N}"),), normalize=True)
 _QWEN35 = SplitRule(
@@ -94,21 +95,28 @@ _FALCON = SplitRule((r"[\p{P}$+<=>^~|`]+", _GPT2_PATTERN, "[0-9][0-9][0-9]"))
 _DIGITS_THEN_GPT2 = SplitRule(isolate_digits=True)
 
 _BY_RULE: tuple[tuple[SplitRule, str], ...] = (
-    (_GPT2, "default gpt-2 phi-2 olmo mpt exaone4 modern-bert roberta-bpe granite-docling jais trillion"),
-    (_DIGITS_THEN_GPT2, "smollm starcoder refact command-r codeshell exaone minerva-7b"),
-    (_LLAMA3, "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 pixtral"),
-    (_QWEN2, "qwen2 deepseek-r1-qwen"),
+    (
+        _GPT2,
+        "default gpt-2 phi-2 olmo mpt exaone4 modern-bert roberta-bpe granite-docling jais trillion mellum a.x-4.0 "
+        "gigachat jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code",
+    ),
+    (_DIGITS_THEN_GPT2, "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"),
+    (_LLAMA3, "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 pixtral midm-2.0 jina-v5-nano"),
+    (_QWEN2, "qwen2 deepseek-r1-qwen megrez kormo f2llmv2"),
     (_QWEN35, "qwen35"),
-    (_NUMBERS_OF_ONE, "stablelm2 hunyuan solar-open"),
+    (_NUMBERS_OF_ONE, "stablelm2 hunyuan solar-open grok-2"),
     (_NUMBERS_OF_THREE, "dbrx smaug-bpe chatglm-bpe glm4"),
     (SplitRule((_cased_words(r"\p{N}"),), whole_words=True, adds_bos=True), "tekken"),
-    (_O200K, "gpt-4o minimax-m2"),
+    (_O200K, "gpt-4o minimax-m2 kanana2 talkie"),
+    (SplitRule((_THOUSANDS, *_O200K.patterns)), "tiny_aya cohere2moe"),
     (SplitRule(_O200K.patterns, adds_bos=True), "llama4"),
     (_KIMI, "kimi-k2"),
     (_DEEPSEEK3, "deepseek-v3 hunyuan-dense"),
     (_DEEPSEEK_LLM, "deepseek-llm"),
     (_DEEPSEEK_CODER, "deepseek-coder"),
-    (_BLOOM, "bloom gpt3-finnish"),
+    (_BLOOM, "bloom gpt3-finnish poro-chat"),
+    (SplitRule((*_BLOOM.patterns, r"\p{N}")), "viking"),
+    (SplitRule((_THREE_DIGITS, _words_then(r"\p{N}+")), whole_words=True), "minicpm5"),
     (_SEED, "seed-coder"),
     (_FALCON, "falcon"),
 )

@@ -88,6 +88,8 @@ ARCHITECTURES = {
 }
 # Names in files of the text parts of models with images, which are as those of the model types.
 TEXT_PARTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}
+# Names of architectures that transformers has not, whose layers are as those of a model type.
+SAME_LAYERS = {"internlm2": "llama", "exaone": "qwen2", "minicpm": "granite"}
 NEWER_NAMES = {"deepseek_v32": "deepseek32"}  # of architectures that the package does not know
 # Families whose converters put the rows of rotary pairs beside each other.
 PERMUTED = (
@@ -145,12 +147,14 @@ def write_model(
     *,
     spoil: str | None = None,
     fuses_experts: bool = False,
+    splits_experts: bool = False,
     name: str | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> dict[str, np.ndarray]:
     """Convert a checkpoint the way llama.cpp's converter does. Returns the values that were stored, by Hugging Face
     name, so that a test can put them back into the reference. `spoil` is a setting of experts to get wrong;
-    `fuses_experts` puts gates in front of the other halves of experts, as the converter does if asked.
+    `fuses_experts` puts gates in front of the other halves of experts, as the converter does if asked;
+    `splits_experts` writes each expert by itself, as the first files have them.
     `name` is another one for the architecture, `vocabulary` another vocabulary."""
     config = reference.model.config
     has_other_name = config.model_type == "nemotron_h" and "moe" in config.layers_block_type
@@ -180,7 +184,9 @@ def write_model(
             if fuses_experts and name.endswith("gate_up_proj"):
                 writer.add_tensor(f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight", values)
                 continue
-            stored_values[name] = _write_experts(writer, name, values, kind, config.model_type)
+            stored_values[name] = _write_experts(
+                writer, name, values, kind, config.model_type, splits_experts
+            )
             continue
         if name.endswith("kv_b_proj.weight"):
             _write_absorbed(writer, name, values, config)
@@ -376,6 +382,7 @@ def _write_experts(
     values: np.ndarray,
     kind: GGMLQuantizationType,
     model_type: str,
+    splits: bool,
 ) -> np.ndarray:
     """Write the experts of a layer as one tensor for each part, and return what was stored in transformers' form."""
     layer = name.split(".")[2]
@@ -395,7 +402,11 @@ def _write_experts(
     kept = []
     for part, matrices in parts.items():
         packed = gguf.quants.quantize(np.ascontiguousarray(matrices), kind)
-        writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", packed, raw_dtype=kind)
+        if splits:
+            for index, expert in enumerate(packed):
+                writer.add_tensor(f"blk.{layer}.ffn_{part}.{index}.weight", expert, raw_dtype=kind)
+        else:
+            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", packed, raw_dtype=kind)
         kept.append(gguf.quants.dequantize(packed, kind).astype(np.float32))
     return np.concatenate(kept, axis=1)
 

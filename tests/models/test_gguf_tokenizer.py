@@ -28,6 +28,7 @@ TEXTS = [
     "Hello world, it's a test! We'll see. IT'S LOUD.",
     "def f(x):\n    return x ** 2 + 10_000\n\n\tpass  # done\r\n",
     "Digits 1234567890 and 3.14159, year 2024 and x86",
+    "columns   1  23   4567",
     "   leading, trailing and   inner   spaces   ",
     "naïve café e\u0301 Über straße ½ ①",
     "Привет, мир! 你好,世界。こんにちは العربية",
@@ -56,6 +57,20 @@ DEEPSEEK_PATTERNS = (
     "[一-龥\u3040-ゟ゠-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+# As llama.cpp names them.
+TINY_AYA_PATTERNS = (
+    r"\d{1,3}(?=(?:\d{3})*\b)",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+VIKING_PATTERNS = (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")
+MINICPM5_PATTERNS = (
+    r"\p{N}{1,3}",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
 Vocab = dict[str, int]
@@ -120,6 +135,9 @@ BYTE_LEVEL_KINDS = {
     "falcon": built_by_hand(FALCON),
     "kimi-k2": built_by_hand(splits(KIMI_PATTERN)),
     "deepseek-v3": built_by_hand(splits(*DEEPSEEK_PATTERNS)),
+    "tiny_aya": built_by_hand(splits(*TINY_AYA_PATTERNS)),
+    "viking": built_by_hand(splits(*VIKING_PATTERNS)),
+    "minicpm5": built_by_hand(splits(*MINICPM5_PATTERNS), ignore_merges=True),
 }
 
 
@@ -182,6 +200,43 @@ def test_special_tokens_and_template(byte_level_vocabulary: tuple[Vocab, Merges]
     ids = tokenizer.encode("<|im_start|>a<|im_end|>", add_special_tokens=False).ids
     assert (ids[0], ids[-1]) == (1, 2)
     assert tokenizer.decode(ids) == "a"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<|end|>", "<|endoftext|>", "<|im_end|>"], ["<|end|>", "<|endoftext|>", "<|im_end|>"]),
+        # In gpt-oss and Solar, a message ends here, and the answer goes on.
+        (["<|end|>", "<|return|>", "<|call|>"], ["<|return|>", "<|call|>"]),
+        (["<|end|>", "<|calls|>", "<|flush|>"], ["<|calls|>", "<|flush|>"]),
+        (["<|end|>", "<|call|>"], ["<|end|>", "<|call|>"]),
+        (["<turn|>", "<|tool_response>"], ["<turn|>", "<|tool_response>"]),
+    ],
+)
+def test_control_tokens_that_end_answers(tokens: list[str], ends: list[str], tmp_path: Path) -> None:
+    table = [*tokens, "a", "b", "ab"]
+    types = [3] * len(tokens) + [1] * 3
+    path = write_vocabulary(tmp_path / "a.gguf", Vocabulary(tokens=table, types=types))
+    files = load_tokenizer(path)
+    assert files is not None
+    assert {table[token_id] for token_id in files.eos_token_ids} == set(ends)
+
+
+def test_first_and_last_tokens_that_a_file_does_not_name(tmp_path: Path) -> None:
+    vocabulary, *_ = sentencepiece(True)
+    files = load_tokenizer(write_vocabulary(tmp_path / "a.gguf", replace(vocabulary, settings={})))
+    assert files is not None
+    assert (files.bos_token_id, files.add_bos_token, files.eos_token_ids) == (1, True, (2,))
+
+
+def test_gemma4_always_begins_with_its_first_token(tmp_path: Path) -> None:
+    vocabulary, _, merges = sentencepiece(False)
+    denied = {**vocabulary.settings, "add_add_bos_token": False}
+    pairs = [f"{left} {right}" for left, right in merges]
+    gemma4 = replace(vocabulary, kind="gemma4", pre=None, merges=pairs, settings=denied)
+    files = load_tokenizer(write_vocabulary(tmp_path / "a.gguf", gemma4))
+    assert files is not None
+    assert files.add_bos_token
 
 
 def sentencepiece(add_space_prefix: bool) -> tuple[Vocabulary, Vocab, Merges]:

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight, Ops
 from penstock.kernels.reference import TorchOps
+from penstock.models.config import ArchitectureConfig
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.load import (
     architecture_for_gguf,
@@ -25,7 +26,7 @@ from penstock.models.load import (
 from penstock.models.weight_parts import Part, pick_columns
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
-from tests.models.gguf_files import TEXT_PARTS, write_model
+from tests.models.gguf_files import SAME_LAYERS, TEXT_PARTS, write_model
 from tests.models.gguf_states import CONVERSIONS, glm4_of_images, older_qwen3_next
 from tests.models.paged import PagedRunner
 from tests.models.ranks import run_ranks
@@ -117,8 +118,15 @@ def test_experts_whose_gates_are_stored_with_the_other_halves(tmp_path: Path, op
     torch.testing.assert_close(logits, reference.logits(prompt), **TOLERANCE)
 
 
-@pytest.mark.parametrize(("name", "model_type"), TEXT_PARTS.items())
-def test_text_parts_of_models_with_images(name: str, model_type: str, tmp_path: Path, ops: Ops) -> None:
+def test_experts_that_are_stored_one_by_one(tmp_path: Path, ops: Ops) -> None:
+    reference, prompt = save_tiny("mixtral", tmp_path / "folder"), random_prompt(20, seed=7)
+    write_model(tmp_path / "model.gguf", reference, GGMLQuantizationType.F32, splits_experts=True)
+    logits = PagedRunner(load_model(tmp_path / "model.gguf", ops), ops).prompt_logits(prompt)
+    torch.testing.assert_close(logits, reference.logits(prompt), **TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "model_type"), {**TEXT_PARTS, **SAME_LAYERS}.items())
+def test_other_names_for_the_same_layers(name: str, model_type: str, tmp_path: Path, ops: Ops) -> None:
     folder, prompt = tmp_path / "folder", random_prompt(20, seed=7)
     reference = save_tiny(model_type, folder) if model_type in TINY else make_reference(model_type, folder)
     write_model(tmp_path / "model.gguf", reference, GGMLQuantizationType.F32, name=name)
@@ -136,6 +144,72 @@ def test_a_mixture_without_its_settings_is_refused_by_name(tmp_path: Path) -> No
         write_model(path, reference, GGMLQuantizationType.F32, spoil=setting)
         with pytest.raises(ModelLoadError, match=message):
             open_checkpoint(path)
+
+
+def config_of(path: Path, **settings: Any) -> ArchitectureConfig:
+    """Read a file's settings with other metadata; a None takes a value out."""
+    file = GGUFFile(path)
+    file.metadata.update({f"{file.architecture}.{key}": value for key, value in settings.items()})
+    return architecture_for_gguf(file).config_from_gguf(file)
+
+
+@pytest.fixture(scope="module")
+def llama_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_model(folder / "model.gguf", make_reference("llama", folder / "from"), GGMLQuantizationType.F32)
+    return folder / "model.gguf"
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "factor"),
+    [
+        ({"rope.scaling.factor": 4.0}, "linear", 4.0),
+        ({"rope.scale_linear": 4.0}, "linear", 4.0),
+        ({"rope.scaling.type": "linear", "rope.scale_linear": 2.0}, "linear", 2.0),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None, None),
+        ({"rope.scaling.type": "linear"}, None, None),
+        ({"rope.scaling.factor": 0.0}, None, None),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "yarn", 4.0),
+    ],
+)
+def test_a_factor_of_rope_with_and_without_its_kind(
+    settings: dict[str, Any], kind: str | None, factor: float | None, llama_file: Path
+) -> None:
+    scaling = config_of(llama_file, **settings).rope.scaling
+    assert (scaling and scaling.kind, scaling and scaling.factor) == (kind, factor)
+
+
+def test_the_band_of_yarn(llama_file: Path) -> None:
+    settings = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "context_length": 512}
+    scaling = config_of(llama_file, **settings).rope.scaling
+    assert scaling is not None
+    assert (scaling.original_max_positions, scaling.beta_fast, scaling.beta_slow) == (512, 32.0, 1.0)
+    own = {"rope.scaling.yarn_beta_fast": 4.0, "rope.scaling.yarn_beta_slow": 2.0}
+    scaling = config_of(llama_file, **settings, **own).rope.scaling
+    assert scaling is not None
+    assert (scaling.beta_fast, scaling.beta_slow) == (4.0, 2.0)
+
+
+def test_sizes_that_are_listed_for_each_layer(llama_file: Path) -> None:
+    plain = config_of(llama_file)
+    sizes = {
+        "attention.head_count": [plain.num_heads] * 2,
+        "attention.head_count_kv": [plain.num_kv_heads] * 2,
+        "feed_forward_length": [plain.intermediate_size] * 2,
+    }
+    assert config_of(llama_file, **sizes) == plain
+    for key, values in sizes.items():
+        with pytest.raises(ModelLoadError, match=f"layers that differ in llama.{key}"):
+            config_of(llama_file, **{key: [values[0], values[0] * 2]})
+
+
+def test_factors_that_older_files_of_minicpm_leave_out(tmp_path: Path) -> None:
+    path, reference = tmp_path / "model.gguf", save_tiny("granite", tmp_path / "folder")
+    write_model(path, reference, GGMLQuantizationType.F32, name="minicpm")
+    assert config_of(path).embedding_scale == 3.0
+    config = config_of(path, embedding_scale=None, residual_scale=None, logit_scale=None)
+    assert (config.embedding_scale, config.logit_scale) == (12.0, 256 / 64)
+    assert config.residual_scale == pytest.approx(1.4 / 2**0.5)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,14 @@ class Mixtral(Mistral):
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(rows=rotated_rows(config, interleaved=True), num_experts=num_experts(config))
+        # The first files have each expert by itself.
+        names = {
+            f"ffn_{part}.{expert}": f"mlp.experts.{expert}.{part}_proj"
+            for part in ("gate", "up", "down")
+            for expert in range(num_experts(config))
+        }
+        rows = rotated_rows(config, interleaved=True)
+        return gguf_layout(names, rows=rows, num_experts=num_experts(config))
 
     def load_mlp(self, load: LayerLoader) -> ExpertMLP:
         return load_experts(load)

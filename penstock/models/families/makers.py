@@ -4,13 +4,17 @@ EXAONE 3 and MiniCPM."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import ArchitectureConfig, Fields, RopeScaling
 from penstock.models.families.granite import Granite
 from penstock.models.families.llama import Llama
+from penstock.models.gguf_config import metadata_fields
+from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config
-from penstock.models.layout import Layout, grouped_qkv
+from penstock.models.layout import Layout, grouped_qkv, rotated_rows
 
 
 class InternLM3(Llama):
@@ -36,7 +40,7 @@ class InternLM2(Llama):
 
     name = "internlm2"
     huggingface_names = ("InternLM2ForCausalLM", "internlm2")
-    gguf_names = ()
+    gguf_names = ("internlm2",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -66,7 +70,7 @@ class Exaone(Llama):
 
     name = "exaone"
     huggingface_names = ("ExaoneForCausalLM", "exaone")
-    gguf_names = ()
+    gguf_names = ("exaone",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -93,13 +97,17 @@ class Exaone(Llama):
         }
         return Layout(base="transformer", names=names)
 
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        return gguf_layout(rows=rotated_rows(config))
+
 
 class MiniCPM(Granite):
     """MiniCPM 1, 2 and 4, dense: factors as in Granite. The head is the embedding, unless the file says otherwise."""
 
     name = "minicpm"
     huggingface_names = ("MiniCPMForCausalLM", "minicpm")
-    gguf_names = ()
+    gguf_names = ("minicpm",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -119,3 +127,22 @@ class MiniCPM(Granite):
             residual_scale=fields.number("scale_depth", 1.0) / config.num_layers**0.5,
             logit_scale=fields.number("dim_model_base", config.hidden_size) / config.hidden_size,
         )
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        """Read the settings. Older files leave out the factors of the first models."""
+        config, fields = super().config_from_gguf(file), metadata_fields(file)
+        usual = {
+            "embedding_scale": 12.0,
+            "residual_scale": 1.4 / config.num_layers**0.5,
+            "logit_scale": 256 / config.hidden_size,
+        }
+        left_out: dict[str, Any] = {key: value for key, value in usual.items() if not fields.has(key)}
+        rope = config.rope
+        if rope.scaling is None and "rope_factors_long.weight" in file.tensors:
+            original = fields.integer("rope.scaling.original_context_length", config.max_positions)
+            scaling = RopeScaling(
+                kind="longrope", factor=1.0, original_max_positions=original, attention_factor=1.0
+            )
+            rope = dataclasses.replace(rope, scaling=scaling)
+        return dataclasses.replace(config, rope=rope, **left_out)
