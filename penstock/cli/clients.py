@@ -61,6 +61,9 @@ class AdminClient(_Client):
     def operate(self, order: dict[str, Any]) -> ClusterView:
         return self._ask("POST", "/admin/cluster", ClusterView, order)
 
+    def order_replica(self, order: dict[str, Any]) -> ClusterView:
+        return self._ask("POST", "/admin/replicas", ClusterView, order)
+
     def start_release(self, order: dict[str, Any]) -> ReleaseView:
         return self._ask("POST", "/admin/releases", ReleaseView, order)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -41,6 +42,7 @@ def cluster() -> None:
       penstock cluster drain host-a1b2c3 --wait
       penstock cluster uncordon host-a1b2c3
       penstock cluster move host-a1b2c3-1 --to host-d4e5f6
+      penstock cluster convert host-a1b2c3-1 decode
     """
 
 
@@ -87,7 +89,7 @@ def drain(host: str, wait: bool, timeout_s: float, as_json: bool, url: str, api_
     """
 
     def is_done(view: ClusterView) -> bool:
-        return not any(replica.host == host for replica in view.replicas)
+        return view.leader is not None and not any(replica.host == host for replica in view.replicas)
 
     with closing(connect(url, api_key)) as client:
         view = client.operate({"action": "drain", "target": host})
@@ -109,7 +111,7 @@ def move(
     """Start a replica like REPLICA on another host, then let REPLICA finish its requests and end."""
 
     def is_done(view: ClusterView) -> bool:
-        return not any(each.id == replica for each in view.replicas)
+        return view.leader is not None and not any(each.id == replica for each in view.replicas)
 
     with closing(connect(url, api_key)) as client:
         view = client.operate({"action": "move", "target": replica, "to": to})
@@ -118,12 +120,42 @@ def move(
         _show(view, as_json=as_json)
 
 
-def _wait(client: AdminClient, is_done: Any, timeout_s: float, problem: str) -> ClusterView:
-    """Wait until an order is carried out. While no process leads, a gateway does not know of the order."""
+@cluster.command(short_help="Let a replica prefill or decode from now on.")
+@click.argument("replica")
+@click.argument("role", type=click.Choice(["prefill", "decode"]))
+@_wait_option
+@_timeout_option
+@json_option
+@server_options
+def convert(
+    replica: str, role: str, wait: bool, timeout_s: float, as_json: bool, url: str, api_key: str | None
+) -> None:
+    """Let REPLICA work in the other ROLE from now on: prefill or decode.
+
+    Nothing is loaded again, the replica keeps its cache, and its requests continue. A model keeps at least one
+    replica in each role. `penstock serve` takes this command too. Where autoscaling is on, it may change the role
+    again.
+    """
+
+    def is_done(view: ClusterView) -> bool:
+        return any((each.id, each.role) == (replica, role) for each in view.replicas)
+
+    with closing(connect(url, api_key)) as client:
+        view = client.order_replica({"action": "convert", "replica_id": replica, "role": role})
+        if wait:
+            view = _wait(client, is_done, timeout_s, f"{replica} does not {role} yet.")
+        _show(view, as_json=as_json)
+
+
+def _wait(
+    client: AdminClient, is_done: Callable[[ClusterView], bool], timeout_s: float, problem: str
+) -> ClusterView:
+    """Wait until an order is carried out. While no process leads, a gateway does not know of orders, but of what
+    replicas do."""
     end_s = time.monotonic() + timeout_s
     while True:
         view = client.cluster()
-        if view.leader is not None and is_done(view):
+        if is_done(view):
             return view
         if time.monotonic() >= end_s:
             raise UsageError(problem, hint="`penstock cluster status` and the leader's log say more.")
@@ -147,7 +179,12 @@ def _show(view: ClusterView, *, as_json: bool) -> None:
         click.echo(f"host      {host.name}  {host.state}, {replicas}, version {host.version}")
     for replica in view.replicas:
         load = f"{replica.num_running} running, {replica.num_waiting} waiting"
-        click.echo(f"replica   {replica.id}  {replica.state}, {replica.model} {replica.revision}, {load}")
+        role = "" if replica.role == "both" else f" for {replica.role}"
+        if replica.next_role is not None:
+            role += f", soon for {replica.next_role}"
+        click.echo(
+            f"replica   {replica.id}  {replica.state}{role}, {replica.model} {replica.revision}, {load}"
+        )
     for gateway in view.gateways:
         follows = "follows" if gateway.follows else "is behind"
         click.echo(f"gateway   {gateway.name}  {follows}, version {gateway.version}")

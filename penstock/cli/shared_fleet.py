@@ -44,7 +44,7 @@ def engine(config: ServeConfig) -> None:
     config = msgspec.structs.replace(config, engine=fetch_drafter(config.engine), models=tuple(more))
     models = [config.engine, *(each.engine for each in config.models)]
     paths = [fetch_model(each.model.model) for each in models]
-    specs = planned_replicas(config, paths[0], paths[1:])
+    specs = planned_replicas(config, paths[0], paths[1:], is_shared=True)
     with (
         load_progress(config.engine.model.model) as (on_progress, stop_progress),
         ready_file(config) as touch,

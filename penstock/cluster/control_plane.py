@@ -59,7 +59,7 @@ from penstock.core.cluster_view import (
     ReplicaView,
     RoutingView,
 )
-from penstock.core.errors import InvalidRequest, NotFound, PenstockError
+from penstock.core.errors import Conflict, InvalidRequest, NotFound, PenstockError
 from penstock.core.messages import EngineStats
 from penstock.core.tasks import end_task
 
@@ -184,17 +184,24 @@ class ControlPlane:
             pool.spec = spec
         return tuple(pool.spec for pool in self.pools)
 
-    async def add_pool(self, spec: ReplicaSpec, scaling: AutoscalerConfig | None) -> PoolScaler:
-        """Look after another pool from now on, with its releases."""
+    async def add_pools(
+        self, pools: Sequence[tuple[ReplicaSpec, AutoscalerConfig | None]]
+    ) -> list[PoolScaler]:
+        """Look after all pools of another model from now on, with the model's releases."""
         records = await self._store.load()
-        pool = PoolScaler(self._manager, serving_spec(spec, records), scaling, self._drain_timeout_s)
-        is_new = spec.model not in self._base_revisions
-        self._base_revisions[spec.model] = spec.revision
-        self.pools.append(pool)
-        if is_new:
-            await self.releases.resume(records, {spec.model: spec.revision})
-            await self.experiments.resume({spec.model: spec.revision})
-        return pool
+        added = [
+            PoolScaler(self._manager, serving_spec(spec, records), scaling, self._drain_timeout_s)
+            for spec, scaling in pools
+        ]
+        revisions = {spec.model: spec.revision for spec, _ in reversed(pools)}
+        new = {model: name for model, name in revisions.items() if model not in self._base_revisions}
+        self._base_revisions |= revisions
+        self.pools += added
+        self._pairs = role_pairs(self._manager, self.pools)
+        if new:
+            await self.releases.resume(records, new)
+            await self.experiments.resume(new)
+        return added
 
     @contextlib.asynccontextmanager
     async def running(self, socket: Path | None = None) -> AsyncIterator[None]:
@@ -354,6 +361,9 @@ class ControlPlane:
             pool.figures.forget(number)
 
     def _order_replica(self, order: ReplicaOrder) -> None:
+        if order.action == "convert":
+            self._convert(order)
+            return
         if order.action == "start":
             wanted = [
                 pool
@@ -370,6 +380,19 @@ class ControlPlane:
             served = ", ".join(sorted({f"{pool.spec.model} ({pool.spec.role})" for pool in self.pools}))
             raise InvalidRequest(f"Name the model and the role to start: there are {served}.", param="model")
         wanted[0].obey(order, asyncio.get_running_loop().time(), time.time())
+
+    def _convert(self, order: ReplicaOrder) -> None:
+        replica_id = order.replica_id or ""
+        models = {
+            member.spec.model for pool in self.pools for member in pool.members() if member.id == replica_id
+        }
+        if not models:
+            raise NotFound(f"There is no replica {replica_id!r}.")
+        for pair in self._pairs:
+            if pair.model in models:
+                pair.obey(replica_id, order.role, asyncio.get_running_loop().time(), time.time())
+                return
+        raise Conflict(f"The model {models.pop()!r} has no prefill and decode replicas.")
 
     async def _answer(self, number: int, message: ToControl) -> FromControl:
         try:

@@ -24,12 +24,14 @@ from penstock.cluster.hosts import Hosts
 from penstock.cluster.leadership import Writer
 from penstock.cluster.release_record import ReleaseStore
 from penstock.cluster.replica import ReplicaSpec
-from penstock.cluster.role_scaling import autoscaling
+from penstock.cluster.role_scaling import autoscaling, scaling_of_role
 from penstock.cluster.scaling import PoolScaler
 from penstock.control.autoscaler import AutoscalerConfig
-from penstock.core.cluster_view import ClusterView, HostOrder, HostView, LeaderView
+from penstock.control.role_pools import ROLES
+from penstock.core.cluster_view import ClusterView, HostOrder, HostView, LeaderView, ReplicaView
 from penstock.core.config import ScalingConfig
 from penstock.core.errors import InvalidRequest, PenstockError, Superseded
+from penstock.dispatch import Role
 from penstock.router import ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -138,26 +140,39 @@ class Term:
     async def _look(self) -> None:
         await self._follow_offers()
         await self._write_serving()
-        self._convert()
+        self._replace_old_revisions()
         self._empty_draining_hosts()
         await self._hosts.tidy()
         await self._keep_scaling()
 
     async def _follow_offers(self) -> None:
-        """Have a pool for every model and role that hosts offer, within the room that they have."""
-        offers: dict[str, list[Offer]] = {}
+        """Have a pool for every model that hosts offer, within the room that they have. A model with roles has a
+        prefill and a decode pool, also while hosts offer one of the roles only: replicas may change their roles."""
+        offers: dict[tuple[str, bool], list[Offer]] = {}  # by model, and whether its replicas have roles
         for offer in self._hosts.offers():
-            offers.setdefault(f"{offer.spec.model}/{offer.spec.role}", []).append(offer)
+            offers.setdefault((offer.spec.model, offer.spec.role != "both"), []).append(offer)
         pools = {pool.key: pool for pool in self.plane.pools}
-        for key, found in offers.items():
-            scaling = _bounds(self._settings.scaling, found)
-            self._bases[key] = base = _usual(found, self._bases.get(key))
-            if (pool := pools.get(key)) is not None:
-                pool.configure(scaling)
+        for (model, has_roles), found in offers.items():
+            roles: tuple[Role, ...] = ROLES if has_roles else ("both",)
+            specs = [self._base(found, role) for role in roles]
+            room = self._hosts.room(model, roles[0])
+            scaling = self._settings.scaling
+            whole = _bounds(scaling, len(roles), sum(offer.replicas for offer in found), room)
+            wanted = [(spec, scaling_of_role(whole, scaling, spec)) for spec in specs]
+            if f"{model}/{roles[0]}" not in pools:
+                for pool in await self.plane.add_pools(wanted):
+                    if (kept := self._inherited.pools.get(pool.key)) is not None:
+                        pool.restore(kept, asyncio.get_running_loop().time(), time.time())
                 continue
-            pool = await self.plane.add_pool(base, scaling)
-            if (kept := self._inherited.pools.get(key)) is not None:
-                pool.restore(kept, asyncio.get_running_loop().time(), time.time())
+            for spec, config in wanted:
+                pools[f"{model}/{spec.role}"].configure(config)
+
+    def _base(self, offers: list[Offer], role: Role) -> ReplicaSpec:
+        """Return the spec of a role in the settings of most hosts."""
+        found = [offer for offer in offers if offer.spec.role == role] or offers
+        key = f"{found[0].spec.model}/{role}"
+        self._bases[key] = base = replace(_usual(found, self._bases.get(key)), role=role)
+        return base
 
     async def _write_serving(self) -> None:
         """Tell hosts that start of promoted revisions."""
@@ -170,7 +185,7 @@ class Term:
             await self._writer.write(SERVING, Serving(specs=specs))
             self._serving = specs
 
-    def _convert(self) -> None:
+    def _replace_old_revisions(self) -> None:
         """Replace replicas of a revision that a promoted one has replaced: their host started during the release."""
         for pool in self.plane.pools:
             base = self._bases.get(pool.key)
@@ -224,7 +239,11 @@ class Term:
         await self._writer.write(DIRECTIVE, replace(directive, pools=()))
 
     def _described(self, view: ClusterView) -> ClusterView:
-        names = {member.id: name for name, record in self._hosts.records.items() for member in record.members}
+        names: dict[str, str] = {}
+        roles: dict[str, str] = {}  # in which gateways use the replicas now
+        for name, record in self._hosts.records.items():
+            names |= {member.id: name for member in record.members}
+            roles |= {member.id: member.role for member in record.members}
         now = asyncio.get_running_loop().time()
         departing = [
             replica_view(member, self._hosts.stats(member.id), ReplicaTimes(), now)
@@ -233,7 +252,8 @@ class Term:
         return replace(
             view,
             replicas=tuple(
-                replace(each, host=names.get(each.id, "")) for each in (*view.replicas, *departing)
+                _placed(each, names.get(each.id, ""), roles.get(each.id, each.role))
+                for each in (*view.replicas, *departing)
             ),
             hosts=tuple(map(self._host, sorted(self._hosts.records))),
             leader=self.view,
@@ -251,10 +271,20 @@ class Term:
             name=name,
             state=state,
             num_replicas=len(record.members),
-            max_replicas=sum(offer.max_replicas for offer in record.offers),
+            max_replicas=sum(
+                record.room(model, "decode" if has_roles else "both")
+                for model, has_roles in {
+                    (each.spec.model, each.spec.role != "both") for each in record.offers
+                }
+            ),
             version=record.version,
             epoch=record.epoch,
         )
+
+
+def _placed(replica: ReplicaView, host: str, role: str) -> ReplicaView:
+    """Return the view of a replica with its host and the role that its host reports."""
+    return replace(replica, host=host, role=role, next_role=replica.role if replica.role != role else None)
 
 
 async def _calmly(work: Coroutine[Any, Any, None]) -> None:
@@ -269,13 +299,12 @@ async def _by_name(name: str) -> str:
     return name
 
 
-def _bounds(scaling: ScalingConfig, offers: list[Offer]) -> AutoscalerConfig | None:
-    """Return the bounds of a pool. Without bounds of the control process, these are the replicas that hosts start by
+def _bounds(scaling: ScalingConfig, num_pools: int, num_started: int, room: int) -> AutoscalerConfig | None:
+    """Return the bounds of a model. Without bounds of the control process, these are the replicas that hosts start by
     themselves, and those that hosts have room for."""
-    num_started = sum(offer.replicas for offer in offers)
-    room = sum(offer.max_replicas for offer in offers)
-    if scaling.max_replicas is None and room > num_started:
-        scaling = replace(scaling, max_replicas=max(room, scaling.min_replicas or 0))
+    floor = num_pools * (scaling.min_replicas or 0)
+    if scaling.max_replicas is None and max(room, floor) > num_started:
+        scaling = replace(scaling, max_replicas=max(room, floor))
     return autoscaling(scaling, num_started)
 
 

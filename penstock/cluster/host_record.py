@@ -15,6 +15,7 @@ from msgspec import inspect as types
 from penstock.cluster.join_tokens import JoinTokens
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.core.messages import WIRE_VERSION
+from penstock.dispatch import Role
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +23,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     spec: ReplicaSpec
     replicas: int  # that the host starts by itself
-    max_replicas: int  # of one revision
+    max_replicas: int  # of one revision; prefill and decode replicas of a model share the room of the host
 
 
 class HostRecord(msgspec.Struct, frozen=True):
@@ -36,6 +37,21 @@ class HostRecord(msgspec.Struct, frozen=True):
     epoch: int = 0  # of the latest leader that this host obeyed
     is_leaving: bool = False  # no replica can be started here any more
     version: str = ""  # of Penstock
+    converts: bool = False  # follows orders that change the role of a replica
+
+    def room(self, model: str, role: Role) -> int:
+        """Return how many replicas of one revision this host may have, in this role and in all with which the role
+        shares the room; 0 without an offer."""
+        offers = [
+            offer for offer in self.offers if offer.spec.model == model and shares_room(offer.spec.role, role)
+        ]
+        started = sum(offer.replicas for offer in offers)
+        return max([started, *(offer.max_replicas for offer in offers)])
+
+
+def shares_room(role: Role, other: Role) -> bool:
+    """Say whether a replica in one role takes room from replicas in the other, because it may work in both."""
+    return (role == "both") is (other == "both")
 
 
 class _Envelope(msgspec.Struct, frozen=True):

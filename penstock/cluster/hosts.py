@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from penstock.cluster.documents import HOST_PREFIX, OWN_PREFIX, HostOrders, Slot
 from penstock.cluster.engine_watch import EngineWatch
-from penstock.cluster.host_record import HostRecord, Offer
+from penstock.cluster.host_record import HostRecord, Offer, shares_room
 from penstock.cluster.leadership import Writer
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.core.errors import Conflict, EngineUnavailable, NotFound, PenstockError
@@ -36,6 +36,8 @@ class Hosts:
         self._writing = asyncio.Lock()  # documents reach the registry in the order of their numbers
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unwritten: set[str] = set()  # hosts whose latest orders the registry has not taken
+        self._moving: set[str] = set()  # replicas whose successors on other hosts are starting
         self.is_closing = False  # orders stay in place
 
     def update(self, records: Mapping[str, HostRecord]) -> None:
@@ -80,6 +82,10 @@ class Hosts:
         for record in self.records.values():
             yield from record.offers
 
+    def room(self, model: str, role: Role) -> int:
+        """Return how many replicas of one revision all hosts may have together."""
+        return sum(record.room(model, role) for record in self.records.values())
+
     async def launch(self, spec: ReplicaSpec, *, to: str | None = None, avoid: str | None = None) -> str:
         """Start a replica where there is room, or on the host `to`, and return its id when it is ready."""
         host = self._place(spec, to, avoid)
@@ -109,7 +115,24 @@ class Hosts:
         return True
 
     def convert(self, replica_id: str, role: Role) -> None:
-        raise Conflict("Replicas of a shared fleet keep their roles, which their hosts offer.")
+        host, slot = self._find(replica_id)
+        if (problem := self.why_role_stays(replica_id)) is not None:
+            raise Conflict(problem)
+        self._order_later(host, replace(slot, spec=replace(slot.spec, role=role)))
+
+    def why_role_stays(self, replica_id: str) -> str | None:
+        try:
+            host, slot = self._find(replica_id)
+        except NotFound as error:
+            return error.message
+        record = self.records[host]
+        if not record.converts:
+            version = f"version {record.version}" if record.version else "an earlier version"
+            return f"The host {host} runs {version} of Penstock, which changes no roles."
+        is_leaving = record.is_leaving or self._orders_of(host).is_draining or slot.want == "leave"
+        if is_leaving or replica_id in self._moving:
+            return f"The replica {replica_id!r} is about to leave {host}."
+        return None
 
     async def stop(self, replica_id: str) -> None:
         await self.drain(replica_id, 0.0)
@@ -139,7 +162,11 @@ class Hosts:
     async def move(self, replica_id: str, to: str | None, timeout_s: float) -> None:
         """Start another replica elsewhere, then have this one finish its requests and end."""
         host, slot = self._find(replica_id)
-        await self.launch(slot.spec, to=to, avoid=host)
+        self._moving.add(replica_id)
+        try:
+            await self.launch(slot.spec, to=to, avoid=host)
+        finally:
+            self._moving.discard(replica_id)
         await self._order(host, replace(slot, want="leave", drain_timeout_s=timeout_s, is_by_operator=True))
 
     async def end(self, replica_id: str, timeout_s: float) -> None:
@@ -153,11 +180,13 @@ class Hosts:
             await self._write(host)
 
     async def tidy(self) -> None:
-        """Forget slots that were given up and hosts that have gone."""
+        """Forget slots that were given up and hosts that have gone, and write the orders that the registry has not
+        taken."""
         for host, orders in list(self.orders.items()):
             record = self.records.get(host)
             if record is None:
                 del self.orders[host]
+                self._unwritten.discard(host)
                 await self._writer.write(HOST_PREFIX + host, None)
                 continue
             present = set(record.slots.values())
@@ -168,6 +197,8 @@ class Hosts:
             )
             if kept != orders.slots:
                 self.orders[host] = replace(orders, slots=kept)
+                self._unwritten.add(host)
+            if host in self._unwritten:
                 await self._write(host)
 
     async def close(self) -> None:
@@ -181,8 +212,11 @@ class Hosts:
         for member in record.members:
             slot = orders.get(record.slots.get(member.id, ""))
             is_leaving = record.is_leaving or (slot is not None and slot.want == "leave")
-            if is_leaving and member.replica.state is ReplicaState.READY:  # the host has not heard of it yet
+            # The host may not have heard of its latest orders yet.
+            if is_leaving and member.replica.state is ReplicaState.READY:
                 member = replace(member, replica=replace(member.replica, state=ReplicaState.DRAINING))
+            if slot is not None and slot.spec.role != member.role and record.converts:
+                member = replace(member, spec=replace(member.spec, role=slot.spec.role))
             yield member
         present = {*record.slots.values(), *record.failures}
         for slot in orders.values():
@@ -221,16 +255,17 @@ class Hosts:
         record = self.records[host]
         if record.is_leaving or self._orders_of(host).is_cordoned:
             return None
-        for offer in record.offers:
-            if (offer.spec.model, offer.spec.role) == (spec.model, spec.role):
-                taken = [
-                    member
-                    for member in self._members_of(host)
-                    if (member.spec.model, member.role) == (spec.model, spec.role)
-                    and member.replica.revision == spec.revision
-                ]
-                return offer.max_replicas - len(taken), offer.max_replicas
-        return None
+        room = record.room(spec.model, spec.role)
+        if not room:
+            return None
+        taken = [
+            member
+            for member in self._members_of(host)
+            if member.spec.model == spec.model
+            and shares_room(member.role, spec.role)
+            and member.replica.revision == spec.revision
+        ]
+        return room - len(taken), room
 
     def _orders_of(self, host: str) -> HostOrders:
         return self.orders.get(host) or HostOrders(host=host)
@@ -296,7 +331,11 @@ class Hosts:
 
     async def _write(self, host: str) -> None:
         async with self._writing:
-            await self._writer.write(HOST_PREFIX + host, self._orders_of(host))
+            orders = self._orders_of(host)
+            self._unwritten.add(host)
+            await self._writer.write(HOST_PREFIX + host, orders)
+            if orders == self._orders_of(host):
+                self._unwritten.discard(host)
 
     async def _write_calmly(self, host: str) -> None:
         try:

@@ -23,11 +23,12 @@ from penstock.cluster.documents import (
     Serving,
     Slot,
 )
-from penstock.cluster.host_record import Offer
+from penstock.cluster.host_record import Offer, shares_room
 from penstock.cluster.registry import Publisher
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.errors import NotFound, PenstockError
+from penstock.dispatch import Role
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,10 @@ class OrderedHost:
                 self._end(slot, present.get(name))
             elif name in self._leaving:
                 self._resume(slot, present.get(name))
-            elif name not in present and name not in self._launching and name not in self._failures:
+            elif name in present:
+                # A slot of this host's own settings without an order keeps the role that an earlier leader gave it.
+                self._convert(present[name], slot.spec.role if name in ordered else None)
+            elif name not in self._launching and name not in self._failures:
                 self._begin(slot)
         for name in [*present, *self._launching]:
             if name not in wanted:
@@ -133,6 +137,12 @@ class OrderedHost:
             task = self._leaving[slot.name] = asyncio.create_task(self._leave(slot, replica_id))
             task.add_done_callback(lambda _: self._done(slot.name))
 
+    def _convert(self, replica_id: str, role: Role | None) -> None:
+        roles = {member.id: member.role for member in self._supervisor.members()}
+        if role is not None and roles.get(replica_id, role) != role:
+            logger.info("leader %d makes %s a replica for %s", self._reader.epoch, replica_id, role)
+            self._supervisor.convert(replica_id, role)
+
     def _done(self, slot_name: str) -> None:
         """Look again when an order is carried out: another may have come meanwhile."""
         self._launching.pop(slot_name, None)
@@ -158,8 +168,11 @@ class OrderedHost:
         """Return a spec with the paths of this machine. The settings of this host win over their copy in the order,
         which a leader of another version may have written."""
         for offer in self._offers:
-            if Serving.key(offer.spec) == Serving.key(spec):
-                return offer.spec
+            own = offer.spec
+            if shares_room(own.role, spec.role):
+                own = replace(own, role=spec.role)
+            if Serving.key(own) == Serving.key(spec):
+                return own
         return await self._localise(spec)
 
     def _tell(self, _: tuple[Member, ...]) -> None:
@@ -173,5 +186,6 @@ class OrderedHost:
                 epoch=self._reader.epoch,
                 is_leaving=self._is_leaving,
                 version=__version__,
+                converts=True,
             )
         )

@@ -112,6 +112,10 @@ class ReplicaManager(Protocol):
         """Let a replica work in another role from now on. Its process and its running requests continue."""
         ...
 
+    def why_role_stays(self, replica_id: str) -> str | None:
+        """Return a sentence that says why a replica cannot change its role now; None: it can."""
+        ...
+
     async def stop(self, replica_id: str) -> None: ...
 
 

@@ -134,6 +134,9 @@ class Supervisor:
         nothing is loaded and running requests continue."""
         self._slot(replica_id).process.convert(role)
 
+    def why_role_stays(self, replica_id: str) -> str | None:
+        return None
+
     async def stop(self, replica_id: str) -> None:
         """End a replica and its requests, and start no other in its slot."""
         await self._remove(self._slot(replica_id))

@@ -53,6 +53,7 @@ class ReplicaSignal(msgspec.Struct, frozen=True):
     phase: Phase
     num_requests: int = 0
     kv_utilisation: float = 0.0
+    can_convert: bool = True  # to the other role of a model with prefill and decode pools
 
 
 class Signals(msgspec.Struct, frozen=True, kw_only=True):

@@ -93,7 +93,7 @@ class RolePools:
     def _spare(self, role: PoolRole, signals: Signals, state: AutoscalerState, now: float) -> tuple[str, ...]:
         """Return the replicas that a pool can spare now, those with the least to do first."""
         count = Autoscaler(self._configs[role]).num_spare(signals, state, now)
-        ready = tuple(each for each in signals.replicas if each.phase is Phase.READY)
+        ready = tuple(each for each in signals.replicas if each.phase is Phase.READY and each.can_convert)
         return least_loaded(msgspec.structs.replace(signals, replicas=ready), count)
 
     def _scaler(self, role: PoolRole, signals: Signals, num_more: int) -> Autoscaler:

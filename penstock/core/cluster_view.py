@@ -16,6 +16,9 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     state: str
     role: str = "both"
+    next_role: str | None = (
+        None  # that the leader of a shared fleet has ordered, and the host has not taken yet
+    )
     region: str = ""
     host: str = ""  # of a shared fleet
     num_running: int = 0
@@ -196,10 +199,10 @@ class ReplicaOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """An operator's order about one replica. The autoscaler stays active, and corrects the number of replicas if
     there are too few or too many."""
 
-    action: Literal["start", "drain", "resume"]
-    replica_id: str | None = None  # to drain or resume
+    action: Literal["start", "drain", "resume", "convert"]
+    replica_id: str | None = None  # to drain, resume or convert
     model: str | None = None  # of a replica to start; None: the only model
-    role: str = "both"
+    role: str = "both"  # of a replica to start, or that a replica converts to
 
 
 class FleetControl(Protocol):

@@ -36,7 +36,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int,
         Meta(
             description="Engines that compute long prompts and hand their KV to those that decode, "
-            "instead of --replicas; needs --decode-replicas.",
+            "instead of --replicas; without --decode-replicas only in a shared fleet.",
             ge=0,
             le=1024,
         ),

@@ -100,12 +100,12 @@ async def _resolve_weights(name: str) -> str:
 
 
 def planned_replicas(
-    config: ServeConfig, model_path: Path, more_paths: Sequence[Path] = ()
+    config: ServeConfig, model_path: Path, more_paths: Sequence[Path] = (), *, is_shared: bool = False
 ) -> list[ReplicaSpec]:
     """Return the replicas to start: of the first model, then of the further models, whose weights are in
-    `more_paths`."""
+    `more_paths`. `is_shared`: these are one host's replicas of a shared fleet, and other hosts have more."""
     launcher = config.cluster.cluster
-    roles = _roles(config)
+    roles = _roles(config, is_shared=is_shared)
     first = ExtraModelConfig(engine=config.engine, replicas=len(roles), region=config.cluster.region)
     models = [first, *config.models]
     # The autoscaler may start up to `scaled` replicas of each model. Replicas on Ray do not share one machine.
@@ -126,12 +126,12 @@ def planned_replicas(
     return [_with_role(spec, role) for spec, role in zip(specs, roles, strict=False)] + specs[len(roles) :]
 
 
-def _roles(config: ServeConfig) -> list[Role]:
+def _roles(config: ServeConfig, *, is_shared: bool) -> list[Role]:
     """Return the roles of the first model's replicas, one entry each."""
     cluster = config.cluster
     if not cluster.prefill_replicas and not cluster.decode_replicas:
         return ["both"] * cluster.replicas
-    if not cluster.prefill_replicas or not cluster.decode_replicas:
+    if not is_shared and not (cluster.prefill_replicas and cluster.decode_replicas):
         raise ConfigError("--prefill-replicas and --decode-replicas need each other.")
     if cluster.replicas > 1:
         raise ConfigError(

@@ -156,6 +156,7 @@ async def test_orders_about_replicas_are_checked_and_audited(server: TenantServe
         assert drained.json()["object"] == "cluster"
         for body, status in (
             ({"action": "drain"}, 400),
+            ({"action": "convert", "role": "decode"}, 400),
             ({"action": "kill", "replica_id": "replica-1"}, 400),
             ({"action": "start", "modle": "x"}, 400),
             ({"action": "drain", "replica_id": "missing"}, 404),

@@ -22,6 +22,7 @@ class Played:
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, Any]] = []
         self.views = [VIEW]
+        self.order_views = [VIEW]  # that answer orders about replicas
         self.status = 200
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -32,6 +33,8 @@ class Played:
         if request.url.path == "/admin/cluster":
             view = self.views.pop(0) if len(self.views) > 1 else self.views[0]
             return httpx.Response(200, content=msgspec.json.encode(view))
+        if request.url.path == "/admin/replicas":
+            return httpx.Response(200, content=msgspec.json.encode(self.order_views[0]))
         return httpx.Response(200, content=msgspec.json.encode(RELEASE))
 
 
@@ -199,3 +202,31 @@ def test_orders_about_hosts(server: Played, monkeypatch: pytest.MonkeyPatch) -> 
     assert "still has replicas" in result.stderr
     server.status = 404
     assert "No." in run("cluster", "cordon", "nowhere").stderr
+
+
+def test_a_replica_is_converted_and_waited_for(server: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.cluster.WAIT_INTERVAL_S", 0.0)
+    first = FLEET.replicas[0]
+
+    def seen(**changes: str) -> ClusterView:
+        changed = msgspec.structs.replace(first, **changes)
+        return msgspec.structs.replace(FLEET, replicas=(changed, *FLEET.replicas[1:]))
+
+    ordered, done = seen(role="prefill", next_role="decode"), seen(role="decode")
+    # A server without a leader, such as `penstock serve`, carries orders out too.
+    server.views = [ordered, msgspec.structs.replace(done, leader=None)]
+    server.order_views = [ordered]
+    result = run("cluster", "convert", first.id, "decode", "--wait")
+    assert result.exit_code == 0, result.output
+    assert f"{first.id}  {first.state} for decode," in result.stdout
+    assert ("POST", "/admin/replicas", {"action": "convert", "replica_id": first.id, "role": "decode"}) in (
+        server.requests
+    )
+    shown = run("cluster", "convert", first.id, "decode").stdout
+    assert f"{first.id}  {first.state} for prefill, soon for decode," in shown
+    server.views = [ordered]
+    assert (
+        "does not decode yet"
+        in run("cluster", "convert", first.id, "decode", "--wait", "--timeout", "0").stderr
+    )
+    assert run("cluster", "convert", first.id, "both").exit_code == 2

@@ -28,6 +28,7 @@ class FakeManager:
         self._changed = asyncio.Event()
         self.failure: PenstockError | None = None  # of the next launches
         self.num_launched = 0
+        self.roles_stay: str | None = None  # why no role can change
 
     def members(self) -> tuple[Member, ...]:
         return tuple(self._members.values())
@@ -98,6 +99,9 @@ class FakeManager:
         for member in self.members():
             if member.replica.state is ReplicaState.STARTING:
                 self._become(member.id, ReplicaState.READY)
+
+    def why_role_stays(self, replica_id: str) -> str | None:
+        return self.roles_stay
 
     def load(self, **stats: int) -> None:
         """What every replica reports from now on."""

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -66,15 +66,26 @@ class Uplink(MemoryRegistry):
 
 
 class Host:
-    def __init__(self, registry: MemoryRegistry, name: str, most: int, count: int = 1) -> None:
+    """`specs` are the replicas of its own settings, if they are not `count` of `SPEC`."""
+
+    def __init__(
+        self,
+        registry: MemoryRegistry,
+        name: str,
+        most: int,
+        count: int = 1,
+        specs: Sequence[ReplicaSpec] = (),
+    ) -> None:
         self.manager = FakeManager(name, is_quick=True)
         self.reader = DocumentReader(TOKENS)
         self.publisher = Publisher(registry, TOKENS, name)
-        offer = Offer(spec=SPEC, replicas=count, max_replicas=most)
+        own = [*specs] or [SPEC] * count
+        offers = [
+            Offer(spec=spec, replicas=own.count(spec), max_replicas=max(most, own.count(spec)))
+            for spec in dict.fromkeys(own)
+        ]
         manager: Any = self.manager
-        self.ordered = OrderedHost(
-            manager, self.publisher, self.reader, [SPEC] * count, [offer], self._localise
-        )
+        self.ordered = OrderedHost(manager, self.publisher, self.reader, own, offers, self._localise)
         self.follower = Follower(registry, TOKENS, on_documents=self.ordered.take)
 
     async def _localise(self, spec: ReplicaSpec) -> ReplicaSpec:
@@ -82,6 +93,9 @@ class Host:
 
     def states(self) -> list[str]:
         return self.manager.states()
+
+    def roles(self) -> list[str]:
+        return [member.role for member in self.manager.members()]
 
 
 class Fleets:
@@ -92,8 +106,8 @@ class Fleets:
         self.stores = Stores(MemoryReleases(), MemoryExperiments())
         self._stack = stack
 
-    async def host(self, name: str, most: int = 2, count: int = 1) -> Host:
-        host = Host(self.registry, name, most, count)
+    async def host(self, name: str, most: int = 2, count: int = 1, specs: Sequence[ReplicaSpec] = ()) -> Host:
+        host = Host(self.registry, name, most, count, specs)
         await self._stack.enter_async_context(host.follower.running())
         await self._stack.enter_async_context(host.publisher.running())
         await self._stack.enter_async_context(host.ordered.taking_orders())

@@ -43,7 +43,7 @@ def open_registry(url: str) -> Registry:
 class Control:
     """One `penstock control`."""
 
-    def __init__(self, folder: Path, number: int, registry_url: str) -> None:
+    def __init__(self, folder: Path, number: int, registry_url: str, *arguments: str) -> None:
         self._log = folder / f"control-{number}.log"
         environment = {
             **os.environ,
@@ -51,7 +51,7 @@ class Control:
             "PENSTOCK_JOIN_TOKEN": TOKENS.tokens[0],
             "PENSTOCK_DATABASE_URL": f"sqlite:///{folder / 'fleet.db'}",
         }
-        command = [sys.executable, "-m", "penstock.main", "control", "--min-replicas", "2"]
+        command = [sys.executable, "-m", "penstock.main", "control", *arguments]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
@@ -89,7 +89,7 @@ async def test_a_paused_leader_wakes_up_and_changes_nothing(registry_url: str, t
         await stack.enter_async_context(host.publisher.running())
         await stack.enter_async_context(host.ordered.taking_orders())
         await host.ordered.start_own()
-        controls = [Control(tmp_path, number, registry_url) for number in range(2)]
+        controls = [Control(tmp_path, number, registry_url, "--min-replicas", "2") for number in range(2)]
         for control in controls:
             stack.callback(control.close)
         while host.states() != ["ready", "ready"] or not all(control.name for control in controls):

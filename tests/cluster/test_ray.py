@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,20 @@ import msgspec
 import pytest
 import zmq
 
+from penstock.cluster.control_plane import ControlPlane
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.ray_launcher import RayLauncher
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.supervisor import Supervisor
+from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Adapter, Request, SamplingParams
 from penstock.dispatch import DispatchConfig
 from penstock.router import ReplicaState
-from tests.cluster.control_stage import SPEC
+from tests.cluster.control_stage import SPEC, MemoryReleases, resolve
 from tests.engine.tiny import write_tiny_adapter, write_tiny_model
 from tests.models.checkpoints import make_reference
 
@@ -269,3 +272,48 @@ async def test_ranks_on_two_nodes_exchange_kv_and_use_an_adapter(cluster: Any, t
         await supervisor.close()
         for node in nodes:
             await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+
+
+async def test_a_replica_on_another_node_changes_its_role_and_its_stream_continues(cluster: Any) -> None:
+    """The autoscaler converts replicas on Ray as it converts local processes: no actor is started."""
+    node = cluster.add_node(num_cpus=2)
+    supervisor = Supervisor({"ray": RayLauncher(cluster.address, log_level="WARNING")})
+    prefill = msgspec.structs.replace(
+        ON_RAY, role="prefill", engine=msgspec.structs.replace(ENGINE, cache=CacheConfig(num_kv_blocks=4096))
+    )
+    decode = msgspec.structs.replace(prefill, role="decode")
+    scaling = AutoscalerConfig(max_replicas=3, kv_target=0.2, up_cooldown_s=0.2, down_cooldown_s=600.0)
+    pools = [(prefill, scaling), (decode, scaling)]
+    plane = ControlPlane(supervisor, pools, MemoryReleases(), resolve, look_interval_s=0.05)
+    fleet = Fleet()
+    try:
+        await asyncio.gather(*(supervisor.launch(spec) for spec in (prefill, prefill, decode)))
+        ids = {member.id for member in supervisor.members()}
+        supervisor.on_change.append(fleet.update)
+        fleet.update(supervisor.members())
+        await until(lambda: num_connected(fleet) == 3)
+
+        def roles() -> Counter[str]:
+            return Counter(member.role for member in supervisor.members())
+
+        async with plane.running():
+            number = 0
+            while roles() != {"prefill": 1, "decode": 2}:
+                number += 1
+                assert number < 50
+                # This fills half of the KV cache of the only decode replica.
+                assert await answered(fleet, f"stream-{number}", 4 * LENGTH) == list(b"abcd" * LENGTH)
+            assert [each.decision for each in plane.view().decisions] == ["convert 1: KV utilisation"]
+            # A role that changes in the middle of a stream changes nothing for the stream.
+            stream = asyncio.create_task(answered(fleet, "last", 4 * LENGTH))
+            await until(lambda: fleet.stats.num_running == 1)
+            [busy] = [each.id for each in supervisor.members() if supervisor.stats(each.id).num_running]
+            supervisor.convert(busy, "prefill")
+            assert await stream == list(b"abcd" * LENGTH)
+        assert {member.id for member in supervisor.members()} == ids
+        assert supervisor.num_restarts == 0
+        assert not fleet.verdicts
+    finally:
+        await supervisor.close()
+        fleet.close()
+        await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)

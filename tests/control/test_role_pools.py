@@ -50,6 +50,14 @@ def test_a_pool_takes_what_the_other_can_spare() -> None:
     assert decide(CALM_PREFILL, slow)["decode"] == (Convert(("p1",), "time between tokens"),)
 
 
+def test_a_replica_that_cannot_change_its_role_is_not_taken() -> None:
+    kept = ReplicaSignal("d2", Phase.READY, can_convert=False)  # it has the least to do
+    decode = Signals(replicas=(*ready(2, "d", num_requests=1), kept))
+    assert decide(BUSY_PREFILL, decode)["prefill"] == (Convert(("d1",), "queued prefill tokens"),)
+    none = Signals(replicas=ready(2, "d", can_convert=False))
+    assert decide(BUSY_PREFILL, none)["prefill"] == (Start(1, "queued prefill tokens"),)
+
+
 def test_it_starts_a_replica_where_the_other_has_none_to_spare() -> None:
     actions = decide(BUSY_PREFILL, BUSY_DECODE)
     assert actions == {

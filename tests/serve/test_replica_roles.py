@@ -65,3 +65,9 @@ def test_without_them_replicas_do_both() -> None:
 def test_what_does_not_go_together_is_refused(config: ServeConfig, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         planned_replicas(config, Path("/model"))
+
+
+def test_a_host_of_a_shared_fleet_may_have_one_role_only() -> None:
+    config = ServeConfig(cluster=ClusterConfig(decode_replicas=2))
+    specs = planned_replicas(config, Path("/model"), is_shared=True)
+    assert [(spec.role, spec.engine.kv_transfer) for spec in specs] == [("decode", True)] * 2
