@@ -49,12 +49,7 @@ def check_request(request: GenerationRequest, vocab_size: int) -> None:
     if not request.prompts:
         raise InvalidRequest("There must be at least one prompt.", param="prompt")
     _check_range("n", request.n, 1, MAX_N)
-    if len(request.prompts) * request.n > MAX_CHOICES:
-        raise InvalidRequest(
-            f"{len(request.prompts)} prompts with n={request.n} are more than the {MAX_CHOICES} answers that one "
-            "request may ask for.",
-            param="n",
-        )
+    check_num_choices(len(request.prompts), request.n)
     # A completion without a token still echoes its prompt, and a scored prompt is an answer of its own.
     needs_tokens = request.endpoint != "completions" and request.sampling.prompt_logprobs is None
     _check_max_tokens(request.sampling, request.max_tokens_param, int(needs_tokens))
@@ -81,6 +76,14 @@ def check_fits_queues(request: GenerationRequest, engine: EngineReady, fleet: En
         param="prompt" if len(request.prompts) > 1 else "n",
         hint="Send fewer at a time. The operator can raise the limit with --max-queue-requests.",
     )
+
+
+def check_num_choices(num_prompts: int, n: int = 1) -> None:
+    if num_prompts * n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n={n} are more than the {MAX_CHOICES} answers that one request may ask for.",
+            param="n",
+        )
 
 
 def check_names(request: GenerationRequest) -> None:
@@ -346,12 +349,16 @@ def _check_tools(tools: Sequence[Tool]) -> None:
 
 
 def _is_deeper_than(limit: int, value: Any) -> bool:
-    """Return whether a value is nested more deeply. Without recursion, because the value is a client's."""
+    """Return whether a value is nested more deeply. Without recursion, because the value is a client's, and with
+    exact types, because it may be large."""
     level = [value]
     for _ in range(limit):
         inner: list[Any] = []
         for each in level:
-            inner += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+            if type(each) is dict:
+                inner += each.values()
+            elif type(each) is list:
+                inner += each
         if not inner:
             return False
         level = inner

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import codecs
 import re
 
 import msgspec
@@ -26,6 +27,7 @@ from penstock.gateway.prompts import (
 )
 
 MAX_BYTES = 32 << 20  # of all uploaded files that one request names; as much as a body may have by default
+_SLICE_CHARS = 1 << 18  # decoded at once; a multiple of four
 _DATA_URL = re.compile(r"data:[^,]{0,256};base64,")
 
 
@@ -39,19 +41,27 @@ def text_of_base64(data: str, param: str) -> str:
     """Return the text of a file that is part of the request, as base64 or as a data URL."""
     if (head := _DATA_URL.match(data)) is not None:
         data = data[head.end() :]
+    decoded = bytearray()
     try:
-        decoded = base64.b64decode(data, validate=True)
+        for start in range(0, len(data), _SLICE_CHARS):
+            if decoded and data[start - 1] == "=":
+                raise ValueError("there is more behind its end")
+            decoded += base64.b64decode(data[start : start + _SLICE_CHARS], validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(f"The base64 text of a file is damaged: {error}.", param=param) from error
     return text_of_file(decoded, param)
 
 
-def text_of_file(data: bytes, param: str) -> str:
-    """Return the text of a file. Raises InvalidRequest for a file that is no text in UTF-8."""
+def text_of_file(data: bytes | bytearray, param: str) -> str:
+    """Return the text of a file. Raises InvalidRequest for a file that is no text in UTF-8. Decodes slice by slice,
+    because in between other threads have their turns."""
     if data.startswith(b"%PDF-"):
         raise InvalidRequest("PDF documents cannot be read here.", param=param, hint="Send their text.")
     try:
-        text = data.decode("utf-8-sig")
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        starts = range(0, len(data), _SLICE_CHARS)
+        text = "".join([decoder.decode(data[start : start + _SLICE_CHARS]) for start in starts])
+        text += decoder.decode(b"", final=True)
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:

@@ -88,6 +88,10 @@ class ChatMessage(msgspec.Struct, frozen=True):
     reasoning: str | None = None
     cache: CacheMark | None = None  # at the end of the whole turn
 
+    @property
+    def num_parts(self) -> int:
+        return 1 if isinstance(self.content, str) else len(self.content)
+
 
 class Tool(msgspec.Struct, frozen=True):
     """A function that the model may ask the client to run. `parameters` is a JSON schema."""

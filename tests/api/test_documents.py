@@ -116,6 +116,8 @@ def test_what_is_no_text_is_refused(served: ServedWork) -> None:
             chat(sdk, {"file_id": upload(sdk, data)})
     for file, why in (
         ({"file_data": "data:text/plain;base64,???"}, "damaged"),
+        ({"file_data": "QQ==" * documents._SLICE_CHARS}, "damaged"),
+        ({"file_data": base64.b64encode(b"a" * documents._SLICE_CHARS + b"\xc3").decode()}, "not text"),
         ({"filename": "a.txt"}, "neither file_data nor file_id"),
         ({"file_id": "../../etc/passwd"}, "There is no file"),
     ):

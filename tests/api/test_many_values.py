@@ -16,9 +16,11 @@ from starlette.requests import Request
 from penstock.api.extensions import EXTENSION_FIELDS
 from penstock.api.http import parsing
 from penstock.api.http.parsing import BodyDecoder, check_num_values
+from penstock.api.openai import embeddings, requests
 from penstock.api.openai.requests import ChatCompletionRequest
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.checks import MAX_NAME_CHARS
+from penstock.gateway.models.served_model import MAX_DETOKENIZED
 from penstock.gateway.text.template import ChatTemplate
 from penstock.gateway.text.tokenizer import TextTokenizer
 from tests.api.conftest import direct_client
@@ -202,7 +204,6 @@ LONG = "a" * ((1 << 20) + 1)
     [
         ("/tokenize", {"prompt": LONG}, "prompt"),
         ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
-        ("/detokenize", {"tokens": [97] * len(LONG)}, "tokens"),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": LONG}], "truncate_prompt_tokens": 9},
@@ -266,3 +267,48 @@ async def test_errors_quote_only_the_beginning_of_what_was_sent(path: str, body:
         answer = await client.post(path, json=body)
     assert answer.status_code in (400, 404)
     assert len(answer.text) < 5000
+
+
+@pytest.mark.parametrize("prompt", [["a"] * 100_000, [[1]] * 50_000])
+async def test_too_many_prompts_are_refused_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, prompt: list[Any]
+) -> None:
+    for kind in ("TextPrompt", "TokenPrompt"):
+        monkeypatch.setattr(requests, kind, None)
+    async with direct_client(FakeEngine()) as client:
+        answer = await client.post("/v1/completions", json={"model": "bytes", "prompt": prompt})
+    assert answer.status_code == 400
+    assert f"{len(prompt)} prompts with n=1" in answer.text
+
+
+@pytest.mark.parametrize("given", [["a"] * 100_000, [[1]] * 50_000])
+async def test_too_many_inputs_are_refused_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, given: list[Any]
+) -> None:
+    monkeypatch.setattr(embeddings, "tuple", None, raising=False)
+    with pytest.raises(InvalidRequest, match=f"There are {len(given)} inputs"):
+        embeddings.TextsToRead(input=given).inputs()
+
+
+async def test_a_large_body_is_joined_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_threads: list[object] = []
+
+    async def noted(work: Callable[..., Any], *args: Any) -> Any:
+        in_threads.append(work)
+        return work(*args)
+
+    monkeypatch.setattr(parsing.asyncio, "to_thread", noted)
+    half = b"x" * (parsing.DIRECT_JOIN_BYTES // 2)
+    assert await parsing.joined([half, half], 2 * len(half)) == half * 2
+    assert not in_threads
+    assert await parsing.joined([half, half, b"y"], 2 * len(half) + 1) == half * 2 + b"y"
+    assert in_threads
+
+
+async def test_detokenizing_is_bounded() -> None:
+    async with direct_client(FakeEngine()) as client:
+        answer = await client.post(
+            "/detokenize", json={"model": "bytes", "tokens": [1] * (MAX_DETOKENIZED + 1)}
+        )
+    assert answer.status_code == 400
+    assert f"at most {MAX_DETOKENIZED} are made into text at a time" in answer.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import threading
 from collections.abc import Callable
@@ -76,7 +77,7 @@ def test_many_messages_and_parts(
     assert not in_threads
     monkeypatch.setattr(translation, "DIRECT_PARTS", 2)
     ask()
-    assert len(in_threads) == 1
+    assert len(in_threads) == (2 if path == "/v1/responses" else 1)  # the items get their full form, too
 
 
 def test_a_refusal_is_the_same(serve: Serve, monkeypatch: pytest.MonkeyPatch, in_threads: list[str]) -> None:
@@ -87,3 +88,17 @@ def test_a_refusal_is_the_same(serve: Serve, monkeypatch: pytest.MonkeyPatch, in
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "messages[3].role"
     assert in_threads
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_large_files(serve: Serve, monkeypatch: pytest.MonkeyPatch, in_threads: list[str], path: str) -> None:
+    monkeypatch.setattr(translation, "DIRECT_PARTS", 4)
+    served = serve(FakeEngine(script_text("x")))
+    for num_bytes, is_large in ((1 << 10, False), (8 << 10, True)):
+        data = base64.b64encode(b"x" * num_bytes).decode()
+        file = {"filename": "a.txt", "file_data": data}
+        part = {"type": "input_file", **file} if path == "/v1/responses" else {"type": "file", "file": file}
+        turns = [{"role": "user", "content": [part]}]
+        body = {"model": "bytes", ("input" if path == "/v1/responses" else "messages"): turns}
+        httpx.post(f"{served.url}{path}", json=body)
+        assert bool(in_threads) == is_large

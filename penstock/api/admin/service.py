@@ -147,7 +147,7 @@ class ServiceEndpoints:
 
     async def detokenize(self, request: Request, wire: DetokenizeRequest) -> Response:
         model = self._model(request, wire.model)
-        model.check_tokenizable(len(wire.tokens), "tokens")
+        model.check_detokenizable(len(wire.tokens), "tokens")
         check_token_ids(wire.tokens, model.card.vocab_size, param="tokens")
         async with self._gateway.accounts.errand(principal_of(request), model.card.name, "detokenize"):
             return json_response(DetokenizeResponse(await model.tokenizer.decode_later(wire.tokens)))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from uvicorn._types import ASGISendEvent, HTTPResponseBodyEvent, HTTPResponseStartEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+MAX_COPIED_BYTES = 64 << 10  # a larger body is not copied behind the head
+
 
 class Exchange(RequestResponseCycle):
     """A cycle whose application writes the names of headers in lower case, and leaves the framing of bodies to the
@@ -61,7 +63,11 @@ class Exchange(RequestResponseCycle):
             self.expected_content_length -= len(body)
             if self.expected_content_length < 0 or (is_last and self.expected_content_length):
                 raise RuntimeError("The body of an answer has another length than its head says.")
-            self.transport.write(head + body)
+            if len(body) > MAX_COPIED_BYTES:
+                self.transport.write(head)
+                self.transport.write(body)
+            else:
+                self.transport.write(head + body)
         if is_last:
             self.response_complete = True
             self.message_event.set()

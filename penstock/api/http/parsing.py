@@ -33,6 +33,7 @@ MAX_TEXTS = 200_000  # names of fields included
 MAX_CONTAINERS = 100_000  # objects and arrays
 MAX_VALUES = 2_000_000
 UNCOUNTED_BYTES = 256 << 10  # no body of this size has too many values
+DIRECT_JOIN_BYTES = 1 << 20
 SLICE_BYTES = 256 << 10  # that are counted in one turn
 _NO_MARKS = bytes(set(range(256)) - set(b'{[,"'))
 
@@ -82,7 +83,7 @@ async def _rest_of_body(request: Request, first: bytes, max_bytes: int) -> bytes
                 num_bytes += len(part)
                 parts.append(part)
                 if not has_more:
-                    return b"".join(parts)
+                    return await joined(parts, num_bytes)
                 part, has_more = await _next_part(request)
     except TimeoutError as error:
         raise RequestTimeout(f"The request's body did not arrive within {MAX_BODY_S} seconds.") from error
@@ -119,6 +120,13 @@ async def _next_turn(connection: HTTPConnection) -> None:
         await asyncio.sleep(0)
     else:
         await app.turns.next()
+
+
+async def joined(parts: Sequence[bytes], num_bytes: int) -> bytes:
+    """Join parts, of which there may be many megabytes: those are joined without the lock of the interpreter."""
+    if num_bytes <= DIRECT_JOIN_BYTES:
+        return b"".join(parts)
+    return await asyncio.to_thread(b"".join, parts)
 
 
 def _too_large(max_bytes: int) -> RequestTooLarge:

@@ -33,7 +33,7 @@ from penstock.api.ollama.requests import (
     EmbedRequest,
     GenerateRequest,
 )
-from penstock.api.openai.embeddings import ENTRIES_AT_ONCE, run_job
+from penstock.api.openai.embeddings import ENTRIES_AT_ONCE, filled, run_job
 from penstock.gateway.embeddings.inputs import Reading, Truncation
 from penstock.gateway.embeddings.run import EmbeddingAnswer, numbers
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
@@ -144,8 +144,8 @@ class OllamaEndpoints:
         frame = EmbedResponse(
             [], wire.model or answer.model, time.monotonic_ns() - arrived_ns, 0, answer.usage.prompt_tokens
         )
-        before, after = msgspec.json.encode(frame).split(b"[]", 1)  # `embeddings` is the first field
-        return WholeAnswer(before + b"[" + b",".join(entries) + b"]" + after, answer.rate_limits)
+        body = await filled(msgspec.json.encode(frame), entries)  # `embeddings` is the first field
+        return WholeAnswer(body, answer.rate_limits)
 
     async def embed_one(self, request: Request, wire: EmbeddingsRequest) -> ASGIApp:
         answer = await self._embedded(request, wire.model, (wire.prompt,), truncates=True)

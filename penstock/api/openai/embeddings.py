@@ -20,7 +20,7 @@ from penstock.core.identity import RateLimits
 from penstock.core.request import Pooling
 from penstock.gateway.embeddings.inputs import Input, Reading, Role, RoledText, Truncation
 from penstock.gateway.embeddings.run import EmbeddingAnswer, numbers
-from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
+from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings, check_num_inputs
 
 EXTENSION_FIELDS = (
     "dimensions",
@@ -96,8 +96,9 @@ class TextsToRead(ReadingFields, kw_only=True):
         given = self.input
         if isinstance(given, str):
             return (given,)
-        if given and all(isinstance(each, int) for each in given):
-            return (tuple(each for each in given if isinstance(each, int)),)
+        if given and set(map(type, given)) == {int}:  # millions may be given
+            return (tuple(given),)  # type: ignore[arg-type]
+        check_num_inputs(len(given))  # now, because each input costs time
         if any(isinstance(each, int) for each in given):
             raise InvalidRequest(
                 "input must be a text, a list of texts, a list of token ids or a list of such lists.",
@@ -229,5 +230,15 @@ async def _body(answer: EmbeddingAnswer, *, as_text: bool) -> bytes:
             await asyncio.sleep(0)
     num_tokens = answer.usage.prompt_tokens
     frame = EmbeddingList([], answer.model, EmbeddingUsage(num_tokens, num_tokens))
-    before, after = msgspec.json.encode(frame).split(b"[]", 1)  # `data` is the first field
-    return before + b"[" + b",".join(entries) + b"]" + after
+    return await filled(msgspec.json.encode(frame), entries)  # `data` is the first field
+
+
+async def filled(frame: bytes, entries: list[bytes]) -> bytes:
+    """Return a body of JSON with entries in the first of its empty lists. They are copied once, and off the event
+    loop, because they may be many megabytes."""
+    before, after = frame.split(b"[]", 1)
+    if not entries:
+        return frame
+    entries[0] = before + b"[" + entries[0]
+    entries[-1] += b"]" + after
+    return await asyncio.to_thread(b",".join, entries)

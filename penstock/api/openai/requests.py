@@ -24,7 +24,7 @@ from penstock.api.openai.messages import (
 from penstock.api.openai.responses_tools import Toolbox
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Tier
-from penstock.gateway.checks import check_top_logprobs
+from penstock.gateway.checks import check_num_choices, check_top_logprobs
 from penstock.gateway.prompts import (
     BeamOptions,
     ChatPrompt,
@@ -385,6 +385,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
         return (TextPrompt(prompt),)
     if prompt and set(map(type, prompt)) == {int}:  # millions may be given
         return (TokenPrompt(tuple(prompt)),)  # type: ignore[arg-type]
+    check_num_choices(len(prompt))  # now, because each prompt costs time
     prompts: list[Prompt] = []
     for item in prompt:
         if isinstance(item, int):

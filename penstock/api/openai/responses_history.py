@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from penstock.api.http.translation import translated
 from penstock.api.openai.responses_answers import ResponseBody, ResponseError
 from penstock.api.openai.responses_items import InputItem, OutputItem, input_items, new_id, response_id_of
 from penstock.core.errors import InvalidRequest, NotFound
@@ -93,7 +94,9 @@ class History:
         known: dict[str, dict[str | None, InputItem]] = {}  # of the responses referred to, by item id
         bound = HistoryBound(param)
         items: list[InputItem] = []
-        for position, item in enumerate(input_items(wire, owner, param)):
+        messages = wire if isinstance(wire, list) else ()
+        full = await translated(messages, lambda: input_items(wire, owner, param))
+        for position, item in enumerate(full):
             if item.type != "item_reference":
                 items.append(item)
                 continue

@@ -381,10 +381,13 @@ def _check_num_inputs(request: EmbeddingRequest) -> None:
     param = (request.labels or ("input",))[0].partition("[")[0]
     if not request.inputs:
         raise InvalidRequest("There must be at least one input.", param=param)
-    if len(request.inputs) > MAX_INPUTS:
+    check_num_inputs(len(request.inputs), param)
+
+
+def check_num_inputs(number: int, param: str = "input") -> None:
+    if number > MAX_INPUTS:
         raise InvalidRequest(
-            f"There are {len(request.inputs)} inputs; one request may have at most {MAX_INPUTS}.",
-            param=param,
+            f"There are {number} inputs; one request may have at most {MAX_INPUTS}.", param=param
         )
 
 

@@ -46,6 +46,7 @@ from penstock.gateway.tools.harmony import CONTROL_TOKENS
 
 MAX_LOOSE_CHARACTERS = 1 << 20  # of a text that need not fit the context
 MAX_LOOSE_TOKENS = 1 << 19  # of such a text
+MAX_DETOKENIZED = 1 << 18  # tokens that need not fit the context
 COUNTED_FACTOR = 2  # of a text that must fit, this many times the context is still counted exactly
 MORE_COUNTED_TOKENS = 1 << 16
 CUT_MARGIN_TOKENS = 64
@@ -229,6 +230,15 @@ class ServedModel:
         at_least = num_characters // self.tokenizer.max_characters_per_token
         if at_least >= self.max_model_len:
             raise too_long(self.max_model_len, at_least, param, is_lower_bound=True)
+
+    def check_detokenizable(self, num_tokens: int, param: str) -> None:
+        """Refuse tokens that need not fit the context, if their text would keep others waiting."""
+        most = max(MAX_DETOKENIZED, self.max_model_len)
+        if num_tokens > most:
+            raise InvalidRequest(
+                f"There are {num_tokens} tokens, and at most {most} are made into text at a time.",
+                param=param,
+            )
 
     def check_tokenizable(self, num_characters: int, param: str) -> None:
         """Refuse a text that need not fit the context, if tokenizing it would keep others waiting for seconds."""

@@ -88,7 +88,7 @@ def _any_of(spellings: Sequence[str]) -> str:
     return "|".join(f"{re.escape(start)}(?:{'|'.join(rests)})" for start, rests in ordered)
 
 
-DIRECT_RENDER_MESSAGES = 200  # with calls and tools, which cost as much
+DIRECT_RENDER_MESSAGES = 200  # with their parts, calls and tools, which cost as much
 DIRECT_RENDER_CHARACTERS = 1 << 16
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"  # as the hub names several templates of one model
 _SHORT_ID_LENGTH = 9
@@ -180,10 +180,10 @@ class ChatTemplate:
         return chosen
 
     async def render_later(self, prompt: ChatPrompt) -> RenderedChat:
-        """As `render`; a chat of many turns, calls or tools, or of much text, which may take seconds, is written off
-        the event loop."""
-        num_calls = sum([len(message.tool_calls) for message in prompt.messages])
-        is_short = len(prompt.messages) + num_calls + len(prompt.tools) <= DIRECT_RENDER_MESSAGES
+        """As `render`; a chat of many turns, parts, calls or tools, or of much text, which may take seconds, is
+        written off the event loop."""
+        num_inner = sum([len(message.tool_calls) + message.num_parts for message in prompt.messages])
+        is_short = num_inner + len(prompt.tools) <= DIRECT_RENDER_MESSAGES
         if is_short and num_template_characters(prompt) <= DIRECT_RENDER_CHARACTERS:
             return self.render(prompt)
         return await asyncio.to_thread(self.render, prompt)

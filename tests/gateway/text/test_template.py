@@ -133,9 +133,10 @@ async def test_a_chat_of_many_turns_is_written_off_the_event_loop() -> None:
         ChatPrompt(messages=HELLO, template_options={"option": much}),
         ChatPrompt(messages=HELLO, tools=(Tool("f"),) * DIRECT_RENDER_MESSAGES),
         ChatPrompt(messages=(ChatMessage("assistant", "", tool_calls=(CALL,) * DIRECT_RENDER_MESSAGES),)),
+        ChatPrompt(messages=(ChatMessage("user", (TextPart("x"),) * (DIRECT_RENDER_MESSAGES + 1)),)),
     ):
         await template.render_later(changed)
-    assert seen == [True] + [False] * 7
+    assert seen == [True] + [False] * 8
 
 
 TOOLS = (Tool("wetter", "Tells <it>.", {"type": "object", "properties": {"ort": {"type": "string"}}}),)
