@@ -39,12 +39,18 @@ ToolCallParser = Literal[
     "lfm2",
     "nemotron",
     "gemma4",
+    "deepseek_v32",
+    "command",
+    "jamba",
+    "olmo3",
+    "apertus",
     "llama4_pythonic",
     "llama4_json",
     "openai",
     "qwen3_xml",
     "glm47",
-    "deepseek_v32",
+    "hunyuan_a13b",
+    "cohere_command3",
 ]
 ReasoningParser = Literal[
     "auto",
@@ -56,11 +62,17 @@ ReasoningParser = Literal[
     "granite",
     "gemma4",
     "harmony",
+    "command",
+    "apertus",
+    "hunyuan",
     "qwen3",
     "glm45",
     "minimax_m2",
     "kimi_k2",
     "openai",
+    "olmo3",
+    "hunyuan_a13b",
+    "cohere_command3",
 ]
 
 

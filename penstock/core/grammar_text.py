@@ -83,10 +83,16 @@ class ParameterText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start: str
     middle: str
     end: str
+    text_middle: str | None = None  # in place of `middle`, in front of strings
+
+    def head(self, name: str, *, is_text: bool) -> str:
+        middle = self.text_middle if is_text and self.text_middle is not None else self.middle
+        return f"{self.start}{name}{middle}"
 
     def written(self, name: str, value: Any) -> str:
-        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return f"{self.start}{name}{self.middle}{shown}{self.end}"
+        is_text = isinstance(value, str)
+        shown = value if is_text else json.dumps(value, ensure_ascii=False)
+        return f"{self.head(name, is_text=is_text)}{shown}{self.end}"
 
 
 class TaggedText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -289,9 +295,12 @@ def _parameters(
     end = _literal(tags.end, special_token_ids)
     for place, (name, given) in enumerate(properties.items() if isinstance(properties, dict) else ()):
         rule = f"parameter_{index}_{place}"
-        start = _literal(tags.start + name + tags.middle, special_token_ids)
+        start, text_start = (
+            _literal(tags.head(name, is_text=is_text), special_token_ids) for is_text in (False, True)
+        )
         body.append(rule if name in required else f"{rule}?")
         if isinstance(given, dict) and given.get("type") == "string" and "enum" not in given:
+            start = text_start
             if end.startswith("<["):
                 rules.append(f"{rule}: {start} TEXT_{index} {end}\nTEXT_{index}: /(.|\\n)*/")
             else:
@@ -300,7 +309,7 @@ def _parameters(
             continue
         values = given.get("enum") if isinstance(given, dict) else None
         if isinstance(values, list) and values and all(isinstance(each, str) for each in values):
-            rules.append(f"{rule}: {start} ({' | '.join(_literal(each, {}) for each in values)}) {end}")
+            rules.append(f"{rule}: {text_start} ({' | '.join(_literal(each, {}) for each in values)}) {end}")
             continue
         inner = {**given, **definitions} if isinstance(given, dict) else given
         if is_lenient(schema) and isinstance(inner, dict):

@@ -18,6 +18,7 @@ from penstock.gateway.tools.formats import HARMONY, HARMONY_REASONING, NO_PARAME
 from penstock.gateway.tools.harmony import HarmonyParser
 from penstock.gateway.tools.parser import (
     AnswerSink,
+    AnswerUnwrapper,
     OutputParser,
     PlainText,
     ReasoningMarks,
@@ -75,7 +76,7 @@ def _only_calls(
     return _grammar(
         StructuralTags(
             structures=_structures(tools, tool_format),
-            triggers=(*tool_format.opening, "{"),
+            triggers=tool_format.triggers,
             at_least_one=True,
             stops_at_text=True,
             stop_after_first=not parallel,
@@ -145,6 +146,8 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True):
         parser: OutputParser = PlainText(sink)
         if self.tool_format is not None and self.tools:
             parser = self.tool_format.parser(sink, self.tools)
+        if self.reasoning is not None and self.reasoning.wrappers:
+            parser = AnswerUnwrapper(parser, self.reasoning.wrappers)
         if self.reasoning is not None:
             is_open = self.reasoning_is_open or self.reasoning.is_open
             parser = ReasoningSplitter(sink, parser, is_open=is_open, marks=self.reasoning)

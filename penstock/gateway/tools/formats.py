@@ -58,6 +58,13 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         return (harmony.CHANNEL, harmony.START) if self.markers is None else self.markers.opening
 
     @property
+    def triggers(self) -> tuple[str, ...]:
+        """Return the texts that tell calls from words behind other calls."""
+        start = self.head.partition(_NAME)[0]
+        has_own_start = self.parameters is not None and not start.startswith(self.opening)
+        return (*self.opening, "{", *((start,) if has_own_start else ()))
+
+    @property
     def control_texts(self) -> tuple[str, ...]:
         """Texts that a parser must see even where they are control tokens."""
         return harmony.CONTROL_TOKENS if self.markers is None else self.markers.texts
@@ -292,6 +299,81 @@ MINIMAX_M2 = ToolFormat(
     call_tail="</invoke>\n</minimax:tool_call>",
     parameters=ParameterText('<parameter name="', '">', "</parameter>\n"),
 )
+_DSML = "<｜DSML｜"
+DEEPSEEK_V32 = ToolFormat(
+    name="deepseek_v32",
+    markers=TaggedCalls(
+        opening=(f"{_DSML}function_calls>", f"{_DSML}tool_calls>"),
+        closing="</｜DSML｜function_calls>",
+        head=rf"{_DSML}invoke name=\"(?P<name>[\w.-]+)\">",
+        head_ends=(">",),
+        keeps_head_end=False,
+        ignored=("</｜DSML｜tool_calls>",),
+        parameters=ParameterTags(
+            f'{_DSML}parameter name="',
+            '">',
+            "</｜DSML｜parameter>",
+            call_end="</｜DSML｜invoke>",
+            text_mark='" string="true',
+            value_mark='" string="false',
+        ),
+        hides_markers=False,
+        tokens=("｜DSML｜",),
+    ),
+    head=f'{_DSML}invoke name="{_NAME}">\n',
+    call_tail="</｜DSML｜invoke>",
+    list_start=f"{_DSML}function_calls>\n",
+    list_end="\n</｜DSML｜function_calls>",
+    parameters=ParameterText(
+        f'{_DSML}parameter name="',
+        '" string="false">',
+        "</｜DSML｜parameter>\n",
+        text_middle='" string="true">',
+    ),
+)
+COMMAND = ToolFormat(  # Command R7B and Command A
+    name="command",
+    markers=CallMarkers(opening=("<|START_ACTION|>",), closing="<|END_ACTION|>", hides_markers=True),
+    head=f'{{"tool_call_id": "0", "tool_name": "{_NAME}", "parameters": ',
+    call_tail="}",
+    separator=",\n    ",
+    list_start="<|START_ACTION|>[\n    ",
+    list_end="\n]<|END_ACTION|>",
+)
+JAMBA = ToolFormat(  # Jamba and Hunyuan
+    name="jamba",
+    markers=CallMarkers(opening=("<tool_calls>",), closing="</tool_calls>"),
+    head=f'{{"name": "{_NAME}", "arguments": ',
+    call_tail="}",
+    separator=", ",
+    list_start="<tool_calls>[",
+    list_end="]</tool_calls>",
+)
+OLMO3 = ToolFormat(
+    name="olmo3",
+    markers=CallMarkers(opening=("<function_calls>",), closing="</function_calls>", writes_python=True),
+    head=f'{{"name": "{_NAME}", "arguments": ',
+    call_tail="}",
+    list_start="<function_calls>\n",
+    list_end="\n</function_calls>",
+)
+APERTUS = ToolFormat(
+    name="apertus",
+    markers=TaggedCalls(
+        opening=("<|tools_prefix|>",),
+        closing="<|tools_suffix|>",
+        head=r"\s*\"(?P<name>[\w.-]+)\"\s*:",
+        head_ends=(":",),
+        keeps_head_end=False,
+        call_start="{",
+        ignored=("[", "]", "}", ","),
+    ),
+    head=f'{{"{_NAME}": ',
+    call_tail="}",
+    separator=", ",
+    list_start="<|tools_prefix|>[",
+    list_end="]<|tools_suffix|>",
+)
 HARMONY = ToolFormat(  # gpt-oss
     name="harmony",
     markers=None,
@@ -304,6 +386,7 @@ FORMATS = {
     for each in (
         *(HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, GEMMA, GRANITE, DEEPSEEK_V3, DEEPSEEK_V31),
         *(KIMI_K2, GLM, QWEN3_CODER, MINIMAX_M2, HARMONY, SEED_OSS, LFM2, NEMOTRON, GEMMA4),
+        *(DEEPSEEK_V32, COMMAND, JAMBA, OLMO3, APERTUS),
     )
 }
 # Other servers' names for the same formats.
@@ -313,16 +396,22 @@ ALIASES = {
     "openai": HARMONY,
     "qwen3_xml": QWEN3_CODER,
     "glm47": GLM,
-    "deepseek_v32": DEEPSEEK_V31,
+    "hunyuan_a13b": JAMBA,
+    "cohere_command3": COMMAND,
 }
 
 # What only one family's template contains, looked for in this order.
 _SIGNS = (
+    ("｜DSML｜", DEEPSEEK_V32),
     ("<|tool_calls_section_begin|>", KIMI_K2),
     ("<minimax:tool_call>", MINIMAX_M2),
     ("<arg_key>", GLM),
     ("<seed:tool_call>", SEED_OSS),
     ("<function=", QWEN3_CODER),
+    ("<|START_ACTION|>", COMMAND),
+    ("<|tools_prefix|>", APERTUS),
+    ("<function_calls>", OLMO3),
+    ("<tool_calls>", JAMBA),
     ("<|channel|>", HARMONY),
     ("<|tool_call>", GEMMA4),
     ("<|tool_call_start|>", LFM2),
@@ -336,6 +425,9 @@ _SIGNS = (
     ("<|python_tag|>", LLAMA3_JSON),
     ("ipython", LLAMA3_JSON),  # the role of its tools
 )
+
+# Of models whose template shows no calls, or that come without a template.
+_BY_ARCHITECTURE = (("gemma", GEMMA), ("deepseek_v32", DEEPSEEK_V32))
 
 HARMONY_REASONING = ReasoningMarks(
     "<|channel|>analysis<|message|>",
@@ -353,6 +445,13 @@ REASONING = {
     "granite": ReasoningMarks("Here is my thought process:", "Here is my response:"),
     "gemma4": ReasoningMarks("<|channel>thought", "<channel|>"),
     "harmony": HARMONY_REASONING,
+    "command": ReasoningMarks(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        wrappers=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
+    ),
+    "apertus": ReasoningMarks("<|inner_prefix|>", "<|inner_suffix|>", stops=("<|tools_prefix|>",)),
+    "hunyuan": ReasoningMarks(THINK.start, THINK.end, wrappers=(("<answer>", "</answer>"),)),
 }
 _REASONING_ALIASES = {
     "qwen3": "think",
@@ -360,8 +459,13 @@ _REASONING_ALIASES = {
     "minimax_m2": "think",
     "kimi_k2": "think",
     "openai": "harmony",
+    "olmo3": "think",
+    "hunyuan_a13b": "hunyuan",
+    "cohere_command3": "command",
 }
-_THINKING_SIGNS = ("harmony", "gemma4", "seed_oss", "mistral", "granite", "think")
+_THINKING_SIGNS = (
+    *("harmony", "gemma4", "seed_oss", "mistral", "granite", "command", "apertus", "hunyuan", "think"),
+)
 
 
 def tool_schema(tool: Tool) -> dict[str, object]:
@@ -381,12 +485,14 @@ def tool_format_of(card: ModelCard, setting: str = AUTO) -> ToolFormat | None:
     if setting != AUTO:
         return ALIASES[setting] if setting in ALIASES else FORMATS[setting]
     template = card.chat_template or ""
-    if _DEEPSEEK.opening[0] in template:
+    if _DEEPSEEK.opening[0] in template and "｜DSML｜" not in template:
         return DEEPSEEK_V3 if "```json" in template else DEEPSEEK_V31
     for sign, tool_format in _SIGNS:
         if sign in template:
             return tool_format
-    return GEMMA if card.architecture.lower().startswith("gemma") else HERMES
+    return next(
+        (each for name, each in _BY_ARCHITECTURE if card.architecture.lower().startswith(name)), HERMES
+    )
 
 
 def reasoning_of(card: ModelCard, setting: str = AUTO) -> ReasoningMarks | None:
@@ -399,7 +505,8 @@ def reasoning_of(card: ModelCard, setting: str = AUTO) -> ReasoningMarks | None:
     template = card.chat_template or ""
     for name in _THINKING_SIGNS:
         marks = REASONING[name]
-        if marks.start in template or (name == "harmony" and harmony.CHANNEL in template):
+        wraps = not marks.wrappers or any(opening in template for opening, _ in marks.wrappers)
+        if (marks.start in template and wraps) or (name == "harmony" and harmony.CHANNEL in template):
             return marks
     # Templates of DeepSeek R1 only take the thoughts out of earlier turns.
     return THINK if THINK.end in template else None

@@ -14,7 +14,7 @@ import msgspec
 from penstock.gateway.tools.parser import AnswerSink
 
 ARGUMENT_KEYS = frozenset({"arguments", "parameters", "args"})
-NAME_KEY = "name"
+NAME_KEYS = ("name", "tool_name")
 FUNCTION_KEY = "function"  # holds the name, or the whole call once more
 
 _CLOSER = {"{": "}", "[": "]"}
@@ -54,6 +54,10 @@ class ValueSpan:
             if self.is_complete:
                 return position + 1
         return len(text)
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._kind)
 
     def _begin(self, character: str) -> None:
         if character == '"':
@@ -188,7 +192,7 @@ class CallReader:
             self._expects = "colon"
             return
         self._expects = "comma"
-        if self._key == NAME_KEY or (self._key == FUNCTION_KEY and isinstance(value, str)):
+        if self._key in NAME_KEYS or (self._key == FUNCTION_KEY and isinstance(value, str)):
             self._begin(value)
         elif self._key in ARGUMENT_KEYS:
             self._hold_arguments("".join(self._value), value)
@@ -214,7 +218,7 @@ class CallReader:
     def _unwrap(self, call: dict[str, Any]) -> None:
         for key in ARGUMENT_KEYS & call.keys():
             self._hold_arguments(msgspec.json.encode(call[key]).decode(), call[key])
-        self._begin(call.get(NAME_KEY))
+        self._begin(next((call[key] for key in NAME_KEYS if key in call), None))
 
     def _end(self) -> None:
         if not self.has_begun:

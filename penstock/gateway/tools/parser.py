@@ -162,11 +162,16 @@ class ReasoningMarks(msgspec.Struct, frozen=True):
     answer_start: str = ""  # between thoughts and an answer that a grammar binds
     answer_alone: str = ""  # in front of such an answer without thoughts
     others: tuple[str, ...] = ()  # what an answer without thoughts may begin with; empty: anything
+    stops: tuple[str, ...] = ()  # texts that end thoughts, too, and belong to what follows
+    wrappers: tuple[
+        tuple[str, str], ...
+    ] = ()  # tags around the text of an answer, which do not belong to the text
 
     @property
     def texts(self) -> tuple[str, ...]:
         """Texts of which some may be control tokens: the first mark may be such a token and a word."""
-        return (self.start, self.end, *re.findall(r"<[^<>]+>", self.start))
+        wrappers = (tag for pair in self.wrappers for tag in pair)
+        return (self.start, self.end, *re.findall(r"<[^<>]+>", self.start), *self.stops, *wrappers)
 
 
 THINK = ReasoningMarks("<think>", "</think>")
@@ -229,12 +234,14 @@ class ReasoningSplitter:
         return text
 
     def _push_inside(self, text: str) -> str:
-        position = text.find(self._marks.end)
-        if position >= 0:
+        marks = self._marks
+        found = first_marker(text, (marks.end, *marks.stops))
+        if found is not None:
+            position, marker = found
             self._reason(text[:position].rstrip())
             self._state = "behind"
-            return text[position + len(self._marks.end) :]
-        safe = text[: len(text) - held_length(text, (self._marks.end,))].rstrip()
+            return text[position + (len(marker) if marker == marks.end else 0) :]
+        safe = text[: len(text) - held_length(text, (marks.end, *marks.stops))].rstrip()
         self._reason(safe)
         self._held = text[len(safe) :]
         return ""
@@ -245,3 +252,60 @@ class ReasoningSplitter:
         if text:
             self._has_reasoned = True
             self._sink.add_reasoning(text)
+
+
+class AnswerUnwrapper:
+    """Takes the tags off an answer that is between two tags, with the white space next to them. Calls may follow."""
+
+    is_reasoning = False
+
+    def __init__(self, then: OutputParser, wrappers: tuple[tuple[str, str], ...]) -> None:
+        self._then = then
+        self._wrappers = dict(wrappers)
+        self._state: Literal["start", "begun", "inside", "behind", "outside"] = "start"
+        self._closing = ""
+        self._held = ""
+
+    def push(self, text: str) -> None:
+        text, self._held = self._held + text, ""
+        if self._state == "start":
+            text = self._push_start(text)
+        if self._state in ("begun", "behind"):
+            text = text.lstrip()
+            if text:
+                self._state = "inside" if self._state == "begun" else "outside"
+        if self._state == "inside":
+            self._push_inside(text)
+        elif self._state == "outside" and text:
+            self._then.push(text)
+
+    def finish(self) -> None:
+        if self._held:
+            self._then.push(self._held)
+        self._held = ""
+        self._then.finish()
+
+    def _push_start(self, text: str) -> str:
+        begun = text.lstrip()
+        opening = next((each for each in self._wrappers if begun.startswith(each)), None)
+        if opening is not None:
+            self._state, self._closing = "begun", self._wrappers[opening]
+            return begun[len(opening) :]
+        if any(each.startswith(begun) for each in self._wrappers):
+            self._held = text
+            return ""
+        self._state = "outside"
+        return text
+
+    def _push_inside(self, text: str) -> None:
+        position = text.find(self._closing)
+        if position < 0:
+            safe = text[: len(text) - held_length(text, (self._closing,))].rstrip()
+            self._held = text[len(safe) :]
+        else:
+            safe = text[:position].rstrip()
+            self._state = "behind"
+        if safe:
+            self._then.push(safe)
+        if position >= 0:
+            self.push(text[position + len(self._closing) :])

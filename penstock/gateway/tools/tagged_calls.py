@@ -31,6 +31,17 @@ class ParameterTags(msgspec.Struct, frozen=True):
     name_end: str = ""  # behind the name, before `middle`, perhaps with white space between
     call_end: str = ""  # behind the last parameter; empty: the end of the section
     trims_lines: bool = False  # a line break after `middle` and one before `end` do not belong to the value
+    text_mark: str = ""  # behind the names of texts, whatever their schema says ...
+    value_mark: str = ""  # ... and behind the names of other values
+
+    def name_and_schema(self, head: str, schema: Mapping[str, Any]) -> tuple[str, Any]:
+        """Return the name of a parameter in its head, and what is known of its values."""
+        name = head.strip().removesuffix(self.name_end).strip()
+        if self.text_mark and name.endswith(self.text_mark):
+            return name.removesuffix(self.text_mark), {"type": "string"}
+        if self.value_mark and name.endswith(self.value_mark):
+            return name.removesuffix(self.value_mark), {}
+        return name, schema.get(name)
 
 
 class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +58,7 @@ class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
     parameters: ParameterTags | None = None  # None: the arguments are one JSON object
     hides_markers: bool = True  # they are control tokens, which do not belong into a text
     quote: str = ""  # around texts in arguments whose keys are bare; empty: arguments are plain JSON
+    tokens: tuple[str, ...] = ()  # within tags, of which some may be control tokens
 
     @property
     def head_start(self) -> str:
@@ -65,6 +77,7 @@ class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
             *self.ignored,
             *self.head_ends,
             self.quote,
+            *self.tokens,
             *tags,
         )
 
@@ -154,6 +167,8 @@ class TaggedCallParser(SectionParser):
 
     def _step_json(self) -> bool:
         span = self._span
+        if not span.has_begun:
+            self._take(len(self._buffer) - len(self._buffer.lstrip(_WHITE_SPACE)))
         end = span.consume(self._buffer, 0)
         self._sink.add_arguments(self._take(end))
         if span.is_complete:
@@ -189,11 +204,11 @@ class TaggedCallParser(SectionParser):
                     return False
                 self._end_call()
                 return True
-            name = rest[len(tags.start) : position].strip().removesuffix(tags.name_end).strip()
+            name, schema = tags.name_and_schema(rest[len(tags.start) : position], self._schema)
             self._take(position + len(tags.middle))
             self._sink.add_arguments((", " if self._num_parameters else "") + json.dumps(name) + ": ")
             self._num_parameters += 1
-            self._value = _ParameterValue(tags, self._schema.get(name))
+            self._value = _ParameterValue(tags, schema)
             self._state = "value"
         elif rest.startswith(end):
             self._take(len(end))
@@ -223,7 +238,8 @@ class TaggedCallParser(SectionParser):
 
     def _skip(self, length: int, *, is_mark: bool = False) -> None:
         taken = self._take(length)
-        if not self._had_call and not (is_mark and self._tags.hides_markers):
+        is_hidden = is_mark and self._tags.hides_markers and taken.startswith("<")
+        if not self._had_call and not is_hidden:
             self._raw.append(taken)
 
 

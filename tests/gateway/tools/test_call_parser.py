@@ -10,19 +10,24 @@ from hypothesis import strategies as st
 
 from penstock.gateway.prompts import ToolCall
 from penstock.gateway.tools.formats import (
+    APERTUS,
+    COMMAND,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    DEEPSEEK_V32,
     FORMATS,
     GEMMA,
     GLM,
     GRANITE,
     HARMONY,
     HERMES,
+    JAMBA,
     KIMI_K2,
     LLAMA3_JSON,
     MINIMAX_M2,
     MISTRAL,
     MISTRAL_ARGS,
+    OLMO3,
     PYTHONIC,
     QWEN3_CODER,
     ToolFormat,
@@ -114,6 +119,33 @@ ANSWERS: list[tuple[ToolFormat, str, Recorder]] = [
                      ("get_time", "{}")])),
     (FORMATS["gemma4"], "<|tool_call>call:weather{city=Paris}<tool_call|>",
      Recorder(calls=[("weather", "{city=Paris}")])),
+    (DEEPSEEK_V32, 'Let me see.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+                   '<｜DSML｜parameter name="city" string="true">Pa\nris 1</｜DSML｜parameter>\n'
+                   '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+                   '<｜DSML｜invoke name="get_time">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+     Recorder(text="Let me see.", calls=[("weather", '{"city": "Pa\\nris 1", "days": 2}'), ("get_time", "{}")])),
+    # The mark of a parameter wins over its schema.
+    (DEEPSEEK_V32, '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
+                   '<｜DSML｜parameter name="city" string="false">null</｜DSML｜parameter>\n'
+                   '<｜DSML｜parameter name="days" string="true">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+                   '</｜DSML｜tool_calls>',
+     Recorder(calls=[("weather", '{"city": null, "days": "2"}')])),
+    (DEEPSEEK_V32, '<｜DSML｜function_calls><｜DSML｜invoke name="weather"><｜DSML｜parameter name="city" string="tr',
+     Recorder(calls=[("weather", "{}")])),
+    (COMMAND, '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
+              f'{PARIS}}},\n    {{"tool_call_id": "1", "tool_name": "get_time", "parameters": {{}}}}\n]'
+              "<|END_ACTION|>",
+     Recorder(calls=[("weather", PARIS), ("get_time", "{}")])),
+    (COMMAND, f'I look. <|START_ACTION|>[{{"tool_name": "weather", "parameters": {PARIS}}}]<|END_ACTION|>',
+     Recorder(text="I look.", calls=[("weather", PARIS)])),
+    (JAMBA, f'Well.\n<tool_calls>[\n{{"name": "weather", "arguments": {PARIS}}},\n{{"name": "get_time", "arguments": '
+            "{}}\n]</tool_calls>",
+     Recorder(text="Well.", calls=[("weather", PARIS), ("get_time", "{}")])),
+    (OLMO3, '<function_calls>\nweather(city="Paris", days=null)\nget_time()\n</function_calls> Done.',
+     Recorder(text="Done.", calls=[("weather", '{"city":"Paris","days":null}'), ("get_time", "{}")])),
+    (APERTUS, f'Sure.<|tools_prefix|>[{{"weather": {PARIS}}}, {{"get_time": {{}}}}]<|tools_suffix|>after',
+     Recorder(text="Sure.after", calls=[("weather", PARIS), ("get_time", "{}")])),
+    (APERTUS, '<|tools_prefix|>[{"weather":{"city": "}]"}', Recorder(calls=[("weather", '{"city": "}]"}')])),
     (HARMONY, "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant<|channel|>commentary "
               f"to=functions.weather <|constrain|>json<|message|>{PARIS}<|call|>",
      Recorder(reasoning="Hm, <b>.", calls=[("weather", PARIS)])),
@@ -157,6 +189,14 @@ TEXTS: list[tuple[ToolFormat, str]] = [
     (QWEN3_CODER, '<tool_call>\n{"name": "weather"}\n</tool_call>'),
     (QWEN3_CODER, "a <function=weather> b"),
     (MINIMAX_M2, '<minimax:tool_call>\n<invoke name="nothing">\n</invoke>'),
+    (DEEPSEEK_V32, '<｜DSML｜function_calls>\n<｜DSML｜invoke name="nothing">\n</｜DSML｜invoke>\n'),
+    (DEEPSEEK_V32, "a <｜DSML｜ b"),
+    (JAMBA, '<tool_calls>[{"name": "nothing", "arguments": {}}]</tool_calls>'),
+    (JAMBA, "<tool_calls>none</tool_calls> of them"),
+    (OLMO3, "<function_calls>\nnothing(a=1)\n</function_calls>"),
+    (OLMO3, "<function_calls>\nweather('Paris')\n</function_calls>"),
+    (COMMAND, "<START_ACTION> [1, 2]"),
+    (APERTUS, '[{"weather": {}}] as such'),
     (HARMONY, "Plain words.\n"),
     (HARMONY, " to whom it may concern"),
     (PYTHONIC, "[1, 2] is a list"),
@@ -261,6 +301,9 @@ def test_a_call_cut_off_after_others_leaves_no_debris(rest: str) -> None:
 def test_a_hidden_marker_is_not_shown_with_what_is_no_call() -> None:
     assert parse_calls(MISTRAL, "a [TOOL_CALLS]nothing[ARGS]{}") == Recorder(text="a nothing[ARGS]{}")
     assert parse_calls(LLAMA3_JSON, "<|python_tag|>import os") == Recorder(text="import os")
+    assert parse_calls(COMMAND, "<|START_ACTION|>[1]<|END_ACTION|>") == Recorder(text="[1]<|END_ACTION|>")
+    unknown = '[{"nothing": {"a": 1}}]<|tools_suffix|>'
+    assert parse_calls(APERTUS, *f"<|tools_prefix|>{unknown}") == Recorder(text=unknown)
     broken = parse_calls(MISTRAL, *'[TOOL_CALLS]weather[ARGS]{"a": 1]}')
     assert broken == Recorder(calls=[("weather", '{"a": 1]}')])
 

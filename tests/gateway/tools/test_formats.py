@@ -78,6 +78,13 @@ RESULT = ChatMessage("tool", "sunny", tool_call_id="call_1")
         ("List of tools: <|tool_list_start|>[ …", "lfm2", FORMATS["lfm2"]),
         ("… <TOOLCALL>[{…}]</TOOLCALL> …", "nemotron_h", FORMATS["nemotron"]),
         ("… <|tool_call>call: … <tool_call|> …", "gemma4", FORMATS["gemma4"]),
+        ("… <|START_ACTION|>[ … <|START_RESPONSE|> …", "cohere2", FORMATS["command"]),
+        ("… <tool_calls>[ …", "jamba", FORMATS["jamba"]),
+        ("… <function_calls> …", "olmo3", FORMATS["olmo3"]),
+        ("… <|tools_prefix|> …", "apertus", FORMATS["apertus"]),
+        ("… <｜DSML｜function_calls> … <｜tool▁calls▁begin｜> …", "deepseek_v32", FORMATS["deepseek_v32"]),
+        ("… <｜tool▁calls▁begin｜> …", "deepseek_v32", FORMATS["deepseek_v31"]),
+        (None, "deepseek_v32", FORMATS["deepseek_v32"]),
         ("… <|python_start|> …", "llama4", FORMATS["pythonic"]),
         (CHAT_TEMPLATE, "gemma3", GEMMA),
         (CHAT_TEMPLATE, "llama", HERMES),
@@ -99,6 +106,10 @@ def test_the_template_tells_whether_a_model_thinks() -> None:
     assert reasoning_of(model_card(chat_template="… content.split('</think>')[-1] …")) is THINK
     assert reasoning_of(model_card(chat_template="…<|channel>thought…<channel|>…")) == REASONING["gemma4"]
     assert reasoning_of(model_card(chat_template="…[THINK]…")) == REASONING["mistral"]
+    command = "…<|START_THINKING|>…<|START_RESPONSE|>…"
+    assert reasoning_of(model_card(chat_template=command)) == REASONING["command"]
+    assert reasoning_of(model_card(chat_template="…<think>…<answer>…")) == REASONING["hunyuan"]
+    assert reasoning_of(model_card(chat_template="…<|inner_prefix|>…")) == REASONING["apertus"]
     assert reasoning_of(model_card(chat_template="…<|channel|>…")) is REASONING["harmony"]
     assert {reasoning_of(model_card(), name) for name in get_args(ReasoningParser)} == {
         None,
@@ -337,7 +348,7 @@ TYPED = Tool(
 
 
 @pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("name", ["glm45", "qwen3_coder", "minimax_m2"])
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder", "minimax_m2", "deepseek_v32"])
 def test_forced_parameters_have_the_types_of_their_schema(name: str, *, special: bool) -> None:
     tool_format = FORMATS[name]
     tokenizer = byte_tokenizer()

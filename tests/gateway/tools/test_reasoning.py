@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.gateway.tools.answer_form import AnswerForm
 from penstock.gateway.tools.call_parser import CallParser
-from penstock.gateway.tools.formats import HERMES, REASONING
+from penstock.gateway.tools.formats import APERTUS, COMMAND, HERMES, JAMBA, REASONING, ToolFormat
 from penstock.gateway.tools.parser import PlainText, ReasoningSplitter
-from tests.gateway.tools.recorder import TOOLS, Recorder, feed
+from tests.gateway.tools.recorder import SCHEMAS, TOOLS, Recorder, feed
 from tests.gateway.tools.test_call_parser import cut
 
 
@@ -49,6 +50,78 @@ def test_a_mark_of_a_token_and_a_word() -> None:
     splitter = ReasoningSplitter(recorder, PlainText(recorder), is_open=False, marks=marks)
     feed(splitter, "<|channel>thought\nhm, so\n<channel|>Yes.")
     assert recorder == Recorder(reasoning="hm, so", text="Yes.")
+
+
+def read(name: str, tool_format: ToolFormat | None, *pieces: str) -> Recorder:
+    """Read an answer as a server does that knows the marks of thoughts and, perhaps, the format of calls."""
+    recorder = Recorder()
+    form = AnswerForm(
+        tool_format=tool_format, tools=SCHEMAS if tool_format else {}, reasoning=REASONING[name]
+    )
+    feed(form.parser(recorder), pieces)
+    return recorder
+
+
+ACTION = '<|START_ACTION|>[{"tool_name": "get_time", "parameters": {}}]<|END_ACTION|>'
+CALLED = [("get_time", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "expected"),
+    [
+        (
+            "command",
+            "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes, <b>.\n\nNo.<|END_RESPONSE|>",
+            Recorder(reasoning="Hm.", text="Yes, <b>.\n\nNo."),
+        ),
+        ("command", "<|START_TEXT|>Yes.<|END_TEXT|>", Recorder(text="Yes.")),
+        (
+            "command",
+            f"<|START_THINKING|>Hm.<|END_THINKING|>{ACTION}",
+            Recorder(reasoning="Hm.", calls=CALLED),
+        ),
+        ("command", "<|START_RESPONSE|>cut of", Recorder(text="cut of")),
+        ("command", "Bare <|END_RESPONSE|> words.", Recorder(text="Bare <|END_RESPONSE|> words.")),
+        (
+            "hunyuan",
+            "<think>\nHm.\n</think>\n<answer>\nYes.\n\n  - no\n</answer>\n",
+            Recorder(reasoning="Hm.", text="Yes.\n\n  - no"),
+        ),
+        ("hunyuan", "<think></think><answer>a </answ", Recorder(text="a </answ")),
+        (
+            "apertus",
+            '<|inner_prefix|>Hm. <|tools_prefix|>[{"get_time": {}}]<|tools_suffix|>',
+            Recorder(reasoning="Hm.", calls=CALLED),
+        ),
+        ("apertus", "<|inner_prefix|>Hm.<|inner_suffix|>Yes.", Recorder(reasoning="Hm.", text="Yes.")),
+    ],
+)
+def test_answers_between_tags_of_their_own(name: str, answer: str, expected: Recorder) -> None:
+    tool_format = {"command": COMMAND, "hunyuan": JAMBA, "apertus": APERTUS}[name]
+    assert read(name, tool_format, answer) == expected
+    assert read(name, tool_format, *answer) == expected
+
+
+def test_tags_around_an_answer_go_where_no_tools_are_offered() -> None:
+    assert read("command", None, "<|START_RESPONSE|>Yes.<|END_RESPONSE|>") == Recorder(text="Yes.")
+
+
+@given(
+    name=st.sampled_from(["command", "hunyuan", "apertus"]),
+    text=st.lists(
+        st.sampled_from(
+            [
+                *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", ACTION),
+                *("<think>", "</think>", "<answer>", "</answer>", " ", "\n", "a", "<", "<|START_"),
+                *("<|inner_prefix|>", "<|inner_suffix|>", '<|tools_prefix|>[{"get_time": {}}]'),
+            ]
+        )
+    ).map("".join),
+    places=st.lists(st.integers(0, 200), max_size=8),
+)
+def test_cutting_answers_between_tags_makes_no_difference(name: str, text: str, places: list[int]) -> None:
+    tool_format = {"command": COMMAND, "hunyuan": JAMBA, "apertus": APERTUS}[name]
+    assert read(name, tool_format, *cut(text, places)) == read(name, tool_format, text)
 
 
 @given(
