@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,12 @@ import pytest
 import pytest_asyncio
 
 from penstock.api.app import create_app
+from penstock.api.openai import responses_history
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.store.database import Database, sqlite_url
-from tests.api.conftest import Serve
+from tests.api.conftest import Serve, direct_client
 from tests.api.scripted import TOOL_TEMPLATE, prompt_of, scripted
 from tests.api.tenant_server import ACTOR, TenantServer
 from tests.gateway.fake_engine import FakeEngine, script_text
@@ -212,3 +213,38 @@ async def test_conversations_survive_a_restart(tmp_path: Path) -> None:
             items = (await client.get(f"/v1/conversations/{made['id']}/items")).json()["data"]
             assert len(items) == 1
         database.close()
+
+
+async def test_a_long_history_is_decoded_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_threads: list[object] = []
+
+    async def noted(work: Callable[[], Any]) -> Any:
+        in_threads.append(work)
+        return work()
+
+    async def prompts_and_items() -> tuple[list[tuple[int, ...]], list[Any]]:
+        engine = FakeEngine(script_text("fine"))
+        async with direct_client(engine) as client:
+
+            async def respond(**body: Any) -> Any:
+                answer = await client.post("/v1/responses", json=body)
+                assert answer.status_code == 200, answer.text
+                return answer.json()
+
+            first = await respond(input="one")
+            second = await respond(input="two", previous_response_id=first["id"])
+            conversation = (await client.post("/v1/conversations", json={})).json()["id"]
+            await respond(input="three", conversation=conversation)
+            await respond(input="four", conversation=conversation)
+            await respond(input=[{"type": "item_reference", "id": first["output"][0]["id"]}])
+            items = (await client.get(f"/v1/responses/{second['id']}/input_items")).json()["data"]
+            return [request.prompt_token_ids for request in engine.added], [each["content"] for each in items]
+
+    monkeypatch.setattr(responses_history.asyncio, "to_thread", noted)
+    directly = await prompts_and_items()
+    assert not in_threads
+    monkeypatch.setattr(responses_history, "_DIRECT_BYTES", 0)
+    assert await prompts_and_items() == directly
+    assert (
+        len(in_threads) == 5
+    )  # two continue, one refers, one lists, and the empty conversation has nothing to read

@@ -35,7 +35,7 @@ from penstock.api.openai.responses_answers import (
     new_response,
     response_usage,
 )
-from penstock.api.openai.responses_history import History, decode_items, page_of
+from penstock.api.openai.responses_history import History, input_items_of, page_of
 from penstock.api.openai.responses_items import InputItem, compaction_item
 from penstock.api.openai.responses_requests import ResponseRequest
 from penstock.api.openai.responses_tools import Toolbox
@@ -338,7 +338,7 @@ class ResponsesEndpoints:
 
     async def list_input_items(self, request: Request) -> Response:
         found = await self._responses.find(principal_of(request), request.path_params["response_id"])
-        items = decode_items(found.input_items)
+        items = await input_items_of(found)
         if choice_of(request, "order", default="desc", choices=("asc", "desc")) == "desc":
             items.reverse()
         limit = integer_of(request, "limit", default=DEFAULT_PAGE, low=1, high=MAX_PAGE)

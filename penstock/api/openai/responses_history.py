@@ -5,8 +5,10 @@ The gateway stores responses as JSON; `StoredBodies` and `History` read them bac
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -57,7 +59,33 @@ class _StoredOutput(msgspec.Struct):
 _decode_body = msgspec.json.Decoder(ResponseBody).decode
 _decode_output = msgspec.json.Decoder(_StoredOutput).decode
 _decode_item = msgspec.json.Decoder(InputItem).decode
-decode_items = msgspec.json.Decoder(list[InputItem]).decode
+_decode_items = msgspec.json.Decoder(list[InputItem]).decode
+_decode_raw_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_DIRECT_BYTES = 256 << 10  # that are decoded on the event loop
+
+Result = TypeVar("Result")
+
+
+async def _decoded(num_bytes: int, decode: Callable[[], Result]) -> Result:
+    """Decode stored JSON of this size: in a thread if there is much of it."""
+    return decode() if num_bytes <= _DIRECT_BYTES else await asyncio.to_thread(decode)
+
+
+def _items_in(data: bytes) -> list[InputItem]:
+    """Decode the items of a request; many of them one by one, because in between other threads have their turns."""
+    if len(data) <= _DIRECT_BYTES:
+        return _decode_items(data)
+    return [_decode_item(item) for item in _decode_raw_items(data)]
+
+
+def _all_items_of(response: StoredResponse) -> list[InputItem]:
+    """Return the items that a response was made from, and those that it put out."""
+    return [*_items_in(response.input_items), *_decode_output(response.body).output]
+
+
+async def input_items_of(response: StoredResponse) -> list[InputItem]:
+    data = response.input_items
+    return await _decoded(len(data), lambda: _items_in(data))
 
 
 class History:
@@ -79,9 +107,11 @@ class History:
         """Return the items of the responses, or of the conversation, that the request continues with."""
         items: list[InputItem] = []
         if previous_id is not None:
-            for response in await self._continued(previous_id):
-                items += decode_items(response.input_items)
-                items += _decode_output(response.body).output
+            responses = await self._continued(previous_id)
+            num_bytes = sum(response.num_bytes for response in responses)
+            items += await _decoded(
+                num_bytes, lambda: [item for response in responses for item in _all_items_of(response)]
+            )
         if conversation_id is not None:
             items += await self.conversation_items(conversation_id)
         return items
@@ -120,7 +150,8 @@ class History:
         )
         if found is None:
             raise no_conversation(conversation_id)
-        return [_decode_item(each.body) for each in found]
+        num_bytes = sum(len(each.body) for each in found)
+        return await _decoded(num_bytes, lambda: [_decode_item(each.body) for each in found])
 
     async def add_to_conversation(
         self, conversation_id: str, items: Sequence[InputItem | OutputItem]
@@ -164,7 +195,7 @@ class History:
         recent = self._recent.get(previous_id or "")
         if recent is None:
             return [], previous_id
-        return [*decode_items(recent.input_items), *_decode_output(recent.body).output], recent.previous_id
+        return _all_items_of(recent), recent.previous_id
 
     async def _continued(self, response_id: str) -> list[StoredResponse]:
         """Return the responses from the first to this one. A recent response holds the items of all that are not
@@ -186,7 +217,8 @@ class History:
         bound.add(found.num_bytes)
         if not found.is_final:
             return {}
-        items = [*decode_items(found.input_items), *_decode_output(found.body).output]
+        stored = found
+        items = await _decoded(found.num_bytes, lambda: _all_items_of(stored))
         return {item.id: item for item in items}
 
 
