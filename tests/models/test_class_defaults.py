@@ -85,6 +85,12 @@ def test_nested_settings_leave_out_the_same(model_type: str) -> None:
     assert understood({"model_type": model_type, "text_config": sizes}) == understood(whole)
 
 
+@pytest.mark.parametrize(("model_type", "head_dim"), [("qwen3", 128), ("qwen3_moe", 32)])
+def test_only_some_classes_have_a_head_size_of_their_own(model_type: str, head_dim: int) -> None:
+    sizes = dict(zip(SIZES, (320, 256, 4, 8, 96), strict=True))
+    assert understood({**sizes, "model_type": model_type, "num_key_value_heads": 4}).head_dim == head_dim
+
+
 def test_a_null_is_no_default() -> None:
     _, sizes = stated_and_left_out("mistral", 1)
     assert set(understood(sizes).windows) == {4096}

@@ -72,7 +72,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_local_experts": 60,
         "shared_expert_intermediate_size": 5632,
     },
-    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "qwen3": {"head_dim": 128, "max_position_embeddings": 32768, "num_key_value_heads": 32},
     "qwen3_moe": {
         "max_position_embeddings": 32768,
         "moe_intermediate_size": 768,

@@ -51,9 +51,6 @@ class MiMo(Qwen2):
         return Layout(names=names)
 
 
-_DEFAULT_HEAD_DIM = 128  # not hidden size / heads
-
-
 class Qwen3(PreNormDecoder):
     name = "qwen3"
     huggingface_names = ("Qwen3ForCausalLM", "qwen3")
@@ -63,13 +60,8 @@ class Qwen3(PreNormDecoder):
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         has_bias = fields.flag("attention_bias", False)
-        head_dim = fields.integer("head_dim", _DEFAULT_HEAD_DIM)
         config = dataclasses.replace(
-            common_huggingface_config(fields, cls.name),
-            head_dim=head_dim,
-            attention_scale=head_dim**-0.5,
-            qkv_bias=has_bias,
-            output_bias=has_bias,
+            common_huggingface_config(fields, cls.name), qkv_bias=has_bias, output_bias=has_bias
         )
         return _windows(fields, config)
 
