@@ -245,6 +245,4 @@ async def test_a_long_history_is_decoded_off_the_event_loop(monkeypatch: pytest.
     assert not in_threads
     monkeypatch.setattr(responses_history, "_DIRECT_BYTES", 0)
     assert await prompts_and_items() == directly
-    assert (
-        len(in_threads) == 5
-    )  # two continue, one refers, one lists, and the empty conversation has nothing to read
+    assert len(in_threads) == 4  # a response, a conversation, a reference, a list
