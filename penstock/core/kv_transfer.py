@@ -24,8 +24,19 @@ class KVSource(msgspec.Struct, frozen=True):
 
 
 class MemoryRegion(msgspec.Struct, frozen=True, array_like=True):
+    """A part of every block, in `num_strips` equal pieces, in each of which KV heads follow one another."""
+
     address: int
     block_bytes: int
+    num_strips: int = 1
+
+
+class KVHeads(msgspec.Struct, frozen=True, array_like=True):
+    """The KV heads of the model that a rank has, in the same order in every layer. Several ranks may have the same
+    one."""
+
+    start: int
+    stop: int
 
 
 class KVLayout(msgspec.Struct, frozen=True, tag="layout"):
@@ -38,6 +49,9 @@ class KVLayout(msgspec.Struct, frozen=True, tag="layout"):
     model: str  # a fingerprint: KV of other weights or another dtype cannot be used
     layers: tuple[tuple[MemoryRegion, ...], ...]
     others: tuple[KVLayout, ...] = ()  # of the other ranks, each of which has its own part of every block
+    kv_dtype: str = ""
+    block_size: int = 0
+    heads: KVHeads | None = None  # None: layers differ, so that only the same rank of as many can use the blocks
 
 
 class Introduce(msgspec.Struct, frozen=True, tag="introduce"):

@@ -136,7 +136,7 @@ def load_decoder(
         lora, max_waiting=limits.max_queue_requests, queue_timeout_s=limits.queue_timeout_s
     )
     copy_s = memory.host_copy_s(ops, clock)
-    shared_kv = share(config, model, ops, kv, clock) if config.kv_transfer else None
+    shared_kv = share(config, model, whole_ops, kv, clock, setup.shard) if config.kv_transfer else None
     records_graphs = is_cuda and setup.records_graphs and model.records_graphs
     prompt_graphs = None
     if (

@@ -179,7 +179,8 @@ class NativeKVStore:
 
     def regions(self, layer: int) -> tuple[KVRegion, ...]:
         address = self.address + layer * self.layer_bytes
-        return (KVRegion(address, self._layer_block_bytes, self.num_blocks),)
+        num_units = self.block_size // TOKENS_PER_UNIT
+        return (KVRegion(address, self._layer_block_bytes, self.num_blocks, num_units),)
 
     def reserve_host(self, num_slots: int) -> None:
         self._slots_address = self._allocate(num_slots * self.block_bytes)

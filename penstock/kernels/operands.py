@@ -190,11 +190,13 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class KVRegion:
-    """A piece of memory with a part of every block. The part of block i begins at address + i × block_bytes."""
+    """A piece of memory with a part of every block. The part of block i begins at address + i × block_bytes. It
+    consists of `num_strips` pieces of equal size, in each of which KV heads follow one another."""
 
     address: int
     block_bytes: int
     num_blocks: int
+    num_strips: int = 1
 
 
 class KVStore(Protocol):

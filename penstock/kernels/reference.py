@@ -84,6 +84,10 @@ class TorchKVStore(TensorKVStore):
         super().__init__(shape, dtype, device)
         self.num_blocks, self.block_size = shape[1], shape[2]
 
+    @property
+    def num_strips(self) -> int:
+        return self.block_size  # a token has all heads
+
     def layer(self, index: int) -> TorchKVLayer:
         def scales(of: Tensor | None) -> Tensor | None:
             return None if of is None else of[index]

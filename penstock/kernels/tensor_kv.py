@@ -79,9 +79,19 @@ class TensorKVStore:
 
     def regions(self, layer: int) -> tuple[KVRegion, ...]:
         return tuple(
-            KVRegion(tensor[layer].data_ptr(), tensor.stride(1) * tensor.element_size(), tensor.shape[1])
+            KVRegion(
+                tensor[layer].data_ptr(),
+                tensor.stride(1) * tensor.element_size(),
+                tensor.shape[1],
+                self.num_strips,
+            )
             for tensor in self.tensors
         )
+
+    @property
+    def num_strips(self) -> int:
+        """Return how many pieces with all KV heads a block consists of in each of `tensors`."""
+        return 1
 
     @property
     def block_bytes(self) -> int:

@@ -222,6 +222,11 @@ class ArchitectureConfig:
     checkpoint_dtype: str | None = None
 
     @property
+    def has_equal_kv_heads(self) -> bool:
+        """Say whether all layers have the same key-value heads, so that a rank has the same ones in each."""
+        return True
+
+    @property
     def cached_head_dim(self) -> int:
         """Return the size of a head in the KV cache."""
         return self.head_dim + (ALIBI_COLUMNS if self.slopes else 0)

@@ -120,7 +120,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Start(Protocol):
-    async def __call__(self, role: Role, parallel: ParallelConfig = ...) -> Process: ...
+    async def __call__(self, role: Role, parallel: ParallelConfig = ..., kv_dtype: str = ...) -> Process: ...
 
 
 @pytest.fixture
@@ -128,10 +128,14 @@ async def start(model: Path) -> AsyncIterator[Start]:
     """Starts engines, and ends those that the test has left behind, for example because it failed."""
     async with AsyncExitStack() as stack:
 
-        async def start_one(role: Role, parallel: ParallelConfig = ParallelConfig()) -> Process:  # noqa: B008
+        async def start_one(
+            role: Role,
+            parallel: ParallelConfig = ParallelConfig(),  # noqa: B008
+            kv_dtype: str = "auto",
+        ) -> Process:
             engine = EngineConfig(
                 model=ModelConfig(model=str(model), device="cpu", dtype="float32", load_format="random"),
-                cache=CacheConfig(num_kv_blocks=1024),
+                cache=CacheConfig(num_kv_blocks=1024, kv_cache_dtype=kv_dtype),  # type: ignore[arg-type]
                 # Slow to prefill, quick to decode.
                 scheduler=SchedulerConfig(
                     itl_target_ms=None,
@@ -251,11 +255,9 @@ async def test_the_fleet_sends_long_prompts_by_way_of_the_prefill_replica_and_a_
 
 async def test_ranks_of_two_engines_exchange_their_own_parts_of_blocks(start: Start) -> None:
     two_ranks = ParallelConfig(tensor_parallel_size=2)
-    prefill, decode, alone = await asyncio.gather(
-        start("prefill", two_ranks), start("decode", two_ranks), start("decode")
-    )
+    prefill, decode = await asyncio.gather(start("prefill", two_ranks), start("decode", two_ranks))
     async with asyncio.timeout(WAIT_S):
-        for process in (prefill, decode, alone):
+        for process in (prefill, decode):
             await process.client.wait_ready()
     asked = [make_request(f"cut {n}", 80 + n, num_tokens=700) for n in range(2)]
     expected = [await decode.answer(msgspec.structs.replace(each, tenant="other")) for each in asked]
@@ -266,10 +268,53 @@ async def test_ranks_of_two_engines_exchange_their_own_parts_of_blocks(start: St
     await until(lambda: decode.client.stats.kv_fetched_tokens == 2 * (700 // 16 * 16))
     assert decode.client.stats.kv_fetches_failed == 0
 
-    # An engine with another number of ranks has other parts: it computes the prompt itself.
-    assert await alone.answer(asked[0], prefill.source) == expected[0]
-    await until(lambda: alone.client.stats.kv_fetches_failed == 1)
-    for process in (prefill, decode, alone):
+    for process in (prefill, decode):
+        await process.leave()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks_there", "num_ranks_here", "kv_heads", "kv_dtype"),
+    [
+        (2, 1, 2, "auto"),
+        (1, 2, 2, "auto"),
+        (2, 1, 1, "auto"),  # both ranks have the only KV head
+        (1, 2, 1, "int8"),
+        (2, 3, 3, "auto"),  # two heads and one, to one each
+    ],
+)
+async def test_ranks_of_engines_with_other_numbers_of_ranks_read_their_heads(
+    start: Start, model: Path, num_ranks_there: int, num_ranks_here: int, kv_heads: int, kv_dtype: str
+) -> None:
+    settings = json.loads((model / "config.json").read_text())
+    changed = {"num_key_value_heads": kv_heads, "num_attention_heads": 6 if kv_heads == 3 else 4}
+    (model / "config.json").write_text(json.dumps(settings | changed))
+    try:
+        there, here, alone = await asyncio.gather(
+            *(
+                start(role, ParallelConfig(tensor_parallel_size=count), kv_dtype)
+                for role, count in (("prefill", num_ranks_there), ("decode", num_ranks_here), ("decode", 1))
+            )
+        )
+        async with asyncio.timeout(WAIT_S):
+            for process in (there, here, alone):
+                await process.client.wait_ready()
+    finally:
+        (model / "config.json").write_text(json.dumps(settings))
+    asked = [make_request(f"cut {n}", 80 + n, num_tokens=700) for n in range(2)]
+    expected = [await alone.answer(each) for each in asked]
+    for each in asked:
+        here.ask(each, there.source)
+    await until(lambda: {each.id for each in asked} <= here.ended)
+    assert [here.answers[each.id] for each in asked] == expected
+    await until(lambda: here.client.stats.kv_fetched_tokens == 2 * (700 // 16 * 16))
+    # What the sender has cached by now is read in one go.
+    lent = msgspec.structs.replace(asked[0], id="lent", tenant="another")
+    assert await there.answer(msgspec.structs.replace(lent, id="cached")) == expected[0]
+    source = msgspec.structs.replace(there.source, computes=False)
+    assert await here.answer(lent, source) == expected[0]
+    await until(lambda: here.client.stats.kv_fetched_tokens == 3 * (700 // 16 * 16))
+    assert here.client.stats.kv_fetches_failed == 0
+    for process in (there, here, alone):
         await process.leave()
 
 

@@ -87,6 +87,7 @@ def tiny_engine(model: Path, *, num_kv_blocks: int | None = 256, **settings: Any
             "kv_disk_cache_size",
             "kv_cache_memory",
             "kv_cache_dtype",
+            "block_size",
         )
         if name in settings
     }

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,29 +18,11 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError
 from penstock.core.installation import install_command
-from penstock.core.kv_transfer import KVLayout, MemoryRegion
+from penstock.core.kv_transfer import KVLayout
+from penstock.engine.transfer.sources import KVMemory, Source, TransferError, pieces, sources_of
 
 # One wheel for each version of CUDA; both work without a GPU.
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
-
-
-class TransferError(Exception):
-    """KV of another engine cannot be read. Never fatal: the engine that asked for it computes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVMemory:
-    """Describes the memory and the meaning of this process's blocks, by layer."""
-
-    layers: tuple[tuple[MemoryRegion, ...], ...]
-    num_blocks: int
-    model: str  # engines with equal values can exchange blocks
-    memory: str = "DRAM"
-    device_id: int = 0
-
-    @property
-    def bytes_per_block(self) -> int:
-        return sum(region.block_bytes for regions in self.layers for region in regions)
 
 
 class Read:
@@ -69,11 +51,43 @@ class Read:
         return True
 
 
+class JoinedRead(Read):
+    """Several transfers that belong together."""
+
+    def __init__(self, reads: Sequence[Read]) -> None:
+        self._unfinished = list(reads)
+        self._unstopped = list(reads)
+
+    @classmethod
+    def begin(cls, begins: Iterable[Callable[[], Read]], progress: Callable[[], None]) -> JoinedRead:
+        """Begin all transfers. When one cannot begin, the others are stopped first: nothing may write to the blocks
+        once this has raised TransferError."""
+        reads: list[Read] = []
+        try:
+            for begin in begins:
+                reads.append(begin())
+        except TransferError:
+            unfinished = cls(reads)
+            while not unfinished.stop():
+                progress()
+            raise
+        return cls(reads)
+
+    def is_done(self) -> bool:
+        self._unfinished = [read for read in self._unfinished if not read.is_done()]
+        return not self._unfinished
+
+    def stop(self) -> bool:
+        self._unstopped = [read for read in self._unstopped if not read.stop()]
+        return not self._unstopped
+
+
 class NixlAgent:
     def __init__(self, name: str, memory: KVMemory) -> None:
         api = _load()
         self.name = name
         self.memory = memory
+        self._sources: dict[str, tuple[Source, ...]] = {}  # by the agent of a peer's first rank
         settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = api.nixl_agent(name, settings)
         regions = [region for layer in memory.layers for region in layer]
@@ -91,36 +105,49 @@ class NixlAgent:
             memory.device_id,
             memory.model,
             memory.layers,
+            kv_dtype=memory.kv_dtype,
+            block_size=memory.block_size,
+            heads=memory.heads,
         )
 
     def connect(self, peer: KVLayout) -> None:
-        ours, theirs = self.memory, peer
-        if ours.model != theirs.model or _sizes(ours.layers) != _sizes(theirs.layers):
-            raise TransferError(f"its KV is of {theirs.model!r}, and ours of {ours.model!r}")
+        """Connect to the ranks of another engine that have this rank's part of blocks. Raises TransferError."""
+        sources = self._sources[peer.agent_name] = sources_of(self.memory, peer)
         try:
-            self._agent.add_remote_agent(peer.agent_metadata)
+            for source in sources:
+                self._agent.add_remote_agent(source.layout.agent_metadata)
         except Exception as error:
+            self.disconnect(peer)
             raise TransferError(str(error)) from error
 
     def disconnect(self, peer: KVLayout) -> None:
-        try:
-            self._agent.remove_remote_agent(peer.agent_name)
-        except Exception:
-            logging.getLogger(__name__).debug("no connection to %s to end", peer.agent_name)
+        for source in self._sources.pop(peer.agent_name, ()):
+            try:
+                self._agent.remove_remote_agent(source.layout.agent_name)
+            except Exception:
+                logging.getLogger(__name__).debug("no connection to %s to end", source.layout.agent_name)
 
     def read(
-        self, peer: KVLayout, layers: range, their_block_ids: Sequence[int], our_block_ids: Sequence[int]
+        self, peer_name: str, layers: range, their_block_ids: Sequence[int], our_block_ids: Sequence[int]
     ) -> Read:
-        """Begin to copy some layers of another engine's blocks into blocks of this process."""
+        """Begin to copy some layers of another engine's blocks into blocks of this process. `peer_name` is the agent
+        of its first rank. Raises TransferError."""
+        sources = self._sources.get(peer_name)
+        if sources is None:
+            raise TransferError("it is not connected")
         runs = _runs(their_block_ids, our_block_ids)
-        theirs = _pieces(peer.layers, layers, runs, 0, peer.device_id)
-        ours = _pieces(self.memory.layers, layers, runs, 1, self.memory.device_id)
-        agent = self._agent
+        begins = [partial(self._begin, source, layers, runs) for source in sources]
+        return begins[0]() if len(begins) == 1 else JoinedRead.begin(begins, self.progress)
+
+    def _begin(self, source: Source, layers: range, runs: NDArray[np.int64]) -> Read:
+        peer, memory, agent = source.layout, self.memory, self._agent
+        theirs = pieces(peer.layers, layers, runs[:, (0, 2)], peer.heads, source.heads)
+        ours = pieces(memory.layers, layers, runs[:, (1, 2)], memory.heads, source.heads)
         try:
             handle = agent.initialize_xfer(
                 "READ",
-                agent.get_xfer_descs(ours, self.memory.memory),
-                agent.get_xfer_descs(theirs, peer.memory),
+                agent.get_xfer_descs(_described(*ours, memory.device_id), memory.memory),
+                agent.get_xfer_descs(_described(*theirs, peer.device_id), peer.memory),
                 peer.agent_name,
             )
             if agent.transfer(handle) == "ERR":
@@ -151,10 +178,6 @@ def _load() -> Any:
     )
 
 
-def _sizes(layers: tuple[tuple[MemoryRegion, ...], ...]) -> list[list[int]]:
-    return [[region.block_bytes for region in regions] for regions in layers]
-
-
 def _runs(theirs: Sequence[int], ours: Sequence[int]) -> NDArray[np.int64]:
     """Return rows of (their first block, our first block, count) with ids that rise by one: pieces of memory."""
     pairs = np.array([theirs, ours], dtype=np.int64).T
@@ -164,18 +187,6 @@ def _runs(theirs: Sequence[int], ours: Sequence[int]) -> NDArray[np.int64]:
     return np.column_stack((pairs[starts], counts))
 
 
-def _pieces(
-    layers: tuple[tuple[MemoryRegion, ...], ...],
-    wanted: range,
-    runs: NDArray[np.int64],
-    side: int,
-    device_id: int,
-) -> NDArray[np.uint64]:
-    """Return rows of (address, bytes, device) for NIXL. `side` selects the blocks of the runs."""
-    regions = [region for layer in wanted for region in layers[layer]]
-    addresses = np.array([region.address for region in regions], dtype=np.int64)[:, None]
-    sizes = np.array([region.block_bytes for region in regions], dtype=np.int64)[:, None]
-    starts = addresses + runs[None, :, side] * sizes
-    lengths = runs[None, :, 2] * sizes
-    devices = np.full_like(starts, device_id)
-    return np.stack((starts, lengths, devices), axis=-1).reshape(-1, 3).astype(np.uint64)
+def _described(starts: NDArray[np.int64], sizes: NDArray[np.int64], device_id: int) -> NDArray[np.uint64]:
+    """Return rows of (address, bytes, device) for NIXL."""
+    return np.stack((starts, sizes, np.full_like(starts, device_id)), axis=-1).astype(np.uint64)

@@ -1,4 +1,5 @@
-"""Moves the KV of an engine whose layers are cut up over several ranks: each rank reads its own part of a block.
+"""Moves the KV of an engine whose layers are cut up over several ranks: each rank reads its own part of a block, from
+one or several ranks of the sender (`sources`).
 
 A block has the same number on every rank, so the transfer thread of the first rank decides for all. Every other rank
 has a thread with a NIXL agent over its own memory, which does what the first rank asks for over a pipe. A read is
@@ -11,8 +12,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Literal, TypeAlias
 from uuid import uuid4
@@ -20,11 +22,12 @@ from uuid import uuid4
 import msgspec
 
 from penstock.core.kv_transfer import KVLayout
-from penstock.engine.transfer.nixl_memory import KVMemory, NixlAgent, Read, TransferError
+from penstock.engine.transfer.nixl_memory import JoinedRead, NixlAgent, Read
+from penstock.engine.transfer.sources import KVMemory, TransferError
 
 
 class _Peer(msgspec.Struct, frozen=True, tag="peer"):
-    """Connect to the same rank of another engine, or disconnect from it."""
+    """Connect to the ranks of another engine that have this rank's part of blocks, or disconnect from them."""
 
     layout: KVLayout
     action: Literal["connect", "disconnect"]
@@ -32,7 +35,7 @@ class _Peer(msgspec.Struct, frozen=True, tag="peer"):
 
 class _Read(msgspec.Struct, frozen=True, tag="read"):
     number: int
-    peer: KVLayout
+    peer_name: str
     first_layer: int
     end_layer: int
     their_block_ids: tuple[int, ...]
@@ -91,7 +94,7 @@ def _obey(call: _Call, agent: NixlAgent, reads: dict[int, Read]) -> bool:
             agent.disconnect(layout)
         case _Read():
             layers = range(call.first_layer, call.end_layer)
-            reads[call.number] = agent.read(call.peer, layers, call.their_block_ids, call.our_block_ids)
+            reads[call.number] = agent.read(call.peer_name, layers, call.their_block_ids, call.our_block_ids)
         case _Ask(number=number, about="done"):
             return reads[number].is_done()
         case _Ask(number=number):
@@ -125,28 +128,19 @@ class _Rank:
         return answer.is_so
 
 
-class _JoinedRead(Read):
-    """One transfer on all ranks."""
+class _RankRead(Read):
+    """One transfer of another rank."""
 
-    def __init__(self, own: Read, ranks: Sequence[_Rank], number: int) -> None:
-        self._own: Read | None = own
-        self._waiting = list(ranks)  # that are not known to be done
-        self._unstopped = list(ranks)
+    def __init__(self, rank: _Rank, number: int) -> None:
+        self._rank = rank
         self._number = number
 
     def is_done(self) -> bool:
-        self._waiting = [rank for rank in self._waiting if not rank.call(_Ask(self._number, "done"))]
-        return not self._waiting and (self._own is None or self._own.is_done())
+        return self._rank.call(_Ask(self._number, "done"))
 
     def stop(self) -> bool:
-        if self._own is not None and self._own.stop():
-            self._own = None
-        self._unstopped = [rank for rank in self._unstopped if not self._is_stopped(rank)]
-        return self._own is None and not self._unstopped
-
-    def _is_stopped(self, rank: _Rank) -> bool:
         try:
-            return rank.call(_Ask(self._number, "stop"))
+            return self._rank.call(_Ask(self._number, "stop"))
         except TransferError:
             return True  # a rank that has gone writes no more
 
@@ -165,41 +159,36 @@ class RankAgents(NixlAgent):
         return msgspec.structs.replace(self._own.layout(), others=others)
 
     def connect(self, peer: KVLayout) -> None:
-        if len(peer.others) != len(self._ranks):
-            raise TransferError(
-                f"it has {len(peer.others) + 1} ranks, and this engine {len(self._ranks) + 1}"
-            )
-        self._own.connect(peer)
-        for rank, layout in zip(self._ranks, peer.others, strict=True):
-            rank.call(_Peer(layout, "connect"))
+        try:
+            self._own.connect(peer)
+            for rank in self._ranks:
+                rank.call(_Peer(peer, "connect"))
+        except TransferError:
+            self.disconnect(peer)
+            raise
 
     def disconnect(self, peer: KVLayout) -> None:
         self._own.disconnect(peer)
-        for rank, layout in zip(self._ranks, peer.others, strict=False):
+        for rank in self._ranks:
             with suppress(TransferError):
-                rank.call(_Peer(layout, "disconnect"))
+                rank.call(_Peer(peer, "disconnect"))
 
     def read(
-        self, peer: KVLayout, layers: range, their_block_ids: Sequence[int], our_block_ids: Sequence[int]
+        self, peer_name: str, layers: range, their_block_ids: Sequence[int], our_block_ids: Sequence[int]
     ) -> Read:
-        number = next(self._numbers)
-        begun: list[_Rank] = []
-        own = self._own.read(peer, layers, their_block_ids, our_block_ids)
-        try:
-            for rank, layout in zip(self._ranks, peer.others, strict=True):
-                theirs, ours = tuple(their_block_ids), tuple(our_block_ids)
-                rank.call(_Read(number, layout, layers.start, layers.stop, theirs, ours))
-                begun.append(rank)
-        except TransferError:
-            # Nothing may write to the blocks once this has failed.
-            unfinished = _JoinedRead(own, begun, number)
-            while not unfinished.stop():
-                self.progress()
-            raise
-        return _JoinedRead(own, self._ranks, number)
+        theirs, ours = tuple(their_block_ids), tuple(our_block_ids)
+        call = _Read(next(self._numbers), peer_name, layers.start, layers.stop, theirs, ours)
+        begins: list[Callable[[], Read]] = [partial(self._own.read, peer_name, layers, theirs, ours)]
+        begins += [partial(_begin_on, rank, call) for rank in self._ranks]
+        return JoinedRead.begin(begins, self.progress)
 
     def progress(self) -> None:
         self._own.progress()
         for rank in self._ranks:
             with suppress(TransferError):
                 rank.call(_Progress())
+
+
+def _begin_on(rank: _Rank, call: _Read) -> Read:
+    rank.call(call)
+    return _RankRead(rank, call.number)

@@ -29,8 +29,9 @@ from penstock.core.kv_transfer import (
     ToSender,
     TransferCodec,
 )
-from penstock.engine.transfer.nixl_memory import NixlAgent, Read, TransferError
+from penstock.engine.transfer.nixl_memory import NixlAgent, Read
 from penstock.engine.transfer.port import CancelFetch, Fetch, Fetched, News
+from penstock.engine.transfer.sources import TransferError
 
 
 class Fetching:
@@ -82,7 +83,12 @@ class Fetching:
             raise TransferError("blocks were ready that had not been offered")
         for start, stop, layers in self._newly_ready(message):
             self._reads.append(
-                agent.read(peer, layers, self._their_block_ids[start:stop], self.order.block_ids[start:stop])
+                agent.read(
+                    peer.agent_name,
+                    layers,
+                    self._their_block_ids[start:stop],
+                    self.order.block_ids[start:stop],
+                )
             )
             self._layers_begun[start:stop] = [layers.stop] * (stop - start)
         begun = self._layers_begun

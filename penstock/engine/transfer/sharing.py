@@ -12,15 +12,16 @@ import torch
 from penstock.core.clock import Clock
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
-from penstock.core.kv_transfer import MemoryRegion
+from penstock.core.kv_transfer import KVHeads, MemoryRegion
 from penstock.engine.loop import EngineLoop
 from penstock.engine.record import PlanRecorder, RecordedExchange
-from penstock.engine.transfer.nixl_memory import KVMemory
 from penstock.engine.transfer.port import LoopCalls, Marker, Wire
+from penstock.engine.transfer.sources import KVMemory
 from penstock.engine.transfer.thread import TransferThread
 from penstock.engine.transfer.transfers import KVTransfers
 from penstock.kernels.interface import HalvesBlocks, KVRegion, KVStore, Ops
-from penstock.models.model import Model
+from penstock.models.model import HasLatents, Model
+from penstock.models.sharding import Shard
 
 
 class WatchedKVStore:
@@ -101,11 +102,15 @@ class SharedKV:
         return event
 
 
-def share(config: EngineConfig, model: Model, ops: Ops, kv: KVStore, clock: Clock) -> SharedKV:
+def share(config: EngineConfig, model: Model, ops: Ops, kv: KVStore, clock: Clock, shard: Shard) -> SharedKV:
+    """`shard` is the part of the model that this rank has."""
     if not config.cache.enable_prefix_caching:
         raise ConfigError("--kv-transfer needs prefix caching.", hint="Leave --no-enable-prefix-caching out.")
     layers = tuple(
-        tuple(MemoryRegion(region.address, region.block_bytes) for region in kv.regions(layer))
+        tuple(
+            MemoryRegion(region.address, region.block_bytes, region.num_strips)
+            for region in kv.regions(layer)
+        )
         for layer in range(model.num_layers)
     )
     settings = config.model
@@ -118,8 +123,6 @@ def share(config: EngineConfig, model: Model, ops: Ops, kv: KVStore, clock: Cloc
             settings.load_format,
             ops.name,
             ops.dtype,
-            ops.kv_dtype,
-            config.parallel.tensor_parallel_size,
         )
     )
     is_cuda = ops.device.type == "cuda"
@@ -129,7 +132,23 @@ def share(config: EngineConfig, model: Model, ops: Ops, kv: KVStore, clock: Cloc
         fingerprint,
         memory="VRAM" if is_cuda else "DRAM",
         device_id=(ops.device.index or 0) if is_cuda else 0,
+        kv_dtype=str(ops.kv_dtype).removeprefix("torch."),
+        block_size=kv.block_size,
+        heads=_heads(model, shard),
+        rank=shard.tensor_rank,
+        num_ranks=shard.tensor_size,
     )
     limits = config.scheduler
     max_waiting = limits.max_num_seqs + limits.max_queue_requests
     return SharedKV(WatchedKVStore(kv), memory, ops.device, clock, max_waiting)
+
+
+def _heads(model: Model, shard: Shard) -> KVHeads | None:
+    """Return the KV heads of this rank; None where they are not the same in all layers."""
+    config = model.config
+    if isinstance(model, HasLatents):
+        return KVHeads(0, 1)  # every rank has the latents of all heads
+    if not config.has_equal_kv_heads:
+        return None
+    keys = shard.heads(config.num_heads, config.num_kv_heads).keys
+    return KVHeads(keys.start, keys.stop) if len(keys) == model.num_kv_heads else None

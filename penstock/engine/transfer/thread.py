@@ -36,7 +36,7 @@ from penstock.core.kv_transfer import (
     ToReceiver,
     TransferCodec,
 )
-from penstock.engine.transfer.nixl_memory import KVMemory, NixlAgent
+from penstock.engine.transfer.nixl_memory import NixlAgent
 from penstock.engine.transfer.port import (
     Asked,
     CancelFetch,
@@ -52,6 +52,7 @@ from penstock.engine.transfer.port import (
 )
 from penstock.engine.transfer.rank_agents import RankAgents, new_agent
 from penstock.engine.transfer.receiver import Receiver
+from penstock.engine.transfer.sources import KVMemory
 
 ALIVE_INTERVAL_S = 0.5
 # From the last ready block to the end of its read: far more than any transfer takes.

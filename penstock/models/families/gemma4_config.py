@@ -50,6 +50,10 @@ class Gemma4Config(ArchitectureConfig):
         return self.whole if self.windows[index] is None else self.windowed
 
     @property
+    def has_equal_kv_heads(self) -> bool:
+        return self.whole.num_kv_heads == self.windowed.num_kv_heads
+
+    @property
     def num_kv_layers(self) -> int:
         return self.num_layers - self.num_sharing_layers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,27 @@ def test_a_sender_of_other_weights_is_not_believed(two: Pair, model: Path) -> No
         engines = Pair(other, two.receiver)
         assert engines.fetch(asked).tokens(asked.id) == alone(model, asked)
         engines.settle()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_cache_dtype": "int8"}, "its KV is stored as int8, and ours as float32"),
+        ({"block_size": 32}, "its blocks have 32 tokens, and ours 16"),
+    ],
+)
+def test_blocks_of_another_kind_are_not_read(
+    two: Pair, model: Path, settings: dict[str, object], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = request(f"other {words}", prompt(100, step=len(words)))
+    failed = two.receiver.engine.loop.stats().kv_fetches_failed
+    with side(model, f"{two.sender.endpoint}-{len(words)}", **settings) as other:
+        engines = Pair(other, two.receiver)
+        with caplog.at_level(logging.WARNING):
+            assert engines.fetch(asked).tokens(asked.id) == alone(model, asked)
+        engines.settle()
+    assert two.receiver.engine.loop.stats().kv_fetches_failed == failed + 1
+    assert f"did not all come from another engine: {words}" in caplog.text
 
 
 def test_a_sender_that_has_gone(two: Pair, model: Path) -> None:
