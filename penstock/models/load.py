@@ -41,7 +41,7 @@ from penstock.models.pooling import (
     gguf_pooling,
     read_pooling,
 )
-from penstock.models.pooling_head import Head, decoder_head
+from penstock.models.pooling_head import Head, decoder_head, yes_or_no_head
 from penstock.models.quantized_floats import open_folder
 from penstock.models.quantized_source import SafetensorsSource
 from penstock.models.random_weights import RandomSource
@@ -199,7 +199,10 @@ def load_pooling_head(
 ) -> Head:
     """Load the layers after a decoder's pooling."""
     source: WeightSource = RandomSource(seed, norm_offset=0.0, device=ops.device)
-    if load_format != "random" and settings.num_labels is not None:  # GGUF files have no such layers
+    if load_format != "random" and settings.num_labels is not None:
+        if path.is_file():
+            loader = WeightLoader(GGUFSource(GGUFFile(path)), ops)
+            return yes_or_no_head(model.config.hidden_size, loader)
         source = SafetensorsSource(path)
     return decoder_head(settings, model.config.hidden_size, WeightLoader(source, ops), model.logits)
 

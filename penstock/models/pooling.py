@@ -25,6 +25,9 @@ BARE_SUFFIX = "Model"
 HEAD_SUFFIX = "LMHeadModel"  # of older families
 
 _GGUF_POOLINGS: dict[int, Pooling] = {1: "mean", 2: "first", 3: "last"}
+_GGUF_RANK = 4
+GGUF_CLASSIFIER = "cls.output.weight"
+_YES_AND_NO = ["yes", "no"]
 _NO_LIMIT = 1 << 24  # tokens
 _SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _DEFAULT_LABELS = 2  # of transformers, which leaves the default out of config.json
@@ -90,12 +93,44 @@ def gguf_pooling(file: GGUFFile, *, is_decoder: bool) -> PoolingSettings:
     kind = file.metadata.get(key)
     if not kind:  # absent, or 0: the file leaves the choice to its reader
         return PoolingSettings(pooling="last" if is_decoder else "mean", card=PoolerCard())
+    if kind == _GGUF_RANK:
+        return _gguf_ranking(file, is_decoder=is_decoder)
     if kind not in _GGUF_POOLINGS:
         raise ModelLoadError(
-            f"{file.path.name} has {key} = {kind!r}; known are 1 (mean), 2 (first token) and 3 (last token).",
+            f"{file.path.name} has {key} = {kind!r}; known are 1 (mean), 2 (first token), 3 (last token) and 4 "
+            "(scores).",
             hint="Give the folder of the original checkpoint.",
         )
     return PoolingSettings(pooling=_GGUF_POOLINGS[kind], card=PoolerCard(source=key), only_pools=True)
+
+
+def _gguf_ranking(file: GGUFFile, *, is_decoder: bool) -> PoolingSettings:
+    """Return the settings of a reranker: an encoder with the two layers of RoBERTa's classifiers, or a language model
+    that stores the rows of "yes" and "no" of its head."""
+    rows = file.tensors.get(GGUF_CLASSIFIER)
+    is_known = is_decoder or (file.architecture == "bert" and "cls.weight" in file.tensors)
+    if rows is None or not is_known or (is_decoder and rows.shape[0] != len(_YES_AND_NO)):
+        raise ModelLoadError(
+            f"{file.path.name} scores texts with layers that are not known.",
+            hint="Give the folder of the original checkpoint.",
+        )
+    count = 1 if is_decoder or len(rows.shape) == 1 else rows.shape[0]
+    named = file.metadata.get(f"{file.architecture}.classifier.output_labels")
+    labels = tuple(f"LABEL_{index}" for index in range(count))
+    if not is_decoder and isinstance(named, list) and len(named) == count:
+        labels = tuple(map(str, named))
+    if is_decoder and named is not None and named != _YES_AND_NO:
+        raise ModelLoadError(f"{file.path.name} compares {named!r}; known are {_YES_AND_NO!r}.")
+    card = PoolerCard(
+        source=f"{file.architecture}.pooling_type",
+        normalizes=False,
+        labels=labels,
+        scores_pairs=count == 1,
+        score_activation="sigmoid",
+        asks_yes_or_no=is_decoder,
+    )
+    pooling: Pooling = "last" if is_decoder else "first"
+    return PoolingSettings(pooling=pooling, card=card, only_pools=True, num_labels=count)
 
 
 def _sees_ahead(fields: Fields) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.pooling import PoolingSettings
+from penstock.models.pooling import GGUF_CLASSIFIER, PoolingSettings
 from penstock.models.sentence_modules import DenseActivation, DenseFile, NormFile
 from penstock.models.weights import WeightLoader
 
@@ -120,6 +120,12 @@ def decoder_head(
     has_bias = loader.has("score.bias")
     shape = settings.num_labels, hidden_size
     return Head((dense_layer(loader, "score", shape, has_bias=has_bias),), settings.num_labels)
+
+
+def yes_or_no_head(hidden_size: int, loader: WeightLoader) -> Head:
+    """Return the comparison of "yes" and "no", whose rows of the head a GGUF file stores in this order."""
+    rows = loader.table(GGUF_CLASSIFIER, 2, hidden_size)
+    return Head((DenseLayer(rows[:1] - rows[1:], None),), 1)
 
 
 def _read_dense(file: DenseFile, device: torch.device) -> DenseLayer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,12 +151,13 @@ def write_model(
     splits_experts: bool = False,
     name: str | None = None,
     vocabulary: Vocabulary | None = None,
+    also: Callable[[GGUFWriter], None] | None = None,
 ) -> dict[str, np.ndarray]:
     """Convert a checkpoint the way llama.cpp's converter does. Returns the values that were stored, by Hugging Face
     name, so that a test can put them back into the reference. `spoil` is a setting of experts to get wrong;
     `fuses_experts` puts gates in front of the other halves of experts, as the converter does if asked;
     `splits_experts` writes each expert by itself, as the first files have them.
-    `name` is another one for the architecture, `vocabulary` another vocabulary."""
+    `name` is another one for the architecture, `vocabulary` another vocabulary; `also` adds what else there is."""
     config = reference.model.config
     has_other_name = config.model_type == "nemotron_h" and "moe" in config.layers_block_type
     architecture = ARCHITECTURES["nemotron_h_moe" if has_other_name else config.model_type]
@@ -174,6 +176,8 @@ def write_model(
     tensors = {name: tensor.float().numpy() for name, tensor in reference.model.state_dict().items()}
     write_special_settings(writer, config, tensors)
     (vocabulary or Vocabulary()).write(writer)
+    if also is not None:
+        also(writer)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     stored_values = {}
     for name, values in converted(config, tensors).items():

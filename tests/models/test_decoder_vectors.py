@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import msgspec
 import pytest
 import torch
@@ -20,6 +21,8 @@ from penstock.core.messages import ModelCard
 from penstock.core.request import Request, SamplingParams
 from penstock.engine.build import build_engine
 from penstock.models.load import open_checkpoint, pooling_settings
+from tests.models.checkpoints import Reference
+from tests.models.gguf_files import write_model
 from tests.models.test_encoders import add_modules, write_dense
 
 SIZES: dict[str, Any] = {
@@ -205,6 +208,35 @@ def test_rerankers_compare_two_tokens(tmp_path: Path, told_by: str) -> None:
             logits = model(torch.tensor([text])).logits[0, -1]
         expected = logits[1] if false is None else logits[1] - logits[2]
         assert float(vector[0]) == pytest.approx(float(expected), abs=1e-4)
+
+
+def write_gguf_reranker(path: Path, folder: Path, pooling: gguf.PoolingType, labels: list[str]) -> Any:
+    """Write a file that holds two rows of the head, as converters make it of Qwen3-Reranker."""
+    model = write_qwen3(folder, Qwen3ForCausalLM, tie_word_embeddings=True)
+    reference = Reference("qwen3", folder, model)
+
+    def add_rows(writer: gguf.GGUFWriter) -> None:
+        writer.add_pooling_type(pooling)
+        writer.add_classifier_output_labels(labels)
+        rows = model.get_input_embeddings().weight.detach()[[1, 2]]
+        writer.add_tensor("cls.output.weight", rows.numpy())
+
+    write_model(path, reference, gguf.GGMLQuantizationType.F32, also=add_rows)
+    return model
+
+
+def test_rerankers_in_gguf_files_compare_two_rows(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = write_gguf_reranker(path, tmp_path / "folder", gguf.PoolingType.RANK, ["yes", "no"])
+    card, found = vectors(path)
+    assert (card.pooler.scores_pairs, card.pooler.asks_yes_or_no, card.embedding_size) == (True, True, 1)
+    for text, vector in zip(TEXTS, found, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([text])).logits[0, -1]
+        assert float(vector[0]) == pytest.approx(float(logits[1] - logits[2]), abs=1e-4)
+    write_gguf_reranker(path, tmp_path / "other", gguf.PoolingType.RANK, ["good", "bad"])
+    with pytest.raises(ModelLoadError, match="known are"):
+        pooling_settings(path)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,9 @@ VOCABULARIES = {
 }
 
 
-def write_gguf_encoder(path: Path, family: str, model: Any, kind: GGMLQuantizationType) -> Path:
+def write_gguf_encoder(
+    path: Path, family: str, model: Any, kind: GGMLQuantizationType, labels: list[str] | None = None
+) -> Path:
     config, architecture = model.config, ARCHITECTURES[family]
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_block_count(config.num_hidden_layers)
@@ -69,7 +71,10 @@ def write_gguf_encoder(path: Path, family: str, model: Any, kind: GGMLQuantizati
     else:
         writer.add_layer_norm_eps(config.norm_eps if family == "modernbert" else config.layer_norm_eps)
     writer.add_causal_attention(False)
-    writer.add_pooling_type(gguf.PoolingType.CLS)
+    is_classifier = type(model).__name__.endswith("Classification")
+    writer.add_pooling_type(gguf.PoolingType.RANK if is_classifier else gguf.PoolingType.CLS)
+    if labels:
+        writer.add_classifier_output_labels(labels)
     if family == "nomic":
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if family == "modernbert":
@@ -84,9 +89,12 @@ def write_gguf_encoder(path: Path, family: str, model: Any, kind: GGMLQuantizati
         values = tensor.float().numpy()
         if "position_embeddings" in name:
             values = values[offset:]  # the converter drops the rows that no text has
-        stored_name = names.get_name(name, (".weight", ".bias"))
+        stored_name = names.get_name(
+            name.removeprefix("roberta.").removeprefix("bert."), (".weight", ".bias")
+        )
         assert stored_name is not None, name
-        if values.ndim == 1 or "embeddings" in name:
+        values = np.atleast_1d(values.squeeze())  # as older converters do
+        if values.ndim == 1 or "embeddings" in name or "classifier" in name:
             writer.add_tensor(stored_name, values)
         else:
             packed = gguf.quants.quantize(np.ascontiguousarray(values), kind)
@@ -140,6 +148,27 @@ def test_quantized_encoders_compute_with_the_rounded_weights(tmp_path: Path, fam
     (states,) = load_encoder(path, select_ops("cpu", torch.float32)).model.hidden_states([LONG])
     expected = run_encoder(theirs, LONG).last_hidden_state[0]
     torch.testing.assert_close(states, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("labels", [["LABEL_0"], ["bad", "so-so", "good"]])
+def test_classifiers_give_the_logits_of_transformers(tmp_path: Path, labels: list[str]) -> None:
+    theirs = write_encoder(
+        "xlm-roberta", tmp_path / "folder", "ForSequenceClassification", num_labels=len(labels)
+    )
+    kind = GGMLQuantizationType.F32
+    path = write_gguf_encoder(tmp_path / "model.gguf", "xlm-roberta", theirs, kind, labels)
+    card = load_encoder(path, select_ops("cpu", torch.float32)).settings.card
+    assert (card.labels, card.scores_pairs) == (tuple(labels), len(labels) == 1)
+    text = [max(token, 2) for token in LONG]
+    (found,) = embed(path, [text])
+    torch.testing.assert_close(found, run_encoder(theirs, text).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_other_classifiers_are_refused(tmp_path: Path) -> None:
+    theirs = write_encoder("bert", tmp_path / "folder", "ForSequenceClassification", num_labels=1)
+    path = write_gguf_encoder(tmp_path / "model.gguf", "bert", theirs, GGMLQuantizationType.F32)
+    with pytest.raises(ModelLoadError, match="layers that are not known"):
+        load_encoder(path, select_ops("cpu", torch.float32))
 
 
 def test_an_encoder_without_a_table_is_refused_by_name(tmp_path: Path) -> None:

@@ -198,8 +198,15 @@ def open_gguf_encoder(file: GGUFFile) -> tuple[type[Encoder], Fields, WeightSour
     return known.encoder, Fields(settings, file.path.name), source
 
 
-def gguf_head(file: GGUFFile, loader: WeightLoader, hidden_size: int) -> Head:
-    """Load the dense layers behind the pooling, which few files have."""
+def gguf_head(file: GGUFFile, loader: WeightLoader, hidden_size: int, num_labels: int | None) -> Head:
+    """Load the classifier, or the dense layers behind the pooling, which few files have."""
+    if num_labels is not None:
+        shapes = {"cls": (hidden_size, hidden_size), "cls.output": (num_labels, hidden_size)}
+        inner, last = (
+            dense_layer(loader, f"model.{name}", shape, "tanh" if name == "cls" else "none")
+            for name, shape in shapes.items()
+        )
+        return Head((inner, last), num_labels)
     steps, size = [], hidden_size
     for name in ("dense_2", "dense_3"):
         if f"{name}.weight" in file.tensors:

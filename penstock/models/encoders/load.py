@@ -88,7 +88,9 @@ def load_encoder(
             WeightLoader(source, ops, on_progress=on_progress),
         )
         model = kind(kind.read_config(fields), loader)
-        return LoadedEncoder(model, gguf_head(file, loader, model.config.hidden_size), settings)
+        return LoadedEncoder(
+            model, gguf_head(file, loader, model.config.hidden_size, settings.num_labels), settings
+        )
     fields = Fields(read_settings(path / "config.json") or {}, str(path / "config.json"))
     encoder = encoder_for(fields)
     if encoder is None:
