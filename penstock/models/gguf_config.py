@@ -289,6 +289,8 @@ def longrope_of(fields: Fields) -> RopeScaling:
     return RopeScaling(
         kind="longrope",
         factor=1.0,
-        original_max_positions=fields.integer("rope.scaling.original_context_length"),
+        original_max_positions=fields.integer(
+            "rope.scaling.original_context_length", fields.integer("context_length")
+        ),
         attention_factor=fields.number("rope.scaling.attn_factor", 1.0),
     )

@@ -203,6 +203,16 @@ def test_sizes_that_are_listed_for_each_layer(llama_file: Path) -> None:
             config_of(llama_file, **{key: [values[0], values[0] * 2]})
 
 
+def test_groups_of_experts_that_older_files_leave_out(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, save_tiny("deepseek_v3", tmp_path / "folder"), GGMLQuantizationType.F32)
+    unsaid: dict[str, Any] = {"expert_group_count": None, "expert_group_used_count": None}
+    for layers, count, groups in ((61, 256, (8, 4)), (60, 160, (8, 3)), (61, 384, (1, 1)), (27, 64, (1, 1))):
+        config = config_of(path, **unsaid, block_count=layers, expert_count=count)
+        assert config.experts is not None
+        assert (config.experts.num_groups, config.experts.kept_groups) == groups
+
+
 def test_factors_that_older_files_of_minicpm_leave_out(tmp_path: Path) -> None:
     path, reference = tmp_path / "model.gguf", save_tiny("granite", tmp_path / "folder")
     write_model(path, reference, GGMLQuantizationType.F32, name="minicpm")

@@ -25,6 +25,9 @@ from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart, WeightLoader
 
 _INNER_EPS = 1e-6  # of the norms between two products, whatever the settings say of the others
+# Groups of experts, and how many of them a token uses, in models whose older GGUF files do not say: by the counts of
+# layers and of experts. DeepSeek V3 and R1, and V2.
+_GROUPS = {(61, 256): (8, 4), (60, 160): (8, 3)}
 SELECTION_BIAS = "gate.e_score_correction_bias"
 GGUF_NAMES = {
     "attn_q_a": "self_attn.q_a_proj",
@@ -233,13 +236,11 @@ def latent_gguf_config(file: GGUFFile, name: str) -> ArchitectureConfig:
         rope = dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, attention_factor=1.0))
     # Files of GLM do not say; only sigmoids come with a bias that chooses experts.
     has_bias = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
-    return dataclasses.replace(
-        config,
-        rope=rope,
-        latent=latent,
-        attention_scale=scale,
-        experts=gguf_experts(file, config, normalizes=False, usual_gating=SIGMOID if has_bias else 1),
-    )
+    experts = gguf_experts(file, config, normalizes=False, usual_gating=SIGMOID if has_bias else 1)
+    if not fields.has("expert_group_count"):
+        groups, kept = _GROUPS.get((config.num_layers, experts.count), (1, 1))
+        experts = dataclasses.replace(experts, num_groups=groups, kept_groups=kept)
+    return dataclasses.replace(config, rope=rope, latent=latent, attention_scale=scale, experts=experts)
 
 
 def _rows(config: ArchitectureConfig) -> dict[str, StoredRows]:

@@ -7,10 +7,10 @@ import dataclasses
 from typing import Any
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.config import ArchitectureConfig, Fields, RopeScaling
+from penstock.models.config import ArchitectureConfig, Fields
 from penstock.models.families.granite import Granite
 from penstock.models.families.llama import Llama
-from penstock.models.gguf_config import metadata_fields
+from penstock.models.gguf_config import longrope_of, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config
@@ -140,9 +140,5 @@ class MiniCPM(Granite):
         left_out: dict[str, Any] = {key: value for key, value in usual.items() if not fields.has(key)}
         rope = config.rope
         if rope.scaling is None and "rope_factors_long.weight" in file.tensors:
-            original = fields.integer("rope.scaling.original_context_length", config.max_positions)
-            scaling = RopeScaling(
-                kind="longrope", factor=1.0, original_max_positions=original, attention_factor=1.0
-            )
-            rope = dataclasses.replace(rope, scaling=scaling)
+            rope = dataclasses.replace(rope, scaling=longrope_of(fields))
         return dataclasses.replace(config, rope=rope, **left_out)
