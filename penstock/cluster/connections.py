@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from penstock.cluster.release_record import kv_kind_of
 from penstock.cluster.replica import Connector, Member, ReplicaClient
 from penstock.cluster.transport import KeyPair, ZmqEngineClient
 from penstock.cluster.vocabularies import are_alike
@@ -60,6 +61,7 @@ _COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in 
 class Connection:
     member: Member
     client: ReplicaClient
+    kv_kind: str
     _compared: tuple[EngineReady, EngineReady] | None = None  # with the description of the model, and
     _is_alike: bool = True  # whether both have one vocabulary
 
@@ -194,6 +196,7 @@ class Connections:
             is_connected=connection is not None and model is not None and connection.understands(model),
             kv_endpoint="" if ready is None else ready.kv_endpoint,
             kv_bytes_per_token=0 if ready is None else ready.kv_bytes_per_token,
+            kv_kind="" if connection is None else connection.kv_kind,
         )
 
     def _close(self, connection: Connection) -> None:
@@ -212,7 +215,7 @@ class Connections:
             on_events=partial(self._listener.on_events, member.id),
             on_kv_events=partial(self._listener.on_kv_events, member.id),
         )
-        self.by_id[member.id] = Connection(member, client)
+        self.by_id[member.id] = Connection(member, client, kv_kind_of(member.spec))
         client.start()
 
     def _connect_by_zmq(self, member: Member, **callbacks: Any) -> ReplicaClient:

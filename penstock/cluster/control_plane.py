@@ -50,6 +50,7 @@ from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
 from penstock.cluster.role_scaling import RolePair, role_pairs
 from penstock.cluster.scaling import PoolScaler
 from penstock.control.autoscaler import AutoscalerConfig
+from penstock.control.role_pools import ROLES
 from penstock.core.cluster_view import (
     ClusterView,
     GatewayView,
@@ -235,7 +236,7 @@ class ControlPlane:
     def report(self, gateway_number: int, report: Report) -> Directive:
         now = asyncio.get_running_loop().time()
         for pool in self.pools:
-            pool.figures.add(gateway_number, pool.spec.model, pool.spec.revision, report, now)
+            pool.figures.add(gateway_number, pool.spec.model, self._revisions_of(pool), report, now)
             if pool.figures.held_requests:
                 self._should_look.set()  # a request waits for a replica
         self.releases.observe(report)
@@ -243,6 +244,13 @@ class ControlPlane:
         self._note(report, now)
         self._gateways[gateway_number].directive_number = report.directive_number
         return self.directive(now)
+
+    def _revisions_of(self, pool: PoolScaler) -> set[str]:
+        """Return the revisions whose times say how a pool does. Those of a request count for both of a model's roles,
+        which may have different settings."""
+        roles = ("both",) if pool.spec.role == "both" else ROLES
+        specs = (each.spec for each in self.pools)
+        return {spec.revision for spec in specs if spec.model == pool.spec.model and spec.role in roles}
 
     def directive(self, now: float) -> Directive:
         # Every gateway asks; the percentiles are computed once for all of them.

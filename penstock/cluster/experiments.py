@@ -20,7 +20,7 @@ from penstock.cluster.experiment_record import (
 )
 from penstock.cluster.experiment_run import ExperimentRun
 from penstock.cluster.replica import ReplicaManager
-from penstock.cluster.scaling import PoolScaler, served_model
+from penstock.cluster.scaling import PoolScaler, check_one_revision, served_model
 from penstock.cluster.staged_run import resumed_runs
 from penstock.control.experiment import (
     Arm,
@@ -117,6 +117,7 @@ class ExperimentService:
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"The experiment is wrong: {error}.", param="config") from None
         pools = [pool for pool in self._pools if pool.spec.model == model]
+        check_one_revision(pools)
         base = tuple(pool.spec for pool in pools)
         present = [max(1, len(pool.serving(pool.spec.revision))) for pool in pools]
         counts = [_counts(config.share, number) for number in present]

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from penstock.cluster.replica import ReplicaSpec
 from penstock.control.release import ReleaseConfig, ReleaseState, Stage
-from penstock.core.engine_config import EngineConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig
 from penstock.core.errors import InvalidRequest
 
 
@@ -66,6 +66,13 @@ def revision_of(engine: EngineConfig, model_path: str) -> str:
     """Return a name that is the same for the same weights and settings."""
     content = msgspec.json.encode((engine, model_path), order="deterministic")
     return hashlib.sha256(content).hexdigest()[:10]
+
+
+def kv_kind_of(spec: ReplicaSpec) -> str:
+    """Return a name that is the same for replicas whose KV means the same: ranks, memory and limits may differ."""
+    engine = spec.engine
+    cache = CacheConfig(block_size=engine.cache.block_size, kv_cache_dtype=engine.cache.kv_cache_dtype)
+    return revision_of(EngineConfig(model=engine.model, cache=cache), spec.model_path)
 
 
 def changed(

@@ -18,7 +18,7 @@ from penstock.cluster.control_messages import ActiveRelease, Report
 from penstock.cluster.release_record import ReleaseRecord, ReleaseStore, changed
 from penstock.cluster.release_run import ReleaseRun
 from penstock.cluster.replica import ReplicaManager
-from penstock.cluster.scaling import PoolScaler, served_model
+from penstock.cluster.scaling import PoolScaler, check_one_revision, served_model
 from penstock.cluster.staged_run import resumed_runs
 from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
@@ -82,6 +82,7 @@ class ReleaseService:
         if order.weights is not None:
             weights = order.weights, await self._resolve_weights(order.weights)
         pools = self._of(model)
+        check_one_revision(pools)
         candidate = tuple(
             changed(pool.spec, weights=weights, settings=order.settings, revision=order.revision)
             for pool in pools

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -85,13 +85,15 @@ class PoolFigures:
     def held_tokens(self) -> int:
         return sum(tokens for _, tokens in self._held.values())
 
-    def add(self, gateway: int, model: str, revision: str, report: Report, now: float) -> None:
+    def add(self, gateway: int, model: str, revisions: Collection[str], report: Report, now: float) -> None:
+        """Add a report. Times of these revisions count."""
         of_model = report.models.get(model)
         if of_model is not None:
             self.arrived_tokens.add(of_model.arrived_tokens, now)
             self._held[gateway] = of_model.held_requests, of_model.held_tokens
         for sample in report.samples:
-            self._add_sample(sample, model, revision, now)
+            if sample.model == model and sample.revision in revisions:
+                self._add_sample(sample, now)
         self._token_s.update(report.token_s)
 
     def forget(self, gateway: int) -> None:
@@ -108,9 +110,7 @@ class PoolFigures:
         } or self._token_s
         return len(known) / sum(known) if known and sum(known) > 0.0 else None
 
-    def _add_sample(self, sample: Sample, model: str, revision: str, now: float) -> None:
-        if (sample.model, sample.revision) != (model, revision):
-            return
+    def _add_sample(self, sample: Sample, now: float) -> None:
         if sample.ttft_s is not None:
             self.ttfts_s.add(sample.ttft_s, now)
         if sample.itl_s is not None:
@@ -375,6 +375,17 @@ class PoolScaler:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def check_one_revision(pools: Sequence[PoolScaler]) -> None:
+    """Raise Conflict if the pools of a model have different settings: nothing can be compared with several revisions
+    at once."""
+    if len({pool.spec.revision for pool in pools}) > 1:
+        raise Conflict(
+            f"The prefill and decode replicas of {pools[0].spec.model!r} have different settings, and only one "
+            "revision can be compared with another.",
+            hint="Start all hosts with the same settings.",
+        )
 
 
 def served_model(pools: Iterable[PoolScaler], name: str | None) -> str:

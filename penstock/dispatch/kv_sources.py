@@ -1,8 +1,9 @@
 """Chooses the replica from which a request's KV should come. Moves nothing: engines do.
 
 Prefill replicas have a router of their own, which knows their caches and load. A request counts at its prefill
-replica until its first token. Only replicas of the same revision are paired, since the KV of other weights is
-useless.
+replica until its first token. Replicas of the same revision are paired, since the KV of other weights is useless.
+Where a revision has no prefill replica, those of another one compute for it if other settings differ only, such as
+the number of ranks.
 
 Three ways to a first token are compared in predicted seconds: the serving replica computes the missing part; it
 fetches the part that another replica has cached and computes the rest; or a prefill replica computes the prompt and
@@ -148,7 +149,7 @@ class KVSources:
             return None
         request = replace(request, revision=record.revision, excluded=frozenset())
         lender, cached_there = self._best_lender(request, record)
-        prefill = self._choose_prefill(request, now) if status.role == "decode" else None
+        prefill = self._choose_prefill(request, status.kv_kind, now) if status.role == "decode" else None
         load = self._table.router.load(record.id)
         options = Options(
             num_tokens=request.num_prompt_tokens,
@@ -196,10 +197,13 @@ class KVSources:
                     best, most = replica_id, num_tokens
         return best, most
 
-    def _choose_prefill(self, request: RoutingRequest, now: float) -> Decision | None:
+    def _choose_prefill(self, request: RoutingRequest, kv_kind: str, now: float) -> Decision | None:
         """Choose a prefill replica, and count the request there."""
         replicas = self._table.prefilling
         excluded = frozenset(replica.id for replica in replicas if not self._endpoint(replica.id))
+        if not any(replica.revision == request.revision for replica in replicas):
+            request = replace(request, revision=None)
+            excluded |= {replica.id for replica in replicas if not self._has_kind(replica.id, kv_kind)}
         try:
             decision = self._table.prefill_router.choose(
                 replace(request, excluded=excluded, expected_output_tokens=1), replicas, now, self._rng
@@ -208,6 +212,10 @@ class KVSources:
             return None
         self._prefilling.add(request.id)
         return decision
+
+    def _has_kind(self, replica_id: str, kv_kind: str) -> bool:
+        record = self._table.records.get(replica_id)
+        return record is not None and bool(kv_kind) and record.status.kv_kind == kv_kind
 
     def _endpoint(self, replica_id: str) -> str:
         record = self._table.records.get(replica_id)

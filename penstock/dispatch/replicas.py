@@ -38,6 +38,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     is_connected: bool = True  # the driver can send requests to the replica
     kv_endpoint: str = ""  # where other replicas read KV from this one; empty where they cannot
     kv_bytes_per_token: int = 0
+    kv_kind: str = ""  # replicas with the same kind can read each other's KV, also if their revisions differ
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):

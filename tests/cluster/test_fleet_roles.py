@@ -239,5 +239,24 @@ async def test_a_release_of_both_roles_continues_under_the_next_leader(fleets: F
     await until(lambda: Counter(roles_of(north, "roomy")) == {"prefill": 1, "decode": 1})
 
 
+async def test_roles_with_different_settings_scale_apart_and_are_not_compared(fleets: Fleets) -> None:
+    """Such as another number of ranks: no replica becomes one of the other pool."""
+    wide = replace(PREFILL, revision="wide")
+    north = await fleets.host("north", specs=(wide, wide))
+    await fleets.host("south", specs=(DECODE, DECODE))
+    await fleets.control("first", QUICK)
+    link = await fleets.gateway()
+    view = await led(link, "first", 4)
+    assert [(pool.role, pool.revision, pool.num_ready) for pool in view.pools] == [
+        ("prefill", "wide", 2),
+        ("decode", DECODE.revision, 2),
+    ]
+    with pytest.raises(Conflict, match="have different settings"):
+        await link.order_replica(convert("north-1", "decode"))
+    with pytest.raises(Conflict, match="only one revision can be compared"):
+        await link.start_release(ReleaseOrder(model="echo", settings={"max_num_seqs": "64"}))
+    assert north.roles() == ["prefill", "prefill"]
+
+
 def roles_of(host: Host, revision: str) -> list[str]:
     return [member.role for member in host.manager.members() if member.replica.revision == revision]

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.replica import Member
+from penstock.core.engine_config import CacheConfig, ModelConfig, ParallelConfig
 from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import EngineStats, KVStored
@@ -55,6 +56,9 @@ class Rig:
 
     def join(self, *members: tuple[str, Role, str]) -> None:
         self.fleet.update([with_role(replica_id, role, revision) for replica_id, role, revision in members])
+        self.join_again()
+
+    def join_again(self) -> None:
         for replica in self.replicas.values():  # each computes a token in a millisecond
             for step in range(1, 40):
                 tokens = 1000 if step % 2 else 10
@@ -77,9 +81,11 @@ class Rig:
         self.replicas[replica_id].tell_kv_events((KVStored(0, tuple(hashes), root_hash("")),))
 
 
-def with_role(replica_id: str, role: Role, revision: str) -> Member:
+def with_role(replica_id: str, role: Role, revision: str, weights: str = "") -> Member:
+    """Weights are those of the revision unless they are named."""
     plain = member(replica_id, revision=revision)
-    return msgspec.structs.replace(plain, spec=msgspec.structs.replace(plain.spec, role=role))
+    spec = msgspec.structs.replace(plain.spec, role=role, model_path=weights or revision)
+    return msgspec.structs.replace(plain, spec=spec)
 
 
 def ignore(event: TokenEvent) -> None:
@@ -113,7 +119,7 @@ async def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_where_
     assert rig.ask(PROMPT[::-1]) == ("d", KVSource("kv://p"))
 
 
-async def test_only_replicas_of_one_revision_are_paired(rig: Rig) -> None:
+async def test_replicas_of_other_weights_are_not_paired(rig: Rig) -> None:
     rig.join(("old", "prefill", "a"), ("d", "decode", "b"))
     assert rig.ask() == ("d", None)
     rig.join(("old", "prefill", "a"), ("new", "prefill", "b"), ("d", "decode", "b"))
@@ -185,3 +191,27 @@ async def test_a_transfer_that_was_measured_to_be_slow_is_not_repeated(rig: Rig)
         EngineStats(num_running=8, num_waiting=50, num_waiting_tokens=60_000, num_steps=99)
     )
     assert rig.ask() == ("free", None)
+
+
+async def test_a_prefill_replica_with_other_ranks_computes_where_the_revision_has_none(rig: Rig) -> None:
+    """Its KV means the same. That of other weights does not."""
+
+    def with_engine(of: Member, **settings: object) -> Member:
+        engine = msgspec.structs.replace(of.spec.engine, **settings)
+        return msgspec.structs.replace(of, spec=msgspec.structs.replace(of.spec, engine=engine))
+
+    decode = with_role("d", "decode", "a")
+    wide = with_engine(
+        with_role("wide", "prefill", "b", "a"), parallel=ParallelConfig(tensor_parallel_size=2)
+    )
+    other = with_engine(with_role("other", "prefill", "c", "a"), model=ModelConfig(model="other"))
+    rounded = with_engine(with_role("rounded", "prefill", "e", "a"), cache=CacheConfig(kv_cache_dtype="int8"))
+    rig.fleet.update([decode, other, rounded])
+    rig.join_again()
+    assert rig.ask() == ("d", None)
+    rig.fleet.update([decode, other, rounded, wide])
+    rig.join_again()
+    assert rig.ask(PROMPT[9:]) == ("d", KVSource("kv://wide"))
+    rig.fleet.update([decode, other, rounded, wide, with_role("own", "prefill", "a")])
+    rig.join_again()
+    assert [rig.ask(PROMPT[n:])[1] for n in range(1, 4)] == [KVSource("kv://own")] * 3, "of the same revision"

@@ -39,7 +39,7 @@ class Pool:
         models = {SPEC.model: ModelReport(**of_model)}
         token_s = {member.id: 0.001 for member in self.manager.members()}
         report = Report(directive_number=0, models=models, token_s=token_s)
-        self.scaler.figures.add(1, SPEC.model, SPEC.revision, report, self.now)
+        self.scaler.figures.add(1, SPEC.model, {SPEC.revision}, report, self.now)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ async def test_slow_first_tokens_start_a_replica(pool: Pool) -> None:
     sample = Sample("replica-1", SPEC.model, SPEC.revision, None, 5.0, None, False)
     pool.now += 40.0
     report = Report(directive_number=0, samples=(sample,) * 10)
-    pool.scaler.figures.add(1, SPEC.model, SPEC.revision, report, pool.now)
+    pool.scaler.figures.add(1, SPEC.model, {SPEC.revision}, report, pool.now)
     assert await pool.look() == ["ready", "starting"]
     assert "time to first token" in pool.scaler.view(pool.now).last_decision
     assert pool.scaler.view(pool.now).num_scale_ups == 2

@@ -23,10 +23,17 @@ from penstock.cluster.local import LocalLauncher, NetworkAddress
 from penstock.cluster.ordered_host import OrderedHost
 from penstock.cluster.redis_registry import RedisRegistry
 from penstock.cluster.registry import Follower, Publisher
+from penstock.cluster.release_record import revision_of
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.cluster_view import ReplicaOrder
-from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams
@@ -44,7 +51,7 @@ PROMPT = 700  # tokens: more than a decode replica computes itself while there i
 ANSWER = 1500  # tokens of an answer that streams while the replica changes its role
 
 
-def spec_of(model: Path, role: str) -> ReplicaSpec:
+def spec_of(model: Path, role: str, num_ranks: int = 1) -> ReplicaSpec:
     engine = EngineConfig(
         model=ModelConfig(model=str(model), device="cpu", dtype="float32", load_format="random"),
         cache=CacheConfig(num_kv_blocks=512),
@@ -52,8 +59,10 @@ def spec_of(model: Path, role: str) -> ReplicaSpec:
         num_threads=1,
         kv_transfer=True,
         speculate="off",
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
     )
-    return ReplicaSpec(model="tiny", engine=engine, model_path=str(model), revision="a", role=role)  # type: ignore[arg-type]
+    revision = revision_of(engine, str(model))
+    return ReplicaSpec(model="tiny", engine=engine, model_path=str(model), revision=revision, role=role)  # type: ignore[arg-type]
 
 
 class Host:
@@ -158,8 +167,8 @@ class Machines:
         self.stack.push_async_callback(registry.close)
         return registry
 
-    async def host(self, name: str, *roles: str) -> Host:
-        host = Host(self.registry(), name, [spec_of(self.model, role) for role in roles])
+    async def host(self, name: str, *roles: str, num_ranks: int = 1) -> Host:
+        host = Host(self.registry(), name, [spec_of(self.model, role, num_ranks) for role in roles])
         await self.stack.enter_async_context(host.follower.running())
         await self.stack.enter_async_context(host.publisher.running())
         self.stack.push_async_callback(host.supervisor.close)
@@ -297,3 +306,27 @@ async def test_the_leader_gives_a_full_decode_pool_a_prefill_replica_of_another_
     assert "convert 1: KV utilisation" in control.said
     assert north.pids() | south.pids() == pids
     assert not gateway.fleet.verdicts
+
+
+async def test_a_prefill_host_with_two_ranks_computes_for_decode_hosts_with_one(machines: Machines) -> None:
+    await asyncio.gather(machines.host("wide", "prefill", num_ranks=2), machines.host("narrow", "decode"))
+    gateway = await machines.gateway("gateway")
+    await until(lambda: gateway.num_ready() == 2)
+    names = [f"long-{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        gateway.ask(make_request(name, 20 + number, 50))
+    await until(lambda: gateway.has(*names))
+    sources = gateway.fleet.dispatcher.kv_sources.chosen
+    assert sources == {"prefill": 4}
+    await until(lambda: gateway.fleet.stats.kv_fetched_tokens == 4 * (PROMPT // 16 * 16))
+    assert gateway.fleet.stats.kv_fetches_failed == 0
+    # What nobody else has computed: a prompt of another tenant that a single engine computes by itself.
+    alone = await machines.host("alone", "both")
+    only = await machines.gateway("only")
+    await until(lambda: only.num_ready() == 3)
+    only.is_late = True
+    only.fleet.update(alone.supervisor.members())  # it knows of no other engine from now on
+    for number, name in enumerate(names):
+        only.ask(replace(make_request(name, 20 + number, 50), tenant="another"))
+    await until(lambda: only.has(*names))
+    assert only.answers == gateway.answers
