@@ -214,6 +214,131 @@ def test_original_names_of_nomic(tmp_path: Path) -> None:
         load_encoder(tmp_path, select_ops("cpu", torch.float32))
 
 
+class SecondNomic:
+    """The makers' second NomicBERT with random weights, written down plainly: every expert computes every token."""
+
+    num_experts, per_token, sizes = 4, 2, (48, 80)
+
+    def __init__(self) -> None:
+        torch.manual_seed(6)
+        hidden, inner = self.sizes
+        shapes = {"embeddings.word_embeddings.weight": (120, hidden), "emb_ln.weight": (hidden,)}
+        shapes |= {"embeddings.token_type_embeddings.weight": (1, hidden), "emb_ln.bias": (hidden,)}
+        for index in range(2):
+            prefix = f"encoder.layers.{index}"
+            shapes |= {
+                f"{prefix}.attn.Wqkv.weight": (3 * hidden, hidden),
+                f"{prefix}.attn.Wqkv.bias": (3 * hidden,),
+            }
+            shapes |= {
+                f"{prefix}.attn.out_proj.weight": (hidden, hidden),
+                f"{prefix}.attn.out_proj.bias": (hidden,),
+            }
+            for norm in ("norm1", "norm2"):
+                shapes |= {f"{prefix}.{norm}.weight": (hidden,), f"{prefix}.{norm}.bias": (hidden,)}
+        shapes |= {
+            "encoder.layers.0.mlp.fc1.weight": (inner, hidden),
+            "encoder.layers.0.mlp.fc1.bias": (inner,),
+        }
+        shapes |= {
+            "encoder.layers.0.mlp.fc2.weight": (hidden, inner),
+            "encoder.layers.0.mlp.fc2.bias": (hidden,),
+        }
+        experts = "encoder.layers.1.mlp.experts"
+        shapes |= {f"{experts}.mlp.w1": (4 * inner, hidden), f"{experts}.mlp.w2": (4 * inner, hidden)}
+        shapes |= {f"{experts}.bias": (hidden,), "encoder.layers.1.mlp.router.layer.weight": (4, hidden)}
+        self.tensors = {name: torch.randn(*shape) * 0.3 for name, shape in shapes.items()}
+        for name, tensor in self.tensors.items():
+            if "norm" in name or "emb_ln" in name:
+                tensor.add_(float(name.endswith("weight")))
+
+    def save(self, folder: Path, **changes: Any) -> None:
+        settings = {
+            "architectures": ["NomicBertModel"],
+            "n_embd": 48,
+            "n_inner": 80,
+            "n_layer": 2,
+            "n_head": 4,
+        }
+        settings |= {"n_positions": 128, "vocab_size": 120, "rotary_emb_base": 10000, "type_vocab_size": 1}
+        settings |= {
+            "activation_function": "gelu",
+            "qkv_proj_bias": True,
+            "mlp_fc1_bias": True,
+            "mlp_fc2_bias": True,
+        }
+        settings |= {"layer_norm_epsilon": 1e-5, "num_experts": 4, "moe_top_k": 2, "moe_every_n_layers": 2}
+        settings |= {
+            "moe_normalize_expert_weights": False,
+            "num_shared_experts": 0,
+            "expert_choice_router": False,
+        }
+        (folder / "config.json").write_text(json.dumps(settings | changes))
+        save_file(self.tensors, folder / "model.safetensors")
+
+    def __call__(self, text: list[int]) -> torch.Tensor:
+        of = self.tensors
+        angles = torch.outer(torch.arange(len(text)), 10000 ** -(torch.arange(0, 12, 2) / 12))
+        cosines, sines = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            first, second = x.chunk(2, dim=-1)
+            return x * cosines + torch.cat([-second, first], dim=-1) * sines
+
+        def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+            return functional.layer_norm(x, (48,), of[f"{name}.weight"], of[f"{name}.bias"], 1e-5)
+
+        def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+            return functional.linear(x, of[f"{name}.weight"], of[f"{name}.bias"])
+
+        x = of["embeddings.word_embeddings.weight"][text] + of["embeddings.token_type_embeddings.weight"][0]
+        x = norm("emb_ln", x)
+        for index in range(2):
+            prefix = f"encoder.layers.{index}"
+            parts = linear(f"{prefix}.attn.Wqkv", x).view(len(text), 3, 4, 12).permute(1, 2, 0, 3)
+            scores = turned(parts[0]) @ turned(parts[1]).transpose(1, 2) / 12**0.5
+            attended = (scores.softmax(dim=-1) @ parts[2]).transpose(0, 1).flatten(1)
+            x = norm(f"{prefix}.norm1", x + linear(f"{prefix}.attn.out_proj", attended))
+            mixed = (
+                self._experts(x)
+                if index
+                else linear(f"{prefix}.mlp.fc2", functional.gelu(linear(f"{prefix}.mlp.fc1", x)))
+            )
+            x = norm(f"{prefix}.norm2", x + mixed)
+        return x
+
+    def _experts(self, x: torch.Tensor) -> torch.Tensor:
+        experts, (hidden, inner) = "encoder.layers.1.mlp.experts", self.sizes
+        first, second = (
+            self.tensors[f"{experts}.mlp.{name}"].view(4, inner, hidden) for name in ("w1", "w2")
+        )
+        shares = (x @ self.tensors["encoder.layers.1.mlp.router.layer.weight"].T).softmax(dim=-1)
+        kept = shares * (shares >= shares.topk(2, dim=-1).values[:, -1:])
+        every = torch.einsum("eti,eih->teh", functional.gelu(torch.einsum("th,eih->eti", x, first)), second)
+        return (kept[:, :, None] * every).sum(dim=1) + self.tensors[f"{experts}.bias"]
+
+
+def test_the_second_nomic_has_experts(tmp_path: Path) -> None:
+    theirs = SecondNomic()
+    theirs.save(tmp_path)
+    ours = load_encoder(tmp_path, select_ops("cpu", torch.float32)).model
+    for text, states in zip([LONG, *TEXTS], ours.hidden_states([LONG, *TEXTS]), strict=True):
+        torch.testing.assert_close(states, theirs(text), atol=1e-4, rtol=1e-4)
+        (alone,) = ours.hidden_states([text])
+        assert torch.equal(alone, states), "a text's states depend on its batch"
+    for key, value in (
+        ("moe_normalize_expert_weights", True),
+        ("qkv_proj_bias", False),
+        ("num_shared_experts", 1),
+    ):
+        theirs.save(tmp_path, **{key: value})
+        with pytest.raises(ModelLoadError, match=key):
+            load_encoder(tmp_path, select_ops("cpu", torch.float32))
+    theirs.save(tmp_path, moe_top_k=5)
+    with pytest.raises(ModelLoadError, match="experts that cannot be"):
+        load_encoder(tmp_path, select_ops("cpu", torch.float32))
+
+
 def test_settings_of_the_makers_of_gte(tmp_path: Path) -> None:
     """NTK scaling by a factor: a larger theta, and all frequencies divided by the factor's share of one pair."""
     theta, factor, head_dim = 500.0, 8.0, 12

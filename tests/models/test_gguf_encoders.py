@@ -21,6 +21,7 @@ from tests.models.test_encoders import (
     LONG,
     NOMIC_NAMES,
     TEXTS,
+    SecondNomic,
     embed,
     make_embedding_gemma,
     run_encoder,
@@ -162,6 +163,42 @@ def test_classifiers_give_the_logits_of_transformers(tmp_path: Path, labels: lis
     text = [max(token, 2) for token in LONG]
     (found,) = embed(path, [text])
     torch.testing.assert_close(found, run_encoder(theirs, text).logits[0], atol=1e-4, rtol=1e-4)
+
+
+def test_the_second_nomic_with_its_experts(tmp_path: Path) -> None:
+    theirs, path = SecondNomic(), tmp_path / "model.gguf"
+    theirs.tensors["encoder.layers.1.mlp.experts.bias"].zero_()  # which converters leave out
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.NOMIC_BERT_MOE])
+    writer.add_block_count(2)
+    writer.add_context_length(128)
+    writer.add_embedding_length(48)
+    writer.add_feed_forward_length(80)
+    writer.add_head_count(4)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_moe_every_n_layers(2)
+    writer.add_expert_count(4)
+    writer.add_expert_used_count(2)
+    VOCABULARIES["xlm-roberta"].write(writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.NOMIC_BERT_MOE, 2)
+    for name, tensor in theirs.tensors.items():
+        if name.endswith("experts.bias"):
+            continue
+        values, part = tensor, name.rpartition(".")[2]
+        if part in ("w1", "w2"):
+            values = tensor.view(4, 80, 48)
+            values = values.transpose(1, 2) if part == "w2" else values
+        stored_name = names.get_name(name, (".weight", ".bias"))
+        if part in ("w1", "w2"):
+            stored_name = f"blk.1.ffn_{'up' if part == 'w1' else 'down'}_exps.weight"
+        assert stored_name is not None, name
+        writer.add_tensor(stored_name, values.contiguous().numpy())
+    finish(writer, path)
+    ours = load_encoder(path, select_ops("cpu", torch.float32))
+    (states,) = ours.model.hidden_states([LONG])
+    torch.testing.assert_close(states, theirs(LONG), atol=1e-4, rtol=1e-4)
 
 
 def test_other_classifiers_are_refused(tmp_path: Path) -> None:

@@ -56,6 +56,15 @@ def _nomic_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
     }
 
 
+def _nomic_moe_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
+    return _nomic_settings(file, fields) | {
+        "activation_function": "gelu",
+        "num_experts": fields.integer("expert_count"),
+        "moe_top_k": fields.integer("expert_used_count"),
+        "moe_every_n_layers": fields.integer("moe_every_n_layers"),
+    }
+
+
 def _modernbert_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
     return {
         "max_position_embeddings": fields.integer("context_length"),
@@ -110,6 +119,16 @@ _DECODER_LAYERS = {
     "attn_output": "self_attn.o_proj",
     **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
 }
+_NOMIC_LAYERS = {
+    **_TABLES,
+    "token_embd_norm": "emb_ln",
+    "blk": "encoder.layers",
+    "attn_qkv": "attn.Wqkv",
+    "attn_output": "attn.out_proj",
+    "attn_output_norm": "norm1",
+    "layer_output_norm": "norm2",
+    "ffn_down": "mlp.fc2",
+}
 _KNOWN = {
     "bert": GGUFEncoder(
         Bert,
@@ -130,20 +149,18 @@ _KNOWN = {
         _bert_settings,
     ),
     "nomic-bert": GGUFEncoder(
+        NomicBert, {**_NOMIC_LAYERS, "ffn_up": "mlp.fc11", "ffn_gate": "mlp.fc12"}, _nomic_settings
+    ),
+    "nomic-bert-moe": GGUFEncoder(
         NomicBert,
         {
-            **_TABLES,
-            "token_embd_norm": "emb_ln",
-            "blk": "encoder.layers",
-            "attn_qkv": "attn.Wqkv",
-            "attn_output": "attn.out_proj",
-            "attn_output_norm": "norm1",
-            "ffn_up": "mlp.fc11",
-            "ffn_gate": "mlp.fc12",
-            "ffn_down": "mlp.fc2",
-            "layer_output_norm": "norm2",
+            **_NOMIC_LAYERS,
+            "ffn_up": "mlp.fc1",
+            "ffn_gate_inp": "mlp.router.layer",
+            "ffn_up_exps": "mlp.experts.up",
+            "ffn_down_exps": "mlp.experts.down",
         },
-        _nomic_settings,
+        _nomic_moe_settings,
     ),
     "modern-bert": GGUFEncoder(
         ModernBert,
