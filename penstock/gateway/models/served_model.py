@@ -41,8 +41,9 @@ from penstock.gateway.text.template import ChatTemplate, RenderedChat
 from penstock.gateway.text.token_options import OPTIONS, TokenOptions
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS, TextTokenizer, TooManyTokens
 from penstock.gateway.tools.answer_form import AnswerForm, answer_form, forces_calls
-from penstock.gateway.tools.formats import HARMONY_REASONING, reasoning_of, tool_format_of
+from penstock.gateway.tools.formats import tool_format_of
 from penstock.gateway.tools.harmony import CONTROL_TOKENS
+from penstock.gateway.tools.reasoning import HARMONY_REASONING, reasoning_of
 
 MAX_LOOSE_CHARACTERS = 1 << 20  # of a text that need not fit the context
 MAX_LOOSE_TOKENS = 1 << 19  # of such a text

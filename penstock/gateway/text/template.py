@@ -34,7 +34,8 @@ from penstock.gateway.prompts import (
 from penstock.gateway.text.template_sandbox import BoundedEnvironment
 from penstock.gateway.tools.answer_form import offers_tools
 from penstock.gateway.tools.described import described_in_words, with_single_calls
-from penstock.gateway.tools.formats import HERMES, ToolFormat, tool_schema
+from penstock.gateway.tools.formats import HERMES
+from penstock.gateway.tools.tool_format import ToolFormat, tool_schema
 
 # Unicode promises that these are never characters. A text that holds the first one all the same is marked itself.
 _MARK = "\U0010fffe"

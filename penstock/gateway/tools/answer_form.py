@@ -14,7 +14,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.grammar_text import StructuralTags, TaggedText, ThinkingBudget, decode_tags, lenient
 from penstock.core.request import Grammar
 from penstock.gateway.prompts import ChatPrompt, Tool
-from penstock.gateway.tools.formats import HARMONY, HARMONY_REASONING, NO_PARAMETERS, ToolFormat
+from penstock.gateway.tools.formats import HARMONY
 from penstock.gateway.tools.harmony import HarmonyParser
 from penstock.gateway.tools.parser import (
     AnswerSink,
@@ -24,6 +24,8 @@ from penstock.gateway.tools.parser import (
     ReasoningMarks,
     ReasoningSplitter,
 )
+from penstock.gateway.tools.reasoning import HARMONY_REASONING
+from penstock.gateway.tools.tool_format import NO_PARAMETERS, ToolFormat
 
 # A model that must call, and may call again, would otherwise continue until its tokens run out.
 MAX_FORCED_CALLS = 16

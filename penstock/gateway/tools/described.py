@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.gateway.prompts import ChatMessage, ImagePart, TextPart, Tool
-from penstock.gateway.tools.formats import ToolFormat
+from penstock.gateway.tools.tool_format import ToolFormat
 
 
 def described_in_words(

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.gateway.tools.formats import ToolFormat
 from penstock.gateway.tools.parser import OutputParser
+from penstock.gateway.tools.tool_format import ToolFormat
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},

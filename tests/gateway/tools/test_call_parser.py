@@ -30,8 +30,8 @@ from penstock.gateway.tools.formats import (
     OLMO3,
     PYTHONIC,
     QWEN3_CODER,
-    ToolFormat,
 )
+from penstock.gateway.tools.tool_format import ToolFormat
 from tests.gateway.tools.recorder import SCHEMAS, Recorder, parse_calls
 
 PARIS = '{"city": "Paris"}'

@@ -38,13 +38,12 @@ from penstock.gateway.tools.formats import (
     LLAMA3_JSON,
     MISTRAL,
     MISTRAL_ARGS,
-    REASONING,
-    ToolFormat,
-    reasoning_of,
     tool_format_of,
 )
 from penstock.gateway.tools.harmony import CONTROL_TOKENS
 from penstock.gateway.tools.parser import THINK
+from penstock.gateway.tools.reasoning import REASONING, reasoning_of
+from penstock.gateway.tools.tool_format import ToolFormat
 from tests.gateway.fake_engine import CHAT_TEMPLATE, byte_tokenizer, engine_ready, model_card
 from tests.gateway.tools.recorder import Recorder, feed, parse_calls
 
