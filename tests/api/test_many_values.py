@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -312,3 +313,15 @@ async def test_detokenizing_is_bounded() -> None:
         )
     assert answer.status_code == 400
     assert f"at most {MAX_DETOKENIZED} are made into text at a time" in answer.text
+
+
+async def test_a_large_value_of_an_unknown_field_is_not_decoded() -> None:
+    seen: dict[str, Any] = {}
+    decoder = BodyDecoder(ChatCompletionRequest, (), lambda name, value: seen.update({name: value}))
+    large = json.dumps(["x" * parsing.MAX_NEUTRAL_BYTES])
+    decoder.decode(b'{"messages": [], "small": [], "large": %b}' % large.encode())
+    assert seen == {"small": [], "large": msgspec.Raw(large.encode())}
+    async with direct_client(FakeEngine()) as client:
+        body = {"model": "bytes", "messages": TURNS, "grammar": "x" * parsing.MAX_NEUTRAL_BYTES}
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "grammar")

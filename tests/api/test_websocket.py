@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
-from penstock.api.http import parsing
+from penstock.api.http import parsing, websocket_protocol
 from penstock.core.errors import AuthenticationFailed
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason, Request
@@ -181,6 +181,22 @@ def test_binary_messages_are_texts_too() -> None:
         assert hear_all(socket)[0] == "ok"
         socket.send(b"\xff\xfe")
         assert hear(socket)["error"]["code"] == "invalid_request_error"
+
+
+def test_texts_reach_the_application_undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To decode 32 MB into a text and back would keep others waiting."""
+    seen: list[str] = []
+    put = websocket_protocol.WebSocketsSansIOProtocol.send_receive_event_to_app
+
+    def noted(protocol: Any) -> None:
+        seen.append(protocol.curr_msg_data_type)
+        put(protocol)
+
+    monkeypatch.setattr(websocket_protocol.WebSocketsSansIOProtocol, "send_receive_event_to_app", noted)
+    with bounded_server(FakeEngine(script_text("fine"))) as served, socket_to(served) as socket:
+        socket.send(json.dumps({"id": "ü", "prompt": "é"}, ensure_ascii=False))
+        assert hear(socket)["id"] == "ü"
+    assert set(seen) == {"bytes"}
 
 
 def test_endless_junk_ends_the_connection() -> None:

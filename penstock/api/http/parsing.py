@@ -27,6 +27,7 @@ _SIMILAR_ENOUGH = 0.85
 MAX_INNER_BYTES = 1 << 30
 MAX_BODY_S = 300  # for a body that is kept in memory until it is whole
 MAX_UNKNOWN_FIELDS = 256  # each is compared with the known ones on the event loop
+MAX_NEUTRAL_BYTES = 64 << 10  # of an unknown field's value that asks for nothing
 MAX_MESSAGE_PARTS = 20_000  # each is read on the event loop
 # A body is decoded on the event loop, and each value costs time there. Numbers cost least: prompts may be token ids.
 MAX_TEXTS = 200_000  # names of fields included
@@ -327,7 +328,7 @@ class BodyDecoder(Generic[Shape]):
             if len(names) > MAX_UNKNOWN_FIELDS:
                 raise InvalidRequest(f"The request has more than {MAX_UNKNOWN_FIELDS} unknown fields.")
             checks = self._check_unknown is not None
-            unknown = {name: msgspec.json.decode(fields[name]) if checks else None for name in sorted(names)}
+            unknown = {name: _small_value(fields[name]) if checks else None for name in sorted(names)}
         except _UNREADABLE as error:
             raise _refusal(error) from error
         if self._check_unknown is not None:
@@ -346,6 +347,11 @@ class BodyDecoder(Generic[Shape]):
                 raise InvalidRequest(
                     f"The field {field!r} is unknown.", param=field, hint=f"Did you mean {close[0]!r}?"
                 )
+
+
+def _small_value(field: msgspec.Raw) -> Any:
+    """Decode the value of an unknown field. A large one, which is no neutral value of any field, stays as it is."""
+    return field if memoryview(field).nbytes > MAX_NEUTRAL_BYTES else msgspec.json.decode(field)
 
 
 Choice = TypeVar("Choice", bound=str)

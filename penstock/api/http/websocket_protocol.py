@@ -123,6 +123,12 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
         super().handle_bytes(event)
         self._num_in_frames = 0 if event.fin else len(event.data) + FRAME_BYTES
 
+    def send_receive_event_to_app(self) -> None:
+        """Hand a text on as the bytes in which it came: to decode 32 MB into a text and back would keep others
+        waiting for a tenth of a second. Bytes that are not UTF-8 are refused when the JSON is read."""
+        self.curr_msg_data_type = "bytes"
+        super().send_receive_event_to_app()
+
     def _note_pending(self, num_bytes: int) -> None:
         """Count the part of a message that has arrived, as bodies of requests are counted."""
         more = num_bytes - self._num_pending
