@@ -105,6 +105,18 @@ def one_thread() -> Iterator[None]:
     set_num_threads(available_cores())
 
 
+@pytest.fixture(scope="module")
+def torch_uses_one_thread() -> Iterator[None]:
+    """Torch's threads spin while they wait for each other, longer than they work on small tensors. The native library
+    keeps threads of its own."""
+    import torch
+
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give tests of the real server time on a slow machine, and begin with the longest files: workers take whole

@@ -12,6 +12,10 @@ from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
 
 
+@pytest.fixture(scope="module", autouse=True)
+def definitions_use_one_thread(torch_uses_one_thread: None) -> None: ...
+
+
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack for each kind of device
