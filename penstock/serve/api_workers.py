@@ -181,9 +181,13 @@ class ApiWorkers:
             )
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, LAST_RESTART_DELAY_S)
-            with contextlib.suppress(RuntimeError, TimeoutError):
+            try:
                 await self._launch(number)
                 delay_s = FIRST_RESTART_DELAY_S
+            except (RuntimeError, TimeoutError):  # the next turn waits for the end of that process
+                pass
+            except OSError as error:  # the system has no process or memory left for now
+                logger.error("API worker %d cannot be started: %s", number, error)
 
     def _tell_all(self, message: ToWorker) -> None:
         for process in self._processes.values():
