@@ -46,6 +46,7 @@ PREFILLS = (
     WarmUpStep(4, 10, 10),
     WarmUpStep(1, 2, VERY_LONG_CONTEXT),
     WarmUpStep(1, 200, 200),
+    WarmUpStep(1, 100, 100),
 )
 # Decodes: one row, and the padded sizes of products, with one token per request. The first steps split contexts over
 # the chip, the later steps do not.

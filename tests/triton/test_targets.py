@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -20,6 +21,7 @@ import triton
 from penstock.engine.warmup import DECODES, MANY_TOKENS, PREFILLS
 from penstock.kernels.gpus import FAMILIES, HOPPER, OLDEST, family_of
 from penstock.kernels.triton import decode_attention, int4_row, prefill_attention, targets
+from penstock.kernels.triton.device import empty_rows, in_whole_tiles
 from penstock.kernels.triton.products import MAX_HOPPER_ROWS
 from penstock.kernels.triton.targets import TILES, Tile
 
@@ -116,6 +118,48 @@ def test_a_few_steps_need_every_tile_of_four_bits(
     assert kernels(range(int4_row.MAX_ROWS + 1, MAX_HOPPER_ROWS + 1)) == kernels(
         rows for rows in (*steps, MANY_TOKENS) if rows > int4_row.MAX_ROWS
     )
+
+
+@pytest.mark.parametrize("most_requests", [8, 256])
+@pytest.mark.parametrize("width", [1024, 14_336])
+@pytest.mark.parametrize("made", [256, 512, 1024, 2560, 4096, 5120, 6144])
+def test_a_few_steps_need_every_product_of_some_hundred_rows(
+    made: int, width: int, most_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.kernels.triton import few_hopper
+
+    monkeypatch.setattr(few_hopper, "num_processors", lambda device: 132)
+    device = torch.device("cuda")
+
+    def kernels(all_rows: Iterable[int]) -> set[bool]:
+        """Whether products of these numbers of rows are cut (split-K)."""
+        return {
+            few_hopper._num_shares(rows, made, width, device) > 1
+            for rows in all_rows
+            if few_hopper.fills_once(rows, made, device)
+        }
+
+    steps = [
+        step.num_requests * step.tokens_each
+        for step in (*PREFILLS, *DECODES)
+        if step.num_requests <= most_requests
+    ]
+    first = few_hopper.MAX_ROWS + 1
+    assert kernels(range(first, 8192)) == kernels(rows for rows in (*steps, MANY_TOKENS) if rows >= first)
+
+
+def test_matrices_have_memory_for_whole_tiles() -> None:
+    for num_rows in (1, 3, 16, 17, 40, 128, 129, 300):
+        x = empty_rows(num_rows, 8, torch.bfloat16, torch.device("cpu"))
+        whole = in_whole_tiles(x)
+        assert x.shape == (num_rows, 8)
+        assert x.is_contiguous()
+        assert whole.data_ptr() == x.data_ptr()
+        assert whole.shape[0] % 16 == 0
+        assert 0 <= whole.shape[0] - num_rows < max(16, num_rows)
+    alone = torch.zeros(40, 8)
+    assert in_whole_tiles(alone) is alone
+    assert in_whole_tiles(torch.zeros(80, 8)[8:48]).shape == (64, 8)
 
 
 @pytest.mark.parametrize(

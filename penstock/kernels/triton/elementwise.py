@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.kernels import interface
 from penstock.kernels.interface import Activation
+from penstock.kernels.triton.device import empty_rows
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "relu": 3}
@@ -76,7 +77,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """Compute the RMS norm of x. With `residual`, add x to `residual` in place first, and compute the norm of the
     sum."""
     rows, width = x.shape
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    out = empty_rows(rows, width, x.dtype, x.device)
     if rows:
         block = triton.next_power_of_2(width)
         _rms_norm_kernel[(rows,)](

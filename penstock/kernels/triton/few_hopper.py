@@ -1,4 +1,5 @@
 """Up to 64 rows times weights of 16 bits, or of float8, on Hopper, at the speed at which memory gives the weights.
+And some hundred rows times weights of float8 with too few outputs to fill the chip with large tiles.
 
 A warp copies tiles of weights and of the input to shared memory with the copy engine. It fills all of shared memory
 with weights before the kernel in front has ended, so that memory is never idle between two products. Four warps
@@ -22,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.kernels.triton.device import empty_rows, in_whole_tiles, num_processors
+from penstock.kernels.triton.int4_few import add_shares
 from penstock.kernels.triton.overlap import launch_options
 from penstock.kernels.triton.skinny import RowProduct
 from penstock.kernels.triton.targets import current
@@ -32,7 +35,7 @@ MAX_ROWS = 64
 
 @gluon.jit
 def _copy(
-    x, weight, x_tiles, weight_tiles, ready, free, output, N, steps,
+    x, weight, x_tiles, weight_tiles, ready, free, row, output, N, begin, steps,
     OUTPUTS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, MATRICES: gl.constexpr,
     BESIDE: gl.constexpr,
 ):  # fmt: skip
@@ -43,39 +46,41 @@ def _copy(
     for turn in range(early):
         mbarrier.expect(ready.index(turn), bytes)
         for part in gl.static_range(MATRICES):
-            at = [output + part * N, turn * WIDTH]
+            at = [output + part * N, (begin + turn) * WIDTH]
             copy_to_shared(weight, at, ready.index(turn), weight_tiles.index(turn * MATRICES + part))
     if not BESIDE:
         gdc_wait()
     for turn in range(early):
-        copy_to_shared(x, [0, turn * WIDTH], ready.index(turn), x_tiles.index(turn))
+        copy_to_shared(x, [row, (begin + turn) * WIDTH], ready.index(turn), x_tiles.index(turn))
     for turn in range(STAGES, steps):
         stage = turn % STAGES
         mbarrier.wait(free.index(stage), ((turn // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(stage), bytes)
         for part in gl.static_range(MATRICES):
-            at = [output + part * N, turn * WIDTH]
+            at = [output + part * N, (begin + turn) * WIDTH]
             copy_to_shared(weight, at, ready.index(stage), weight_tiles.index(stage * MATRICES + part))
-        copy_to_shared(x, [0, turn * WIDTH], ready.index(stage), x_tiles.index(stage))
+        copy_to_shared(x, [row, (begin + turn) * WIDTH], ready.index(stage), x_tiles.index(stage))
 
 
 @gluon.jit
 def _multiply(
     shared, OUTPUTS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, IS_SILU: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr,
-    BESIDE: gl.constexpr,
+    SPLIT: gl.constexpr, BESIDE: gl.constexpr,
 ):  # fmt: skip
     (
-        x_scales, scales, bias, residual, out, x_tiles, weight_tiles, ready, free, output, M, N, steps,
+        x_scales, scales, bias, residual, out, x_tiles, weight_tiles, ready, free, row, output, share, M, N, steps,
     ) = shared  # fmt: skip
     type: gl.constexpr = x_tiles.dtype
     MATRICES: gl.constexpr = 2 if GATED else 1
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 256 // type.primitive_bitwidth])
     outputs = output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, SUMS))
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SUMS))
     own = gl.minimum(outputs, N - 1)
     inside = gl.expand_dims(outputs < N, 1) & gl.expand_dims(rows < M, 0)
     target = gl.expand_dims(rows * N, 0) + gl.expand_dims(outputs, 1)
+    if SPLIT:
+        target += share * M * N
     added = gl.zeros((OUTPUTS, ROWS), gl.float32, layout=SUMS)
     if BIAS:
         added += gl.expand_dims(gl.load(bias + own).to(gl.float32), 1)
@@ -125,19 +130,30 @@ def activated(gate, IS_SILU: gl.constexpr):
     return gate / (1.0 + gl.exp(-inner))
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "shares"])
 def _few_rows_kernel(
-    x, weight, x_scales, scales, bias, residual, out, M, N, K,
+    x, weight, x_scales, scales, bias, residual, out, M, N, K, shares,
     OUTPUTS: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-    IS_SILU: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr,
+    IS_SILU: gl.constexpr, ADD: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr, SPLIT: gl.constexpr,
     BESIDE: gl.constexpr,
 ):  # fmt: skip
     """With GATED, N is half the number of the weight's outputs, and a program has as many of the second half as of
-    the first. With SCALED, rows and outputs have scales. With BESIDE, the kernel runs beside the previous one, which
-    has called `let_next_run_beside`."""
+    the first. With SCALED, rows and outputs have scales. With SPLIT, a program multiplies a share of the width
+    (split-K), and `out` has a plane for each share. With BESIDE, the kernel runs beside the previous one, which has
+    called `let_next_run_beside`."""
     MATRICES: gl.constexpr = 2 if GATED else 1
-    output = gl.program_id(0) * OUTPUTS
+    row_tiles = (M + ROWS - 1) // ROWS
+    tile = gl.program_id(0)
+    share = 0
     steps = K // WIDTH
+    begin = 0
+    if SPLIT:
+        share = tile % shares
+        tile = tile // shares
+        begin = share * steps // shares
+        steps = (share + 1) * steps // shares - begin
+    row = tile % row_tiles * ROWS
+    output = tile // row_tiles * OUTPUTS
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, WIDTH], x.layout)
     weight_tiles = gl.allocate_shared_memory(x.dtype, [STAGES * MATRICES, OUTPUTS, WIDTH], weight.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -158,16 +174,18 @@ def _few_rows_kernel(
         weight_tiles,
         ready,
         free,
+        row,
         output,
+        share,
         M,
         N,
         steps,
     )
     gl.warp_specialize(
         [
-            (_multiply, (shared, OUTPUTS, ROWS, WIDTH, STAGES, GATED, IS_SILU, ADD, BIAS, SCALED, BESIDE)),
+            (_multiply, (shared, OUTPUTS, ROWS, WIDTH, STAGES, GATED, IS_SILU, ADD, BIAS, SCALED, SPLIT, BESIDE)),
             (_copy, (
-                x, weight, x_tiles, weight_tiles, ready, free, output, N, steps,
+                x, weight, x_tiles, weight_tiles, ready, free, row, output, N, begin, steps,
                 OUTPUTS, ROWS, WIDTH, STAGES, MATRICES, BESIDE,
             )),
         ],
@@ -179,8 +197,11 @@ def _few_rows_kernel(
 # Of a program, measured on an H200 over the shapes of 0.6 to 14 billion parameters. Many outputs are those of a head.
 OUTPUTS, MANY_OUTPUTS = 64, 128
 MANY = 65_536
+MOST_TILE_ROWS = 128
 COLUMN_BYTES = (256, 128)  # of the width that a program reads at a time, whichever divides the width
 BARRIER_BYTES = 2048  # at most
+# Products of this width, of up to so many rows, are cut into two shares where the chip has room for both.
+SHARED_WIDTH, MOST_SHARED_ROWS = 8192, 256
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -194,6 +215,11 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def fills_once(num_rows: int, num_outputs: int, device: torch.device) -> bool:
+    """Say whether each program of a product gets a processor of its own."""
+    return _num_programs(num_rows, num_outputs) <= num_processors(device.index or 0)
+
+
 def rows(
     x: Tensor,
     weight: Tensor,
@@ -203,44 +229,73 @@ def rows(
     *,
     beside: bool = False,
 ) -> Tensor:
-    """Multiply up to MAX_ROWS rows, which are normed already. `scales` are those of rows and of outputs, of float8;
-    `beside` is explained at `skinny.linear`."""
+    """Multiply rows, which are normed already. `scales` are those of rows and of outputs, of float8; `beside` is
+    explained at `skinny.linear`."""
     num_rows, width = x.shape
-    is_gated = product.gate is not None
-    outputs = product.num_outputs(weight.shape[0])
+    num_made = weight.shape[0]
+    outputs = product.num_outputs(num_made)
     out = product.residual
     if out is None:
-        out = torch.empty(num_rows, outputs, dtype=product.out_dtype or x.dtype, device=x.device)
-    tile_rows = max(16, triton.next_power_of_2(num_rows))
-    tile_outputs = MANY_OUTPUTS if outputs >= MANY and not is_gated else OUTPUTS
-    column_bytes = next(size for size in COLUMN_BYTES if width * x.element_size() % size == 0)
+        out = empty_rows(num_rows, outputs, product.out_dtype or x.dtype, x.device)
+    each = _tile_rows(num_rows)
+    shares = _num_shares(num_rows, num_made, width, x.device)
+    is_whole = shares == 1
+    made = out
+    if not is_whole:
+        made = torch.empty(shares, num_rows, num_made, dtype=torch.float32, device=x.device)
+    is_gated = is_whole and product.gate is not None
+    tile_outputs = MANY_OUTPUTS if outputs >= MANY and not is_gated and each <= MAX_ROWS else OUTPUTS
+    programs = shares * triton.cdiv(num_rows, each) * triton.cdiv(made.shape[-1], tile_outputs)
+    sizes = COLUMN_BYTES if each <= MAX_ROWS else COLUMN_BYTES[-1:]
+    column_bytes = next(size for size in sizes if width * x.element_size() % size == 0)
     columns = column_bytes // x.element_size()
-    stage_bytes = ((2 if is_gated else 1) * tile_outputs + tile_rows) * column_bytes
+    stage_bytes = ((2 if is_gated else 1) * tile_outputs + each) * column_bytes
     absent = x  # any pointer will do
     parts = (part if part is not None else absent for part in (bias, product.residual))
-    _few_rows_kernel[(triton.cdiv(outputs, tile_outputs),)](
-        described(x, tile_rows, columns),
+    _few_rows_kernel[(programs,)](
+        described(in_whole_tiles(x), each, columns),
         described(weight, tile_outputs, columns),
         *(scales or (absent, absent)),
         *parts,
-        out,
+        made,
         num_rows,
-        outputs,
+        made.shape[-1],
         width,
+        shares,
         OUTPUTS=tile_outputs,
-        ROWS=tile_rows,
+        ROWS=each,
         WIDTH=columns,
         STAGES=(current().shared_bytes - BARRIER_BYTES) // stage_bytes,
         GATED=is_gated,
-        IS_SILU=product.gate == "silu",
-        ADD=product.residual is not None,
-        BIAS=bias is not None,
+        IS_SILU=is_gated and product.gate == "silu",
+        ADD=is_whole and product.residual is not None,
+        BIAS=is_whole and bias is not None,
         SCALED=scales is not None,
+        SPLIT=not is_whole,
         BESIDE=beside,
         num_warps=4,
         **launch_options(),
     )
+    if not is_whole:
+        add_shares(made, bias, product, out)
     return out
+
+
+def _tile_rows(num_rows: int) -> int:
+    return min(MOST_TILE_ROWS, max(16, triton.next_power_of_2(num_rows)))
+
+
+def _num_programs(num_rows: int, num_outputs: int) -> int:
+    return triton.cdiv(num_rows, _tile_rows(num_rows)) * triton.cdiv(num_outputs, OUTPUTS)
+
+
+def _num_shares(num_rows: int, num_made: int, width: int, device: torch.device) -> int:
+    """Return into how many parts of the width (split-K) a product is cut."""
+    if not MAX_ROWS < num_rows <= MOST_SHARED_ROWS:
+        return 1
+    programs, processors = _num_programs(num_rows, num_made), num_processors(device.index or 0)
+    is_long = width >= SHARED_WIDTH or 4 * programs <= processors
+    return 2 if is_long and 2 * programs <= processors else 1
 
 
 def described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import Activation, Float8Weight
+from penstock.kernels.triton.device import empty_rows
 from penstock.kernels.triton.elementwise import activate
 from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.skinny import RowProduct, finish_row, load_added
@@ -226,7 +227,16 @@ def _few_rows_kernel(
 
 def gates(num_rows: int, weight: Float8Linear) -> bool:
     """Say whether `rows` gates the product of this many rows."""
-    return 1 < num_rows <= MAX_ROWS and has_hopper_kernels() and weight.in_features % 128 == 0
+    return num_rows <= MAX_ROWS and _is_for_hopper(num_rows, weight)
+
+
+def _is_for_hopper(num_rows: int, weight: Float8Linear) -> bool:
+    """Say whether `few_hopper` multiplies this many rows. cuBLAS leaves the chip idle where outputs are few."""
+    if num_rows < 2 or not has_hopper_kernels() or weight.in_features % 128:
+        return False
+    from penstock.kernels.triton import few_hopper  # in Gluon, which not every version of Triton has
+
+    return num_rows <= MAX_ROWS or few_hopper.fills_once(num_rows, weight.out_features, weight.weight.device)
 
 
 def rows(
@@ -234,20 +244,23 @@ def rows(
 ) -> Tensor:
     """Multiply several rows, their RMS norms, or with `input_gate` their first halves gated by their second halves.
     The product may have a residual, and a gate where `gates` says so."""
+    num_rows = x.shape[0]
     rounded, scales = _rounded(x, product, input_gate)
-    if gates(x.shape[0], weight):
-        from penstock.kernels.triton import few_hopper  # in Gluon, which not every version of Triton has
+    if _is_for_hopper(num_rows, weight):
+        from penstock.kernels.triton import few_hopper
 
         product = replace(product, out_dtype=product.out_dtype or x.dtype)
         return few_hopper.rows(rounded, weight.weight, weight.bias, product, (scales, weight.scales))
-    if x.shape[0] <= MAX_ROWS:
+    if num_rows <= MAX_ROWS:
         return _few_rows(x, rounded, scales, weight, product)
+    # The kernels for few rows let the tensor cores add up all products, too.
     made = torch._scaled_mm(
         rounded,
         weight.weight.t(),
         scale_a=scales,
         scale_b=weight.scales.view(1, -1),
         out_dtype=torch.bfloat16,
+        use_fast_accum=True,
     )
     return _finished(made, weight.bias, product, product.out_dtype or x.dtype)
 
@@ -321,7 +334,7 @@ def _rounded(x: Tensor, product: RowProduct, gate: Activation | None = None) -> 
     """Return the rows, their norms or their gated halves in float8, and the scale of each row: float32 [rows, 1]."""
     rows = x.shape[0]
     width = x.shape[1] // (2 if gate else 1)
-    rounded = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    rounded = empty_rows(rows, width, torch.float8_e4m3fn, x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     _round_kernel[(rows,)](
         x,

@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 from penstock.kernels.interface import Activation
+from penstock.kernels.triton.device import empty_rows, in_whole_tiles
 from penstock.kernels.triton.few_hopper import activated, copy_to_shared, described
 from penstock.kernels.triton.int4 import Int4Linear
 from penstock.kernels.triton.int4_few import add_shares
@@ -350,8 +351,7 @@ def _product(
     outputs = product.num_outputs(num_made)
     out = product.residual
     if out is None:
-        dtype = product.out_dtype or arranged.dtype
-        out = torch.empty(num_rows, outputs, dtype=dtype, device=arranged.device)
+        out = empty_rows(num_rows, outputs, product.out_dtype or arranged.dtype, arranged.device)
     tile_rows, tile, shares = choose_tile(
         num_rows, num_made, width, weight.group, product.gate is not None, arranged.device.index or 0
     )
@@ -366,7 +366,7 @@ def _product(
     absent = arranged  # any pointer will do
     parts = (part if part is not None else absent for part in (weight.bias, product.residual))
     _rows_kernel[(shares * triton.cdiv(num_rows, tile_rows) * output_tiles,)](
-        described(arranged, tile_rows, tile.width),
+        described(in_whole_tiles(arranged), tile_rows, tile.width),
         described(weight.codes.view(torch.int16), tile.outputs, tile.width // 4),
         weight.pairs,
         *parts,
@@ -400,7 +400,7 @@ def _product(
 def _arranged(x: Tensor, group: int, product: RowProduct) -> Tensor:
     """Return the rows, normed if the product says so, in the order of codes in groups of this size."""
     num_rows, width = x.shape
-    out = torch.empty_like(x)
+    out = empty_rows(num_rows, width, x.dtype, x.device)
     block = triton.next_power_of_2(width)
     if product.norm is None:
         block = min(block, ARRANGED_BLOCK)

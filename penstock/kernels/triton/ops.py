@@ -33,6 +33,7 @@ from penstock.kernels.triton.adapted import BatchedAdapters
 from penstock.kernels.triton.channel_delta import channel_delta
 from penstock.kernels.triton.channel_scan import channel_scan
 from penstock.kernels.triton.decode_attention import decode_attention
+from penstock.kernels.triton.device import empty_rows
 from penstock.kernels.triton.elementwise import gated, rms_norm
 from penstock.kernels.triton.experts import StackedExperts, add_experts, pack_experts
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
@@ -61,7 +62,8 @@ def attention(
     matter of memory speed, the others of arithmetic, so each has its own kernel. [T, H, D] → [T, H × D], in `out` if
     that is given. The first `batch.num_decodes` requests have one query token each. `flashinfer` computes the prompts
     that it accepts."""
-    out = torch.empty_like(q) if out is None else out
+    if out is None:
+        out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], q.dtype, q.device).view(q.shape)
     batch = within_chunks(batch, layer.chunk, cache.block_size)
     if batch.num_decodes:
         decode_attention(q, cache, out, layer, batch)
