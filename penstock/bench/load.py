@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,7 +151,7 @@ async def find_target(name: str | None, url: str, model: str | None, api_key: st
     return Target(name or f"{endpoint.host}:{endpoint.port}", endpoint, model or served[0])
 
 
-def encode_request(target: Target, prompt: Prompt) -> bytes:
+def encode_request(target: Target, prompt: Prompt, fields: Mapping[str, Any]) -> bytes:
     body = {
         "model": target.model,
         "prompt": prompt.token_ids,
@@ -160,6 +160,7 @@ def encode_request(target: Target, prompt: Prompt) -> bytes:
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **fields,
     }
     return target.endpoint.request("POST", "/v1/completions", msgspec.json.encode(body))
 
@@ -174,7 +175,7 @@ async def run_load(
     """Send every prompt of the workload; `on_done` is called with 1 after each answer."""
     prompts = workload.prompts()
     # Requests are encoded before the clock starts, so that the timed part only sends and receives bytes.
-    requests = [encode_request(target, prompt) for prompt in prompts]
+    requests = [encode_request(target, prompt, workload.fields) for prompt in prompts]
     outcomes: list[Outcome] = []
 
     async def send(index: int) -> None:

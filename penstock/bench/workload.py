@@ -6,7 +6,9 @@ Everything follows from a seed, so that two servers get the very same requests. 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from penstock.core.errors import ConfigError
 
@@ -76,6 +78,7 @@ class Workload:
     shared_prefix_len: int = 0  # tokens that all prompts begin with
     vocabulary: IntRange = IntRange(1000, 39_999)  # token ids to draw from; low ids are often control tokens
     seed: int = 0
+    fields: Mapping[str, Any] = field(default_factory=dict)  # further ones of every request
 
     def __str__(self) -> str:
         shared = f"{self.shared_prefix_len:,} shared + " if self.shared_prefix_len else ""

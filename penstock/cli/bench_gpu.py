@@ -296,13 +296,13 @@ def _server(config: EngineConfig, folder: Path) -> Iterator[tuple[subprocess.Pop
         process.wait()
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+def wait_until_ready(process: subprocess.Popen[bytes], url: str, path: str = "/ready") -> None:
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
             raise EngineUnavailable("The server did not start; its error is above.")
         with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"{url}/ready", timeout=1).close()
+            urllib.request.urlopen(f"{url}{path}", timeout=1).close()
             return
         time.sleep(0.05)
     raise EngineUnavailable(f"The server was not ready after {_START_TIMEOUT_S:.0f} s.")
