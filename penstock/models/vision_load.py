@@ -36,6 +36,7 @@ from penstock.models.vision_tiles import (
 logger = logging.getLogger(__name__)
 
 EXTRA = "penstock-llm[images]"
+OLDEST_TRANSFORMERS = (5, 23)  # with 5.17, towers of Idefics 3 and Qwen 3 VL return other features
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 # By the class in `architectures`. LLaVA's class serves Pixtral towers too.
@@ -148,9 +149,16 @@ def load_vision(
         return None
     try:
         import PIL.Image  # noqa: F401
-        import transformers  # noqa: F401
+        import transformers
     except ImportError:
         logger.warning("images need %s: the model takes text only", EXTRA)
+        return None
+    if _release(transformers.__version__) < OLDEST_TRANSFORMERS:
+        logger.warning(
+            "images need transformers %d.%d or newer, not %s: the model takes text only",
+            *OLDEST_TRANSFORMERS,
+            transformers.__version__,
+        )
         return None
     config = _config(path)
     with quiet_transformers():
@@ -160,6 +168,11 @@ def load_vision(
         token["id"]: token["content"] for token in json.loads(tokenizer_json).get("added_tokens", ())
     }
     return family(config, processor, tower, ops, spellings)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version such as `5.23.0` or `5.24.0.dev0`."""
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def _tower(path: Path, config: Any, ops: Ops, *, is_random: bool) -> Any:

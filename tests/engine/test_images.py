@@ -27,7 +27,9 @@ from penstock.gateway.models.served_model import PreparedPrompt, ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart
 from penstock.kernels.reference import TorchOps
 from penstock.kvcache.cache import blocks_of_context
+from penstock.models import vision_load
 from penstock.models.config import Fields
+from penstock.models.load import load_vision_part
 from penstock.models.vision import Pixels
 from penstock.models.vision_load import load_vision, text_fields
 from tests.engine.tiny import run, teach_short_answers, tokens
@@ -271,6 +273,16 @@ def test_gemma_4_whose_images_see_themselves_takes_text(
     with caplog.at_level("WARNING", logger="penstock"):
         assert load_vision(tmp_path, Fields(settings, "config.json"), b"{}", TorchOps()) is None
     assert "in some layers only" in caplog.text
+
+
+def test_an_older_transformers_gives_a_model_for_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_vision("llava", tmp_path / "llava")
+    monkeypatch.setattr(vision_load, "OLDEST_TRANSFORMERS", (99, 1))
+    with caplog.at_level("WARNING", logger="penstock"):
+        assert load_vision_part(model.folder, TorchOps()) is None
+    assert f"images need transformers 99.1 or newer, not {transformers.__version__}" in caplog.text
 
 
 @pytest.mark.parametrize(
