@@ -9,6 +9,8 @@ ARGS ?=
 # runs in one process.
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Of the GPU's tests. Each compiles kernels on a core of its own, and takes some gigabytes of the GPU's memory.
+GPU_WORKERS ?= 8
 # Tests start hundreds of processes, which would compile every module again where the environment keeps Python from
 # writing bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -81,7 +83,7 @@ test: $(STAMPS)/dev
 	$(PYTEST) $(ARGS)
 
 test-gpu: $(STAMPS)/dev
-	$(BIN)/python -m pytest tests/gpu $(ARGS)
+	$(BIN)/python -m pytest tests/gpu -n $(GPU_WORKERS) --dist worksteal $(ARGS)
 
 compile-targets: $(STAMPS)/dev
 	$(BIN)/python -m tests.triton.compile_targets $(ARGS)
