@@ -245,7 +245,7 @@ COMMAND = ToolFormat(  # Command R7B and Command A
     list_start="<|START_ACTION|>[\n    ",
     list_end="\n]<|END_ACTION|>",
 )
-JAMBA = ToolFormat(  # Jamba and Hunyuan
+JAMBA = ToolFormat(  # Jamba, Hunyuan and MiniMax M1
     name="jamba",
     markers=CallMarkers(opening=("<tool_calls>",), closing="</tool_calls>"),
     head=f'{{"name": "{NAME}", "arguments": ',

@@ -141,6 +141,8 @@ ANSWERS: list[tuple[ToolFormat, str, Recorder]] = [
     (JAMBA, f'Well.\n<tool_calls>[\n{{"name": "weather", "arguments": {PARIS}}},\n{{"name": "get_time", "arguments": '
             "{}}\n]</tool_calls>",
      Recorder(text="Well.", calls=[("weather", PARIS), ("get_time", "{}")])),
+    (JAMBA, f'<tool_calls>\n{{"name": "weather", "arguments": {PARIS}}}\n{{"name": "get_time", "arguments": {{}}}}\n'
+            "</tool_calls>", Recorder(calls=[("weather", PARIS), ("get_time", "{}")])),  # as MiniMax M1 writes
     (OLMO3, '<function_calls>\nweather(city="Paris", days=null)\nget_time()\n</function_calls> Done.',
      Recorder(text="Done.", calls=[("weather", '{"city":"Paris","days":null}'), ("get_time", "{}")])),
     (APERTUS, f'Sure.<|tools_prefix|>[{{"weather": {PARIS}}}, {{"get_time": {{}}}}]<|tools_suffix|>after',
