@@ -99,7 +99,7 @@ def test_columns_decide_as_single_loads_do(seed: int) -> None:
     assert decisions(PrefixAware(), seed) == decisions(OneByOne(), seed)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))  # of these, each size meets each number of blocks
 def test_groups_of_many_replicas_decide_as_single_loads_do(seed: int) -> None:
     assert decisions(PrefixAware(), seed, (130, 200)) == decisions(OneByOne(), seed, (130, 200))
 
