@@ -32,6 +32,7 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams
 from penstock.router import Replica
 from tests.engine.tiny import write_tiny_model
+from tests.models.tiny_families import save_tiny
 
 pytest.importorskip("nixl_cu12", reason="needs the extra disaggregation")
 
@@ -120,7 +121,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Start(Protocol):
-    async def __call__(self, role: Role, parallel: ParallelConfig = ..., kv_dtype: str = ...) -> Process: ...
+    async def __call__(
+        self, role: Role, parallel: ParallelConfig = ..., kv_dtype: str = ..., saved: Path | None = ...
+    ) -> Process: ...
 
 
 @pytest.fixture
@@ -132,9 +135,17 @@ async def start(model: Path) -> AsyncIterator[Start]:
             role: Role,
             parallel: ParallelConfig = ParallelConfig(),  # noqa: B008
             kv_dtype: str = "auto",
+            saved: Path | None = None,
         ) -> Process:
+            """`saved` is a model with weights of its own."""
+            folder = saved or model
             engine = EngineConfig(
-                model=ModelConfig(model=str(model), device="cpu", dtype="float32", load_format="random"),
+                model=ModelConfig(
+                    model=str(folder),
+                    device="cpu",
+                    dtype="float32",
+                    load_format="random" if saved is None else "auto",
+                ),
                 cache=CacheConfig(num_kv_blocks=1024, kv_cache_dtype=kv_dtype),  # type: ignore[arg-type]
                 # Slow to prefill, quick to decode.
                 scheduler=SchedulerConfig(
@@ -146,7 +157,7 @@ async def start(model: Path) -> AsyncIterator[Start]:
                 kv_transfer=True,
                 parallel=parallel,
             )
-            spec = ReplicaSpec(model=MODEL, engine=engine, model_path=str(model), revision="a", role=role)
+            spec = ReplicaSpec(model=MODEL, engine=engine, model_path=str(folder), revision="a", role=role)
             running = await LocalLauncher(log_level="WARNING").launch(spec, role)
             process = Process(spec, running, ZmqEngineClient(running.endpoint))
             stack.push_async_callback(process.kill)
@@ -314,6 +325,37 @@ async def test_ranks_of_engines_with_other_numbers_of_ranks_read_their_heads(
     assert await here.answer(lent, source) == expected[0]
     await until(lambda: here.client.stats.kv_fetched_tokens == 3 * (700 // 16 * 16))
     assert here.client.stats.kv_fetches_failed == 0
+    for process in (there, here, alone):
+        await process.leave()
+
+
+@pytest.mark.parametrize(
+    ("family", "is_cut"),
+    [
+        ("deepseek_v3", True),  # every rank has all latents
+        ("gemma4", True),  # heads of two sizes, and windows
+        ("gemma4-keys-as-values", False),  # layers with four and with two KV heads
+    ],
+)
+async def test_two_ranks_of_other_families_compute_for_one(
+    start: Start, tmp_path: Path, family: str, is_cut: bool
+) -> None:
+    save_tiny(family, tmp_path)
+    there, here, alone = await asyncio.gather(
+        *(
+            start(role, ParallelConfig(tensor_parallel_size=count), saved=tmp_path)
+            for role, count in (("prefill", 2), ("decode", 1), ("decode", 1))
+        )
+    )
+    async with asyncio.timeout(WAIT_S):
+        for process in (there, here, alone):
+            await process.client.wait_ready()
+    asked = make_request("asked", 5, num_tokens=110)
+    expected = await alone.answer(asked)
+    assert await here.answer(asked, there.source) == expected
+    await until(lambda: here.client.stats.kv_fetched_tokens + here.client.stats.kv_fetches_failed > 0)
+    stats = here.client.stats
+    assert (stats.kv_fetched_tokens, stats.kv_fetches_failed) == ((110 // 16 * 16, 0) if is_cut else (0, 1))
     for process in (there, here, alone):
         await process.leave()
 
