@@ -45,6 +45,7 @@ from penstock.gateway.ledger.rows import (
     usage_row,
 )
 from penstock.gateway.ledger.spend import LedgerSpendTracker, SpendReader
+from penstock.gateway.ledger.turns import QueryTurns
 from penstock.gateway.ledger.usage_store import UsageQuery, UsageTotal, insert_rows, usage_totals
 from penstock.gateway.store.database import Database
 
@@ -86,6 +87,7 @@ class UsageLedger:
         self._fresh: list[UsageRow] | None = []
         self._flushed_to = Position(1, 0)
         self._flushing = asyncio.Lock()
+        self._queries = QueryTurns()
         self._spend_reader = SpendReader()
         self._read_spend_at = 0.0  # on the event loop's clock
         self._is_failing = False
@@ -155,9 +157,12 @@ class UsageLedger:
 
     async def totals(self, query: UsageQuery) -> list[UsageTotal]:
         """Add up usage. The totals include every request that this process has settled, as long as the database takes
-        rows."""
-        await self._flush_quietly()
-        return await self._database.run(lambda connection: usage_totals(connection, query), reads_only=True)
+        rows. Raises RateLimited when too many queries of the workspace wait."""
+        async with self._queries.turn(query.workspace_id):
+            await self._flush_quietly()
+            return await self._database.run(
+                lambda connection: usage_totals(connection, query), reads_only=True
+            )
 
     async def flush(self) -> None:
         """Put everything settled until now into the database, and now and then read back what everyone spent. Raises
