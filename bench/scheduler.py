@@ -1,9 +1,10 @@
 """How long `plan` and `commit` take, and how full KV blocks are: `python bench/scheduler.py`. No model, only the
 scheduler's own time.
 
-Prints the median microseconds per call, by number of running decodes, pipeline depth and queue length. Then the share
-of KV slots that hold nothing while requests of 100 to 156 tokens get 32 to 96 more: of the slots that they hold, and
-of all slots in the blocks that are in use, with whole last blocks and with halves.
+Prints the median microseconds per call, by number of running decodes, pipeline depth, queue length, and tokens
+drafted for each request, of which half are accepted. Then the share of KV slots that hold nothing while requests of
+100 to 156 tokens get 32 to 96 more: of the slots that they hold, and of all slots in the blocks that are in use, with
+whole last blocks and with halves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections import deque
 
 from penstock.core.engine_config import SchedulerConfig
-from penstock.core.plan import SampledToken, StepPlan, StepResult
+from penstock.core.plan import Draft, SampledToken, StepPlan, StepResult
 from penstock.core.request import Request, SamplingParams
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler import Scheduler
@@ -25,24 +26,26 @@ PROMPT_TOKENS = 512
 NUM_TENANTS = 8
 
 
-def build(num_running: int, num_waiting: int, num_steps: int) -> Scheduler:
+def build(num_running: int, num_waiting: int, num_steps: int, num_drafts: int) -> Scheduler:
     """A scheduler whose requests all decode, and whose queue cannot drain: every seat is taken."""
-    blocks_per_request = -(-(PROMPT_TOKENS + num_steps + 8) // BLOCK_SIZE)
+    most_tokens = num_steps * (1 + num_drafts) + 8
+    blocks_per_request = -(-(PROMPT_TOKENS + most_tokens) // BLOCK_SIZE)
     config = SchedulerConfig(
         max_num_seqs=num_running,
         max_num_batched_tokens=num_running * PROMPT_TOKENS,  # the first step computes every prompt
         max_queue_requests=1_000_000,
         max_queue_tokens=1_000_000_000,
         queue_timeout_s=None,
+        max_draft_tokens=num_drafts,
     )
     scheduler = Scheduler(
         config,
         KVCache(num_running * blocks_per_request),
-        max_model_len=PROMPT_TOKENS + num_steps + 8,
+        max_model_len=PROMPT_TOKENS + most_tokens,
         eos_token_ids=frozenset({2}),
     )
     for number in range(num_running + num_waiting):
-        scheduler.add(make_request(number, num_steps + 8), now=0.0)
+        scheduler.add(make_request(number, most_tokens), now=0.0)
     return scheduler
 
 
@@ -56,26 +59,38 @@ def make_request(number: int, max_tokens: int) -> Request:
 
 
 def execute(plan: StepPlan) -> StepResult:
+    """Half of the drafts are right. A drafted token costs a hundredth of a step."""
+    token_id = 100 + plan.step_id % 1000
     sampled = tuple(
-        SampledToken(chunk.request_id, 100 + plan.step_id % 1000) for chunk in plan.chunks if chunk.samples
+        SampledToken(chunk.request_id, token_id, accepted=chunk.drafts[: len(chunk.drafts) // 2])
+        for chunk in plan.chunks
+        if chunk.samples
     )
-    return StepResult(plan.step_id, sampled, 0.02)
+    num_drafted = sum(len(chunk.drafts) for chunk in plan.chunks)
+    return StepResult(plan.step_id, sampled, 0.02 + 0.0002 * num_drafted / len(plan.chunks))
 
 
-def measure(num_running: int, depth: int, num_waiting: int, num_steps: int) -> tuple[float, float]:
+def measure(
+    num_running: int, depth: int, num_waiting: int, num_steps: int, num_drafts: int
+) -> tuple[float, float]:
     """Median microseconds of `plan` and of `commit` while all running requests decode."""
-    scheduler = build(num_running, num_waiting, num_steps)
+    scheduler = build(num_running, num_waiting, num_steps, num_drafts)
     in_flight: deque[StepPlan] = deque()
-    plan_us, commit_us = [], []
+    plan_us: list[float] = []
+    commit_us: list[float] = []
     now = 0.0
     while len(commit_us) < num_steps // 2:
         now += 0.02
+        drafts = {
+            request_id: Draft((7,) * min(most, num_drafts), "bench")
+            for request_id, most in (scheduler.wants_drafts().items() if num_drafts else ())
+        }
         started = time.perf_counter()
-        plan = scheduler.plan(now)
+        plan = scheduler.plan(now, drafts)
         planned = time.perf_counter()
         if plan is not None:
             in_flight.append(plan)
-        if len(in_flight) < depth:
+        if plan is not None and len(in_flight) < depth:
             continue
         plan_to_commit = in_flight.popleft()
         result = execute(plan_to_commit)
@@ -124,14 +139,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400, help="steps per measurement")
     num_steps = parser.parse_args().steps
-    print(f"{'running':>8} {'depth':>6} {'waiting':>8} {'plan µs':>9} {'commit µs':>10} {'sum µs':>8}")
-    for num_waiting in (0, 10_000):
+    print(
+        f"{'running':>8} {'depth':>6} {'waiting':>8} {'drafts':>7} {'plan µs':>9} {'commit µs':>10} {'sum µs':>8}"
+    )
+    for num_waiting, num_drafts in ((0, 0), (10_000, 0), (0, 4)):
         for num_running in (1, 32, 256, 1024):
-            for depth in (1, 2):
-                plan_us, commit_us = measure(num_running, depth, num_waiting, num_steps)
+            for depth in (1, 2) if not num_drafts else (1,):
+                plan_us, commit_us = measure(num_running, depth, num_waiting, num_steps, num_drafts)
                 print(
-                    f"{num_running:>8} {depth:>6} {num_waiting:>8} {plan_us:>9.0f} {commit_us:>10.0f}"
-                    f" {plan_us + commit_us:>8.0f}"
+                    f"{num_running:>8} {depth:>6} {num_waiting:>8} {num_drafts:>7} {plan_us:>9.0f}"
+                    f" {commit_us:>10.0f} {plan_us + commit_us:>8.0f}",
+                    flush=True,
                 )
     print(f"\n{'running':>8} {'last blocks':>12} {'of held':>8} {'of used':>8}")
     for num_running in (1, 8, 32, 256):

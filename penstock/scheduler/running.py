@@ -181,16 +181,26 @@ class RunningSet:
         sequence.num_computed -= num_tokens
         self._slots.num_filled -= num_tokens
 
-    def fit_drafts(self, sequence: Sequence, num_drafts: int, growing: list[Sequence]) -> int:
-        """Return how many of `num_drafts` drafts a request has slots for, after its next token. The request joins
-        `growing` if it needs more slots for them and the cache has blocks to spare."""
-        num_left = sequence.blocks.num_slots - sequence.num_computed
-        if not num_left:  # the request is in `growing` already, for its next token
-            num_left = self._cache.tail_slots
-        elif num_left <= num_drafts and self.num_spare((*growing, sequence)) > 0:
-            growing.append(sequence)
-            num_left += self._cache.tail_slots
-        return min(num_drafts, num_left - 1)
+    def fit_drafts(self, wanted: Iterable[tuple[Sequence, int]], growing: list[Sequence]) -> list[int]:
+        """Return how many of the drafts that are wanted each request has slots for, after its next token. A request
+        joins `growing` if it needs more slots for them and the cache has blocks to spare."""
+        counts: list[int] = []
+        num_spare = self.num_spare(
+            growing
+        )  # at least; counting anew for every request would take a square of time
+        for sequence, num_drafts in wanted:
+            num_left = sequence.blocks.num_slots - sequence.num_computed
+            if not num_left:  # the request is in `growing` already, for its next token
+                num_left = self._cache.tail_slots
+            elif num_left <= num_drafts:
+                num_spare -= 1 + self.num_window_blocks_to_grow((sequence,))
+                if num_spare <= 0 or self._cache.has_window_memory:
+                    num_spare = self.num_spare((*growing, sequence))
+                if num_spare > 0:
+                    growing.append(sequence)
+                    num_left += self._cache.tail_slots
+            counts.append(min(num_drafts, num_left - 1))
+        return counts
 
     def take_released(self) -> tuple[str, ...]:
         """Return the ids of the requests that stopped since the last call."""

@@ -220,12 +220,17 @@ class Speculation:
 
     def _fitted(self, offers: list[_Offer], lengths: list[int], work: Work) -> dict[int, Drafted]:
         """Return as much of the chosen drafts as there are slots for."""
-        drafted = {}
-        for offer, length in zip(offers, lengths, strict=True):
-            count = self._running.fit_drafts(offer.sequence, length, work.growing) if length else 0
-            if count > 0:
-                drafted[offer.sequence.number] = offer.chosen(count)
-        return drafted
+        chosen = [(offer, length) for offer, length in zip(offers, lengths, strict=True) if length]
+        if not chosen:
+            return {}
+        counts = self._running.fit_drafts(
+            [(offer.sequence, length) for offer, length in chosen], work.growing
+        )
+        return {
+            offer.sequence.number: offer.chosen(count)
+            for (offer, _), count in zip(chosen, counts, strict=True)
+            if count > 0
+        }
 
     def _note_load(self, num_requests: int) -> None:
         """Let a trial be due with the next plan when half of the requests have ended: drafts may pay again. The
