@@ -5,8 +5,8 @@
 The variants are those of the warm-up (`engine/warmup.py`), which asks for every kernel that serving meets, over
 models whose weights have a shape and no memory. Triton takes the target from a driver that claims to have that GPU. A
 variant fails if its compiler or assembler refuses it, or if it needs more shared memory than the target has. With
-`--representative`, each kernel is compiled once, in its largest variant: every kernel for the first target, and for
-other targets the kernels whose instructions differ from those of the first.
+`--representative`, each kernel is compiled once, in its largest variant (but see `QUICKER`): every kernel for the first
+target, and for other targets the kernels whose instructions differ from those of the first.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ FAMILY_CODE = ("converts_float8", "has_ptx", "gl.warp_specialize")
 # which a product of 16 bits is lowered as there; PTX that is right for an older GPU is right for a newer one.
 OWN_PRODUCTS = ("90", "100", "gfx942")
 # Constants with which a representative compiles in a fifth of the time. Where `mma.sync` multiplies, products of 32
-# rows have the instructions of products of 64.
+# rows have the instructions of products of 64. Hopper's representative has 64.
 QUICKER = {"segments.solve_kernel": {"SEGMENT": 32}}
 # These meet every kernel.
 REPRESENTATIVE = (
