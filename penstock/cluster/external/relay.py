@@ -74,7 +74,8 @@ class Relay:
             delta.tool_calls or delta.reasoning or delta.reasoning_content or delta.refusal
         ):
             self._is_plain = False
-        self._text.append((delta.content if delta is not None else choice.text) or "")
+        if text := (delta.content if delta is not None else choice.text):
+            self._text.append(text)
 
     def _continued_body(self) -> dict[str, Any] | None:
         body = {name: value for name, value in self._call.body.items() if name != "min_tokens"}

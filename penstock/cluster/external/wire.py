@@ -27,6 +27,7 @@ from penstock.core.errors import (
 from penstock.core.request import Tier
 
 BYTES_PER_TOKEN = 4  # of English text, roughly: the gateway does not have the model's tokenizer
+MAX_TOLD_TOKENS = 2**31 - 1  # no request has more, and no column of the ledger overflows
 
 
 class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,6 +200,12 @@ class WireUsage(msgspec.Struct, frozen=True):
         details = self.completion_tokens_details
         return None if details is None else details.reasoning_tokens
 
+    @property
+    def can_be(self) -> bool:
+        """Say whether a request can have used these tokens. Nobody is charged for others, or credited."""
+        told = (self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.reasoning_tokens)
+        return all(number is None or 0 <= number <= MAX_TOLD_TOKENS for number in told)
+
 
 class WireTimings(msgspec.Struct, frozen=True):
     """The timings that llama.cpp adds to a request."""
@@ -219,6 +226,15 @@ class StreamChunk(msgspec.Struct, frozen=True):
     timings: WireTimings | None = None
     error: Any = None
     data: list[WireEmbedding] = []
+
+    def without_nonsense(self) -> StreamChunk:
+        """Leave out usage that cannot be: it is estimated, as if the server told nothing."""
+        usage, timings = self.usage, self.timings
+        if usage is not None and not usage.can_be:
+            return msgspec.structs.replace(self, usage=None, timings=None)
+        if timings is not None and not 0 <= (timings.cache_n or 0) <= MAX_TOLD_TOKENS:
+            return msgspec.structs.replace(self, timings=None)
+        return self
 
     def without_cached_tokens(self) -> StreamChunk:
         """Hide cached tokens from a client, which must not learn about the prompts of other clients."""

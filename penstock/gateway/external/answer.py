@@ -8,9 +8,11 @@ waiting.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -39,6 +41,19 @@ _FINISH_REASONS = {
 }
 
 
+@dataclass(slots=True)
+class _CallInParts:
+    """The new part of a tool call: its pieces are joined once, because a long call has thousands."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: list[str] = field(default_factory=list)
+
+    def joined(self) -> ToolCallDelta:
+        return ToolCallDelta(self.index, "".join(self.arguments), self.id, self.name)
+
+
 class ExternalChoice:
     """One answer of an external server, whose output is buffered until the reader takes it."""
 
@@ -47,6 +62,7 @@ class ExternalChoice:
         self.ending: FinishReason | None = None  # as the server reported; usage may still follow
         self.finish_reason: FinishReason | None = None  # when nothing follows any more
         self.buffered_bytes = 0
+        self.num_bytes = 0  # of all text that came
         self.num_logprobs = 0
         self.is_dirty = False  # whether the owner lists this choice as one with new output
         self.first_token_at: float | None = None
@@ -59,7 +75,7 @@ class ExternalChoice:
         self._num_reasoning_chunks = 0
         self._text: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: dict[int, ToolCallDelta] = {}
+        self._calls: dict[int, _CallInParts] = {}
         self._known_calls: set[int] = set()
         self._details: list[TokenDetail] = []
         self._num_chars = 0
@@ -98,7 +114,7 @@ class ExternalChoice:
             tuple(self._details),
             self.finish_reason,
             "".join(self._reasoning),
-            tuple(self._calls[index] for index in sorted(self._calls)),
+            tuple(self._calls[index].joined() for index in sorted(self._calls)),
             None if self.finish_reason is None else self._stop_sequence,
         )
         self.drop_buffer()
@@ -120,7 +136,7 @@ class ExternalChoice:
             if reasoning:
                 self._num_reasoning_chunks += 1
                 self._reasoning.append(reasoning)
-                self.buffered_bytes += len(reasoning)
+                self._hold(len(reasoning))
             for call in delta.tool_calls or ():
                 self._push_call(call)
         if choice.logprobs is not None:
@@ -128,26 +144,28 @@ class ExternalChoice:
         if text:
             self._text.append(text)
             self._num_chars += len(text)
-            self.buffered_bytes += len(text)
+            self._hold(len(text))
         if choice.finish_reason is not None:
             self.ending = _FINISH_REASONS.get(choice.finish_reason, FinishReason.STOP)
             if isinstance(choice.stop_reason, str):
                 self._stop_sequence = choice.stop_reason
 
     def _push_call(self, call: WireToolCall) -> None:
-        arguments = call.function.arguments or ""
-        self.buffered_bytes += len(arguments)
         pending = self._calls.get(call.index)
-        if pending is not None:
-            self._calls[call.index] = ToolCallDelta(
-                call.index, pending.arguments + arguments, pending.id, pending.name
-            )
-        elif call.index in self._known_calls:
-            self._calls[call.index] = ToolCallDelta(call.index, arguments)
-        else:
-            self._known_calls.add(call.index)
-            call_id = call.id or f"call_{secrets.token_hex(12)}"
-            self._calls[call.index] = ToolCallDelta(call.index, arguments, call_id, call.function.name or "")
+        if pending is None:
+            pending = self._calls[call.index] = _CallInParts(call.index)
+            if call.index not in self._known_calls:
+                self._known_calls.add(call.index)
+                pending.id = call.id or f"call_{secrets.token_hex(12)}"
+                pending.name = call.function.name or ""
+                self._hold(len(pending.id) + len(pending.name))
+        if call.function.arguments:
+            pending.arguments.append(call.function.arguments)
+            self._hold(len(call.function.arguments))
+
+    def _hold(self, num_bytes: int) -> None:
+        self.buffered_bytes += num_bytes
+        self.num_bytes += num_bytes
 
     def _push_logprobs(self, logprobs: WireLogprobs) -> None:
         for detail in _details(logprobs, self._num_chars):
@@ -202,6 +220,14 @@ def _bytes_of(token: str, data: Sequence[int] | None) -> bytes:
 
 
 logger = logging.getLogger(__name__)
+
+MAX_ANSWER_BYTES = 32 << 20  # of one answer's text: millions of tokens
+
+
+def _too_long() -> EngineUnavailable:
+    return EngineUnavailable(
+        f"The server of this model sent an answer longer than {MAX_ANSWER_BYTES} bytes, which was cut off."
+    )
 
 
 class ExternalAnswer(MeteredAnswer[ExternalChoice]):
@@ -323,9 +349,14 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
             num_logprobs = -choice.num_logprobs
             num_new = sum([choice.push(chunk) for chunk in chunks])
             self._count_logprobs(num_logprobs + choice.num_logprobs)
+            if choice.num_bytes > MAX_ANSWER_BYTES:
+                choice.drop_buffer()
+                self.fail(_too_long())
             if num_new:
                 self._time_tokens(choice, num_new, is_whole=call.is_whole)
                 self._pass_on(choice)
+            if isinstance(self._error, PenstockError):
+                raise copy.copy(self._error)  # to the one who reads the connection, which it closes
 
         return pool.send(call, take)
 

@@ -324,7 +324,7 @@ def _insert_all(connection: Connection, rows: Sequence[UsageRow]) -> tuple[int, 
     try:
         with connection.begin_nested():
             return insert_rows(connection, rows), []
-    except (DataError, IntegrityError):
+    except (DataError, IntegrityError, OverflowError):  # SQLite's, for a number beyond 64 bits
         if len(rows) == 1:
             return 0, [rows[0].request_id]
     # One bad row must not hold up the others: halve until it stands alone.

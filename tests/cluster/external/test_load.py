@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.cluster.external.server import ServerLoad, read_load
+from penstock.cluster.external.server import MAX_SAMPLES, ServerLoad, read_load
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -52,3 +52,21 @@ def test_each_kind_of_server(page: str, load: ServerLoad | None) -> None:
 def test_a_page_that_is_none() -> None:
     with pytest.raises(ValueError, match="could not convert"):
         read_load("vllm:num_requests_running{} many\n")
+
+
+@pytest.mark.parametrize("value", ["+Inf", "-Inf", "NaN", "1e400"])
+def test_a_figure_that_is_none(value: str) -> None:
+    with pytest.raises(ValueError, match="no figure"):
+        read_load(f"vllm:num_requests_running {value}\n")
+
+
+def test_labels_may_hold_anything() -> None:
+    page = 'vllm:num_requests_running{model_name="a } 7 \\" b"} 3.0 1700000000000\nvllm:num_requests_waiting -2\n'
+    assert read_load(page) == ServerLoad(3, 0)
+
+
+def test_a_page_with_a_line_for_each_of_very_many_things_is_refused() -> None:
+    with pytest.raises(ValueError, match="too many"):
+        read_load(
+            "".join(f'vllm:num_requests_running{{m="{number}"}} 1\n' for number in range(MAX_SAMPLES + 1))
+        )

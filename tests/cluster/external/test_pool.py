@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from penstock.cluster.external import waiting
 from penstock.cluster.external.pool import MAX_MISSED_PROBES, ExternalPool
-from penstock.cluster.external.server import ExternalServer
+from penstock.cluster.external.server import MAX_OBJECTS, ExternalServer
 from penstock.cluster.external.wire import ExternalCall, StreamChunk, WireDelta
 from penstock.core.clock import VirtualClock
 from penstock.core.config import ExternalServerConfig
@@ -445,3 +446,68 @@ async def test_a_prefix_stays_at_its_server_until_the_queue_there_is_much_longer
         for letter in "de":
             assert place(letter * 4_000, other) == holder
         assert place("a" * 4_000) == other, "a copy"
+
+
+async def test_servers_that_send_nonsense_are_probed_again() -> None:
+    class Nested(OpenAIServer):
+        async def _models(self, request: Request) -> Response:
+            if self.is_well:
+                return await super()._models(request)
+            self.num_probes += 1
+            return Response(b'{"x": ' + b"[" * 100_000)
+
+    liar = Nested("m")
+    liar.metrics = "vllm:num_requests_running 1\n"
+    async with pool_of(liar, OpenAIServer("n")) as pool:
+        liar.metrics = "vllm:num_requests_running +Inf\n"
+        await pool.probe()
+        liar.is_well = False
+        await pool.probe()
+        liar.is_well = True
+        await pool.probe()
+        assert [view.state for view in pool.views()] == [ReplicaState.READY] * 2
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_an_answer_of_very_many_parts_is_not_decoded(is_whole: bool) -> None:
+    many = b'{"choices": [' + b"{}," * MAX_OBJECTS + b"{}]}"
+    nested = b'{"error": ' + b"[" * 100_000
+    for body in (many, nested):
+        script = [Response(body if is_whole else b"data: " + body + b"\n\n")]
+        async with pool_of(OpenAIServer(script=lambda body, script=script: script)) as pool:
+            with pytest.raises(EngineUnavailable, match="something else"):
+                await pool.send(call(is_whole=is_whole), lambda chunks: None)
+
+
+async def test_a_list_of_very_many_models_is_refused() -> None:
+    server = OpenAIServer(*(str(number) for number in range(MAX_OBJECTS)))
+    async with pool_of(server) as pool:
+        assert not pool.is_ready
+        assert not pool.models
+
+
+@pytest.mark.parametrize("number", [-5, 2**31, 10**30])
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_usage_that_cannot_be_is_left_out(number: int, is_whole: bool) -> None:
+    details = {"cached_tokens": number}
+    told = {"prompt_tokens": 3, "completion_tokens": 1}
+    lies: list[dict[str, Any]] = [
+        {"prompt_tokens": number},
+        {"completion_tokens": number},
+        {"prompt_tokens_details": details},
+        {"completion_tokens_details": {"reasoning_tokens": number}},
+    ]
+    replies = [text_chunks("a", usage=told | lie) for lie in lies]
+    replies.append([*text_chunks("a", usage=told), {"choices": [], "timings": {"cache_n": number}}])
+    async with pool_of(OpenAIServer(script=lambda body: replies.pop())) as pool:
+        for is_credible in (True, *(False for _ in lies)):
+            chunks: list[StreamChunk] = []
+            await pool.send(call(is_whole=is_whole, text="x" * 39), chunks.extend)
+            usage = [chunk.usage for chunk in chunks if chunk.usage is not None]
+            if is_credible:
+                assert (usage[0].prompt_tokens, usage[0].completion_tokens) == (3, 1)
+            elif is_whole:  # estimated
+                assert (usage[0].prompt_tokens, usage[0].completion_tokens) == (10, 1)
+            else:
+                assert usage == []
+            assert all(chunk.timings is None for chunk in chunks)

@@ -20,6 +20,7 @@ from penstock.core.identity import OPEN_PRINCIPAL
 from penstock.core.request import Tier
 from penstock.gateway.accounts import Accounts, Claim, Outcome
 from penstock.gateway.answers.stream import ReaderGone
+from penstock.gateway.external import answer as answer_module
 from penstock.gateway.external.answer import ExternalAnswer
 from penstock.gateway.gateway import Gateway
 from tests.cluster.external.openai_server import text_chunks
@@ -164,12 +165,14 @@ def test_lives_of_external_answers(
     asyncio.run(live(plans, pause, cancel_after, collects))
 
 
-async def _collecting(pool: ScriptedPool) -> tuple[ExternalAnswer, asyncio.Task[Any]]:
+async def _collecting(
+    pool: ScriptedPool, *, is_read_whole: bool = True
+) -> tuple[ExternalAnswer, asyncio.Task[Any]]:
     gateway = Gateway(FakeEngine(), GatewayConfig())
     claim = Claim(request_id="r", principal=OPEN_PRINCIPAL, model="m", endpoint="chat", tier=Tier.DEFAULT)
     account = await gateway.accounts.open(claim)
     answer = ExternalAnswer(account, [call(0)], 1, gateway, lambda answer: None)
-    answer.start(pool, None, is_read_whole=True)  # type: ignore[arg-type]
+    answer.start(pool, None, is_read_whole=is_read_whole)  # type: ignore[arg-type]
     return answer, asyncio.create_task(answer.collect())
 
 
@@ -201,3 +204,14 @@ async def test_whoever_cancels_the_reader_cancels_the_reader() -> None:
     with pytest.raises(asyncio.CancelledError):
         await collecting
     assert pool.num_open == 0
+
+
+@pytest.mark.parametrize("is_read_whole", [True, False])
+async def test_an_endless_answer_is_given_up(monkeypatch: pytest.MonkeyPatch, is_read_whole: bool) -> None:
+    monkeypatch.setattr(answer_module, "MAX_ANSWER_BYTES", 1000)
+    pool = ScriptedPool([Plan(("a" * 100,) * 1000, "well")])
+    answer, collecting = await _collecting(pool, is_read_whole=is_read_whole)
+    with pytest.raises(EngineUnavailable, match="longer than"):
+        await collecting
+    assert pool.num_open == 0
+    assert answer.usage.completion_tokens < 20

@@ -119,3 +119,15 @@ def test_llama_cpp_tells_cached_tokens_in_its_own_way() -> None:
         told(usage={"prompt_tokens": 20, "completion_tokens": 3}, timings={"cache_n": 12, "prompt_n": 8})
     )
     assert choice.cached_tokens == 12
+
+
+def test_calls_of_tools_count_as_bytes_that_wait() -> None:
+    choice = fed(
+        *(
+            chunk({"tool_calls": [{"index": number, "id": "i" * 100, "function": {"name": "n" * 100}}]})
+            for number in range(10)
+        )
+    )
+    assert choice.buffered_bytes >= 2000
+    choice.take()
+    assert choice.buffered_bytes == 0

@@ -334,3 +334,11 @@ async def test_a_clients_name_for_its_user_cannot_spoil_a_row(tmp_path: Path) ->
         ledger.begin(claim("a", user="x\0" * 500))
         ledger.settle(claim("a", user="x\0" * 500), outcome())
     assert stored_rows(tmp_path)["a"].user == "x" * 128
+
+
+async def test_a_number_that_no_column_holds_does_not_keep_others_from_the_database(tmp_path: Path) -> None:
+    async with open_ledger(tmp_path) as ledger:
+        for name, tokens in (("a", 10), ("b", 2**63), ("c", 10)):
+            ledger.begin(claim(name))
+            ledger.settle(claim(name), outcome(tokens))
+    assert set(stored_rows(tmp_path)) == {"a", "c"}
