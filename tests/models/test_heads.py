@@ -155,8 +155,71 @@ def test_heads_come_from_torch_files_too(tmp_path: Path, target: Target) -> None
     (folder / "model.safetensors").unlink()
     torch.save(medusa_tensors("original"), folder / "medusa_lm_head.pt")
     assert isinstance(load_heads(folder, target, POSITIONS), MedusaHeads)
-    (folder / "medusa_lm_head.pt").write_bytes(b"not a file of torch")
-    with pytest.raises(ModelLoadError, match="cannot be read"):
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        (b"not a file of torch", "cannot be read"),
+        (b"", "too early"),
+        ([torch.zeros(1)], "by name"),
+        ({1: torch.zeros(1)}, "not a tensor with a name"),
+        ({"fc.weight": {"nested": torch.zeros(1)}}, "fc.weight, which is not a tensor"),
+        ({"0.0.linear.weight": 5}, "not a tensor"),
+        ({"fc.weight": torch.tensor(1.0)}, "no dense matrix"),
+        ({"fc.weight": torch.zeros(2, 2, device="meta")}, "no dense matrix"),
+        ({"fc.weight": torch.zeros(2, 2).to_sparse()}, "no dense matrix"),
+        ({"fc.weight": torch.zeros(2, 2, dtype=torch.int64)}, "no dense matrix"),
+        ({"fc.weight": torch.zeros(SIZE, 2 * SIZE), "d2t": torch.zeros(4)}, "no dense matrix"),
+    ],
+    ids=[
+        "damaged",
+        "empty",
+        "list",
+        "number",
+        "nested",
+        "constant",
+        "scalar",
+        "meta",
+        "sparse",
+        "int",
+        "d2t",
+    ],
+)
+def test_damaged_torch_files_are_refused(tmp_path: Path, target: Target, stored: Any, words: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(stored, file) if not isinstance(stored, bytes) else file.write_bytes(stored)
+    with pytest.raises(ModelLoadError, match=words):
+        load_heads(tmp_path, target, POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("drop", "add", "words"),
+    [
+        (("0.0",), {}, "neither"),
+        (("1.0",), {}, "head 1 is missing"),
+        (("0.1",), {}, "no tensor lm_heads.0"),
+        ((), {"lm_heads.0.bias": torch.zeros(VOCAB_SIZE)}, "lm_heads.0.bias, which no known"),
+        ((), {"blocks.x.layers.0.weight": torch.zeros(SIZE, SIZE)}, "which no known"),
+        (("1.0", "0.1", "1.1", "2.1"), {}, "head 1 is missing"),
+    ],
+    ids=["first", "second", "output", "bias", "name", "gap"],
+)
+def test_incomplete_medusa_heads_are_refused(
+    tmp_path: Path, target: Target, drop: tuple[str, ...], add: dict[str, Tensor], words: str
+) -> None:
+    tensors = {n: t for n, t in medusa_tensors("original").items() if not n.startswith(drop or ("-",))} | add
+    with pytest.raises(ModelLoadError, match=words):
+        load_heads(write_folder(tmp_path / "heads", tensors, VOCAB_SIZE), target, POSITIONS)
+
+
+@pytest.mark.parametrize("name", ["hidden_norm", "input_layernorm"])
+def test_an_eagle_3_head_needs_both_norms(tmp_path: Path, target: Target, name: str) -> None:
+    tensors = eagle_tensors(VOCAB_SIZE, third=True)
+    del tensors[f"midlayer.{name}.weight"]
+    folder = write_folder(tmp_path / "head", tensors, VOCAB_SIZE, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    with pytest.raises((ConfigError, ModelLoadError)):
         load_heads(folder, target, POSITIONS)
 
 
@@ -183,9 +246,10 @@ def test_written_heads_are_read_back(tmp_path: Path, target: Target) -> None:
         ({}, ("layers.0.mlp.up_proj.weight",), {}, ModelLoadError, "no tensor"),
         ({}, ("fc.weight",), {}, ModelLoadError, "neither an EAGLE"),
         ({}, (), {"d2t": torch.full((4,), VOCAB_SIZE)}, ModelLoadError, "beyond the vocabulary"),
+        ({}, (), {"d2t": torch.full((4, 4), VOCAB_SIZE)}, ModelLoadError, "beyond the vocabulary"),
         ({}, (), {"layers.0.mlp.down_proj.weight": torch.zeros(3, 3)}, ModelLoadError, "of shape"),
     ],
-    ids=["vocabulary", "layers", "unknown", "hidden-size", "missing", "no-fc", "d2t", "shape"],
+    ids=["vocabulary", "layers", "unknown", "hidden-size", "missing", "no-fc", "d2t", "d2t-matrix", "shape"],
 )
 def test_heads_of_another_model_are_refused(
     tmp_path: Path,

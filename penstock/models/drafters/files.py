@@ -27,6 +27,7 @@ from penstock.models.weight_parts import Part, take_part
 WEIGHTS = "model.safetensors"
 _NAMES = (WEIGHTS, "medusa_lm_head.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
 _UNUSED = re.compile(r"rotary_emb|^t2d$")
+_INDICES = ("d2t", "t2d")  # tensors of whole numbers: which tokens a head can draft
 _MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
 
 
@@ -81,14 +82,14 @@ def read_heads(folder: Path) -> HeadFolder:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise ValueError("it is not an object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{folder}/config.json cannot be read: {error}.") from error
     try:
         if file.suffix == ".safetensors":
-            stored: Mapping[str, Any] = load_file(file)
+            stored: object = load_file(file)
         else:
             stored = torch.load(file, map_location="cpu", weights_only=True)
-        tensors = _renamed(stored)
+        tensors = _renamed(_checked(stored))
     except (
         SafetensorError,
         OSError,
@@ -96,8 +97,9 @@ def read_heads(folder: Path) -> HeadFolder:
         EOFError,
         pickle.UnpicklingError,
         AttributeError,
+        ValueError,
     ) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = (str(error) or "it ends too early").splitlines()[0].rstrip(".")
         raise ModelLoadError(f"{file} cannot be read: {reason}.", hint="Fetch the file again.") from error
     return HeadFolder(folder, settings, tensors, file.stat().st_size)
 
@@ -114,7 +116,22 @@ def write_heads(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str,
     partial.replace(folder / "config.json")
 
 
-def _renamed(stored: Mapping[str, Any]) -> dict[str, Tensor]:
+def _checked(stored: object) -> dict[str, Tensor]:
+    """Check the contents of a file, because torch files can hold any objects. Raises ValueError unless they are
+    tensors by name, dense, and with fractions where they are weights."""
+    if not isinstance(stored, dict):
+        raise ValueError("it does not hold tensors by name")
+    for name, tensor in stored.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(f"it holds {str(name)[:80]}, which is not a tensor with a name")
+        is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.dim() > 0
+        if not is_dense or tensor.is_floating_point() == (name in _INDICES) or tensor.is_complex():
+            kind = f"{tensor.layout} of {tensor.dtype} with {tensor.dim()} dimensions"
+            raise ValueError(f"its tensor {name[:80]} is no dense matrix or vector of weights: {kind}")
+    return stored
+
+
+def _renamed(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     blocks = [match for match in map(_MEDUSA.match, stored) if match is not None and match[3] is not None]
     num_blocks = max((int(match[2]) + 1 for match in blocks), default=0)

@@ -7,6 +7,7 @@ heads guess several tokens from one hidden state, each by itself, and have no KV
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,7 +59,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The decoder layer of an EAGLE head. Only EAGLE 3 has the first two norms."""
+    """The decoder layer of an EAGLE head. EAGLE 3 has both of the first two norms, and older heads have neither."""
 
     embedding_norm: Tensor | None
     hidden_norm: Tensor | None
@@ -166,8 +167,7 @@ class MedusaHeads:
         if width != size:
             raise _other_hidden_size(folder, width, size)
         loader = WeightLoader(folder, target.ops, quantization=quantization)
-        indices = {int(name.split(".")[1]) for name in folder.tensors if name.startswith("blocks.")}
-        self.max_tokens = len(indices)
+        self.max_tokens = _num_medusa_heads(folder)
         self._blocks: list[list[PackedLinear]] = []
         for index in range(self.max_tokens):
             prefix = f"blocks.{index}.layers."
@@ -176,8 +176,9 @@ class MedusaHeads:
             self._blocks.append(
                 [loader.linear([n], [size], size, bias=loader.has(f"{n}.bias")) for n in names]
             )
-        has_heads = loader.has("lm_heads.0.weight")
-        if has_heads and (rows := folder.tensors["lm_heads.0.weight"].shape[0]) != config.vocab_size:
+        has_heads = any(name.startswith("lm_heads.") for name in folder.tensors)
+        first = folder.tensors.get("lm_heads.0.weight")
+        if first is not None and (rows := first.shape[0]) != config.vocab_size:
             raise _other_vocabulary(folder, rows, config.vocab_size)
         self._heads = [
             loader.linear([f"lm_heads.{index}"], [config.vocab_size], size) if has_heads else None
@@ -199,6 +200,18 @@ class MedusaHeads:
             else:
                 drafted.append(ops.logits(rows, head).argmax(dim=1))
         return torch.stack(drafted, dim=1)
+
+
+def _num_medusa_heads(folder: HeadFolder) -> int:
+    """Count Medusa's heads, which must be numbered from 0 on, and raise ModelLoadError for unknown tensors."""
+    for name in folder.tensors:
+        if not _MEDUSA_NAME.match(name):
+            raise ModelLoadError(f"The heads in {folder.path} have {name}, which no known Medusa head has.")
+    count = 1 + max(int(name.split(".")[1]) for name in folder.tensors)
+    for index in range(count):
+        if f"blocks.{index}.layers.0.weight" not in folder.tensors:
+            raise ModelLoadError(f"Of the {count} heads in {folder.path}, head {index} is missing.")
+    return count
 
 
 def load_heads(
@@ -230,6 +243,7 @@ def _other_vocabulary(folder: HeadFolder, size: int, wanted: int) -> ConfigError
     )
 
 
+_MEDUSA_NAME = re.compile(r"(blocks\.\d{1,3}\.layers\.\d{1,3}\.(weight|bias)|lm_heads\.\d{1,3}\.weight)$")
 _LAYER = "layers.0."
 _KNOWN = frozenset({
     "fc.weight", "fc.bias", "input_norm.weight", "embed_tokens.weight", "norm.weight", "lm_head.weight", "d2t",
@@ -274,9 +288,9 @@ def _vocabulary(folder: HeadFolder, vocab_size: int, device: torch.device) -> Te
     `d2t` holds the difference of the two numbers."""
     if "d2t" not in folder.tensors:
         return None
-    offsets = folder.tensors["d2t"].to(torch.int64)
+    offsets = folder.tensors["d2t"].to(torch.int64).flatten()
     token_ids = offsets + torch.arange(len(offsets))
-    if offsets.dim() != 1 or not len(offsets) or token_ids.min() < 0 or token_ids.max() >= vocab_size:
+    if not len(offsets) or token_ids.min() < 0 or token_ids.max() >= vocab_size:
         raise ModelLoadError(
             f"The head in {folder.path} drafts tokens beyond the vocabulary of {vocab_size}."
         )
@@ -298,8 +312,8 @@ def _load_layer(
         return loader.linear([_LAYER + name for name in names], rows, columns, bias=has_bias)
 
     return _Layer(
-        embedding_norm=norm("input_layernorm", size) if is_third else None,
-        hidden_norm=norm("hidden_norm", size),
+        embedding_norm=loader.vector(f"{_LAYER}input_layernorm.weight", size) if is_third else None,
+        hidden_norm=loader.vector(f"{_LAYER}hidden_norm.weight", size) if is_third else None,
         qkv=linear(
             [f"self_attn.{part}_proj" for part in "qkv"],
             [query_size, kv_size, kv_size],
