@@ -112,7 +112,7 @@ class ImageLoader:
         loaded: dict[int, ImagePart] = {}
         for part in parts:
             data = await self._read(part, workspace_id)
-            image = await self._in_thread(partial(checked_image, part, data, self._config))
+            image = await self._in_thread(partial(checked_image, part, data, self._config, workspace_id))
             loaded[id(part)] = msgspec.structs.replace(part, loaded=image)
         return _with_parts(prompt, lambda part: loaded.get(id(part), part))
 
@@ -189,8 +189,11 @@ def decode_data_url(part: ImagePart) -> bytes:
         raise InvalidRequest(f"The base64 text of an image is damaged: {error}.", param=part.param) from error
 
 
-def checked_image(part: ImagePart, data: bytes, config: GatewayConfig) -> LoadedImage:
-    """Check one image. The size comes from the header, before any pixel is decoded."""
+def checked_image(
+    part: ImagePart, data: bytes, config: GatewayConfig, workspace_id: str = "default"
+) -> LoadedImage:
+    """Check one image. The size comes from the header, before any pixel is decoded. Digests of different workspaces
+    differ, because engines keep encoded images by their digest: nobody may notice another's images by their times."""
     if len(data) > config.max_image_bytes:
         raise _too_large(part, config.max_image_bytes)
     if not data:
@@ -226,7 +229,8 @@ def checked_image(part: ImagePart, data: bytes, config: GatewayConfig) -> Loaded
         ) from error
     except Exception as error:  # decoders raise whatever a damaged file leads to
         raise InvalidRequest(f"An image is damaged: {error}.", param=part.param) from error
-    digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES, person=b"image").digest()
+    salt = hashlib.blake2b(workspace_id.encode(), digest_size=_DIGEST_BYTES).digest()
+    digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES, person=b"image", key=salt).digest()
     return LoadedImage(data, digest, width, height)
 
 

@@ -300,6 +300,9 @@ def test_all_images_of_a_chat_are_loaded_and_an_error_names_its_place() -> None:
     bad = ImagePart(url=data_url(b"nothing"), param="messages[1].content")
     loader = ImageLoader(CONFIG)
     loaded = asyncio.run(loader.load(chat(good, TextPart("and"), good), "w"))
+    elsewhere = asyncio.run(loader.load(chat(good), "v"))
+    digests = [part.loaded.digest for part in (*image_parts(loaded), *image_parts(elsewhere)) if part.loaded]
+    assert digests[0] == digests[1] != digests[2], "no workspace may notice the images of another"
     assert [part.loaded.width for part in image_parts(loaded) if part.loaded] == [20, 20]
     with pytest.raises(InvalidRequest) as refused:
         asyncio.run(loader.load(chat(good, bad), "w"))
