@@ -99,8 +99,11 @@ def tokenizer_from_gguf(file: GGUFFile) -> TokenizerFiles:
             f"{fields.where} has a tokenizer of kind {kind!r}; known are gpt2, llama, gemma4, t5 and bert."
         )
     tokenizer["added_tokens"] = added_tokens(tokens, types)
-    if kind in ("gpt2", "t5") and file.metadata.get(f"{file.architecture}.attention.causal") is False:
+    is_causal = file.metadata.get(f"{file.architecture}.attention.causal") is not False
+    if kind in ("gpt2", "t5") and not is_causal:
         tokenizer["post_processor"] = _ends(fields, tokens, numbers_texts=file.architecture == "modern-bert")
+    elif kind != "bert" and fields.flag("add_eos_token", False):  # decoders that were made for vectors
+        tokenizer["post_processor"] = _ends(fields, tokens, numbers_texts=False, adds_bos=adds_bos)
     bos_token_id = _token_id(fields, "bos_token_id", tokens)
     templates = gguf_templates(file.metadata)
     return TokenizerFiles(
@@ -127,12 +130,14 @@ def _sentencepiece_settings(fields: Fields) -> SentencePieceSettings:
     )
 
 
-def _ends(fields: Fields, tokens: Sequence[str], *, numbers_texts: bool) -> dict[str, Any]:
-    """Return the template of an encoder, whose texts begin and end with tokens."""
+def _ends(
+    fields: Fields, tokens: Sequence[str], *, numbers_texts: bool, adds_bos: bool = True
+) -> dict[str, Any]:
+    """Return the template of a model for vectors, whose texts begin and end with tokens."""
     firsts = (_token_id(fields, key, tokens) for key in ("bos_token_id", "cls_token_id"))
     lasts = (_token_id(fields, key, tokens) for key in ("eos_token_id", "seperator_token_id"))
     first, last = (next((each for each in ids if each is not None), None) for ids in (firsts, lasts))
-    if not fields.flag("add_bos_token", True):
+    if not fields.flag("add_bos_token", adds_bos):
         first = None
     if not fields.flag("add_eos_token", True) and not fields.flag("add_sep_token", False):
         last = None

@@ -348,9 +348,6 @@ def test_unigram_of_an_encoder(tmp_path: Path) -> None:
         if "\n" not in text:  # a table of characters, which is not in this file, makes line ends spaces
             assert ours.encode(text).ids == theirs.encode(text).ids, text
     assert ours.encode("a", "b").ids == theirs.encode("a", "b").ids
-    files = load_tokenizer(write_vocabulary(tmp_path / "b.gguf", vocabulary))
-    assert files is not None
-    assert Tokenizer.from_buffer(files.tokenizer_json).encode("").ids == [], "of a decoder"
 
 
 def test_byte_level_of_an_encoder(byte_level_vocabulary: tuple[Vocab, Merges], tmp_path: Path) -> None:
@@ -363,6 +360,20 @@ def test_byte_level_of_an_encoder(byte_level_vocabulary: tuple[Vocab, Merges], t
     without = replace(vocabulary, settings={**vocabulary.settings, "add_add_bos_token": False})
     ours = reloaded(write_vocabulary(tmp_path / "b.gguf", without, is_causal=False))
     assert ours.encode(TEXTS[0]).ids == [*first, 2]
+
+
+@pytest.mark.parametrize("adds_first", [True, False])
+def test_last_token_of_a_decoder_for_vectors(
+    byte_level_vocabulary: tuple[Vocab, Merges], adds_first: bool, tmp_path: Path
+) -> None:
+    vocabulary = stored(*byte_level_vocabulary, "qwen2")
+    ends = {"add_add_bos_token": adds_first, "add_add_eos_token": True}
+    ends = replace(vocabulary, settings={**vocabulary.settings, **ends})
+    ours = reloaded(write_vocabulary(tmp_path / "a.gguf", ends))
+    plain = reloaded(write_vocabulary(tmp_path / "b.gguf", vocabulary))
+    text = plain.encode(TEXTS[0]).ids
+    assert ours.encode(TEXTS[0]).ids == [*([1] if adds_first else []), *text, 2]
+    assert ours.encode(TEXTS[0], add_special_tokens=False).ids == text, "of a prompt"
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ class TextTokenizer:
         self._card = card
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.bos_ids = (card.bos_token_id,) if card.add_bos_token and card.bos_token_id is not None else ()
+        self._template_ids = _ids_before_text(self._tokenizer)
+        self.bos_ids = _bos_ids(card, self._template_ids)
         file = _decode_file(card.tokenizer_json)
         self._decoder = DecoderKind.of(file.decoder)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -292,7 +293,7 @@ class TextTokenizer:
     @cached_property
     def _missing_bos(self) -> tuple[int, ...]:
         """Return the beginning-of-sequence token, if the tokenizer's own template does not write it."""
-        return () if self._tokenizer.encode("a").ids[:1] == [*self.bos_ids] else self.bos_ids
+        return () if self._template_ids[:1] == self.bos_ids[:1] else self.bos_ids
 
     @cached_property
     def _plain_tokenizer(self) -> Tokenizer:
@@ -300,6 +301,22 @@ class TextTokenizer:
         tokenizer = Tokenizer.from_buffer(self._card.tokenizer_json)
         tokenizer.encode_special_tokens = True
         return tokenizer
+
+
+def _ids_before_text(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the special tokens that the tokenizer's own template writes before a text."""
+    encoding = tokenizer.encode("a")
+    is_special = (*encoding.special_tokens_mask, 0)
+    return tuple(encoding.ids[: is_special.index(0)])
+
+
+def _bos_ids(card: ModelCard, template_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tokens before a plain-text prompt. Some models have several of them, or call none of them the
+    beginning of a sequence: their template writes them."""
+    if card.add_bos_token and card.bos_token_id is not None:
+        return template_ids if template_ids[:1] == (card.bos_token_id,) else (card.bos_token_id,)
+    is_denied = template_ids[:1] == (card.bos_token_id,)
+    return () if card.is_encoder or is_denied else template_ids
 
 
 def _shared_room(room: int, first: int, second: int) -> tuple[int, int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from penstock.core.errors import ModelLoadError
 from penstock.gateway.text.detokenizer import REPLACEMENT_CHARACTER, ByteDetokenizer, WindowDetokenizer
@@ -118,6 +118,28 @@ async def test_encode_adds_the_first_token_only_where_the_card_says() -> None:
     assert await wants.encode("ab", add_special_tokens=True) == (BOS_ID, 97, 98)
     assert await wants.encode("ab", add_special_tokens=False) == (97, 98)
     assert await wants_none.encode("ab", add_special_tokens=True) == (97, 98)
+
+
+@pytest.mark.parametrize(
+    ("card", "first"),
+    [
+        ({"bos_token_id": None}, (EOS_ID, BOS_ID)),  # GLM 4 calls none of both the beginning of a sequence
+        ({"bos_token_id": EOS_ID, "add_bos_token": True}, (EOS_ID, BOS_ID)),
+        ({"bos_token_id": BOS_ID, "add_bos_token": True}, (BOS_ID,)),
+        ({"bos_token_id": EOS_ID}, ()),  # the settings deny it
+        ({"bos_token_id": None, "is_encoder": True}, ()),
+    ],
+)
+async def test_first_tokens_that_the_template_of_the_tokenizer_writes(
+    card: dict[str, Any], first: tuple[int, ...]
+) -> None:
+    raw = byte_tokenizer()
+    specials = [("<|end|>", EOS_ID), ("<|begin|>", BOS_ID)]
+    raw.post_processor = processors.TemplateProcessing(
+        single="<|end|> <|begin|> $A", special_tokens=specials
+    )
+    tokenizer = tokenizer_of(raw, **card)
+    assert await tokenizer.encode("ab", add_special_tokens=True) == (*first, 97, 98)
 
 
 async def test_long_texts_are_encoded_like_short_ones() -> None:
