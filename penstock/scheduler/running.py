@@ -185,9 +185,8 @@ class RunningSet:
         """Return how many of the drafts that are wanted each request has slots for, after its next token. A request
         joins `growing` if it needs more slots for them and the cache has blocks to spare."""
         counts: list[int] = []
-        num_spare = self.num_spare(
-            growing
-        )  # at least; counting anew for every request would take a square of time
+        # Blocks that are surely spare. Counting them anew for every request would take quadratic time.
+        num_spare = self.num_spare(growing)
         for sequence, num_drafts in wanted:
             num_left = sequence.blocks.num_slots - sequence.num_computed
             if not num_left:  # the request is in `growing` already, for its next token

@@ -5,8 +5,8 @@
 The variants are those of the warm-up (`engine/warmup.py`), which asks for every kernel that serving meets, over
 models whose weights have a shape and no memory. Triton takes the target from a driver that claims to have that GPU. A
 variant fails if its compiler or assembler refuses it, or if it needs more shared memory than the target has. With
-`--representative`, each kernel is compiled once, in its largest variant (but see `QUICKER`): every kernel for the first
-target, and for other targets the kernels whose instructions differ from those of the first.
+`--representative`, each kernel is compiled once, in its largest variant (but see `QUICKER`): every kernel for the
+first target, and for other targets the kernels whose instructions differ from those of the first.
 """
 
 from __future__ import annotations
