@@ -18,6 +18,7 @@ from operator import attrgetter
 import msgspec
 from msgspec.structs import replace
 
+from penstock.core.errors import InvalidRequest
 from penstock.core.plan import TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.gateway.accounts import Account
@@ -262,6 +263,8 @@ class BeamGeneration(Generation):
         searched.asked.discard(event.request_id)
         if event.finish_reason is not FinishReason.LENGTH:
             self._end_step_early(searched, event)
+        elif not event.logprobs:  # the search would wait for them forever
+            self.fail(InvalidRequest("This model has no log-probabilities, which a beam search needs."))
         elif not searched.waits:
             searched.advance()
             if searched.search.is_over:

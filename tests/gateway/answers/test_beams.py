@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -125,6 +126,15 @@ async def test_a_deadline_before_the_first_token_and_an_engine_that_fails() -> N
     with pytest.raises(PenstockError, match="broken"):
         await (await started(engine, asked())).collect()
     assert engine.aborted == [engine.added[2].id]
+
+
+async def test_an_engine_without_log_probabilities_keeps_nobody_waiting() -> None:
+    def echo(request: Request) -> list[TokenEvent]:
+        return [TokenEvent(request.id, (A,), finish_reason=FinishReason.LENGTH)]
+
+    with pytest.raises(InvalidRequest, match="no log-probabilities"):
+        async with asyncio.timeout(60):
+            await (await started(FakeEngine(echo), asked())).collect()
 
 
 async def test_the_widest_search_is_reserved() -> None:
