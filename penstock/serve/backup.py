@@ -17,7 +17,7 @@ from sqlalchemy.exc import DatabaseError
 
 from penstock.core.errors import UsageError
 from penstock.core.gateway_config import StoreConfig
-from penstock.gateway.store.database import Database
+from penstock.gateway.store.database import Database, refuse_unknown
 from penstock.serve.environment import open_database
 
 SQLITE_MAGIC = b"SQLite format 3\0"
@@ -64,8 +64,10 @@ def restore(store: StoreConfig, source: Path, *, replace: bool = False) -> None:
             )
         if database.file is not None:
             database.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            database.close()  # its own connection is not another's
             _replace_file(source, database.file)
         else:
+            refuse_unknown(_postgres_revision(source, store))
             options = ["--clean", "--if-exists", "--no-owner", "--single-transaction", "--exit-on-error"]
             _call("pg_restore", [*options, "--dbname", _postgres_url(store), str(source)], store)
         database.migrate()  # a copy of an older version
@@ -79,6 +81,7 @@ def _replace_file(source: Path, target: Path) -> None:
         unfinished.chmod(0o600)
         with contextlib.closing(Database(f"sqlite:///{unfinished}")) as copied:
             copied.migrate()
+        _check_unused(target)
         _copy(unfinished, target)
         target.chmod(0o600)
     except DatabaseError as error:
@@ -86,6 +89,19 @@ def _replace_file(source: Path, target: Path) -> None:
     finally:
         for suffix in ("", "-wal", "-shm"):
             Path(f"{unfinished}{suffix}").unlink(missing_ok=True)
+
+
+def _check_unused(file: Path) -> None:
+    """Refuse a database that a process has open. SQLite leaves the write-ahead log for the only connection alone."""
+    with contextlib.closing(sqlite3.connect(file, timeout=1.0)) as connection:
+        try:
+            connection.execute("PRAGMA journal_mode = DELETE")
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error):
+                raise UsageError(f"The database {file} cannot be replaced: {error}.") from error
+            raise UsageError(
+                f"The database {file} is in use.", hint="Stop all servers that use it, and try again."
+            ) from error
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -99,6 +115,16 @@ def _copy(source: Path, target: Path) -> None:
         raise UsageError(f"The database {source} cannot be copied: {error}.") from error
 
 
+def _postgres_revision(source: Path, store: StoreConfig) -> str:
+    """Return the version of the tables in a backup, without a database."""
+    script = _call("pg_restore", ["--data-only", "--table=alembic_version", "--file=-", str(source)], store)
+    _, _, rows = script.partition("\nCOPY ")
+    lines = rows.splitlines()
+    if len(lines) < 2:
+        raise UsageError(f"{source} is no backup of Penstock's database.")
+    return lines[1]
+
+
 def _postgres_url(store: StoreConfig) -> str:
     """Return the URL without the password. The password is passed in the environment, because process lists show
     arguments."""
@@ -106,7 +132,7 @@ def _postgres_url(store: StoreConfig) -> str:
     return url.render_as_string(hide_password=False)
 
 
-def _call(program: str, arguments: list[str], store: StoreConfig) -> None:
+def _call(program: str, arguments: list[str], store: StoreConfig) -> str:
     path = shutil.which(program)
     if path is None:
         raise UsageError(f"{program} is not installed.", hint="It comes with the PostgreSQL client package.")
@@ -118,3 +144,4 @@ def _call(program: str, arguments: list[str], store: StoreConfig) -> None:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         raise UsageError(f"{program} failed: {lines[-1] if lines else f'exit code {done.returncode}'}.")
+    return done.stdout

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from sqlalchemy import func, insert, select
+from sqlalchemy import func, insert, select, text
 
 from penstock.cli.app import penstock
+from penstock.core.gateway_config import StoreConfig
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import fleet_documents
+from penstock.serve.backup import back_up
 from tests.gateway.store.postgres_server import PostgresServer, running_postgres
 
 
@@ -89,3 +91,43 @@ def test_a_backup_that_cannot_be_used_replaces_nothing(tmp_path: Path) -> None:
         assert "did not expect" not in refused.stderr
         assert count(url) == 1
     assert not list(tmp_path.glob("*.unfinished*"))
+
+
+def test_a_database_that_a_server_uses_is_not_replaced(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'fleet.db'}"
+    add(url, "one")
+    assert run("backup", str(tmp_path / "copy"), "--database-url", url).exit_code == 0
+    server = Database(url)
+    values = {"name": "two", "document": b""}
+    server.run_now(lambda connection: connection.execute(insert(fleet_documents).values(**values)))
+    refused = run("restore", str(tmp_path / "copy"), "--replace", "--database-url", url)
+    assert refused.exit_code != 0
+    assert "is in use" in refused.stderr
+    server.run_now(lambda connection: connection.execute(select(fleet_documents)).all())
+    server.close()
+    assert count(url) == 2
+    assert run("restore", str(tmp_path / "copy"), "--replace", "--database-url", url).exit_code == 0
+    assert count(url) == 1
+
+
+def test_a_newer_backup_of_postgresql_replaces_nothing(tmp_path: Path, postgres: PostgresServer) -> None:
+    database = Database(postgres.url)
+
+    def stamp(revision: str) -> None:
+        statement = text("UPDATE alembic_version SET version_num = :revision")
+        database.run_now(lambda connection: connection.execute(statement, {"revision": revision}))
+
+    add(postgres.url, "before")
+    revision = database.run_now(
+        lambda connection: connection.scalar(text("SELECT version_num FROM alembic_version"))
+    )
+    before = count(postgres.url)
+    stamp("9999_later")
+    back_up(StoreConfig(database_url=postgres.url), tmp_path / "newer")
+    stamp(revision)
+    add(postgres.url, "after")
+    refused = run("restore", str(tmp_path / "newer"), "--replace", "--database-url", postgres.url)
+    assert refused.exit_code != 0
+    assert "written by a newer Penstock" in refused.stderr
+    assert count(postgres.url) == before + 1
+    database.close()

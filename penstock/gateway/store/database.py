@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import sqlalchemy
 from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, Table, and_, event, or_
@@ -29,6 +29,10 @@ from penstock import __version__
 from penstock.core.errors import ConfigError, InvalidRequest, StoreUnavailable
 from penstock.core.installation import install_command
 from penstock.gateway.store.tables import create_tables
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +45,12 @@ def migrate(connection: Connection) -> None:
     other migrations, so that several starting gateways take turns."""
     # Alembic is slow to import, and most commands touch no database.
     from alembic import command
-    from alembic.config import Config
     from alembic.migration import MigrationContext
-    from alembic.script import ScriptDirectory
 
     if connection.dialect.name == "postgresql":
         connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK_NUMBER})
-    config = Config()
-    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config, script = _migrations()
     config.attributes["connection"] = connection
-    script = ScriptDirectory.from_config(config)
     heads, current = script.get_heads(), MigrationContext.configure(connection).get_current_heads()
     if current == tuple(heads):
         return
@@ -58,12 +58,24 @@ def migrate(connection: Connection) -> None:
         create_tables(connection)
         command.stamp(config, "head")
     else:
-        _refuse_unknown(current[0], {revision.revision for revision in script.walk_revisions()})
+        refuse_unknown(current[0])
         command.upgrade(config, "head")
         logger.info("the tables of the database were migrated from %s to %s", current[0], heads[0])
 
 
-def _refuse_unknown(current: str, known: set[str]) -> None:
+def _migrations() -> tuple[Config, ScriptDirectory]:
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    return config, ScriptDirectory.from_config(config)
+
+
+def refuse_unknown(current: str) -> None:
+    """Raise ConfigError for tables of a version that this release does not know."""
+    _, script = _migrations()
+    known = {revision.revision for revision in script.walk_revisions()}
     if current in known:
         return
     age = (
