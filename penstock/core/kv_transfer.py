@@ -51,7 +51,8 @@ class KVLayout(msgspec.Struct, frozen=True, tag="layout"):
     others: tuple[KVLayout, ...] = ()  # of the other ranks, each of which has its own part of every block
     kv_dtype: str = ""
     block_size: int = 0
-    heads: KVHeads | None = None  # None: layers differ, so that only the same rank of as many can use the blocks
+    # None: layers differ, so that only the same rank of as many can use the blocks.
+    heads: KVHeads | None = None
 
 
 class Introduce(msgspec.Struct, frozen=True, tag="introduce"):

@@ -135,9 +135,7 @@ async def test_first_tokens_that_the_template_of_the_tokenizer_writes(
 ) -> None:
     raw = byte_tokenizer()
     specials = [("<|end|>", EOS_ID), ("<|begin|>", BOS_ID)]
-    raw.post_processor = processors.TemplateProcessing(
-        single="<|end|> <|begin|> $A", special_tokens=specials
-    )
+    raw.post_processor = processors.TemplateProcessing(single="<|end|> <|begin|> $A", special_tokens=specials)
     tokenizer = tokenizer_of(raw, **card)
     assert await tokenizer.encode("ab", add_special_tokens=True) == (*first, 97, 98)
 
