@@ -41,7 +41,15 @@ _UNSUPPORTED = (
     "modules_to_save",
     "layer_replication",
     "trainable_token_indices",
+    "alora_invocation_tokens",  # applies behind these tokens only
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
 )
+# Ways to begin training that take a part out of the model's own weights, which PEFT does again at load.
+_CHANGE_THE_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +91,13 @@ def read_lora_config(folder: Path) -> LoRAConfig:
     for name in _UNSUPPORTED:
         if fields.get(name):
             raise InvalidRequest(f"The adapter in {folder} uses {name}, which is not supported.")
+    start = str(fields.get("init_lora_weights", "")).lower()
+    if start.startswith(_CHANGE_THE_MODEL):
+        raise InvalidRequest(
+            f"The adapter in {folder} was begun with {start}, which changes the model's own weights.",
+            hint="Save the adapter with PEFT's path_initial_model_for_weight_conversion. If the served model is what "
+            "training left of the original, set init_lora_weights to true.",
+        )
     if fields.get("bias", "none") != "none":
         raise InvalidRequest(f"The adapter in {folder} trains biases, which is not supported.")
     try:
@@ -163,7 +178,7 @@ def _read_pairs(folder: Path, config: LoRAConfig) -> dict[str, tuple[Tensor, Ten
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 for end in (_LEFT, _RIGHT):
                     if name.startswith(_PREFIX) and name.endswith(end):
-                        module = _module_name(name.removeprefix(_PREFIX).removesuffix(end))
+                        module = name.removeprefix(_PREFIX).removesuffix(end)
                         halves.setdefault(module, {})[end] = opened.get_tensor(name).to(torch.float32)
                         break
                 else:
@@ -180,7 +195,7 @@ def _read_pairs(folder: Path, config: LoRAConfig) -> dict[str, tuple[Tensor, Ten
             or pair[_LEFT].shape[0] != pair[_RIGHT].shape[1]
         ):
             raise InvalidRequest(f"{path} has half of {module} only, or in a shape of its own.")
-        pairs[module] = pair[_LEFT], pair[_RIGHT] * config.scale(module)
+        pairs[_module_name(module)] = pair[_LEFT], pair[_RIGHT] * config.scale(module)
     return pairs
 
 

@@ -115,6 +115,23 @@ def test_settings_that_change_scales_and_targets(
     torch.testing.assert_close(runner.prompt_logits(prompt), merged.logits(prompt), **TOLERANCE)
 
 
+def test_patterns_name_modules_as_a_vision_language_model_does(
+    llama: Reference, ops: Ops, tmp_path: Path
+) -> None:
+    pattern = {"alpha_pattern": {"layers.1.self_attn.k_proj": 40}}
+    merged = write_adapter(llama, tmp_path, seed=3, **pattern)
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({name.replace("model.layers", "model.language_model.layers"): tensor
+               for name, tensor in load_file(path).items()}, path)  # fmt: skip
+    settings = json.loads((tmp_path / CONFIG_FILE).read_text())
+    settings["alpha_pattern"] = {r"model\.language_model\.layers\.1\.self_attn\.k_proj": 40}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(settings))
+    runner = lora_model(llama, ops, [merged])
+    runner.digests = [merged.name]
+    prompt = random_prompt(20, seed=4)
+    torch.testing.assert_close(runner.prompt_logits(prompt), merged.logits(prompt), **TOLERANCE)
+
+
 def test_a_mixed_batch_gives_each_what_it_gets_alone(llama: Reference, ops: Ops, tmp_path: Path) -> None:
     merged = [write_adapter(llama, tmp_path / str(seed), seed=seed) for seed in (5, 6)]
     models = [merged[0], llama, merged[1], merged[0]]
@@ -139,6 +156,9 @@ def test_a_mixed_batch_gives_each_what_it_gets_alone(llama: Reference, ops: Ops,
         ({"peft_type": "IA3"}, "does not describe a LoRA adapter"),
         ({"use_dora": True}, "uses use_dora"),
         ({"modules_to_save": ["lm_head"]}, "uses modules_to_save"),
+        ({"alora_invocation_tokens": [7, 8]}, "uses alora_invocation_tokens"),
+        ({"use_qalora": True}, "uses use_qalora"),
+        ({"init_lora_weights": "pissa_niter_4"}, "begun with pissa_niter_4"),
         ({"bias": "all"}, "trains biases"),
         ({"r": None}, "usable rank"),
         ({"r": 0}, "usable rank"),
