@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from penstock.core.request import Request, Tier
+from penstock.gateway.batches import lines as batch_lines
 from tests.api.stored_work import ServedWork, serving_work
 from tests.api.test_scoring import cross_encoder
 from tests.gateway.fake_engine import FakeEngine, script_text
@@ -233,6 +234,38 @@ def test_a_batch_of_responses(served: ServedWork) -> None:
     (result,) = read_lines(sdk, until_over(sdk, batch.id).output_file_id)
     assert result["response"]["body"]["object"] == "response"
     assert result["response"]["body"]["status"] == "completed"
+
+
+def test_no_line_of_a_batch_leaves_work_behind_it(served: ServedWork) -> None:
+    sdk = served.openai()
+    body = {"model": "bytes", "input": "hi", "background": True}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
+    batch = sdk.batches.create(
+        input_file_id=upload(sdk, [line]), endpoint="/v1/responses", completion_window="24h"
+    )
+    (result,) = read_lines(sdk, until_over(sdk, batch.id).error_file_id)
+    assert result["response"]["status_code"] == 400
+    assert result["response"]["body"]["error"]["param"] == "background"
+    assert not served.engine.added
+
+
+def test_a_byte_order_mark_and_a_line_that_is_too_long(
+    served: ServedWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_lines, "MAX_LINE_BYTES", 1000)
+    sdk = served.openai()
+    short, long = (json.dumps(chat_line(name)).encode() for name in ("a", "b" * 500))
+    options: dict[str, Any] = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    marked = sdk.files.create(file=b"\xef\xbb\xbf" + short, purpose="batch")
+    batch = until_over(sdk, sdk.batches.create(input_file_id=marked.id, **options).id)
+    assert batch.status == "completed"
+    tail = sdk.files.create(file=short + b"\n" + long + b" " * 600, purpose="batch")
+    batch = until_over(sdk, sdk.batches.create(input_file_id=tail.id, **options).id)
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [(error.line, error.message) for error in batch.errors.data] == [
+        (2, "A line may have at most 1000 bytes.")
+    ]
 
 
 def test_failed_lines_go_to_the_error_file(served: ServedWork) -> None:

@@ -22,7 +22,7 @@ from penstock.api.http.errors import anthropic_error_body, anthropic_status
 from penstock.api.http.limit_headers import timestamp
 from penstock.api.http.parsing import BodyDecoder, integer_of, text_of
 from penstock.api.http.routes import Operation
-from penstock.api.openai.batches import refuse_stream
+from penstock.api.openai.batches import refuse_detached
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import Tier
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Counts, LineAnswer, LineResult
@@ -92,7 +92,7 @@ class MessageBatches:
         return BatchLine(number, line.custom_id, bytes(line.params))
 
     async def answer(self, batch: Batch, line: BatchLine, request_id: str) -> LineAnswer:
-        refuse_stream(line.body)
+        refuse_detached(line.body)
         principal = msgspec.structs.replace(batch.principal, best_tier=Tier.BATCH)
         return await call_endpoint(
             self._create_message, MESSAGES_PATH, line.body, principal=principal, request_id=request_id

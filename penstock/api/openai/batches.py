@@ -113,11 +113,12 @@ class InputLine(msgspec.Struct):
     body: msgspec.Raw
 
 
-class _Streams(msgspec.Struct):
+class _Detached(msgspec.Struct):
     stream: bool | None = None
+    background: Any = None
 
 
-_decode_streams = msgspec.json.Decoder(_Streams).decode
+_decode_detached = msgspec.json.Decoder(_Detached).decode
 
 
 class OpenAIBatches:
@@ -150,7 +151,7 @@ class OpenAIBatches:
         endpoint = self.endpoints.get(batch.endpoint)
         if endpoint is None:
             raise NotFound(f"There is nothing at {batch.endpoint}.")
-        refuse_stream(line.body)
+        refuse_detached(line.body)
         principal = msgspec.structs.replace(batch.principal, best_tier=Tier.BATCH)
         return await call_endpoint(
             endpoint, batch.endpoint, line.body, principal=principal, request_id=request_id
@@ -250,13 +251,16 @@ class OpenAIBatchEndpoints:
         return json_response(_wire_batch(batch))
 
 
-def refuse_stream(body: bytes) -> None:
+def refuse_detached(body: bytes) -> None:
+    """Refuse requests whose work goes on after their answer: a batch runs so many at a time, and no more."""
     try:
-        streams = _decode_streams(body).stream
+        asked = _decode_detached(body)
     except (msgspec.DecodeError, RecursionError):
         return  # the endpoint says better what is wrong
-    if streams:
+    if asked.stream:
         raise InvalidRequest("A request in a batch cannot be streamed.", param="stream")
+    if asked.background is True:
+        raise InvalidRequest("A request in a batch cannot run in the background.", param="background")
 
 
 def _check_metadata(metadata: dict[str, str] | None) -> None:

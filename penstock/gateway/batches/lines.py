@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -26,6 +27,10 @@ def validate(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> tuple[int, li
         return _validate(batch, blobs, dialect)
     except _TooManyBlankLines:
         return 0, [LineError("too_many_lines", f"A batch may have at most {MAX_BLANK_LINES} blank lines.")]
+    except _LineTooLong as error:
+        return 0, [
+            LineError("line_too_long", f"A line may have at most {MAX_LINE_BYTES} bytes.", error.number)
+        ]
 
 
 def _validate(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> tuple[int, list[LineError]]:
@@ -112,10 +117,22 @@ class _TooManyBlankLines(Exception):
     """Raised for no batch that was found to be valid."""
 
 
+class _LineTooLong(Exception):
+    """Raised for no batch that was found to be valid."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 def _raw_lines(batch: Batch, blobs: Blobs) -> Iterator[tuple[int, bytes]]:
     number = num_blank = 0
+    mark = codecs.BOM_UTF8  # which some editors write
     with blobs.open(batch.input_id) as file:
         while raw := file.readline(MAX_LINE_BYTES + 1):
+            raw, mark = raw.removeprefix(mark), b""
+            if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
+                raise _LineTooLong(number + 1)
             if raw.isspace():
                 num_blank += 1
                 if num_blank > MAX_BLANK_LINES:
