@@ -32,6 +32,7 @@ from penstock.simulator.workload import Lengths
 
 HOURS_PER_MONTH = 730.0
 BLOCK_TOKENS = 16
+_BLOCKS_PER_CONTEXT = 128
 # The queue of a replica that is always busy grows without end. The formula uses this share of the largest rate.
 _LOAD = 0.8
 _MOST_SIMULATED = 2  # replicas; of a larger fleet, this part is simulated with the same part of the traffic
@@ -222,6 +223,7 @@ def fleet_of(
     per_replica = max(_REQUESTS_PER_REPLICA, min(in_targets, _MOST_REQUESTS_PER_REPLICA))
     whole = round(traffic.mean_prompt + traffic.mean_output)
     prefix = round(traffic.mean_prompt * traffic.prefix_share)
+    block_size = BLOCK_TOKENS if prefix else _block_tokens(whole)
     return SimulationConfig(
         workload=Workload(
             num_requests=per_replica * simulated,
@@ -231,16 +233,23 @@ def fleet_of(
             prefix_tokens=Fixed(prefix) if prefix else None,
         ),
         replica=ReplicaConfig(
-            num_blocks=max(1, layout.kv_tokens(whole) // BLOCK_TOKENS),
+            num_blocks=max(1, layout.kv_tokens(whole) // block_size),
             max_model_len=layout.model.max_positions,
             cost=cost,
             scheduler=SchedulerConfig(itl_target_ms=targets.itl_s * 1e3, max_num_seqs=_MOST_SEQUENCES),
             # Prompts without a common prefix find nothing in a cache, and filling it takes longer than all the rest.
-            cache=CacheConfig(enable_prefix_caching=bool(prefix)),
+            cache=CacheConfig(block_size=block_size, enable_prefix_caching=bool(prefix)),
         ),
         num_replicas=simulated,
         times=ControlTimes(heartbeat_s=HEARTBEAT_INTERVAL_S),
     )
+
+
+def _block_tokens(context: int) -> int:
+    """Return the tokens of a simulated block without caching: for long contexts more than in the engine, because the
+    simulator takes time for every block. Half a block of each request stays empty, less than a hundredth of its
+    context. Settings of an engine allow the size of its kernels' blocks alone, which does not bind a simulation."""
+    return BLOCK_TOKENS * max(1, context // (BLOCK_TOKENS * _BLOCKS_PER_CONTEXT))
 
 
 def attained(

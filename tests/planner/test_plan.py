@@ -303,6 +303,17 @@ def test_prompts_that_share_nothing_need_no_prefix_cache() -> None:
     assert fleet_of(each, RooflineCost(each), shared, targets, 3).replica.cache.enable_prefix_caching
 
 
+def test_long_contexts_are_simulated_with_fewer_blocks_of_the_same_memory() -> None:
+    each, targets = layout("llama-3.1-8b"), Targets(60.0, 0.05)
+    short = fleet_of(each, RooflineCost(each), traffic(1.0, prompt=2000), targets, 2).replica
+    asked = traffic(1.0, prompt=100_000)
+    long = fleet_of(each, RooflineCost(each), asked, targets, 2).replica
+    shared = fleet_of(each, RooflineCost(each), replace(asked, prefix_share=0.5), targets, 2).replica
+    assert short.cache.block_size == shared.cache.block_size == 16
+    assert 128 <= 100_024 / long.cache.block_size < 192
+    assert long.num_blocks == shared.num_blocks * 16 // long.cache.block_size
+
+
 def test_a_long_plan_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.simulations.PROGRESS_S", 0.0)
     monkeypatch.setattr("penstock.planner.capacity._REQUESTS_PER_REPLICA", 4)

@@ -6,6 +6,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from msgspec.structs import replace as replace_request
 
 from penstock.core.request import Tier
 from penstock.simulator.workload import (
@@ -35,13 +36,19 @@ def test_a_seed_is_a_workload() -> None:
     assert arrivals(seed=3) != arrivals(seed=4)
 
 
-def test_prompts_without_hashes_are_the_same_prompts() -> None:
+def test_prompts_without_hashes_have_the_same_lengths_and_answers() -> None:
+    """Nothing compares such prompts, so that each of their parts repeats its first token."""
     workload = Workload(num_requests=50, requests_per_s=9.0, prompt_tokens=Uniform(1, 50), output_tokens=Fixed(5),
                         prefix_tokens=Fixed(40), session_share=0.5)  # fmt: skip
     plain = list(generate(workload, Random(0), block_size=None))
     hashed = list(generate(workload, Random(0)))
     assert not any(arrival.block_hashes for arrival in plain)
-    assert plain == [replace(arrival, block_hashes=()) for arrival in hashed]
+    for simple, full in zip(plain, hashed, strict=True):
+        prompts = simple.request.prompt_token_ids, full.request.prompt_token_ids
+        assert len(prompts[0]) == len(prompts[1])
+        assert simple.output_tokens(0, 5) == full.output_tokens(0, 5)
+        request = replace_request(full.request, prompt_token_ids=prompts[0])
+        assert simple == replace(full, request=request, block_hashes=())
 
 
 def test_arrivals_come_in_order_and_at_the_rate_asked_for() -> None:
