@@ -77,7 +77,7 @@ class Leadership:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Campaign until the context ends, and then resign."""
+        """Campaign until the context ends, and then resign. A registry that cannot be used is waited for."""
         campaigning = asyncio.create_task(self._campaign())
         try:
             yield

@@ -41,6 +41,11 @@ class RegistryError(Exception):
     """The registry does not answer, or its answer makes no sense."""
 
 
+def unusable(error: RegistryError) -> ConfigError:
+    """Return the error of a process that cannot begin without the registry."""
+    return ConfigError(f"The registry cannot be used: {str(error).rstrip('.')}.")
+
+
 class Registry(Protocol):
     """Records by name, each with a lease. Every method may raise RegistryError."""
 
@@ -158,7 +163,12 @@ class Publisher:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Publish until the context ends. The last record names no replica, and ends with its lease."""
+        """Publish until the context ends. The last record names no replica, and ends with its lease. The first one is
+        written when this yields, so that missing rights are reported at once: raises ConfigError."""
+        try:
+            await self._publish(self._record)
+        except RegistryError as error:
+            raise unusable(error) from error
         publishing = asyncio.create_task(self._keep_publishing())
         try:
             yield
@@ -171,7 +181,11 @@ class Publisher:
         await self._registry.publish(self.host, encode_record(record, self._tokens), LEASE_S)
 
     async def _keep_publishing(self) -> None:
+        pause_s = RENEW_S
         while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._changed.wait()
             self._changed.clear()
             pause_s = RENEW_S
             try:
@@ -184,9 +198,6 @@ class Publisher:
                     logger.warning("the registry does not answer, and engines go on without it: %s", error)
                 self._is_away = True
                 pause_s = RETRY_S
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._changed.wait()
 
 
 @dataclass(slots=True)
@@ -231,7 +242,7 @@ class Follower:
         try:
             await self._read()
         except RegistryError as error:
-            raise ConfigError(f"The registry does not answer: {str(error).rstrip('.')}.") from error
+            raise unusable(error) from error
         following = asyncio.create_task(self._keep_following())
         try:
             yield
@@ -256,7 +267,8 @@ class Follower:
                 await asyncio.sleep(RETRY_S)
 
     async def _read(self) -> None:
-        records = await self._registry.records()
+        needs_records = self._on_change is not None or self._on_records is not None
+        records = await self._registry.records() if needs_records else {}
         documents = None if self._on_documents is None else await self._registry.documents()
         self._take(records)
         if self._on_documents is not None and documents is not None:

@@ -70,7 +70,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             str,
             Meta(
                 description="Registry of a shared fleet, for penstock engine and penstock gateway: "
-                "redis://HOST:6379/0 or postgresql://HOST/DATABASE."
+                "redis://HOST:6379/0, postgresql://HOST/DATABASE or kubernetes://NAMESPACE."
             ),
         ]
         | None

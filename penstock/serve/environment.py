@@ -12,6 +12,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import StoreConfig
 
 if TYPE_CHECKING:
+    from penstock.cluster.external.kubernetes_api import KubernetesApi
     from penstock.gateway.blobs.blobs import Blobs
     from penstock.gateway.blobs.s3 import S3Access
     from penstock.gateway.store.database import Database
@@ -39,15 +40,24 @@ def secret_in(variable: str) -> str | None:
     return os.environ.get(variable) or None
 
 
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+def kubernetes_api() -> KubernetesApi | None:
+    """Return the API server of the Kubernetes cluster that this process runs in, or None. Each pod has the folder of
+    its service account at the same place; PENSTOCK_SERVICE_ACCOUNT names another folder, for a process that runs
+    elsewhere."""
+    from penstock.cluster.external.kubernetes_api import KubernetesApi
 
-
-def kubernetes_api() -> str | None:
-    """Return the URL of the API server of the Kubernetes cluster that this process runs in, or None."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
     if not host:
         return None
-    return f"https://{f'[{host}]' if ':' in host else host}:{port or 443}"
+    account = os.environ.get("PENSTOCK_SERVICE_ACCOUNT") or "/var/run/secrets/kubernetes.io/serviceaccount"
+    url = f"https://{f'[{host}]' if ':' in host else host}:{port or 443}"
+    return KubernetesApi(url, Path(account))
+
+
+def own_pod() -> tuple[str, str] | None:
+    """Return the name and the uid of the pod that this process runs in, if the pod's manifest gives them."""
+    name, uid = os.environ.get("POD_NAME"), os.environ.get("POD_UID")
+    return (name, uid) if name and uid else None
 
 
 def state_dir() -> Path:

@@ -17,7 +17,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.tasks import running
 from penstock.gateway.history.siblings import Siblings
 from penstock.serve.config import external_servers_of
-from penstock.serve.environment import SERVICE_ACCOUNT, kubernetes_api
+from penstock.serve.environment import kubernetes_api
 
 logger = logging.getLogger(__name__)
 
@@ -86,5 +86,5 @@ async def open_external_pool(config: ServeConfig, siblings: Siblings) -> AsyncIt
 
 
 def _discovery() -> Discovery:
-    url = kubernetes_api()
-    return Discovery(kubernetes=None if url is None else Kubernetes(url, SERVICE_ACCOUNT))
+    api = kubernetes_api()
+    return Discovery(kubernetes=None if api is None else Kubernetes(api))

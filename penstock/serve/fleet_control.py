@@ -14,7 +14,7 @@ import uvloop
 from penstock.cluster.fleet_leader import FleetLeader
 from penstock.cluster.fleet_term import LeaderSettings
 from penstock.cluster.leadership import Leadership
-from penstock.cluster.registry import Registry
+from penstock.cluster.registry import Registry, RegistryError, unusable
 from penstock.core.config import ServeConfig
 from penstock.gateway.store.database import Database
 from penstock.serve.environment import open_database
@@ -53,6 +53,12 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(database.close)
         stack.push_async_callback(registry.close)
+        try:  # everything that leading needs, so that a wrong address or missing rights are reported at once
+            await registry.records()
+            await registry.documents()
+            await leadership.try_once()
+        except RegistryError as error:
+            raise unusable(error) from error
         await stack.enter_async_context(leadership.running())
         on_ready()
         await until(leader.keep_leading(), stop)

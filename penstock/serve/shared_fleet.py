@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import re
 import secrets
 import socket
 from collections import Counter
@@ -37,17 +38,19 @@ from penstock.core.errors import ConfigError, UsageError
 from penstock.core.installation import install_command
 from penstock.core.messages import EngineReady, LoadProgress
 from penstock.dispatch import DispatchConfig
-from penstock.serve.environment import bytecode_dir, model_hub, visible_gpus
+from penstock.serve.environment import bytecode_dir, kubernetes_api, model_hub, own_pod, visible_gpus
 from penstock.serve.process import prepare_process, until
 from penstock.serve.server import announce_leave, bind, stop_event
 from penstock.serve.telemetry import configure_server_logging
 
 logger = logging.getLogger(__name__)
 
+_KUBERNETES_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+DEFAULT_FLEET = "penstock"  # in the names of its objects in Kubernetes
 NOTICE_AFTER_S = 10.0  # without an engine, before a gateway logs that it waits
 
 
-def registry_kind(cluster: ClusterConfig) -> Literal["redis", "database"]:
+def registry_kind(cluster: ClusterConfig) -> Literal["redis", "database", "kubernetes"]:
     """Return the kind of registry that the URL names. Raises UsageError without a URL, and ConfigError for another
     kind."""
     url = cluster.registry
@@ -61,8 +64,11 @@ def registry_kind(cluster: ClusterConfig) -> Literal["redis", "database"]:
         return "redis"
     if kind in ("postgresql", "sqlite"):
         return "database"
+    if kind == "kubernetes":
+        return "kubernetes"
     raise ConfigError(
-        f"A registry cannot be reached by '{kind}'.", hint="It is redis://…, rediss://… or postgresql://…."
+        f"A registry cannot be reached by '{kind}'.",
+        hint="It is redis://…, rediss://…, postgresql://… or kubernetes://….",
     )
 
 
@@ -81,10 +87,46 @@ def open_registry(cluster: ClusterConfig) -> Registry:
             return RedisRegistry(url)
         except ValueError as error:
             raise ConfigError("The registry's URL cannot be read.", hint=str(error)) from error
+    if kind == "kubernetes":
+        return _kubernetes_registry(url)
     from penstock.gateway.store.database import Database
     from penstock.serve.database_registry import DatabaseRegistry
 
     return DatabaseRegistry(Database(url))
+
+
+def _kubernetes_registry(url: str) -> Registry:
+    """Return the registry of `kubernetes://NAMESPACE/FLEET`. The default namespace is that of the service account."""
+    from penstock.cluster.external.kubernetes_api import KubernetesError
+    from penstock.cluster.kubernetes_leases import Leases
+    from penstock.cluster.kubernetes_registry import KubernetesRegistry, Pod
+
+    namespace, _, fleet = url.partition("://")[2].partition("/")
+    for name in filter(None, (namespace, fleet)):
+        if not _KUBERNETES_NAME.fullmatch(name):
+            raise ConfigError(
+                f"The registry's URL cannot be read: {name!r} is no name in Kubernetes.",
+                hint="It is kubernetes://NAMESPACE/FLEET, of small letters, digits and '-'; both may be left out.",
+            )
+    api = kubernetes_api()
+    if api is None:
+        raise ConfigError(
+            "The registry is the Kubernetes API, but this process runs in no cluster.",
+            hint="KUBERNETES_SERVICE_HOST is not set. Kubernetes sets it in every pod.",
+        )
+    try:
+        home = api.namespace()
+    except KubernetesError as error:
+        if not namespace:
+            raise ConfigError(
+                f"The registry cannot be used: {error}.",
+                hint="A pod needs automountServiceAccountToken: true. PENSTOCK_SERVICE_ACCOUNT names another folder.",
+            ) from error
+        home = None
+    pod = own_pod()
+    # A record cannot be removed together with a pod of another namespace.
+    owner = Pod(*pod) if pod is not None and namespace in ("", home) else None
+    return KubernetesRegistry(Leases(api, namespace or home or "", fleet or DEFAULT_FLEET), owner)
 
 
 def check_role(config: ServeConfig, role: Literal["engine", "gateway", "control"]) -> None:

@@ -42,7 +42,9 @@ def test_a_role_without_a_registry_or_a_token_says_so(
         (["--replicas", "3"], "starts no engines"),
         (["--max-replicas", "3"], "starts no engines"),
         (["--registry", "redis://127.0.0.1:port"], "URL cannot be read"),
-        ([], "The registry does not answer"),
+        (["--registry", "kubernetes://LLM/blue"], "'LLM' is no name in Kubernetes"),
+        (["--registry", "kubernetes://llm/blue"], "this process runs in no cluster"),
+        ([], "The registry cannot be used"),
     ],
 )
 def test_a_gateway_that_cannot_start(flags: list[str], said: str, tmp_path: Path) -> None:
@@ -63,6 +65,7 @@ def test_a_host_has_room_for_its_own_replicas(tmp_path: Path) -> None:
         ([], "needs a join token"),
         (TOKEN, "needs a registry"),
         ([*REGISTRY, "--min-replicas", "0"], "at least one"),
+        (REGISTRY, "The registry cannot be used"),
     ],
 )
 def test_a_control_process_that_cannot_start(

@@ -1,5 +1,5 @@
-"""Two real control processes and a real Redis or PostgreSQL: the leader is paused, another takes over, and the first
-wakes up."""
+"""Two real control processes and a real Redis or PostgreSQL, or our API server of Kubernetes: the leader is paused,
+another takes over, and the first wakes up."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cluster import redis_registry
+from penstock.cluster import kubernetes_leases, redis_registry
 from penstock.cluster.documents import LEADER, LeaderDocument, opened
-from penstock.cluster.redis_registry import RedisRegistry
-from penstock.cluster.registry import Registry
-from penstock.gateway.store.database import Database
-from penstock.serve.database_registry import DatabaseRegistry
+from penstock.core.config import ClusterConfig
+from penstock.serve.shared_fleet import open_registry
+from tests.cluster.kubernetes_server import running_kubernetes
 from tests.cluster.test_fleet_control import TOKENS, Host
 from tests.gateway.ratelimits.redis_server import running_redis
 from tests.gateway.store.postgres_server import running_postgres
@@ -27,17 +26,22 @@ from tests.gateway.store.postgres_server import running_postgres
 WAIT_S = 240.0
 
 
-@pytest.fixture(params=["redis", "postgresql"])
-def registry_url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(params=["redis", "postgresql", "kubernetes"])
+def registry_url(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[str]:
     monkeypatch.setattr(redis_registry, "TIMEOUT_S", 60.0)  # a busy machine is not an outage
+    monkeypatch.setattr(kubernetes_leases, "TIMEOUT_S", 60.0)
+    if request.param == "kubernetes":
+        with running_kubernetes(tmp_path / "kubernetes", is_encrypted=True) as kubernetes:
+            for name, value in kubernetes.environment().items():
+                monkeypatch.setenv(name, value)
+            yield "kubernetes://"
+        return
     if request.param == "postgresql":
         pytest.importorskip("psycopg", reason="needs the extra postgres")
     with running_redis() if request.param == "redis" else running_postgres() as server:
         yield server.url
-
-
-def open_registry(url: str) -> Registry:
-    return RedisRegistry(url) if url.startswith("redis") else DatabaseRegistry(Database(url))
 
 
 class Control:
@@ -70,7 +74,8 @@ class Control:
 
 @pytest.mark.slow
 async def test_a_paused_leader_wakes_up_and_changes_nothing(registry_url: str, tmp_path: Path) -> None:
-    registry = open_registry(registry_url)
+    cluster = ClusterConfig(registry=registry_url)
+    registry = open_registry(cluster)
 
     async def leader() -> LeaderDocument | None:
         data = (await registry.documents()).get(LEADER)
@@ -82,7 +87,7 @@ async def test_a_paused_leader_wakes_up_and_changes_nothing(registry_url: str, t
 
     async with AsyncExitStack() as stack, asyncio.timeout(WAIT_S):
         stack.push_async_callback(registry.close)
-        own_registry = open_registry(registry_url)
+        own_registry = open_registry(cluster)
         stack.push_async_callback(own_registry.close)
         host = Host(own_registry, "north", most=3)  # type: ignore[arg-type]
         await stack.enter_async_context(host.follower.running())

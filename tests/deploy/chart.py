@@ -76,6 +76,20 @@ def pod_spec(workload: Manifest) -> dict[str, Any]:
     return found
 
 
+def rules_of(manifests: list[Manifest], workload: Manifest) -> list[dict[str, Any]] | None:
+    """What the pods of a workload may ask the Kubernetes API; None if they have no token."""
+    spec = pod_spec(workload)
+    if not spec["automountServiceAccountToken"]:
+        return None
+    roles = of_kind(manifests, "Role")
+    return [
+        rule
+        for binding in of_kind(manifests, "RoleBinding").values()
+        if binding["subjects"][0]["name"] == spec["serviceAccountName"]
+        for rule in roles[binding["roleRef"]["name"]]["rules"]
+    ]
+
+
 def container(workload: Manifest) -> dict[str, Any]:
     (found,) = pod_spec(workload)["containers"]
     one: dict[str, Any] = found

@@ -22,13 +22,21 @@ from tests.deploy.chart import Manifest, container, of_kind, pod_spec
 PROBE_TIMEOUT_S = 240.0
 PENSTOCK = [sys.executable, "-m", "penstock.main"]
 # What the image sets, see the Dockerfile. Models stay where this machine has them.
+FIELDS = {"status.podIP": "127.0.0.1", "metadata.name": "pod", "metadata.uid": "uid"}
 IMAGE_ENV = {"PENSTOCK_DATA_DIR": "/data"}
 
 
 class Pod:
     def __init__(
-        self, manifests: list[Manifest], workload: Manifest, folder: Path, claims: Path, port: int
+        self,
+        manifests: list[Manifest],
+        workload: Manifest,
+        folder: Path,
+        claims: Path,
+        port: int,
+        cluster: dict[str, str] | None = None,
     ) -> None:
+        """`cluster`: how the pod reaches the API server, if it has a token."""
         self._spec = pod_spec(workload)
         self._container = container(workload)
         self._port = port
@@ -38,7 +46,7 @@ class Pod:
             mount["mountPath"]: self._volume(manifests, mount["name"], claims)
             for mount in self._container["volumeMounts"]
         }
-        self.environment = self._environment(manifests)
+        self.environment = self._environment(manifests) | (cluster or {})
         self.log = folder / "log"
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -113,8 +121,10 @@ class Pod:
             secret = of_kind(manifests, "Secret")[source["secretRef"]["name"]]
             found |= secret["stringData"]
         for variable in self._container.get("env", ()):
-            assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
-            found[variable["name"]] = "127.0.0.1"
+            if "valueFrom" in variable:
+                found[variable["name"]] = FIELDS[variable["valueFrom"]["fieldRef"]["fieldPath"]]
+            else:
+                found[variable["name"]] = variable["value"]
         return found
 
     def _arguments(self) -> list[str]:

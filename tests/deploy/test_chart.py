@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from penstock.api.http.authenticate import OPEN_PATHS
+from penstock.cluster.kubernetes_registry import NUM_PARTS
 from penstock.core.config import ServeConfig
 from penstock.gateway.settings.settings import parse_settings
 from penstock.serve import environment
@@ -29,6 +30,7 @@ from tests.deploy.chart import (
     of_kind,
     pod_spec,
     render,
+    rules_of,
     workloads,
 )
 from tests.deploy.monitoring_files import reader, rules
@@ -169,7 +171,10 @@ class TestManifests:
             assert pod_spec(workload)["securityContext"]["runAsNonRoot"]
             may_discover = "serviceAccountName" in pod_spec(workload)
             assert pod_spec(workload)["automountServiceAccountToken"] == may_discover
-            assert not may_discover or container(workload)["args"][0] in ("serve", "gateway")
+            may_register = "PENSTOCK_REGISTRY" in {
+                each["name"] for each in container(workload).get("env", ())
+            }
+            assert not may_discover or may_register or container(workload)["args"][0] in ("serve", "gateway")
             assert container(workload)["securityContext"]["readOnlyRootFilesystem"]
             assert container(workload)["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
@@ -245,6 +250,27 @@ def test_pods_that_answer_may_list_endpoint_slices_and_nothing_else_if_asked_for
     assert not {"Role", "RoleBinding", "ServiceAccount"} & {each["kind"] for each in render(FLEET)}
 
 
+def test_parts_that_find_each_other_in_kubernetes_may_use_leases_and_nothing_else() -> None:
+    manifests = render(EVERYTHING | example(CHART / "examples" / "kubernetes-registry.yaml"))
+    rules = {
+        name.removeprefix("penstock-"): [
+            (rule["resources"], set(rule["verbs"]), len(rule.get("resourceNames", ())))
+            for rule in rules_of(manifests, workload) or ()
+            if "endpointslices" not in rule["resources"]
+        ]
+        for name, workload in workloads(manifests).items()
+    }
+    reads, writes = {"list", "watch"}, {"list", "watch", "create"}
+    assert rules == {
+        "gateway": [(["leases"], reads, 0)],
+        "engine-small": [(["leases"], writes | {"patch", "delete"}, 0)],
+        "control": [(["leases"], writes, 0), (["leases"], {"get", "patch"}, NUM_PARTS + 1)],
+    }
+    for workload in workloads(manifests).values():
+        urls = {each["name"]: each.get("value") for each in container(workload)["env"]}
+        assert urls["PENSTOCK_REGISTRY"] == "kubernetes://llm/penstock"
+
+
 def test_settings_reach_the_server() -> None:
     manifests = render(EVERYTHING)
     text = of_kind(manifests, "ConfigMap")["penstock-settings"]["data"]["settings.toml"]
@@ -282,6 +308,9 @@ def test_servers_with_a_certificate_are_asked_by_https() -> None:
         (FLEET | {"engines": []}, "at least one pool in engines"),
         ({"mode": "fleet", "engines": FLEET["engines"]}, "name their Secret in secret.name"),
         (FLEET | {"secret": {"values": {"PENSTOCK_REDIS_URL": "redis://r"}}}, "needs PENSTOCK_DATABASE_URL"),
+        (FLEET | {"registry": "kubernetes"}, "leave one of the two out"),
+        ({"registry": "kubernetes"}, "is for the mode fleet"),
+        ({"registry": "redis://r"}, 'registry must be one of the following: "secret", "kubernetes"'),
         (FLEET | {"engines": [FLEET["engines"][0]] * 2}, "Two pools of engines have the name small"),  # type: ignore[index]
         (
             FLEET | {"engines": [{"name": "a", "model": "m", "prefillEngines": 1}]},

@@ -1,5 +1,5 @@
-"""The roles of a rendered chart as processes: engines and gateways find each other through Redis, a key is made, a
-chat passes, and pods leave when they are told to."""
+"""The roles of a rendered chart as processes: engines and gateways find each other through the Kubernetes API, with
+the rights that the chart gives them, a key is made, a chat passes, and pods leave when they are told to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from penstock.cluster.ports import free_port
-from tests.deploy.chart import render, workloads
+from tests.cluster.kubernetes_server import KubernetesServer, running_kubernetes
+from tests.deploy.chart import render, rules_of, workloads
 from tests.deploy.pods import Pod
 from tests.gateway.ratelimits.redis_server import running_redis
 
@@ -23,12 +24,14 @@ SETTINGS = "[limits.key]\nrequests_per_minute = 1\n"
 SHUTDOWN = {"preStopSeconds": 0, "lameDuckSeconds": 0, "drainSeconds": 20}
 
 
-def start(values: dict[str, Any], folder: Path) -> dict[str, Pod]:
+def start(values: dict[str, Any], folder: Path, kubernetes: KubernetesServer | None = None) -> dict[str, Pod]:
     manifests = render(values)
-    return {
-        name: Pod(manifests, workload, folder / name, folder / "claims", free_port())
-        for name, workload in workloads(manifests).items()
-    }
+    pods = {}
+    for name, workload in workloads(manifests).items():
+        rules = rules_of(manifests, workload)
+        cluster = None if kubernetes is None or rules is None else kubernetes.environment(name, rules)
+        pods[name] = Pod(manifests, workload, folder / name, folder / "claims", free_port(), cluster)
+    return pods
 
 
 def new_key(pod: Pod) -> dict[str, str]:
@@ -40,23 +43,23 @@ def new_key(pod: Pod) -> dict[str, str]:
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[dict[str, Pod]]:
-    with running_redis() as redis:
+    with running_redis() as redis, running_kubernetes(tmp_path / "cluster", is_encrypted=True) as kubernetes:
         values = {
             "mode": "fleet",
             "settings": SETTINGS,
+            "registry": "kubernetes",
             "shutdown": SHUTDOWN,
             "secret": {
                 "values": {
                     # One file stands in for PostgreSQL, which has tests of its own.
                     "PENSTOCK_DATABASE_URL": f"sqlite:///{tmp_path / 'penstock.db'}",
                     "PENSTOCK_REDIS_URL": redis.url,
-                    "PENSTOCK_REGISTRY": redis.url,
                     "PENSTOCK_JOIN_TOKEN": "a token for the test of the chart",
                 }
             },
             "engines": [{"name": "small", "model": "echo"}],
         }
-        pods = start(values, tmp_path)
+        pods = start(values, tmp_path, kubernetes)
         try:
             yield pods
         finally:

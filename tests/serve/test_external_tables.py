@@ -163,4 +163,6 @@ def test_the_api_server_of_the_cluster(monkeypatch: pytest.MonkeyPatch, host: st
     assert kubernetes_api() is None
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
-    assert kubernetes_api() == f"https://{host if '.' in host else f'[{host}]'}:6443"
+    api = kubernetes_api()
+    assert api is not None
+    assert api.url == f"https://{host if '.' in host else f'[{host}]'}:6443"

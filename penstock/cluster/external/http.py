@@ -370,7 +370,7 @@ class HttpClient:
         """Return the status and the body, of at most `max_bytes`. Raises HttpError."""
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._send(b"GET %b HTTP/1.1\r\n%b\r\n" % (self._path(path), self._head))
+                answer = await self.send("GET", path)
                 try:
                     return answer.status, await answer.read_all(max_bytes)
                 finally:
@@ -382,8 +382,23 @@ class HttpClient:
         self, path: str, body: bytes, *, silence_s: float = SILENCE_TIMEOUT_S
     ) -> Coroutine[Any, Any, Answer]:
         """Send a JSON body, and wait for the head of the answer. The caller releases the answer. Raises HttpError."""
-        head = b"POST %b HTTP/1.1\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        return self._send(head % (self._path(path), self._head, len(body)) + body, silence_s)
+        return self.send("POST", path, body, silence_s=silence_s)
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        content_type: str = "application/json",
+        silence_s: float = SILENCE_TIMEOUT_S,
+    ) -> Coroutine[Any, Any, Answer]:
+        """As `post`, with any method and content type."""
+        request = b"%b %b HTTP/1.1\r\n%b" % (method.encode("ascii"), self._path(path), self._head)
+        if body is None:
+            return self._send(request + b"\r\n", silence_s)
+        head = b"content-type: %b\r\ncontent-length: %d\r\n\r\n" % (content_type.encode("ascii"), len(body))
+        return self._send(request + head + body, silence_s)
 
     async def close(self) -> None:
         self._is_closed = True

@@ -16,6 +16,7 @@ import pytest
 from penstock.cluster.external import kubernetes, srv
 from penstock.cluster.external.discovery import Discovery
 from penstock.cluster.external.kubernetes import Endpoint, Kubernetes, LookupFailed
+from penstock.cluster.external.kubernetes_api import KubernetesApi
 from penstock.cluster.external.srv import srv_targets
 from penstock.cluster.ports import free_port
 from penstock.core.config import ExternalServerConfig
@@ -73,7 +74,7 @@ async def api() -> AsyncIterator[ApiServer]:
 async def cluster(api: ApiServer, tmp_path: Path) -> AsyncIterator[Kubernetes]:
     (tmp_path / "token").write_text("first\n")
     (tmp_path / "namespace").write_text("here")
-    cluster = Kubernetes(api.url, tmp_path)
+    cluster = Kubernetes(KubernetesApi(api.url, tmp_path))
     yield cluster
     await cluster.close()
 

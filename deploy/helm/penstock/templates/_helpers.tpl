@@ -52,14 +52,55 @@ securityContext:
   seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
-{{/* Pods that answer requests may ask the Kubernetes API for external servers; no other pod has a token. */}}
-{{- define "penstock.frontAccount" -}}
-{{- if .Values.discovery.enabled }}
-serviceAccountName: {{ include "penstock.name" . }}-discovery
+{{/* Whether the parts of a fleet find each other through the Kubernetes API. */}}
+{{- define "penstock.registersInKubernetes" -}}
+{{- if and (eq .Values.mode "fleet") (eq .Values.registry "kubernetes") }}true{{ end -}}
+{{- end }}
+
+{{/* Whether a component may ask the Kubernetes API: (list root component) */}}
+{{- define "penstock.hasAccount" -}}
+{{- $root := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- if and (include "penstock.registersInKubernetes" $root) (or (ne $component "control") $root.Values.control.enabled) -}}
+true
+{{- else if and $root.Values.discovery.enabled (eq $component (include "penstock.front" $root)) -}}
+true
+{{- end -}}
+{{- end }}
+
+{{/* The account of a component's pods; no token where none is needed: (list root component) */}}
+{{- define "penstock.account" -}}
+{{- if include "penstock.hasAccount" . }}
+serviceAccountName: {{ include "penstock.name" (index . 0) }}-{{ index . 1 }}
 automountServiceAccountToken: true
 {{- else }}
 automountServiceAccountToken: false
 {{- end }}
+{{- end }}
+
+{{/* A component's binding to a Role, and the Role up to its rules: (list root name component namespace) */}}
+{{- define "penstock.role" -}}
+{{- $root := index . 0 -}}
+{{- $account := printf "%s-%s" (include "penstock.name" $root) (index . 2) -}}
+{{- $name := printf "%s-%s" (include "penstock.name" $root) (index . 1) -}}
+{{- $labels := include "penstock.labels" (list $root (index . 2)) }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata:
+  name: {{ $name }}
+  namespace: {{ index . 3 }}
+  labels: {{ $labels | nindent 4 }}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: {{ $name }}}
+subjects:
+  - {kind: ServiceAccount, name: {{ $account }}, namespace: {{ $root.Release.Namespace }}}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata:
+  name: {{ $name }}
+  namespace: {{ index . 3 }}
+  labels: {{ $labels | nindent 4 }}
 {{- end }}
 
 {{/* Whether the pods that answer requests have files from the chart. */}}
@@ -165,9 +206,25 @@ lifecycle:
 {{- toYaml $resources -}}
 {{- end }}
 
+{{/* Where the parts of the fleet find each other, in the environment. */}}
+{{- define "penstock.registryEnv" -}}
+{{- if include "penstock.registersInKubernetes" . }}
+- {name: PENSTOCK_REGISTRY, value: "kubernetes://{{ .Release.Namespace }}/{{ include "penstock.name" . }}"}
+{{- end }}
+{{- end }}
+
 {{/* Name and address of a pod, in the environment. */}}
 {{- define "penstock.podEnv" -}}
 - name: POD_IP
   valueFrom:
     fieldRef: {fieldPath: status.podIP}
+{{- include "penstock.registryEnv" . }}
+{{- if include "penstock.registersInKubernetes" . }}
+- name: POD_NAME
+  valueFrom:
+    fieldRef: {fieldPath: metadata.name}
+- name: POD_UID
+  valueFrom:
+    fieldRef: {fieldPath: metadata.uid}
+{{- end }}
 {{- end }}
