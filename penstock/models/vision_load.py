@@ -69,6 +69,20 @@ FAMILIES: dict[str, type[TransformersVision]] = {
     "Glm46VForConditionalGeneration": GlmVision,
     "GlmOcrForConditionalGeneration": GlmVision,
 }
+# Classes whose images are not supported, and whose text model alone is a native decoder.
+_TEXT_ALONE = frozenset(
+    {
+        "Kimi_K25ForConditionalGeneration",
+        "KimiK25ForConditionalGeneration",  # as its makers call it
+        "MiniCPMV4_6ForConditionalGeneration",
+        "MiniCPMV4_7ForConditionalGeneration",
+        "Ovis2ForConditionalGeneration",
+        "DeepseekVLForConditionalGeneration",
+        "Idefics2ForConditionalGeneration",
+        "LlavaNextVideoForConditionalGeneration",
+        "VideoLlama3ForConditionalGeneration",
+    }
+)
 # Text models within checkpoints whose own class is the same decoder under another name.
 _TEXT_TYPES = {
     "qwen2_vl_text": "qwen2",
@@ -92,9 +106,13 @@ _HAS_BIASES = {"glm4v_text": True, "glm_ocr_text": False}
 _OUTER_KEYS = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 
 
-def family_of(fields: Fields) -> type[TransformersVision] | None:
+def _class_of(fields: Fields) -> str:
     named = fields.raw("architectures")
-    family = FAMILIES.get(str(named[0])) if isinstance(named, list) and named else None
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
+def family_of(fields: Fields) -> type[TransformersVision] | None:
+    family = FAMILIES.get(_class_of(fields))
     vision = fields.raw("vision_config")
     if family is LlavaVision and isinstance(vision, dict) and vision.get("model_type") == "pixtral":
         return PixtralVision
@@ -104,8 +122,9 @@ def family_of(fields: Fields) -> type[TransformersVision] | None:
 def text_fields(path: Path, fields: Fields) -> Fields:
     """Return the settings of the text model within a vision-language checkpoint, with the defaults of its class; the
     settings of other checkpoints as they are."""
-    family = family_of(fields)
-    if family in (None, Gemma3Vision, Gemma4Vision):  # our Gemma 3 and 4 read their own settings
+    family, is_alone = family_of(fields), _class_of(fields) in _TEXT_ALONE
+    # Our Gemma 3 and 4 read their own settings.
+    if family in (Gemma3Vision, Gemma4Vision) or (family is None and not is_alone):
         return fields
     config = _config(path)
     text = config.get_text_config().to_dict()
@@ -126,6 +145,9 @@ def text_fields(path: Path, fields: Fields) -> Fields:
         if isinstance(rope, dict) and sections is not None:
             rope = {"mrope_section": sections, **rope}
         if isinstance(rope, dict) and "mrope_section" in rope:
+            if is_alone:  # a text has the same position on all axes
+                text[key] = {name: value for name, value in rope.items() if not name.startswith("mrope")}
+                continue
             text["rope_axes"] = axes_of_pairs(
                 rope["mrope_section"], interleaved="qwen3" in text["model_type"]
             )
@@ -140,6 +162,8 @@ def load_vision(
     """Load the vision part of a checkpoint; None for a model of texts, or without the needed files."""
     family = family_of(fields)
     if family is None:
+        if _class_of(fields) in _TEXT_ALONE:
+            logger.warning("%s takes text only: images of %s are not supported", path, _class_of(fields))
         return None
     if not any((path / name).is_file() for name in _PROCESSOR_FILES):
         logger.warning("%s has no %s: the model takes text only", path, _PROCESSOR_FILES[0])

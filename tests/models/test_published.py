@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.reference import TorchOps
+from penstock.models.config import Fields
 from penstock.models.load import load_model, open_checkpoint
+from penstock.models.vision_load import load_vision
 from tests.models.checkpoints import Reference, save_random
 from tests.models.conftest import random_prompt
 from tests.models.paged import PagedRunner
@@ -132,6 +134,72 @@ def test_published_settings_mean_what_their_class_assumes(name: str, tmp_path: P
     reference = save_random(name, made, tmp_path / "model")
     settings_only(settings, reference.folder)
     torch.testing.assert_close(logits_of(reference.folder), reference.logits(PROMPT), **TOLERANCE)
+
+
+# Kimi K2.5 and K2.6: the text model within, and names of tensors before transformers knew the class.
+KIMI_TEXT = {
+    **SIZES, "num_key_value_heads": 4, "num_hidden_layers": 2,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "kimi_k2",
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 32,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 2,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 16,
+}  # fmt: skip
+KIMI = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "auto_map": {"AutoModel": "modeling_kimi_k25.KimiK25ForConditionalGeneration"},
+    "dtype": "bfloat16",
+    "ignore_index": -100,
+    "media_placeholder_token_id": 163605,
+    "model_type": "kimi_k25",
+    "text_config": KIMI_TEXT,
+    "tie_word_embeddings": False,
+    "use_unified_vision_chunk": True,
+    "vision_config": {"model_type": "kimi_k25"},
+}
+
+
+def test_the_text_model_within_kimi_runs_without_its_images(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = transformers.AutoConfig.for_model(**{**KIMI_TEXT, "model_type": "deepseek_v3"})
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    reference = save_random("kimi", made, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {f"language_model.{name}": tensor for name, tensor in weights.items()}, tmp_path / "model.safetensors"
+    )
+    settings_only(KIMI, tmp_path)
+    torch.testing.assert_close(logits_of(tmp_path), reference.logits(PROMPT), **TOLERANCE)
+    fields = Fields(KIMI, "config.json")
+    assert load_vision(tmp_path, fields, b"{}", TorchOps()) is None
+    assert "images of KimiK25ForConditionalGeneration are not supported" in caplog.text
 
 
 def test_the_long_list_has_a_length_of_its_own(tmp_path: Path) -> None:
