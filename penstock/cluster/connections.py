@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _LOST = (ReplicaState.UNHEALTHY, ReplicaState.GONE)
 # Figures of the latest step: the slowest replica's counts. All other figures but fragmentation are added up, and
 # drafters by name and position.
-_LATEST = frozenset({"step_s", "plan_s"})
+_LATEST = frozenset({"step_s", "plan_s", "expert_imbalance", "expert_imbalance_placed"})
 # Figures that rise and fall, as opposed to counters: the value of a replica disappears with the replica.
 _GAUGES = frozenset(
     {

@@ -241,6 +241,24 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         bool,
         Meta(description="Place whole experts on the tensor-parallel ranks, not a slice of every expert."),
     ] = False
+    enable_eplb: Annotated[
+        bool,
+        Meta(
+            description="Count the tokens of each expert, and move experts between ranks while serving so that all "
+            "ranks have about as many tokens."
+        ),
+    ] = False
+    num_redundant_experts: Annotated[
+        int,
+        Meta(
+            description="Copies of busy experts that the ranks hold in each layer besides its experts, with "
+            "--enable-eplb.",
+            ge=0,
+        ),
+    ] = 0
+    eplb_step_interval: Annotated[
+        int, Meta(description="Steps for which tokens are counted before experts are moved.", ge=1)
+    ] = 3000
 
     @property
     def num_ranks(self) -> int:

@@ -225,6 +225,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     image_cache_tokens: int = 0  # whose encoder output is kept now
     gpu_memory_bytes: int = 0  # of the first rank's device; 0 without a GPU
     gpu_memory_used_bytes: int = 0  # of that, taken by this process and others
+    # With --enable-eplb: the tokens for the busiest rank's experts, relative to the mean of all ranks; mean of all
+    # layers, when they were last counted. Then the same with the experts as they were placed for these counts.
+    expert_imbalance: float = 0.0
+    expert_imbalance_placed: float = 0.0
+    num_experts_moved: int = 0  # to another slot, in all layers
 
     @property
     def num_drafts(self) -> int:

@@ -71,6 +71,12 @@ def build_engine(
     clock = clock or SystemClock()
     speculate = parse_speculate(config.speculate)
     ranks = None
+    parallel = config.parallel
+    if parallel.num_ranks == 1 and (parallel.enable_eplb or parallel.num_redundant_experts):
+        raise ConfigError(
+            "--enable-eplb and --num-redundant-experts place experts on several ranks, and there is one rank.",
+            hint="Add --tensor-parallel-size and --enable-expert-parallel.",
+        )
     if str(model_path) == ECHO_MODEL:
         loaded = _load_echo(config, clock)
     elif config.parallel.num_ranks > 1:
@@ -210,6 +216,8 @@ def _collaborators(
     """Return the collaborators, in the order in which requests pass their waiting lists. KV transfers join later,
     before the others."""
     watch: list[Collaborator] = [StepWatch(ranks.check)] if ranks is not None else []
+    if ranks is not None and ranks.balancer is not None:
+        watch.append(ranks.balancer)
     if loaded.gpu_memory is not None:
         watch.append(MemoryWatch(loaded.gpu_memory, clock))
     adapters = loaded.adapters if loaded.adapters is not None else refuse_adapters()
@@ -247,6 +255,7 @@ def _load_ranks(
         on_failure.callback(others.kill)
         # All ranks import torch at the same time.
         from penstock.engine.decoder import load_decoder
+        from penstock.engine.parallel.balancer import ExpertBalancer
         from penstock.engine.parallel.executor import PipelineExecutor, TensorParallelExecutor
         from penstock.engine.parallel.setup import check, join
         from penstock.models.load import weights_identity
@@ -259,7 +268,10 @@ def _load_ranks(
             loaded = load_decoder(config, model_path, clock, on_progress, setup)
         on_failure.pop_all()
     if config.parallel.pipeline_parallel_size == 1:
-        whole = TensorParallelExecutor(setup.local, others)
+        balance, balancer = setup.local.balance, None
+        if balance is not None:
+            balancer = ExpertBalancer(balance, config.parallel.eplb_step_interval)
+        whole = TensorParallelExecutor(setup.local, others, balancer)
         return replace(loaded, executor=whole), whole
     staged = PipelineExecutor(setup.local, others, clock)
     # A part of the next step enters the first stage while the last stage is busy with this step.

@@ -5,9 +5,9 @@ The composed operations are the definition; a backend may override any of them b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,6 +35,15 @@ if TYPE_CHECKING:
     from penstock.kernels.interface import Ops
 
 
+@runtime_checkable
+class HasMemory(Protocol):
+    """Packed matrices whose bytes can be copied to other processes."""
+
+    def memory(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the kinds and the bytes of the matrix's tables, as `PackedExperts.memory` does."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertList:
     """Experts as ordinary products, each with its gate and up stacked."""
@@ -45,6 +54,13 @@ class ExpertList:
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in (*self.gate_ups, *self.downs))
+
+    def memory(self, index: int) -> Sequence[tuple[str, Tensor]]:
+        tables: list[tuple[str, Tensor]] = []
+        for part in (self.gate_ups[index], self.downs[index]):
+            assert isinstance(part, HasMemory), "backends without a form of their own for experts have it"
+            tables += part.memory()
+        return tables
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:

@@ -118,6 +118,7 @@ _FUNCTIONS = (
     ),
     ("fast_integers", c_int, ()),
     ("linear_set_bias", None, (c_void_p, c_void_p)),
+    ("linear_memory", c_int64, (c_void_p, c_int64, POINTER(c_void_p), POINTER(c_int64))),
     ("linear", None, (c_void_p, c_int, c_int64, c_void_p, c_int, c_void_p)),
     ("largest", None, (c_void_p, c_int, c_int64, c_void_p, c_void_p)),
     ("embed", c_int, (c_void_p, c_int, c_int64, c_void_p, c_void_p)),

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from ctypes import memmove, string_at
+from ctypes import byref, c_int64, c_uint8, c_void_p, memmove, string_at
+from itertools import count
 from threading import Thread
 
 import torch
@@ -67,6 +68,20 @@ class NativeLinear:
         values = bias.to(torch.float32).contiguous()
         self._library.linear_set_bias(self.handle, values.data_ptr())
         self.num_bytes += values.nbytes
+
+    def memory(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the kind and the bytes of each stacked matrix, and of the bias. Writing to the bytes changes the
+        matrix; they are valid as long as the matrix is kept."""
+        address, kind = c_void_p(), c_int64()
+        for index in count():
+            num_bytes = self._library.linear_memory(self.handle, index, byref(address), byref(kind))
+            if not num_bytes:
+                break
+            assert address.value is not None
+            held = (c_uint8 * num_bytes).from_address(address.value)
+            yield f"{kind.value}: {num_bytes}", torch.frombuffer(held, dtype=torch.uint8)
+        if self.input_order is not None:
+            yield "input order", self.input_order.view(torch.uint8)
 
     def _add_quantized(self, weight: GroupQuantWeight, integer: bool = False) -> None:
         if weight.group > LARGEST_GROUP:

@@ -5,9 +5,11 @@ Shapes are named as in `interface`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.states import StateBatch
@@ -42,6 +44,16 @@ class PackedExperts(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+
+    def memory(self, index: int) -> Sequence[tuple[str, Tensor]]:
+        """Return the kind and the bytes, uint8, of each table of one expert. Writing to the bytes changes the expert.
+        The bytes of experts whose kinds are equal can be exchanged, also between processes."""
+        ...
+
+
+def bytes_of(table: Tensor) -> tuple[str, Tensor]:
+    """Return the kind of a table, for `PackedExperts.memory`, and its bytes."""
+    return f"{table.dtype}: {tuple(table.shape)}", table.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ position), so a row's token depends on neither its batch nor the sampling histor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from penstock.kernels.interface import (
     WeightData,
 )
 from penstock.kernels.latent import rotate
+from penstock.kernels.operands import bytes_of
 from penstock.kernels.tensor_kv import TensorKVStore, TorchKVPart
 
 # Rows of a half-precision head that are converted to float32 at a time for exact logits.
@@ -58,6 +59,11 @@ class TorchLinear:
     @property
     def num_bytes(self) -> int:
         return self.weight.nbytes + (self.bias.nbytes if self.bias is not None else 0)
+
+    def memory(self) -> Iterator[tuple[str, Tensor]]:
+        for table in (self.weight, self.bias):
+            if table is not None:
+                yield bytes_of(table)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ stages. Shares need not be equal: nine heads go to two ranks as six and three.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError
@@ -33,6 +34,8 @@ class Shard:
     stage: int = 0
     num_stages: int = 1
     places_experts: bool = False  # whole experts go to ranks, instead of a slice of every expert
+    balances_experts: bool = False  # the experts of a rank may become others
+    redundant_experts: int = 0  # how many more experts than there are the ranks hold together
 
     @property
     def is_first_stage(self) -> bool:
@@ -48,9 +51,12 @@ class Shard:
     def vocabulary(self, vocab_size: int) -> range:
         return balanced(vocab_size, self.tensor_size)[self.tensor_rank]
 
-    def experts(self, count: int) -> range:
-        """Return the experts that this rank holds, whole or sliced."""
-        return balanced(count, self.tensor_size)[self.tensor_rank] if self.places_experts else range(count)
+    def experts(self, count: int) -> Sequence[int]:
+        """Return the experts that this rank holds at first, whole or sliced."""
+        if not self.places_experts:
+            return range(count)
+        slots = balanced(count + self.redundant_experts, self.tensor_size)[self.tensor_rank]
+        return first_slots(count, slots)
 
     def expert_inner(self, intermediate_size: int) -> range:
         return range(intermediate_size) if self.places_experts else self.inner(intermediate_size)
@@ -101,6 +107,19 @@ class Shard:
                 f"The model's {config.num_layers} layers do not fill {self.num_stages} stages.",
                 hint="Lower --pipeline-parallel-size.",
             )
+        self._check_experts(config)
+
+    def _check_experts(self, config: ArchitectureConfig) -> None:
+        if self.balances_experts and not self.places_experts:
+            raise ConfigError(
+                "--enable-eplb balances experts that are placed whole on ranks.",
+                hint="Add --enable-expert-parallel.",
+            )
+        if self.redundant_experts and not self.balances_experts:
+            raise ConfigError(
+                "--num-redundant-experts needs --enable-eplb, which decides which experts have copies.",
+                hint="Add --enable-eplb.",
+            )
         if not self.places_experts:
             return
         if config.experts is None:
@@ -113,6 +132,30 @@ class Shard:
                 f"The model's {config.experts.count} experts cannot be placed on {self.tensor_size} ranks.",
                 hint="Lower --tensor-parallel-size.",
             )
+        if self.balances_experts:
+            self._check_slots(config.experts.count)
+
+    def _check_slots(self, count: int) -> None:
+        """Raise ConfigError where ranks would have different numbers of experts, or one expert twice."""
+        if self.num_stages > 1:
+            raise ConfigError(
+                "--enable-eplb does not balance the experts of several pipeline stages.",
+                hint="Leave either --enable-eplb or --pipeline-parallel-size out.",
+            )
+        num_slots, size = count + self.redundant_experts, self.tensor_size
+        if num_slots % size:
+            more = self.redundant_experts + size - num_slots % size
+            raise ConfigError(
+                f"{num_slots} experts, {self.redundant_experts} of them redundant, cannot be shared out evenly over "
+                f"{size} ranks.",
+                hint=f"Set --num-redundant-experts to {more}.",
+            )
+        if num_slots > count * size:
+            raise ConfigError(
+                f"{self.redundant_experts} redundant experts are more than a copy of each of {count} on each of "
+                f"{size} ranks.",
+                hint=f"Lower --num-redundant-experts to {count * (size - 1)} at most.",
+            )
 
 
 WHOLE = Shard()
@@ -123,6 +166,12 @@ def balanced(total: int, parts: int) -> tuple[range, ...]:
     size, longer = divmod(total, parts)
     starts = [index * size + min(index, longer) for index in range(parts + 1)]
     return tuple(range(starts[index], starts[index + 1]) for index in range(parts))
+
+
+def first_slots(num_experts: int, slots: range) -> tuple[int, ...]:
+    """Return the experts that neighbouring slots hold before loads are measured: all in order, then again from the
+    first."""
+    return tuple(slot % num_experts for slot in slots)
 
 
 def scaled(span: range, factor: int) -> range:

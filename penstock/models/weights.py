@@ -216,8 +216,8 @@ class WeightLoader:
 
         def read() -> Iterator[ExpertWeights]:
             nonlocal num_bytes
-            for expert in names[own.start : own.stop]:
-                weights = self._expert(expert, inner, intermediate_size, hidden_size, bias=bias)
+            for number in own:
+                weights = self._expert(names[number], inner, intermediate_size, hidden_size, bias=bias)
                 num_bytes += sum(part.num_bytes for part in (weights.gate, weights.up, weights.down))
                 yield weights
 

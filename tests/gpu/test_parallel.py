@@ -27,18 +27,24 @@ def pool() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.mark.parametrize("places_experts", [False, True])
-def test_two_ranks_give_what_one_gives(pool: RankPool, places_experts: bool, tmp_path: Path) -> None:
-    names = ("mixtral",) if places_experts else ("llama", "gemma3", "mixtral", "qwen2-moe")
+@pytest.mark.parametrize("experts", ["sliced", "placed", "balanced"])
+def test_two_ranks_give_what_one_gives(pool: RankPool, experts: str, tmp_path: Path) -> None:
+    names = ("llama", "gemma3", "mixtral", "qwen2-moe") if experts == "sliced" else ("mixtral",)
     models = {name: make_reference(name, tmp_path / name).folder for name in names}
-    parallel = ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=places_experts)
+    parallel = ParallelConfig(
+        tensor_parallel_size=2,
+        enable_expert_parallel=experts != "sliced",
+        enable_eplb=experts == "balanced",
+        num_redundant_experts=2 if experts == "balanced" else 0,
+    )
     together, _ = pool.run(2, logits_of_rank, parallel, tmp_path / "store", models, "cuda", torch.bfloat16)
     ops = select_ops("cuda", torch.bfloat16)
     for name, folder in models.items():
         alone = scenario(PagedRunner(load_model(folder, ops), ops))
-        similarities = [
-            torch.nn.functional.cosine_similarity(torch.from_numpy(several), one.cpu())
-            for several, one in zip(together[name], alone, strict=True)
-        ]
-        # A token near a tie between experts may take the other one.
-        assert (torch.cat(similarities) > 0.99).float().mean() >= 0.9, name
+        for made in (name, f"{name}, moved") if experts == "balanced" else (name,):
+            similarities = [
+                torch.nn.functional.cosine_similarity(torch.from_numpy(several), one.cpu())
+                for several, one in zip(together[made], alone, strict=True)
+            ]
+            # A token near a tie between experts may take the other one.
+            assert (torch.cat(similarities) > 0.99).float().mean() >= 0.9, made

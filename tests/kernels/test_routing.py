@@ -15,9 +15,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from penstock.kernels.blocks import route
-from penstock.kernels.interface import DenseWeight, ExpertGroups, ExpertWeights, Routing
+from penstock.kernels.interface import DenseWeight, ExpertGroups, ExpertWeights, Routing, WeightData
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps, gated_reference
+from penstock.models.rounding import quantize
+from tests.kernels.expert_copy import check_copied_expert
 
 EXPERTS, TOP_K, TOKENS = 8, 3, 40
 SETTINGS: dict[str, Any] = {
@@ -136,3 +138,28 @@ def test_experts_with_biases_a_clamped_gate_and_weighted_inputs(native: NativeOp
         scale = float(expected.abs().max())
         bound = 1e-4 if native.dtype == torch.float32 else 0.03
         assert float((found.float() - expected).abs().max()) < bound * scale
+
+
+@pytest.mark.parametrize("form", ["dense", "int8", "int4", "biased"])
+def test_the_bytes_of_an_expert_are_all_of_it(form: str, native: NativeOps, exact: TorchOps) -> None:
+    torch.manual_seed(0)
+    hidden, inner = 64, 96
+
+    def matrix(rows: int, columns: int) -> WeightData:
+        if form.startswith("int"):
+            return quantize(DenseWeight(torch.randn(rows, columns)), "int4" if form == "int4" else "int8")
+        return DenseWeight(torch.randn(rows, columns))
+
+    is_biased = form == "biased"
+    experts = [
+        ExpertWeights(
+            matrix(inner, hidden),
+            matrix(inner, hidden),
+            matrix(hidden, inner),
+            torch.randn(2 * inner) if is_biased else None,
+            torch.randn(hidden) if is_biased else None,
+        )
+        for _ in range(3)
+    ]
+    for ops in (native, exact):
+        check_copied_expert(ops, experts, hidden)

@@ -87,9 +87,16 @@ def test_experts_are_placed_whole_or_cut() -> None:
     placed = Shard(tensor_rank=1, tensor_size=4, places_experts=True)
     assert list(placed.experts(6)) == [2, 3]
     assert placed.expert_inner(64) == range(64)
+    copied = [
+        Shard(rank, 2, places_experts=True, balances_experts=True, redundant_experts=4) for rank in (0, 1)
+    ]
+    assert [list(shard.experts(6)) for shard in copied] == [[0, 1, 2, 3, 4], [5, 0, 1, 2, 3]]
     cut = Shard(tensor_rank=1, tensor_size=4)
     assert cut.experts(6) == range(6)
     assert cut.expert_inner(64) == range(16, 32)
+
+
+FOUR = ExpertsConfig(count=4, per_token=1, intermediate_size=32, normalizes=True)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +114,23 @@ def test_experts_are_placed_whole_or_cut() -> None:
             Shard(tensor_size=4, places_experts=True),
             {"experts": ExpertsConfig(count=3, per_token=1, intermediate_size=32, normalizes=True)},
             "3 experts",
+        ),
+        (Shard(tensor_size=2, balances_experts=True), {}, "placed whole"),
+        (Shard(tensor_size=2, places_experts=True, redundant_experts=2), {}, "needs --enable-eplb"),
+        (
+            Shard(3, 3, balances_experts=True, places_experts=True),
+            {"experts": FOUR},
+            "cannot be shared out evenly",
+        ),
+        (
+            Shard(2, 3, balances_experts=True, places_experts=True, redundant_experts=11),
+            {"experts": FOUR},
+            "11 redundant experts are more",
+        ),
+        (
+            Shard(0, 2, 0, 2, balances_experts=True, places_experts=True),
+            {"experts": FOUR},
+            "pipeline stages",
         ),
     ],
 )

@@ -13,7 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.kernels.interface import DenseWeight, ExpertGroups, Float8Weight, GroupQuantWeight, Routing
+from penstock.kernels.interface import (
+    DenseWeight,
+    ExpertGroups,
+    ExpertWeights,
+    Float8Weight,
+    GroupQuantWeight,
+    Routing,
+)
 
 pytest.importorskip(
     "triton", "3.9", reason="needs triton 3.9 or later, whose interpreter knows today's numpy"
@@ -36,7 +43,9 @@ from penstock.kernels.triton import (
     skinny,
     targets,
 )
+from penstock.kernels.triton.expert_weights import unpacked
 from penstock.models.rounding import quantize
+from tests.kernels.expert_copy import copy_expert
 from tests.triton.cases import (
     EXPERT_FORMATS,
     Bench,
@@ -229,6 +238,25 @@ def test_packed_experts(form: str) -> None:
     exact = packed_experts(WHOLE, matrix, 3, bias=True)
     assert exact.error < 2e-6
     assert alone.bits == several.bits == bits
+
+
+@pytest.mark.parametrize("form", EXPERT_FORMATS)
+def test_the_bytes_of_an_expert_are_all_of_it(form: str) -> None:
+    matrix, _ = EXPERT_FORMATS[form]
+    torch.manual_seed(0)
+    packed = HALF.ops.pack_experts(
+        ExpertWeights(matrix(96, 64), matrix(96, 64), matrix(64, 96), torch.randn(2 * 96), torch.randn(64))
+        for _ in range(3)
+    )
+    copy_expert(packed, 0, 2)
+    for stack in (packed.gate_up, packed.down):
+        first, second, last = unpacked(stack)
+        assert torch.equal(last, first)
+        assert not torch.equal(second, first)
+    for bias in (packed.gate_up_bias, packed.down_bias):
+        assert bias is not None
+        assert torch.equal(bias[2], bias[0])
+        assert not torch.equal(bias[1], bias[0])
 
 
 def test_experts_of_different_kinds_become_dense() -> None:

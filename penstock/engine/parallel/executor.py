@@ -26,12 +26,15 @@ from penstock.engine.batch import BatchRows
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import CompiledGrammar
+from penstock.engine.parallel.balancer import ExpertBalancer
+from penstock.engine.parallel.experts import ExpertBalance
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.messages import (
     AdapterDropped,
     AdapterLoaded,
     Added,
     Appended,
+    ExpertsPlaced,
     News,
     Removed,
     Sampled,
@@ -138,11 +141,18 @@ class LocalRank:
     itself."""
 
     def __init__(
-        self, executor: ModelExecutor, rows: BatchRows, mesh: Mesh, compiler: GrammarCompiler | None
+        self,
+        executor: ModelExecutor,
+        rows: BatchRows,
+        mesh: Mesh,
+        compiler: GrammarCompiler | None,
+        balance: ExpertBalance | None = None,
     ) -> None:
+        """`balance` has the experts that may move between ranks."""
         self.shard = mesh.shard
         self.executor = executor
         self.lora = executor.forward.lora
+        self.balance = balance
         self._rows = rows
         self._mesh = mesh
         self._samples_elsewhere = not self.shard.is_last_stage
@@ -167,14 +177,24 @@ class LocalRank:
                 case AdapterDropped(digest=digest):
                     assert self.lora is not None
                     self.lora.drop(digest)
+                case ExpertsPlaced():
+                    self.place(item)
 
     def add(self, request: Request, grammar: CompiledGrammar | None) -> None:
         if self._samples_elsewhere:  # hidden states too are of use on the last stage alone
             request, grammar = msgspec.structs.replace(request, pooling=None), None
         self.executor.add(request, grammar)
 
+    def place(self, move: ExpertsPlaced) -> None:
+        """Bring experts to other ranks, together with all ranks."""
+        assert self.balance is not None, "the first rank has one too"
+        with torch.inference_mode():
+            self.balance.move(move.layer, move.experts)
+
     def run(self, plan: StepPlan, in_flight: Mapping[str, int]) -> StepResult | None:
         """Run a step. Returns the result on the rank that reports it; steps of other ranks are collected later."""
+        if self.balance is not None:
+            self.balance.begin_step(plan.num_tokens)
         if in_flight:
             rows = torch.tensor([self._rows.row(request_id) for request_id in in_flight])
             tokens = torch.tensor(list(in_flight.values()), dtype=torch.int32)
@@ -203,7 +223,10 @@ class LocalRank:
 
 
 class FirstRank:
-    def __init__(self, local: LocalRank, others: RankProcesses) -> None:
+    def __init__(
+        self, local: LocalRank, others: RankProcesses, balancer: ExpertBalancer | None = None
+    ) -> None:
+        self.balancer = balancer
         self._local = local
         self._others = others
         self._news: list[News] = []  # not sent to the other ranks yet
@@ -246,9 +269,12 @@ class FirstRank:
             self._local.close()
 
     def _run(self, plan: StepPlan, in_flight: dict[str, int]) -> None:
-        news, self._news = tuple(self._news), []
+        move = self.balancer.next_move() if self.balancer is not None else None
+        news, self._news = (*self._news, *([move] if move is not None else [])), []
         with self._others.explaining():
             self._others.tell(Step(news, plan, in_flight))
+            if move is not None:
+                self._local.place(move)
             self._local.run(plan, in_flight)
 
 

@@ -44,6 +44,8 @@ def shard_of(rank: int, parallel: ParallelConfig) -> Shard:
         stage=stage,
         num_stages=parallel.pipeline_parallel_size,
         places_experts=parallel.enable_expert_parallel,
+        balances_experts=parallel.enable_eplb,
+        redundant_experts=parallel.num_redundant_experts,
     )
 
 

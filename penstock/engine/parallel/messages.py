@@ -45,7 +45,14 @@ class AdapterDropped(msgspec.Struct, frozen=True, tag="adapter_dropped"):
     digest: str
 
 
-News: TypeAlias = Added | Appended | Removed | AdapterLoaded | AdapterDropped
+class ExpertsPlaced(msgspec.Struct, frozen=True, tag="experts_placed"):
+    """The experts of all slots of a layer from the next plan on. `layer` counts the layers with experts."""
+
+    layer: int
+    experts: tuple[int, ...]
+
+
+News: TypeAlias = Added | Appended | Removed | AdapterLoaded | AdapterDropped | ExpertsPlaced
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):

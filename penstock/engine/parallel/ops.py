@@ -7,18 +7,19 @@ Models call this backend like any other, and know nothing of ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from penstock.engine.parallel.experts import ExpertBalance, PlacedExperts
 from penstock.engine.parallel.mesh import TensorGroup
-from penstock.kernels.blocks import DelegatingOps, route
+from penstock.kernels.blocks import DelegatingOps
 from penstock.kernels.interface import (
     Activation,
     AttentionBatch,
     AttentionLayer,
+    ExpertWeights,
     Ops,
     PackedEmbedding,
     PackedExperts,
@@ -29,8 +30,16 @@ from penstock.models.sharding import Shard, balanced
 
 
 class TensorParallelOps(DelegatingOps):
-    def __init__(self, ops: Ops, group: TensorGroup, shard: Shard, vocab_size: int) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        group: TensorGroup,
+        shard: Shard,
+        vocab_size: int,
+        balance: ExpertBalance | None = None,
+    ) -> None:
         super().__init__(ops)
+        self._balance = balance
         self._group = group
         self._vocabularies = balanced(vocab_size, shard.tensor_size)
         self._vocabulary = shard.vocabulary(vocab_size)
@@ -67,107 +76,23 @@ class TensorParallelOps(DelegatingOps):
     def mlp(self, x: Tensor, gate_up: PackedLinear, down: PackedLinear, activation: Activation) -> Tensor:
         return self._group.add_up(self._ops.mlp(x, gate_up, down, activation))
 
+    def pack_experts(self, experts: Iterable[ExpertWeights]) -> Any:
+        if self._balance is None:
+            return self._ops.pack_experts(experts)
+        num_own = 0
+
+        def counted() -> Iterator[ExpertWeights]:
+            nonlocal num_own
+            for expert in experts:
+                num_own += 1
+                yield expert
+
+        packed = self._ops.pack_experts(counted())
+        return self._balance.add(packed, num_own)
+
     def moe(
         self, x: Tensor, logits: Tensor, experts: PackedExperts, routing: Routing, activation: Activation
     ) -> Tensor:
         if self._placed is not None:
             return self._placed.run(x, logits, experts, routing, activation)
         return self._group.add_up(self._ops.moe(x, logits, experts, routing, activation))
-
-
-FEW_TOKENS = 32
-# As a router's logit, this value gives all other experts a weight of exactly 0.
-_CERTAIN = 1e4
-
-
-@dataclass(frozen=True, slots=True)
-class _OwnExperts:
-    """The experts of this rank, among all experts."""
-
-    ops: Ops
-    packed: PackedExperts
-    span: range
-    activation: Activation
-
-    def run(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """Run each row of [n, hidden] through one expert, given by its number among all."""
-        if not rows.shape[0]:
-            return rows
-        logits = torch.zeros(rows.shape[0], len(self.span), dtype=torch.float32, device=rows.device)
-        logits.scatter_(1, (chosen - self.span.start).unsqueeze(1), _CERTAIN)
-        routing = Routing(len(self.span), 1, normalizes=True)
-        return self.ops.moe(rows, logits, self.packed, routing, self.activation)
-
-
-class PlacedExperts:
-    def __init__(self, ops: Ops, group: TensorGroup) -> None:
-        self._ops = ops
-        self._group = group
-
-    def run(
-        self, x: Tensor, logits: Tensor, experts: PackedExperts, routing: Routing, activation: Activation
-    ) -> Tensor:
-        """Compute `Ops.moe` of `x` and `logits`, which are the same on all ranks, with this rank's `experts`."""
-        placement = balanced(routing.num_experts, self._group.size)
-        own = _OwnExperts(self._ops, experts, placement[self._group.rank], activation)
-        weights, chosen = route(logits, routing)
-        into = None
-        if routing.weighs_input:  # of each pair, instead of its output
-            into, weights = weights.flatten().unsqueeze(1), torch.ones_like(weights)
-        if x.shape[0] <= FEW_TOKENS or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return self._add_up(x, into, weights, chosen, own)
-        return self._exchange(x, into, weights, chosen, own, placement)
-
-    def _add_up(
-        self, x: Tensor, into: Tensor | None, weights: Tensor, chosen: Tensor, own: _OwnExperts
-    ) -> Tensor:
-        top_k = chosen.shape[1]
-        is_own = (chosen >= own.span.start) & (chosen < own.span.stop)
-        if x.is_cuda:
-            # No size may depend on values: pairs of other ranks are computed too, by an expert of this rank, and not
-            # used.
-            chosen = torch.where(is_own, chosen, own.span.start)
-            pairs = torch.arange(chosen.numel(), device=x.device)
-        else:
-            pairs = is_own.flatten().nonzero().squeeze(1)
-        of_pairs = x.new_zeros(chosen.numel(), x.shape[1])
-        rows = x[pairs // top_k]
-        if into is not None:
-            rows = (rows * into[pairs]).to(x.dtype)
-        of_pairs[pairs] = own.run(rows, chosen.flatten()[pairs])
-        of_pairs = of_pairs.view(-1, top_k, x.shape[1]).masked_fill_(~is_own.unsqueeze(2), 0)
-        return self._group.add_up(_weighted(of_pairs, weights))
-
-    def _exchange(
-        self,
-        x: Tensor,
-        into: Tensor | None,
-        weights: Tensor,
-        chosen: Tensor,
-        own: _OwnExperts,
-        placement: tuple[range, ...],
-    ) -> Tensor:
-        group, top_k = self._group, chosen.shape[1]
-        shares = balanced(x.shape[0], group.size)
-        share = slice(shares[group.rank].start, shares[group.rank].stop)
-        wanted = chosen[share].flatten()
-        last_experts = torch.tensor([span.stop - 1 for span in placement], device=x.device)
-        holders = torch.searchsorted(last_experts, wanted)
-        order = torch.argsort(holders, stable=True)
-        counts = torch.bincount(holders, minlength=group.size)
-        sent, received = counts.tolist(), group.exchange_counts(counts).tolist()
-        rows = x[share][order // top_k]
-        if into is not None:
-            rows = (rows * into.view(-1, top_k)[share].view(-1, 1)[order]).to(x.dtype)
-        arrived = group.exchange(rows, sent, received)
-        made = own.run(arrived, group.exchange(wanted[order], sent, received))
-        returned = group.exchange(made, received, sent)
-        of_pairs = torch.empty_like(returned)
-        of_pairs[order] = returned
-        total = _weighted(of_pairs.view(-1, top_k, x.shape[1]), weights[share])
-        return group.join_rows(total, [len(span) for span in shares])
-
-
-def _weighted(of_pairs: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of [T, K, hidden] with [T, K] as [T, hidden]."""
-    return (of_pairs.float() * weights.unsqueeze(2)).sum(dim=1).to(of_pairs.dtype)

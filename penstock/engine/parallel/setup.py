@@ -23,6 +23,7 @@ from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.one_rank import OneRank
 from penstock.engine.parallel.executor import LocalRank
+from penstock.engine.parallel.experts import ExpertBalance
 from penstock.engine.parallel.mesh import Mesh, TensorGroup, shard_of
 from penstock.engine.parallel.ops import TensorParallelOps
 from penstock.engine.parallel.rendezvous import StoreAccess
@@ -168,11 +169,14 @@ class OneOfSeveralRanks(OneRank):
         self.shard = mesh.shard
         self.records_graphs = mesh.shard.num_stages == 1  # a graph cannot wait for another stage
         self._vocab_size = vocab_size
+        self.balance: ExpertBalance | None = None  # made with the operations, where experts are balanced
 
     def ops(self, ops: Ops) -> Ops:
         if self.shard.tensor_size == 1:
             return ops
-        return TensorParallelOps(ops, self.mesh.tensor, self.shard, self._vocab_size)
+        if self.shard.balances_experts and self.balance is None:
+            self.balance = ExpertBalance(self.mesh.tensor, self.shard.redundant_experts, ops.device)
+        return TensorParallelOps(ops, self.mesh.tensor, self.shard, self._vocab_size, self.balance)
 
     def model(self, model: Model, ops: Ops) -> Model:
         return RankModel(staged(model), self.mesh, ops)
@@ -198,7 +202,9 @@ class OneOfSeveralRanks(OneRank):
         return kind(self.mesh.tensor, *settings)
 
     def connect(self, executor: ModelExecutor, rows: BatchRows, compiler: GrammarCompiler | None) -> None:
-        self.local = LocalRank(executor, rows, self.mesh, compiler)
+        if self.balance is not None:
+            self.balance.check(self.mesh)
+        self.local = LocalRank(executor, rows, self.mesh, compiler, self.balance)
 
 
 def join(

@@ -45,6 +45,7 @@ _ATTRIBUTES = {
     "images_encoded": "num_images_encoded",
     "image_encoder_seconds": "image_encoder_s",
     "kv_read_seconds": "kv_read_s",
+    "experts_moved": "num_experts_moved",
     "kv_pinned_blocks": "num_pinned_blocks",
     "kv_host_blocks": "num_host_blocks",
     "kv_host_blocks_used": "num_host_blocks_used",

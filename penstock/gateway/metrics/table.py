@@ -89,6 +89,8 @@ _ENGINES = [
         ("kv_host_blocks", "Slots for KV blocks in host memory."),
         ("kv_host_blocks_used", "Slots in host memory that hold a block."),
         ("image_cache_tokens", "Image tokens whose encoded form is kept."),
+        ("expert_imbalance", "Tokens for the busiest rank's experts, relative to the mean of the ranks."),
+        ("expert_imbalance_placed", "The same for the same tokens, after experts were moved."),
     ), _MODEL, join="max"),
     *_each("counter", (
         ("cache_read_tokens", "Prompt tokens read from prefixes kept at breakpoints."),
@@ -109,6 +111,7 @@ _ENGINES = [
         ("image_encoder_seconds", "Time for which the vision tower occupied the device."),
         ("image_cache_queries", "Images whose encoded form a prompt needed."),
         ("image_cache_hits", "Images whose encoded form was there already."),
+        ("experts_moved", "Experts that were moved between ranks, or copied."),
     ), _MODEL, join="max"),
 ]
 _REQUESTS = [

@@ -165,3 +165,20 @@ PENSTOCK_API void penstock_linear_set_bias(Linear* linear, const float* bias) {
   linear->bias.assign(static_cast<size_t>(linear->out_features) + kPanelOutputs, 0.0f);
   std::copy(bias, bias + linear->out_features, linear->bias.begin());
 }
+
+// The memory of one matrix of the stack, or of the bias behind the last matrix, for a copy from another process. Sets
+// `kind` to a number that is the same for matrices of the same layout. Returns the bytes; 0 past the end.
+PENSTOCK_API int64_t penstock_linear_memory(Linear* linear, int64_t index, void** data, int64_t* kind) {
+  const int64_t num_parts = static_cast<int64_t>(linear->parts.size());
+  if (index > num_parts || (index == num_parts && linear->bias.empty())) return 0;
+  if (index == num_parts) {
+    *data = linear->bias.data();
+    *kind = -1;
+    return static_cast<int64_t>(linear->bias.size() * sizeof(float));
+  }
+  const Part& part = linear->parts[static_cast<size_t>(index)];
+  *data = part.data;
+  *kind = static_cast<int64_t>(part.format) | part.half_scales << 8 | part.has_offsets << 9 | part.is_integer << 10 |
+          part.groups_per_tile << 11 | part.rows << 16;
+  return static_cast<int64_t>(part.data_bytes);
+}

@@ -45,8 +45,12 @@ class ExpertStack:
 
     @property
     def num_bytes(self) -> int:
-        parts = self.codes, self.scales, self.offsets, self.row_scales, self.order
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(table.nbytes for table in self.tables())
+
+    def tables(self) -> list[Tensor]:
+        """Return the tensors, each of which has a row for each expert."""
+        tables = self.codes, self.scales, self.offsets, self.row_scales, self.order
+        return [table for table in tables if table is not None]
 
     @property
     def chunk(self) -> int:

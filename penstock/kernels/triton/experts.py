@@ -3,7 +3,7 @@ results. Weights are dense or packed (`expert_weights`), and few tokens go witho
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import Activation, ExpertWeights, GroupQuantWeight, Routing
+from penstock.kernels.operands import bytes_of
 from penstock.kernels.triton.elementwise import KINDS, gate_up_product
 from penstock.kernels.triton.expert_groups import Groups, route_and_group
 from penstock.kernels.triton.expert_numbers import (
@@ -50,6 +51,15 @@ class StackedExperts:
     def num_bytes(self) -> int:
         biases = (bias.nbytes for bias in (self.gate_up_bias, self.down_bias) if bias is not None)
         return self.gate_up.num_bytes + self.down.num_bytes + sum(biases)
+
+    def memory(self, index: int) -> Sequence[tuple[str, Tensor]]:
+        found = [
+            (f"{stacked.form}, {stacked.group}: {kind}", held)
+            for stacked in (self.gate_up, self.down)
+            for kind, held in (bytes_of(table[index]) for table in stacked.tables())
+        ]
+        biases = (bias for bias in (self.gate_up_bias, self.down_bias) if bias is not None)
+        return [*found, *(bytes_of(bias[index]) for bias in biases)]
 
 
 def pack_experts(

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from penstock.core.engine_config import ParallelConfig
+from penstock.engine.parallel.experts import ExpertBalance
 from penstock.engine.parallel.mesh import Mesh
+from penstock.engine.parallel.placement import placed
 from penstock.engine.parallel.setup import OneOfSeveralRanks
 from penstock.kernels.select import select_ops
 from penstock.models.load import load_model, open_checkpoint
@@ -41,6 +43,17 @@ def scenario(runner: PagedRunner) -> list[Tensor]:
     return made
 
 
+def _shuffle_experts(balance: ExpertBalance) -> None:
+    """Move most experts to the other ranks, and then those of every other layer once more, for other loads."""
+    for index, layer in enumerate(balance.layers):
+        loads = [3**expert for expert in range(layer.num_experts)]
+        with torch.inference_mode():
+            balance.move(index, layer.placement[::-1])
+            if index % 2:
+                balance.move(index, placed(loads, layer.placement, balance.group.size))
+        assert sorted(layer.placement) != sorted(range(layer.num_experts)), "some experts have copies"
+
+
 def logits_of_rank(
     rank: int,
     parallel: ParallelConfig,
@@ -59,6 +72,11 @@ def logits_of_rank(
             ops = setup.ops(backend)
             model = setup.model(load_model(path, ops, shard=mesh.shard), ops)
             made[name] = [logits.cpu().numpy() for logits in scenario(PagedRunner(model, ops))]
+            if setup.balance is not None:
+                _shuffle_experts(setup.balance)
+                made[f"{name}, moved"] = [
+                    logits.cpu().numpy() for logits in scenario(PagedRunner(model, ops))
+                ]
         mesh.smallest(0)  # nobody leaves before all have received what was sent to them
         samples = mesh.shard.is_last_stage and mesh.shard.tensor_rank == 0
         return made if samples else None

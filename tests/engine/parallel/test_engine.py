@@ -215,7 +215,7 @@ def test_when_a_rank_is_killed_the_engine_says_so_and_none_is_left(several: Engi
     pids = rank_pids(several)
     os.kill(pids[-1], signal.SIGKILL)
     with pytest.raises(EngineUnavailable, match=rf"Rank {len(pids)} of {len(pids) + 1} .* by signal 9"):
-        _step_for_a_while(several)
+        step_for_a_while(several)
     several.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -254,7 +254,7 @@ def test_what_cannot_be_shared_out_is_refused(model: Path, parallel: ParallelCon
         tiny_engine(model, parallel=parallel)
 
 
-def _step_for_a_while(engine: Engine) -> None:
+def step_for_a_while(engine: Engine) -> None:
     for _ in range(1000):
         engine.loop.step()
         time.sleep(0.01)

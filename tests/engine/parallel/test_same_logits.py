@@ -28,6 +28,9 @@ TOPOLOGIES = {
     "two stages of two ranks": ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2),
     "experts on two ranks": ParallelConfig(tensor_parallel_size=2, enable_expert_parallel=True),
     "experts on four ranks": ParallelConfig(tensor_parallel_size=4, enable_expert_parallel=True),
+    "balanced experts on two ranks": ParallelConfig(
+        tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True, num_redundant_experts=2
+    ),
 }
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-dense-layers")
 UNEVEN = "llama, uneven"
@@ -109,6 +112,9 @@ def test_several_ranks_give_what_one_gives(
     together: Callable[[str], dict[str, list[Any]]],
     alone: dict[str, list[Tensor]],
 ) -> None:
-    for several, one in zip(together(topology)[name], alone[name], strict=True):
-        torch.testing.assert_close(torch.from_numpy(several), one, atol=2e-4, rtol=2e-4)
-        assert torch.equal(torch.from_numpy(several).argmax(dim=1), one.argmax(dim=1))
+    made = together(topology)
+    moved = [made[f"{name}, moved"]] if TOPOLOGIES[topology].enable_eplb else []
+    for logits in (made[name], *moved):
+        for several, one in zip(logits, alone[name], strict=True):
+            torch.testing.assert_close(torch.from_numpy(several), one, atol=2e-4, rtol=2e-4)
+            assert torch.equal(torch.from_numpy(several).argmax(dim=1), one.argmax(dim=1))

@@ -1,0 +1,256 @@
+"""Experts that are placed whole on the ranks of a stage: tokens travel to the rank of their expert, and experts move
+between ranks when others are busy.
+
+The ranks have as many slots as there are experts, or a few more. Without balancing, slot n holds expert n. With
+balancing, tables on the device say which slots hold an expert, and both the tables and the weights in the slots are
+changed in place, between two steps: captured graphs read them at the same addresses. Copies of an expert are equal to
+the bit, and every rank computes the same slot for the same token, so answers depend on the placement only by the
+order in which ranks are added up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.core.errors import ConfigError
+from penstock.engine.parallel.mesh import Mesh, TensorGroup
+from penstock.engine.parallel.placement import Copy, Placement, copies_between, first_placement
+from penstock.kernels.blocks import route
+from penstock.kernels.interface import Activation, Ops, PackedExperts, Routing
+from penstock.models.sharding import balanced
+
+FEW_TOKENS = 32
+# As a router's logit, this value gives all other experts a weight of exactly 0.
+_CERTAIN = 1e4
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnExperts:
+    """The experts of this rank, among all experts."""
+
+    ops: Ops
+    packed: PackedExperts
+    span: range
+    activation: Activation
+
+    def run(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """Run each row of [n, hidden] through one expert, given by its number among all."""
+        if not rows.shape[0]:
+            return rows
+        logits = torch.zeros(rows.shape[0], len(self.span), dtype=torch.float32, device=rows.device)
+        logits.scatter_(1, (chosen - self.span.start).unsqueeze(1), _CERTAIN)
+        routing = Routing(len(self.span), 1, normalizes=True)
+        return self.ops.moe(rows, logits, self.packed, routing, self.activation)
+
+
+class PlacedExperts:
+    def __init__(self, ops: Ops, group: TensorGroup) -> None:
+        self._ops = ops
+        self._group = group
+
+    def run(
+        self, x: Tensor, logits: Tensor, experts: PackedExperts, routing: Routing, activation: Activation
+    ) -> Tensor:
+        """Compute `Ops.moe` of `x` and `logits`, which are the same on all ranks, with this rank's `experts`."""
+        weights, chosen = route(logits, routing)
+        num_slots = routing.num_experts
+        if isinstance(experts, BalancedExperts):
+            experts.count(chosen)
+            chosen, num_slots, experts = experts.slots_of(chosen), experts.num_slots, experts.packed
+        placement = balanced(num_slots, self._group.size)
+        own = _OwnExperts(self._ops, experts, placement[self._group.rank], activation)
+        into = None
+        if routing.weighs_input:  # of each pair, instead of its output
+            into, weights = weights.flatten().unsqueeze(1), torch.ones_like(weights)
+        if x.shape[0] <= FEW_TOKENS or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self._add_up(x, into, weights, chosen, own)
+        return self._exchange(x, into, weights, chosen, own, placement)
+
+    def _add_up(
+        self, x: Tensor, into: Tensor | None, weights: Tensor, chosen: Tensor, own: _OwnExperts
+    ) -> Tensor:
+        top_k = chosen.shape[1]
+        is_own = (chosen >= own.span.start) & (chosen < own.span.stop)
+        if x.is_cuda:
+            # No size may depend on values: pairs of other ranks are computed too, by an expert of this rank, and not
+            # used.
+            chosen = torch.where(is_own, chosen, own.span.start)
+            pairs = torch.arange(chosen.numel(), device=x.device)
+        else:
+            pairs = is_own.flatten().nonzero().squeeze(1)
+        of_pairs = x.new_zeros(chosen.numel(), x.shape[1])
+        rows = x[pairs // top_k]
+        if into is not None:
+            rows = (rows * into[pairs]).to(x.dtype)
+        of_pairs[pairs] = own.run(rows, chosen.flatten()[pairs])
+        of_pairs = of_pairs.view(-1, top_k, x.shape[1]).masked_fill_(~is_own.unsqueeze(2), 0)
+        return self._group.add_up(_weighted(of_pairs, weights))
+
+    def _exchange(
+        self,
+        x: Tensor,
+        into: Tensor | None,
+        weights: Tensor,
+        chosen: Tensor,
+        own: _OwnExperts,
+        placement: tuple[range, ...],
+    ) -> Tensor:
+        group, top_k = self._group, chosen.shape[1]
+        shares = balanced(x.shape[0], group.size)
+        share = slice(shares[group.rank].start, shares[group.rank].stop)
+        wanted = chosen[share].flatten()
+        last_experts = torch.tensor([span.stop - 1 for span in placement], device=x.device)
+        holders = torch.searchsorted(last_experts, wanted)
+        order = torch.argsort(holders, stable=True)
+        counts = torch.bincount(holders, minlength=group.size)
+        sent, received = counts.tolist(), group.exchange_counts(counts).tolist()
+        rows = x[share][order // top_k]
+        if into is not None:
+            rows = (rows * into.view(-1, top_k)[share].view(-1, 1)[order]).to(x.dtype)
+        arrived = group.exchange(rows, sent, received)
+        made = own.run(arrived, group.exchange(wanted[order], sent, received))
+        returned = group.exchange(made, received, sent)
+        of_pairs = torch.empty_like(returned)
+        of_pairs[order] = returned
+        total = _weighted(of_pairs.view(-1, top_k, x.shape[1]), weights[share])
+        return group.join_rows(total, [len(span) for span in shares])
+
+
+def _weighted(of_pairs: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of [T, K, hidden] with [T, K] as [T, hidden]."""
+    return (of_pairs.float() * weights.unsqueeze(2)).sum(dim=1).to(of_pairs.dtype)
+
+
+class BalancedExperts:
+    """The slots of this rank in one layer, and where all experts are. Made by `ExpertBalance.add`."""
+
+    def __init__(self, packed: PackedExperts, num_own: int, balance: ExpertBalance) -> None:
+        group = balance.group
+        self.packed = packed
+        self.num_slots = num_own * group.size
+        self.num_experts = self.num_slots - balance.num_redundant
+        self.placement: Placement = ()
+        device = balance.num_rows.device
+        self.loads = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        self._counts = group.rank == 0  # all ranks would count the same
+        self._num_rows = balance.num_rows
+        self._num_copies = torch.ones(self.num_experts, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(self.num_experts, group.size, dtype=torch.int64, device=device)
+        self.place(first_placement(self.num_experts, self.num_slots))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.packed.num_bytes
+
+    def memory(self, index: int) -> Sequence[tuple[str, Tensor]]:
+        return self.packed.memory(index)
+
+    def count(self, chosen: Tensor) -> None:
+        """Add the tokens of a step to the loads of their experts. Rows behind the step's own are padding."""
+        if self._counts:
+            is_real = torch.arange(chosen.shape[0], device=chosen.device) < self._num_rows
+            ones = is_real.to(torch.int64).unsqueeze(1).expand_as(chosen)
+            self.loads.scatter_add_(0, chosen.flatten(), ones.flatten())
+
+    def slots_of(self, chosen: Tensor) -> Tensor:
+        """Return a slot for each token's experts, int64 [T, K]. Copies of an expert take turns."""
+        rows = torch.arange(chosen.shape[0], device=chosen.device).unsqueeze(1)
+        turn = (rows + chosen) % self._num_copies[chosen]
+        return self._slots[chosen, turn]
+
+    def place(self, placement: Placement) -> None:
+        """Say which expert each slot of all ranks holds from now on."""
+        self.placement = placement
+        holders: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, expert in enumerate(placement):
+            holders[expert].append(slot)
+        width = self._slots.shape[1]
+        self._num_copies.copy_(torch.tensor([len(slots) for slots in holders]))
+        self._slots.copy_(torch.tensor([slots + [0] * (width - len(slots)) for slots in holders]))
+
+
+class ExpertBalance:
+    """All layers whose experts can move, on one rank."""
+
+    def __init__(self, group: TensorGroup, num_redundant: int, device: torch.device) -> None:
+        self.group = group
+        self.num_redundant = num_redundant
+        self.layers: list[BalancedExperts] = []  # in the order in which they are loaded
+        # Of this step. A captured graph has more.
+        self.num_rows = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def add(self, packed: PackedExperts, num_own: int) -> BalancedExperts:
+        """Add a layer, with `num_own` experts on this rank."""
+        self.layers.append(BalancedExperts(packed, num_own, self))
+        return self.layers[-1]
+
+    def check(self, mesh: Mesh) -> None:
+        """Raise ConfigError on all ranks where the experts of a layer are not interchangeable."""
+        digest, is_uniform = hashlib.sha256(), True
+        for layer in self.layers:
+            kinds = [
+                [kind for kind, _ in layer.memory(index)]
+                for index in range(layer.num_slots // self.group.size)
+            ]
+            is_uniform = is_uniform and all(each == kinds[0] for each in kinds)
+            digest.update(repr(kinds[0]).encode())
+        number = int.from_bytes(digest.digest()[:7], "little")
+        if not mesh.smallest(is_uniform) or mesh.smallest(number) != -mesh.smallest(-number):
+            raise ConfigError(
+                "The experts of a layer are stored in several forms, so they cannot change places.",
+                hint="Leave --enable-eplb out.",
+            )
+
+    def begin_step(self, num_rows: int) -> None:
+        self.num_rows.fill_(num_rows)
+
+    def take_loads(self) -> list[list[int]]:
+        """Return the tokens of each layer's experts since the last call. Waits for the device."""
+        loads: list[list[int]] = torch.stack([layer.loads for layer in self.layers]).tolist()
+        for layer in self.layers:
+            layer.loads.zero_()
+        return loads
+
+    def move(self, index: int, placement: Placement) -> None:
+        """Bring a layer's experts to their new slots. All ranks call this between the same two steps."""
+        layer, group = self.layers[index], self.group
+        copies = copies_between(layer.placement, placement, group.size)
+        size = layer.num_slots // group.size
+        of_ranks = [[copy for copy in copies if copy.to_slot // size == rank] for rank in range(group.size)]
+        # A slot is overwritten when all ranks have what it held. Until then, what has come waits in host memory: on a
+        # device, all memory is taken.
+        arrived = [
+            self._exchange(layer, [copies[turn] if turn < len(copies) else None for copies in of_ranks])
+            for turn in range(max(map(len, of_ranks)))
+        ]
+        for copy, expert in zip(of_ranks[group.rank], arrived, strict=False):
+            at = 0
+            for _, held in layer.memory(copy.to_slot % size):
+                held.copy_(expert[at : at + held.shape[0]])
+                at += held.shape[0]
+        layer.place(placement)
+
+    def _exchange(self, layer: BalancedExperts, wanted: Sequence[Copy | None]) -> Tensor:
+        """Send each rank the expert that it wants. Returns the bytes of the expert that came, on the host."""
+        group, size = self.group, layer.num_slots // self.group.size
+
+        def is_from(rank: int, copy: Copy | None) -> bool:
+            return copy is not None and copy.from_slot // size == rank
+
+        rows = [
+            torch.cat([held for _, held in layer.memory(copy.from_slot % size)])
+            for copy in wanted
+            if copy is not None and is_from(group.rank, copy)
+        ]
+        sent = [int(is_from(group.rank, copy)) for copy in wanted]
+        own = wanted[group.rank]
+        received = [int(is_from(rank, own)) for rank in range(group.size)]
+        num_bytes = sum(held.shape[0] for _, held in layer.memory(0))
+        device = self.num_rows.device
+        sending = torch.stack(rows) if rows else torch.empty(0, num_bytes, dtype=torch.uint8, device=device)
+        return group.exchange(sending, sent, received).cpu().flatten()
