@@ -19,11 +19,11 @@ END = NUM_BYTES
 CALL_TOKENS = {"[CALL]": END + 1, "<tool_call>": END + 2}
 
 
-def write_byte_model(folder: Path) -> Path:
+def write_byte_model(folder: Path, vocab_size: int = END + 8) -> Path:
     write_tiny_model(folder)
     config = json.loads((folder / "config.json").read_text())
     # A little larger than the tokenizer's vocabulary, as real models are.
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": END + 8, "eos_token_id": END}))
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size, "eos_token_id": END}))
     tokenizer = json.loads(byte_tokenizer_json())
     tokenizer["added_tokens"] += [
         tokenizer["added_tokens"][0] | {"id": token_id, "content": text, "special": text == "[CALL]"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,19 +11,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.plan import ON_DEVICE
-from penstock.core.request import Request
+from penstock.core.request import Grammar, Request
 from penstock.engine.build import Engine
 from penstock.engine.drafters import length
 from penstock.engine.drafters.hidden_states import HiddenStates
 from penstock.engine.drafters.length import DraftLength
 from tests.models.heads import SIZE, eagle_tensors, write_folder
 
-from .drafting import answers, speculate
-from .tiny import VOCAB_SIZE, request, run, teach_short_answers, tiny_engine, write_tiny_model
+from .byte_model import constrained, write_byte_model
+from .drafting import Answer, answers, speculate
+from .test_drafts import all_requests
+from .tiny import (
+    VOCAB_SIZE,
+    request,
+    run,
+    teach_short_answers,
+    tiny_engine,
+    write_tiny_adapter,
+    write_tiny_model,
+)
 
 source = random.Random(4)
 SHARED = [source.randrange(3, VOCAB_SIZE) for _ in range(50)]
@@ -74,7 +86,7 @@ def drafting(model: Path, named: str, *, follows: bool = False, **settings: Any)
 
 
 def drafter_of(engine: Engine) -> Any:
-    return engine.loop.drafter._drafters[0]  # type: ignore[union-attr]
+    return engine.loop.drafter._drafters[-1]  # type: ignore[union-attr]
 
 
 def acceptance(engine: Engine) -> list[float]:
@@ -117,24 +129,71 @@ def test_the_model_itself_is_accepted_nearly_always(
     assert greedy.loop.stats().num_steps < 25
 
 
+@dataclass(frozen=True)
+class Everything:
+    """Requests with every feature that a drafter meets, and their answers without drafts."""
+
+    model: Path
+    requests: list[Request]
+    answers: dict[str, Answer]
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Everything:
+    folder = tmp_path_factory.mktemp("everything")
+    model = write_byte_model(folder / "bytes", VOCAB_SIZE)
+    drawn: dict[str, Any] = {"temperature": 1.0, "seed": 4, "logprobs": 1}
+    asked = all_requests()
+    asked += [constrained(f"grammar-{name}", *given) for name, given in CONSTRAINED.items()]
+    for seed in (1, 2):
+        adapter = write_tiny_adapter(folder / f"adapter-{seed}", seed)
+        asked += [
+            replace(request(f"{seed}-{len(settings)}", [*SHARED, seed], 24, **settings), adapter=adapter)
+            for settings in ({}, drawn)
+        ]
+    found = answers(tiny_engine(model), asked)
+    for name in ("seeded", "penalised", "grammar-schema"):  # begun by another engine
+        whole = next(each for each in asked if each.id == name)
+        asked.append(replace(whole, id=f"{name}-rest", output_token_ids=tuple(found[name][0][:5])))
+        token_ids, logprobs, *reason = found[name]
+        found[f"{name}-rest"] = (token_ids[5:], logprobs[5:], *reason)  # type: ignore[assignment]
+    return Everything(model, asked, found)
+
+
+CONSTRAINED: dict[str, tuple[Grammar, int]] = {
+    "schema": (
+        Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'),
+        30,
+    ),
+    "choice": (Grammar("choice", '["yes, certainly", "yes, perhaps", "no"]'), 30),
+    "regex": (Grammar("regex", "[a-f]{3,9}(-[0-9]{2}){1,4}"), 30),
+}  # fmt: skip
+
+
 @pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("kind", ["same", "other", "eagle", "eagle-short", "eagle3", "medusa"])
 @pytest.mark.parametrize("follows", [False, True], ids=["asked", "behind-steps"])
-@pytest.mark.parametrize("kind", ["other", "eagle", "eagle-short", "eagle3", "medusa"])
-def test_other_drafters_change_no_answer(model: Path, tmp_path: Path, kind: str, follows: bool) -> None:
-    plain = answers(tiny_engine(model, speculate="off"), some_requests())
-    if kind == "other":
+def test_no_drafter_changes_an_answer(
+    everything: Everything, tmp_path: Path, kind: str, follows: bool
+) -> None:
+    if kind == "same":
+        named = f"draft={everything.model}"
+    elif kind == "other":
         other = write_tiny_model(
             tmp_path / "other", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
         )
+        (other / "tokenizer.json").write_bytes((everything.model / "tokenizer.json").read_bytes())
         named = f"draft={other}"
     else:
         named = f"heads={heads(tmp_path / 'heads', kind)}"
-    engine = drafting(model, named, follows=follows)
-    assert answers(engine, some_requests()) == plain
-    (stats,) = engine.loop.stats().drafters
-    assert sum(stats.drafted) > 50
+    # A small cache holds a few of the requests at a time.
+    cache = {"steps_in_flight": 2} if follows else {"num_kv_blocks": 24}
+    engine = drafting(everything.model, named, follows=follows, max_num_batched_tokens=40, **cache)
+    assert answers(engine, everything.requests) == everything.answers
+    used = {stats.drafter: sum(stats.drafted) for stats in engine.loop.stats().drafters}
+    assert used["heads" if named.startswith("heads") else "draft"] > 300
     if follows:
-        assert drafter_of(engine).num_followed > 0.8 * stats.drafted[0]
+        assert drafter_of(engine).num_followed > 100
 
 
 @pytest.mark.usefixtures("always")

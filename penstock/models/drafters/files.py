@@ -128,6 +128,9 @@ def _checked(stored: object) -> dict[str, Tensor]:
         if not is_dense or tensor.is_floating_point() == (name in _INDICES) or tensor.is_complex():
             kind = f"{tensor.layout} of {tensor.dtype} with {tensor.dim()} dimensions"
             raise ValueError(f"its tensor {name[:80]} is no dense matrix or vector of weights: {kind}")
+        # Torch cannot examine formats of 8 bits.
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
+            raise ValueError(f"its tensor {name[:80]} has values that are not numbers")
     return stored
 
 

@@ -13,9 +13,12 @@ import pytest
 from penstock.core.errors import ConfigError, Overloaded
 from penstock.core.kv_transfer import KVSource
 from penstock.core.request import Request
+from penstock.engine.drafters.length import DraftLength
 from penstock.simulator.replay import replay
+from tests.models.heads import eagle_tensors, write_folder
 
-from ..tiny import request, run, tiny_engine, tokens, write_tiny_model
+from ..drafting import speculate
+from ..tiny import VOCAB_SIZE, request, run, tiny_engine, tokens, write_tiny_model
 from .pair import Pair, pair, side
 
 pytest.importorskip("nixl_cu12", reason="needs the extra disaggregation")
@@ -51,6 +54,31 @@ def test_the_same_tokens_as_alone(two: Pair, model: Path, length: int) -> None:
     num_fetched = (length - 1) // 16 * 16
     assert answer.engine.loop.stats().tokens_computed >= length - num_fetched
     two.settle()
+
+
+@pytest.mark.parametrize("kind", ["draft", "heads", "lookup"])
+def test_a_receiver_that_drafts_answers_the_same(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The drafter's own KV and hidden states of the prompt stay at the sender."""
+    monkeypatch.setattr(DraftLength, "begin", lambda *_: 4)
+    folder = write_folder(tmp_path / "head", eagle_tensors(VOCAB_SIZE, third=False), VOCAB_SIZE)
+    named = {"draft": f"draft={model}", "heads": f"heads={folder}"}.get(kind, kind)
+    asked = [
+        request(f"{kind}-{n}", prompt(100, step=n), 30, temperature=0.8 * n, seed=n, logprobs=1)
+        for n in (0, 1)
+    ]
+    with pair(model, tmp_path, {"speculate": named}, {"speculate": named}) as two:
+        drafting = two.receiver.engine
+        assert drafting.loop.drafter is not None
+        speculate(drafting, drafting.loop.drafter)
+        for each in asked:
+            answer = two.fetch(each)
+            (expected,) = run(tiny_engine(model), [each]).values()
+            assert answer.tokens(each.id) == tokens(expected)
+            assert drafting.loop.stats().kv_fetched_tokens > 0
+        two.settle()
+        assert sum(sum(stats.drafted) for stats in drafting.loop.stats().drafters) > 10
 
 
 def test_only_what_is_missing_is_fetched(two: Pair, model: Path) -> None:
