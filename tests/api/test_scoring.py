@@ -13,6 +13,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer, processors
 
+from penstock.api.openai.moderations import is_harmless
 from penstock.core.errors import PenstockError
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.messages import ModelCard, PoolerCard
@@ -419,3 +420,18 @@ async def test_texts_are_embedded_in_coheres_shape() -> None:
     assert whole["meta"]["billed_units"]["input_tokens"] > 0
     assert {(each.status_code, *each.json()) for each in refused} == {(400, "id", "message")}
     assert cut.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("label", "harmless"),
+    [
+        *(
+            (label, True)
+            for label in ("nothate", "NEITHER", "sfw", "unharmful", "not hate speech", "Non-Toxic")
+        ),
+        *((label, False) for label in ("hate speech", "inappropriate", "nsfw", "harmful", "not safe")),
+    ],
+)
+def test_labels_of_published_classifiers_that_mean_nothing_is_wrong(label: str, harmless: bool) -> None:
+    card = model_card(pooler=PoolerCard(labels=("x", label)))
+    assert is_harmless(label, 1, card) == harmless

@@ -211,6 +211,7 @@ def test_special_tokens_and_template(byte_level_vocabulary: tuple[Vocab, Merges]
         (["<|end|>", "<|calls|>", "<|flush|>"], ["<|calls|>", "<|flush|>"]),
         (["<|end|>", "<|call|>"], ["<|end|>", "<|call|>"]),
         (["<turn|>", "<|tool_response>"], ["<turn|>", "<|tool_response>"]),
+        (["<eos>", "<end_of_turn>", "_<EOT>"], ["<eos>", "<end_of_turn>", "_<EOT>"]),
     ],
 )
 def test_control_tokens_that_end_answers(tokens: list[str], ends: list[str], tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ _HARMS = (
 )
 _HARMLESS = re.compile(
     rf"(safe|ok|okay|neutral|benign|normal|clean|none|harmless|legit|legitimate|acceptable|ham"
-    rf"|(non|not|no)[-_ ]?({_HARMS}))$",
+    rf"|sfw|neither|appropriate|unharmful|(non|not|no)[-_ ]?({_HARMS})([-_ ]speech)?)$",
     re.IGNORECASE,
 )
 
