@@ -5,10 +5,15 @@ simulator are fitted to other traffic: no step of a compared load is used.
 
 How noise is bounded. The engine runs in this process, on one thread, and its clock is the CPU time of the process:
 time in which other processes had the core does not count, and an idle engine jumps to the next arrival. Garbage
-collection is off while a load runs. The speed of a core still changes with what other processes do to its caches and
-its clock rate: so a second of the traffic for the fit runs before and after each load, and the simulation of that run
-takes the speed of these two seconds (the median ratio of their steps to the fit). Each load runs several times, and
-errors are medians over the runs. `noise` is how far the errors of single runs are from these medians, in the mean.
+collection is off while a load runs. The speed of a core still changes from one moment to the next with what other
+processes do to its caches. A probe therefore runs after each step: a fixed piece of work, whose own time does not
+count. The seconds of a step are scaled by the mean of the last probes, to a core that is as fast as during the
+warm-up. Each load runs several times with other requests, and all samples of these runs make one distribution.
+`samples` says how many of them are at or above the two p99s. `noise` is how far the errors of single runs are from
+the errors of all runs together, in the mean.
+
+Equal steps still take unequal times, so the fitted cost has the spread of the steps that it was fitted to. The last
+line says what the errors are without it.
 """
 
 from __future__ import annotations
@@ -18,11 +23,13 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import mean, median
+from typing import Any
 
 import msgspec
 import torch
@@ -44,12 +51,12 @@ from penstock.simulator import (
     simulate,
 )
 from penstock.simulator.cost import (
-    CorrectedCost,
     StepCost,
     StepWork,
     fit,
     fit_corrected,
     mean_relative_error,
+    with_spread,
 )
 from penstock.simulator.report import Summary, times_between
 from penstock.simulator.workload import Arrival
@@ -57,7 +64,7 @@ from penstock.simulator.workload import Arrival
 VOCABULARY = 4096
 CONTEXT = 1024
 MOST_BLOCKS = 1200
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 256,
@@ -77,17 +84,44 @@ MODEL = {
 }
 
 
-class CpuClock:
-    """Counts the CPU time of this process, and time that is skipped."""
+class SteadyClock:
+    """Counts the CPU time of this process as if the speed of the core never changed, and time that is skipped."""
 
     def __init__(self) -> None:
         self._skipped_s = -time.process_time()
+        self._usual_s: float | None = None  # of a probe
+        self._probes_s: deque[float] = deque(maxlen=4)
+        hidden, inner = MODEL["hidden_size"], MODEL["intermediate_size"]
+        layers = range(MODEL["num_hidden_layers"])
+        self._weights = [(torch.randn(hidden, inner), torch.randn(inner, hidden)) for _ in layers]
 
     def now(self) -> float:
         return time.process_time() + self._skipped_s
 
     def skip_to(self, now: float) -> None:
         self._skipped_s += max(0.0, now - self.now())
+
+    def scale_since(self, began_s: float) -> None:
+        """Scale the seconds of a step that has just ended by the speed of the core."""
+        elapsed_s = self.now() - began_s
+        self._probes_s.append(self._probe_s())
+        usual_s = self._usual_s or self._probes_s[-1]
+        self._skipped_s += began_s + elapsed_s * usual_s / mean(self._probes_s) - self.now()
+
+    def set_usual_speed(self) -> None:
+        self._usual_s = median(self._probe_s() for _ in range(200))
+
+    @torch.inference_mode()
+    def _probe_s(self) -> float:
+        """Time matrix products as long as those of a small step, and some Python, as a step has both."""
+        began_s = time.process_time()
+        rows = torch.ones(8, MODEL["hidden_size"])
+        for up, down in self._weights:
+            rows = torch.tanh(rows @ up) @ down
+        total = 0
+        for number in range(6000):
+            total += number & 3
+        return time.process_time() - began_s
 
 
 class WatchedExecutor:
@@ -155,23 +189,45 @@ FITTED = (
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """The samples of one run of a load."""
+
+    ttft_s: list[float]
+    itl_s: list[float]
+    end_s: float  # of the last answer
+    prompt_tokens: int
+    cached_tokens: int
+    preemptions: int
+
+    @classmethod
+    def of(
+        cls, arrivals: list[Arrival], times_s: dict[str, list[float]], cached: int, preemptions: int
+    ) -> Run:
+        return cls(
+            [times_s[each.request.id][0] - each.time_s for each in arrivals],
+            [gap for each in arrivals for gap in times_between(times_s[each.request.id])],
+            max(times[-1] for times in times_s.values()),
+            sum(len(each.request.prompt_token_ids) for each in arrivals),
+            cached,
+            preemptions,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     ttft: Summary
     itl: Summary
     tokens_per_s: float
     cached_share: float
-    preemptions: float
+    preemptions: int
 
     @classmethod
-    def of(
-        cls, arrivals: list[Arrival], times_s: dict[str, list[float]], cached: int, preemptions: int
-    ) -> Figures:
-        first = [times_s[each.request.id][0] - each.time_s for each in arrivals]
-        between = [gap for each in arrivals for gap in times_between(times_s[each.request.id])]
-        end_s = max(times[-1] for times in times_s.values())
-        prompts = sum(len(each.request.prompt_token_ids) for each in arrivals)
-        tokens = sum(map(len, times_s.values()))
-        return cls(Summary.of(first), Summary.of(between), tokens / end_s, cached / prompts, preemptions)
+    def of(cls, runs: list[Run]) -> Figures:
+        ttft = Summary.of(each for run in runs for each in run.ttft_s)
+        itl = Summary.of(each for run in runs for each in run.itl_s)
+        cached, prompts = sum(run.cached_tokens for run in runs), sum(run.prompt_tokens for run in runs)
+        tokens_per_s = (ttft.count + itl.count) / sum(run.end_s for run in runs)
+        return cls(ttft, itl, tokens_per_s, cached / prompts, sum(run.preemptions for run in runs))
 
     def times(self) -> list[float]:
         """Return the figures of which errors are shares."""
@@ -194,9 +250,9 @@ def arrivals_of(load: Load, seed: int, mean_s: float) -> list[Arrival]:
     return made
 
 
-def build(folder: Path) -> tuple[Engine, CpuClock]:
+def build(folder: Path) -> tuple[Engine, SteadyClock]:
     """Build the engine once. Each run gets a fresh scheduler and a fresh cache around the same executor."""
-    clock = CpuClock()
+    clock = SteadyClock()
     config = EngineConfig(
         model=ModelConfig(model=str(folder), device="cpu", dtype="float32", load_format="random"),
         cache=CacheConfig(num_kv_blocks=MOST_BLOCKS),
@@ -207,9 +263,9 @@ def build(folder: Path) -> tuple[Engine, CpuClock]:
 
 
 def run_engine(
-    engine: Engine, clock: CpuClock, load: Load, arrivals: list[Arrival]
-) -> tuple[Figures, list[tuple[StepWork, float]]]:
-    """Run a load on the engine. Returns its figures, and the work and the seconds of each step."""
+    engine: Engine, clock: SteadyClock, load: Load, arrivals: list[Arrival]
+) -> tuple[Run, list[tuple[StepWork, float]]]:
+    """Run a load on the engine. Also returns the work and the seconds of each step."""
     config = msgspec.structs.replace(load.scheduler, max_draft_tokens=0)
     cache = KVCache(load.num_blocks, halves_blocks=True)
     scheduler = Scheduler(config, cache, max_model_len=CONTEXT, eos_token_ids=frozenset({2}))
@@ -230,6 +286,7 @@ def run_engine(
             loop.add(waiting.pop().request)
         executor.plan = None
         events = loop.step()
+        clock.scale_since(began_s)
         ended_s = clock.now()
         for event in events:
             times_s[event.request_id] += [ended_s - base_s] * len(event.token_ids)
@@ -238,10 +295,10 @@ def run_engine(
             steps.append((StepWork.of(executor.plan), ended_s - began_s))
     preemptions = loop.stats().num_preemptions
     gc.enable()
-    return Figures.of(arrivals, times_s, cached, preemptions), steps
+    return Run.of(arrivals, times_s, cached, preemptions), steps
 
 
-def run_simulator(load: Load, arrivals: list[Arrival], cost: StepCost) -> Figures:
+def run_simulator(load: Load, arrivals: list[Arrival], cost: StepCost) -> Run:
     times_s: dict[str, list[float]] = {}
     cached = 0
 
@@ -264,18 +321,7 @@ def run_simulator(load: Load, arrivals: list[Arrival], cost: StepCost) -> Figure
         dispatch=DispatchConfig(routing_policy="least-loaded"),
     )
     report = simulate(config, on_outcome=note)
-    return Figures.of(arrivals, times_s, cached, report.num_preemptions)
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledCost:
-    """Step times on a core that is slower or faster than usual at the moment."""
-
-    cost: StepCost
-    factor: float
-
-    def step_s(self, work: StepWork) -> float:
-        return self.factor * self.cost.step_s(work)
+    return Run.of(arrivals, times_s, cached, report.num_preemptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,37 +329,40 @@ class Compared:
     """The runs of one load, each with its simulation."""
 
     load: Load
-    pairs: list[tuple[Figures, Figures]]
+    pairs: list[tuple[Run, Run]]
 
-    def errors(self) -> list[list[float]]:
-        """Return the errors of all runs, for each figure that has a time."""
-        each = zip(
-            *(zip(real.times(), guess.times(), strict=True) for real, guess in self.pairs), strict=True
+    def figures(self, place: int) -> Figures:
+        return Figures.of([pair[place] for pair in self.pairs])
+
+    def errors(self) -> list[float]:
+        """Return the error of each figure that has a time."""
+        each = zip(self.figures(0).times(), self.figures(1).times(), strict=True)
+        return [guess / real - 1.0 for real, guess in each]
+
+    def noise(self) -> float:
+        together = self.errors()
+        apart = [Compared(self.load, [pair]).errors() for pair in self.pairs]
+        return mean(
+            abs(error - of_all) for errors in apart for error, of_all in zip(errors, together, strict=True)
         )
-        return [[guess / real - 1.0 for real, guess in figure] for figure in each]
-
-    def median(self, place: int, pick: Callable[[Figures], float]) -> float:
-        return median(pick(pair[place]) for pair in self.pairs)
 
 
 def rows(results: list[Compared]) -> Iterator[str]:
     yield (
         "| load | TTFT p50 | p90 | p99 | between tokens p50 | p90 | p99 | tokens/s | cached, engine and simulator | "
-        "preemptions | noise |"
+        "preemptions | samples | noise |"
     )
-    yield "|" + "---|" * 11
+    yield "|" + "---|" * 12
     for each in results:
-        errors = each.errors()
-        cells = []
-        for place, runs in enumerate(errors):
-            figure = median(real.times()[place] for real, _ in each.pairs)
-            cells.append(f"{_shown(place, figure)} {median(runs):+.1%}")
-        cached = [each.median(place, lambda figures: figures.cached_share) for place in (0, 1)]
-        preempted = [each.median(place, lambda figures: figures.preemptions) for place in (0, 1)]
-        cells.append(f"{cached[0]:.1%} and {cached[1]:.1%}")
-        cells.append(f"{preempted[0]:.0f} and {preempted[1]:.0f}")
-        noise = mean(abs(error - median(runs)) for runs in errors for error in runs)
-        yield f"| {each.load.name} | " + " | ".join(cells) + f" | {noise:.1%} |"
+        real, guess = each.figures(0), each.figures(1)
+        cells = [
+            f"{_shown(place, figure)} {error:+.1%}"
+            for place, (figure, error) in enumerate(zip(real.times(), each.errors(), strict=True))
+        ]
+        cells.append(f"{real.cached_share:.1%} and {guess.cached_share:.1%}")
+        cells.append(f"{real.preemptions} and {guess.preemptions}")
+        cells.append(f"{-(-real.ttft.count // 100)} and {-(-real.itl.count // 100)}")
+        yield f"| {each.load.name} | " + " | ".join(cells) + f" | {each.noise():.1%} |"
 
 
 def _shown(place: int, figure: float) -> str:
@@ -332,20 +381,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(MODEL))
-        results, errors = compare(folder, options.runs, options.share)
+        results, without_spread, step_error = compare(folder, options.runs, options.share)
     table = "\n".join(rows(results))
-    shares = [abs(median(runs)) for each in results for runs in each.errors()]
     table += (
-        f"\n\nErrors of times and of tokens/s: {mean(shares):.1%} in the mean, {max(shares):.1%} at most; "
-        f"{sum(share <= 0.05 for share in shares)} of {len(shares)} are within 5 %. The fit is off by "
-        f"{errors:.1%} for single steps, in the mean."
+        f"\n\nErrors of times and of tokens/s: {summary(results)}. The fit is off by {step_error:.1%} for single "
+        f"steps, in the mean. Without the spread of steps: {summary(without_spread)}."
     )
     print(table)
     if options.out is not None:
         options.out.write_text(table + "\n")
 
 
-def compare(folder: Path, num_runs: int, share: float) -> tuple[list[Compared], float]:
+def summary(results: list[Compared]) -> str:
+    shares = [abs(error) for each in results for error in each.errors()]
+    within = sum(share <= 0.05 for share in shares)
+    return (
+        f"{mean(shares):.1%} in the mean, {max(shares):.1%} at most; {within} of {len(shares)} are within 5 %"
+    )
+
+
+def compare(folder: Path, num_runs: int, share: float) -> tuple[list[Compared], list[Compared], float]:
+    """Return the comparison with the spread of steps and without it, and the mean error of single steps."""
+
     def shortened(load: Load) -> Load:
         count = max(6, round(load.workload.num_requests * share))
         return replace(load, workload=replace(load.workload, num_requests=count))
@@ -361,42 +418,46 @@ def compare(folder: Path, num_runs: int, share: float) -> tuple[list[Compared], 
         ]
 
     run_engine(engine, clock, loads[-1], arrivals_of(loads[-1], 99, 1.0))  # warm up
-    speeds = [calibrate(1000)]
-    first = fit(speeds[0])
-    traffic = [arrivals_of(load, number, mean_s(load.workload, first)) for number, load in enumerate(loads)]
-    real = []
+    clock.set_usual_speed()
+    steps = calibrate(1000)
+    first = fit(steps)
+    real: list[list[tuple[list[Arrival], Run]]] = [[] for _ in loads]
+    recorded: list[list[tuple[StepWork, float]]] = [[] for _ in loads]
     for turn in range(num_runs):
-        for load, arrivals in zip(loads, traffic, strict=True):
-            real.append(run_engine(engine, clock, load, arrivals)[0])
-            speeds.append(calibrate(1001 + len(real)))
+        for number, load in enumerate(loads):
+            seed = turn * len(loads) + number
+            arrivals = arrivals_of(load, seed, mean_s(load.workload, first))
+            run, of_run = run_engine(engine, clock, load, arrivals)
+            real[number].append((arrivals, run))
+            recorded[number] += of_run
+            if number % 2:
+                steps += calibrate(1001 + seed)
         print(f"{turn + 1} of {num_runs} rounds done", flush=True)
     engine.close()
-    cost, factors = fit_with_speeds(speeds)
-    print(f"fitted to {sum(map(len, speeds)):,} steps: {cost}", flush=True)
-    print(f"speed of the core between runs: {min(factors):.2f} to {max(factors):.2f}", flush=True)
-    results = [Compared(load, []) for load in loads]
-    for number, figures in enumerate(real):
-        place = number % len(loads)
-        scaled = ScaledCost(cost, (factors[number] + factors[number + 1]) / 2)
-        results[place].pairs.append((figures, run_simulator(loads[place], traffic[place], scaled)))
-    errors = mean(
-        mean_relative_error(ScaledCost(cost, factor), steps)
-        for factor, steps in zip(factors, speeds, strict=True)
+    cost = fit_corrected(steps)
+    print(f"fitted to {len(steps):,} steps: {cost}", flush=True)
+    for load, of_load in zip(loads, recorded, strict=True):
+        print(f"recorded over predicted, {load.name}: {step_errors(of_load, cost)}", flush=True)
+    compared = [
+        [
+            Compared(load, [(run, run_simulator(load, arrivals, each)) for arrivals, run in runs])
+            for load, runs in zip(loads, real, strict=True)
+        ]
+        for each in (with_spread(cost, steps), cost)
+    ]
+    return compared[0], compared[1], mean_relative_error(cost, steps)
+
+
+def step_errors(steps: list[tuple[StepWork, float]], cost: StepCost) -> str:
+    """Return the median ratios of recorded to predicted seconds, by kind of step and largest number of sequences."""
+    ratios: dict[tuple[str, int], list[float]] = {}
+    for work, elapsed_s in steps:
+        kind = "decodes" if work.tokens == work.sequences else "with prompts"
+        most = 1 << (work.sequences - 1).bit_length()
+        ratios.setdefault((kind, most), []).append(elapsed_s / cost.step_s(work))
+    return ", ".join(
+        f"{kind} to {most}: {median(each):.3f} ({len(each)})" for (kind, most), each in sorted(ratios.items())
     )
-    return results, errors
-
-
-def fit_with_speeds(speeds: list[list[tuple[StepWork, float]]]) -> tuple[CorrectedCost, list[float]]:
-    """Fit one cost to steps of several moments, and the speed of the core in each of them."""
-    factors = [1.0] * len(speeds)
-    for _ in range(3):
-        cost = fit_corrected(
-            (work, elapsed_s / factor)
-            for factor, steps in zip(factors, speeds, strict=True)
-            for work, elapsed_s in steps
-        )
-        factors = [median(elapsed_s / cost.step_s(work) for work, elapsed_s in steps) for steps in speeds]
-    return cost, factors
 
 
 def mean_s(lengths: Workload, cost: StepCost) -> float:

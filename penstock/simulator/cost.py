@@ -188,6 +188,31 @@ def fit_corrected(observed: Iterable[tuple[StepWork, float]]) -> CorrectedCost:
     return CorrectedCost(linear, tuple(factors[1:]))
 
 
+@dataclass(frozen=True, slots=True)
+class SpreadCost:
+    """Another cost times a ratio that differs from step to step: steps with equal work take unequal times, and the
+    slow ones make the high percentiles. The work alone selects the ratio, so that the same seed gives the same
+    figures."""
+
+    cost: StepCost
+    decode_ratios: tuple[float, ...]  # of recorded steps to the cost; of steps that only decode
+    other_ratios: tuple[float, ...]
+
+    def step_s(self, work: StepWork) -> float:
+        ratios = self.decode_ratios if work.tokens == work.sequences else self.other_ratios
+        number = hash((work.tokens, work.sequences, work.context_tokens, work.pairs))
+        return ratios[number % len(ratios)] * self.cost.step_s(work)
+
+
+def with_spread(cost: StepCost, observed: Iterable[tuple[StepWork, float]]) -> SpreadCost:
+    """Return a cost whose steps are spread as the observed steps are spread around `cost`."""
+    decodes: list[float] = []
+    others: list[float] = []
+    for work, elapsed_s in observed:
+        (decodes if work.tokens == work.sequences else others).append(elapsed_s / cost.step_s(work))
+    return SpreadCost(cost, tuple(decodes or others or (1.0,)), tuple(others or decodes or (1.0,)))
+
+
 def _place(work: StepWork) -> float:
     return _FACTORS_PER_DOUBLING * log2(max(1, work.tokens))
 

@@ -15,6 +15,7 @@ from penstock.simulator.cost import (
     fit_corrected,
     mean_relative_error,
     observations,
+    with_spread,
 )
 
 
@@ -105,3 +106,24 @@ def test_the_preset_is_near_what_the_hardware_allows() -> None:
     prefill_s = LLAMA_8B_ON_H200.step_s(StepWork(2048, 1, 2048))
     assert 16.06e9 / 4.8e12 < decode_s < 2 * 16.06e9 / 4.8e12
     assert 2048 * 16.06e9 / 989e12 < prefill_s < 3 * 2048 * 16.06e9 / 989e12
+
+
+def test_steps_are_spread_as_the_observed_steps_of_their_kind() -> None:
+    rng = Random(3)
+    linear = LinearCost(5e-3, 3e-5, 0.0, 4e-8)
+    observed = [
+        (work, linear.step_s(work) * (1.5 if work.tokens == work.sequences and rng.random() < 0.2 else 1.0))
+        for work in (random_work(rng) for _ in range(500))
+    ]
+    cost = with_spread(linear, observed)
+    decodes = [StepWork(8, 8, 1000 + number) for number in range(1000)]
+    slow = sum(cost.step_s(work) > 1.4 * linear.step_s(work) for work in decodes)
+    assert 150 < slow < 250
+    assert [cost.step_s(work) for work in decodes] == [cost.step_s(work) for work in decodes]
+    prompt = StepWork(520, 8, 2000)
+    assert cost.step_s(prompt) == pytest.approx(linear.step_s(prompt))
+
+
+def test_without_observed_steps_nothing_is_spread() -> None:
+    linear = LinearCost(5e-3, 3e-5, 0.0, 4e-8)
+    assert with_spread(linear, []).step_s(StepWork(2, 2, 50)) == linear.step_s(StepWork(2, 2, 50))
