@@ -36,6 +36,9 @@ class _Status(msgspec.Struct, frozen=True):
     message: str = ""
 
 
+_decode_status = msgspec.json.Decoder(_Status).decode
+
+
 class KubernetesApi:
     """The API server at `url`. `account` is the folder with the token, the namespace and the certificate."""
 
@@ -122,7 +125,7 @@ def refusal(reply: Reply, verb: str, resource: str, namespace: str) -> str:
     if reply.status == 403:
         return f"the Kubernetes API answers 403: the service account may not {verb} {resource} in {namespace}"
     try:
-        said = msgspec.json.decode(reply.body, type=_Status).message[:_MAX_SAID]
+        said = _decode_status(reply.body).message[:_MAX_SAID]
     except msgspec.DecodeError:
         said = ""
     return f"the Kubernetes API answers {reply.status}" + (f": {said}" if said else "")
