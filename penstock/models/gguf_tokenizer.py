@@ -49,6 +49,8 @@ _END_TOKENS = (
     "<|calls|>",
     "<|flush|>",
     "<EOT>",
+    "_<EOT>",
+    "<eos>",  # some files of Gemma name only the end of a turn
     "[EOT]",
     "[EOS]",
     "[e~[",
