@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from typing import Any
 
@@ -13,15 +14,21 @@ from penstock.core.clock import VirtualClock
 from penstock.core.errors import (
     ContentRefused,
     ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineUnavailable,
     InvalidRequest,
+    Overloaded,
+    PenstockError,
     RateLimited,
     SafetyCheckFailed,
+    ShuttingDown,
 )
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.accounts import Accounts, Claim, Outcome
+from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import (
@@ -103,6 +110,39 @@ def forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
     for name in names:
         monkeypatch.setattr(TextTokenizer, name, fail)
+
+
+class TestBills:
+    """The prompt is paid for by whoever got, or gave up, an answer, and not by those whom the server failed."""
+
+    async def bill(self, *news: TokenEvent | PenstockError, cancels: bool = False) -> tuple[int, int]:
+        house = House()
+        house.engine.script = lambda request: [
+            each if isinstance(each, PenstockError) else msgspec.structs.replace(each, request_id=request.id)
+            for each in news
+        ]
+        request = GenerationRequest(
+            prompts=(TextPrompt("four"),), sampling=SamplingOptions(max_tokens=4), principal=CALLER
+        )
+        answer = await house.gateway.submit(request)
+        if cancels:
+            answer.cancel()
+        with contextlib.suppress(PenstockError, ReaderGone):
+            await answer.collect()
+        ((_, outcome),) = house.rows.settled
+        return outcome.usage.prompt_tokens, outcome.usage.completion_tokens
+
+    @pytest.mark.parametrize("error", [Overloaded("full"), EngineUnavailable("gone"), ShuttingDown("bye")])
+    async def test_a_server_that_fails_before_the_first_token_is_paid_nothing(
+        self, error: PenstockError
+    ) -> None:
+        assert await self.bill(error) == (0, 0)
+        assert await self.bill(TokenEvent("", (65,)), error) == (4, 1)
+
+    async def test_nobody_gets_a_prompt_for_free_by_leaving_or_asking_wrongly(self) -> None:
+        assert await self.bill(cancels=True) == (4, 0)
+        assert await self.bill(InvalidRequest("no answer fits this grammar")) == (4, 0)
+        assert await self.bill(DeadlineExceeded("too little time")) == (4, 0)
 
 
 class TestOrder:

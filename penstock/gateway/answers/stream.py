@@ -15,10 +15,10 @@ from typing import Generic, Literal, Protocol, Self, TypeAlias, TypeVar
 
 from penstock.cluster.replica import EngineClient
 from penstock.core.clock import Clock
-from penstock.core.errors import InvalidRequest, Overloaded, PenstockError
+from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, PenstockError
 from penstock.core.plan import Prefill
 from penstock.core.request import FinishReason, Tier
-from penstock.gateway.accounts import Account, Outcome, RateLimits
+from penstock.gateway.accounts import NOTHING_USED, Account, Outcome, RateLimits
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.large import MAX_WHOLE_LOGPROBS, merged_later, too_many_logprobs
 from penstock.gateway.metrics.gateway import GatewayMetrics
@@ -260,10 +260,15 @@ class MeteredAnswer(Generic[ChoiceT]):
 
     def _outcome(self) -> Outcome:
         begun = [choice.first_token_at for choice in self._choices if choice.first_token_at is not None]
-        error = self._error
+        error, usage = self._error, self.usage
         failed = isinstance(error, PenstockError)
+        # A caller whose answer never began pays nothing if the server is to blame. A caller that leaves, or whose own
+        # request ends it, pays for the prompt: that may have been computed.
+        is_ours = failed and not isinstance(error, InvalidRequest | DeadlineExceeded)
+        if is_ours and not begun and not usage.completion_tokens:
+            usage = NOTHING_USED
         return Outcome(
-            usage=self.usage,
+            usage=usage,
             status="completed" if error is None else "failed" if failed else "cancelled",
             error_code=error.code if isinstance(error, PenstockError) else None,
             duration_s=self._context.clock.now() - self._arrived_at,
