@@ -264,13 +264,14 @@ class ModelExecutor:
         return not masked and self._sampler.needs_only_argmax(samples)
 
     def _keep_last_tokens(self, samples: Samples, sampled: Tensor) -> None:
-        """Keep the samples of requests without drafts, for steps that are planned before they are committed."""
+        """Keep the samples of requests without drafts, for steps that are planned before they are committed. Where
+        nothing could be sampled (-1), such a step computes token 0, and its sample is dropped with the request."""
         rows, plain = samples.rows, samples.plain()
         if plain is not None:
             if not plain.size:
                 return
             rows, sampled = rows[plain], sampled[self._staging.to_device(plain)]
-        self._rows.last_tokens.index_copy_(0, self._staging.kept(rows), sampled.to(torch.int32))
+        self._rows.last_tokens.index_copy_(0, self._staging.kept(rows), sampled.clamp(min=0).to(torch.int32))
 
     def _settle_drafts(self, request_ids: Collection[str]) -> None:
         """Let the device find which drafts of the latest step were accepted, for requests whose next step is planned

@@ -157,6 +157,8 @@ def test_a_position_that_is_no_number_ends_the_answer_in_front_of_it(
     monkeypatch.setattr(Llama, "forward", broken)
     plain = answers(tiny_engine(model, speculate="off"), requests)
     assert plain["r"][2:] == (FinishReason.ERROR, NOT_A_NUMBER)
+    # The step behind it is planned and computed before anybody has seen that nothing was sampled.
+    assert answers(tiny_engine(model, speculate="off", steps_in_flight=2), requests) == plain
     for most in (1, 3, 30):
         engine = tiny_engine(model, speculate="off")
         speculate(engine, KnowingDrafter({name: found[0] for name, found in expected.items()}, 0.0), most)
