@@ -163,13 +163,14 @@ def encoded(card: ModelCard, conversations: list[Conversation]) -> list[list[int
     """Write conversations as the model's chat template does, or as plain text for a model without one."""
     from tokenizers import Tokenizer
 
+    from penstock.core.first_tokens import first_of_prompt, first_of_template
     from penstock.gateway.prompts import ChatMessage, ChatPrompt
     from penstock.gateway.text.template import ChatTemplate
 
     if not card.tokenizer_json or not card.generates:
         raise ConfigError(f"{card.name} has no tokenizer, or writes no text.")
     tokenizer = Tokenizer.from_str(card.tokenizer_json.decode())
-    start = [card.bos_token_id] if card.add_bos_token and card.bos_token_id is not None else []
+    start = [*first_of_prompt(card, first_of_template(tokenizer))]
     if card.chat_template is None:
         texts = ["\n\n".join(text for _, text in turns) + "\n" for turns in conversations]
     else:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import InvalidRequest, Overloaded, error_from_code
+from penstock.core.first_tokens import first_of_prompt, first_of_template
 from penstock.core.messages import EngineStats, ModelCard
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
@@ -36,6 +38,9 @@ class OfflineEngine:
         self._tokenizer = (
             Tokenizer.from_str(self.card.tokenizer_json.decode()) if self.card.tokenizer_json else None
         )
+        if self._tokenizer is not None:
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
         self._num_requests = 0
 
     def generate(
@@ -101,8 +106,13 @@ class OfflineEngine:
         if self._tokenizer is None:
             raise InvalidRequest("The model has no tokenizer.", hint="Give token ids instead of text.")
         ids = self._tokenizer.encode(prompt, add_special_tokens=False).ids
-        bos = self.card.bos_token_id
-        return (bos, *ids) if self.card.add_bos_token and bos is not None else tuple(ids)
+        return (*self._first_ids, *ids)
+
+    @cached_property
+    def _first_ids(self) -> tuple[int, ...]:
+        """Return the tokens before a plain-text prompt."""
+        assert self._tokenizer is not None
+        return first_of_prompt(self.card, first_of_template(self._tokenizer))
 
 
 def _extend(completion: Completion, event: TokenEvent) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from tokenizers import Encoding, Tokenizer
 
 from penstock.core.errors import ModelLoadError
+from penstock.core.first_tokens import first_of_prompt, first_of_template
 from penstock.core.messages import ModelCard
 from penstock.gateway.text.detokenizer import (
     ByteDetokenizer,
@@ -63,8 +64,8 @@ class TextTokenizer:
         self._card = card
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._template_ids = _ids_before_text(self._tokenizer)
-        self.bos_ids = _bos_ids(card, self._template_ids)
+        self._template_ids = first_of_template(self._tokenizer)
+        self.bos_ids = first_of_prompt(card, self._template_ids)
         file = _decode_file(card.tokenizer_json)
         self._decoder = DecoderKind.of(file.decoder)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -301,22 +302,6 @@ class TextTokenizer:
         tokenizer = Tokenizer.from_buffer(self._card.tokenizer_json)
         tokenizer.encode_special_tokens = True
         return tokenizer
-
-
-def _ids_before_text(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the special tokens that the tokenizer's own template writes before a text."""
-    encoding = tokenizer.encode("a")
-    is_special = (*encoding.special_tokens_mask, 0)
-    return tuple(encoding.ids[: is_special.index(0)])
-
-
-def _bos_ids(card: ModelCard, template_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens before a plain-text prompt. Some models have several of them, or call none of them the
-    beginning of a sequence: their template writes them."""
-    if card.add_bos_token and card.bos_token_id is not None:
-        return template_ids if template_ids[:1] == (card.bos_token_id,) else (card.bos_token_id,)
-    is_denied = template_ids[:1] == (card.bos_token_id,)
-    return () if card.is_encoder or is_denied else template_ids
 
 
 def _shared_room(room: int, first: int, second: int) -> tuple[int, int]:
