@@ -296,12 +296,13 @@ class _ParameterValue:
         return text.removeprefix("\n").removesuffix("\n") if self._tags.trims_lines else text
 
     def _converted(self, text: str) -> str:
-        """JSON of one of the types that the schema allows, else a text."""
+        """Return JSON: a text where the schema allows texts and not the type that is written, or where no JSON is
+        written. Other values that the schema does not allow stay as they are, for the client to judge."""
         try:
             value = json.loads(text.strip(), parse_constant=_no_constant)
         except (ValueError, RecursionError):
             value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
-        fits = not self._types or _type_name(value) in self._types
+        fits = "string" not in self._types or _type_name(value) in self._types
         fits = fits or ("number" in self._types and isinstance(value, int) and not isinstance(value, bool))
         return json.dumps(value if fits and not isinstance(value, str) else text, ensure_ascii=False)
 

@@ -111,6 +111,12 @@ ANSWERS: list[tuple[ToolFormat, str, Recorder]] = [
     (FORMATS["lfm2"], '<|tool_call_start|>[weather(city="Paris")]<|tool_call_end|>Checking.',
      Recorder(text="Checking.", calls=[("weather", '{"city":"Paris"}')])),
     (FORMATS["nemotron"], f'<TOOLCALL>[{{"name": "weather", "arguments": {PARIS}}}]</TOOLCALL>', ONE_CALL),
+    # No text where the schema allows none, unless it is no JSON.
+    (QWEN3_CODER, "<tool_call>\n<function=weather>\n<parameter=days>\nnull\n</parameter>\n</function>\n</tool_call>",
+     Recorder(calls=[("weather", '{"days": null}')])),
+    (QWEN3_CODER, "<tool_call>\n<function=weather>\n<parameter=days>\n3.0\n</parameter>\n<parameter=days>\na few\n"
+                  "</parameter>\n</function>\n</tool_call>",
+     Recorder(calls=[("weather", '{"days": 3.0, "days": "a few"}')])),
     (FORMATS["gemma4"], '<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|>',
      Recorder(calls=[("weather", '{"city":"Paris"}')])),
     (FORMATS["gemma4"], '<|tool_call>call:weather{city:<|"|>a "b" {c} <tool_call|>\n<|"|>,days:3,'
