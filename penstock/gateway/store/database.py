@@ -92,6 +92,7 @@ T = TypeVar("T")
 Work = Callable[[Connection], T]
 
 DATABASE_FILE = "penstock.db"
+# For writers, and as many for readers: while writers wait for another process's lock, keys are still checked.
 _NUM_THREADS = 4
 _QUIET_S = 5.0  # without a failure, after which an outage is over
 # A connection to PostgreSQL whose other end is silently gone, such as behind a cut network, ends after this on both
@@ -124,7 +125,8 @@ class Database:
         self._turn: contextlib.AbstractContextManager[Any] = (
             threading.Lock() if self._is_in_memory else contextlib.nullcontext()
         )
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-database")
+        self._writers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-database")
+        self._readers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-database-reads")
         self._migrating = threading.Lock()
         self._outage: set[str] = set()  # the causes of the present outage, each of which was logged
         self._failed_at = 0.0  # by the monotonic clock: the last failure
@@ -167,9 +169,11 @@ class Database:
     async def run(self, work: Work[T], *, reads_only: bool = False) -> T:
         """Run `work` and return its result. The work is committed as a whole, or rolled back when it raises.
 
-        With `reads_only`, SQLite lets the work run concurrently with a writer."""
+        With `reads_only`, the work waits for no writer: SQLite lets the work run concurrently with one, and readers
+        have threads of their own."""
+        threads = self._readers if reads_only else self._writers
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: self.run_now(work, reads_only=reads_only))
+        return await loop.run_in_executor(threads, lambda: self.run_now(work, reads_only=reads_only))
 
     def run_now(self, work: Work[T], *, reads_only: bool = False) -> T:
         """Do the same as `run`, in the calling thread."""
@@ -187,7 +191,8 @@ class Database:
 
     def close(self) -> None:
         """Let work that has begun finish, then disconnect."""
-        self._threads.shutdown()
+        for threads in (self._writers, self._readers):
+            threads.shutdown()
         self._engine.dispose()
 
     def _transaction(self, work: Work[T], *, reads_only: bool) -> T:
@@ -309,7 +314,7 @@ def _create_postgresql(url: sqlalchemy.URL) -> Engine:
         engine = sqlalchemy.create_engine(
             url,
             hide_parameters=True,
-            pool_size=_NUM_THREADS,
+            pool_size=2 * _NUM_THREADS,
             pool_pre_ping=True,
             connect_args={
                 "connect_timeout": _GONE_S,

@@ -2,7 +2,7 @@
 
 A gateway asks only for the number of the last change, so that a revoked key is refused by every process within
 seconds while a busy gateway reads the database about once a second, however many keys it serves. When the database
-does not answer, known keys stay valid for a minute; after that every key is refused.
+does not answer, or not in time, known keys stay valid for a minute; after that every key is refused.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 1.0  # while requests come
 TRUST_S = 3.0  # after this long without a check, a request waits for one
+PATIENCE_S = 2.0  # a database that needs longer than this for a check counts as away
 OUTAGE_GRACE_S = 60.0
 KEEP_S = 300.0  # a look-up is repeated after this long, changed or not
 WRITE_USES_EVERY_S = 60.0
@@ -157,8 +158,10 @@ class KeyRing:
         trust_s = OUTAGE_GRACE_S if self._is_failing else TRUST_S
         if now - self._confirmed_at_s < trust_s:
             return
-        if self._checking is not None:
-            await asyncio.shield(self._checking)
+        if (checking := self._checking) is not None:
+            await asyncio.wait((checking,), timeout=PATIENCE_S)
+            if checking is self._checking and not checking.done():
+                self._note_failure("the database does not answer")
         if self._clock.now() - self._confirmed_at_s >= OUTAGE_GRACE_S:
             raise StoreUnavailable("Keys cannot be checked at the moment.", retry_after_s=1.0)
 
@@ -171,14 +174,17 @@ class KeyRing:
                 )
             except PenstockError as error:
                 self._metrics.failed_checks += 1
-                if not self._is_failing:
-                    logger.warning("keys cannot be checked for changes: %s", error.message)
-                self._is_failing = True
+                self._note_failure(error.message)
                 return
             self._apply(changes)
         self._is_failing = False
         if num_doubts == self._num_doubts:
             self._confirmed_at_s = asked_at_s
+
+    def _note_failure(self, reason: str) -> None:
+        if not self._is_failing:
+            logger.warning("keys cannot be checked for changes: %s", reason)
+        self._is_failing = True
 
     def _apply(self, changes: Changes) -> None:
         if changes.revision == self._revision:

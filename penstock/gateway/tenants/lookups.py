@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 MAX_ENTRIES = 10_000  # of those found, and again of those not found
 MAX_LOADING = 256
+PATIENCE_S = 10.0  # for one look-up; a database that needs longer counts as away
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,15 @@ class LookupCache(Generic[T]):
             if len(self._loading) >= MAX_LOADING:
                 raise Overloaded("Too many unknown callers are being looked up.", retry_after_s=1.0)
             task = self._loading[name] = asyncio.create_task(self._load_and_keep(name))
-            task.add_done_callback(lambda _: self._loading.pop(name, None))
-        return await asyncio.shield(task)
+            task.add_done_callback(lambda task: self._forget_look_up(name, task))
+        if not (await asyncio.wait((task,), timeout=PATIENCE_S))[0]:
+            raise StoreUnavailable("Keys cannot be looked up at the moment.", retry_after_s=1.0)
+        return task.result()
+
+    def _forget_look_up(self, name: str, task: asyncio.Task[T | None]) -> None:
+        self._loading.pop(name, None)
+        if not task.cancelled():
+            task.exception()  # callers who still wait raise the error; asyncio logs one that nobody has seen
 
     async def _load_and_keep(self, name: str) -> T | None:
         loaded = await self._load(name)

@@ -84,6 +84,23 @@ def test_a_reader_does_not_wait_for_a_writer(database: Database) -> None:
     assert database.run_now(name_of_default, reads_only=True) == "new"
 
 
+async def test_readers_go_on_while_writers_wait_for_a_lock_of_another_process(database: Database) -> None:
+    database.migrate()
+    other = sqlite3.connect(database.file or "", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    writers = [
+        asyncio.create_task(database.run(lambda connection: rename_default(connection, "new")))
+        for _ in range(20)  # more than there are threads
+    ]
+    await asyncio.sleep(0)
+    assert await database.run(name_of_default, reads_only=True) == "Default"
+    assert not any(writer.done() for writer in writers)
+    other.execute("ROLLBACK")
+    await asyncio.gather(*writers)
+    assert await database.run(name_of_default, reads_only=True) == "new"
+    other.close()
+
+
 def test_foreign_keys_are_enforced(database: Database) -> None:
     orphan = insert(workspaces).values(
         id="ws", organization_id="nobody", name="x", created_at=0.0, revision=1

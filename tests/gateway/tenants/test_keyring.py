@@ -12,7 +12,7 @@ from penstock.core.errors import AuthenticationFailed, StoreUnavailable
 from penstock.core.identity import Scope
 from penstock.core.request import Tier
 from penstock.gateway.store.database import Database, sqlite_url
-from penstock.gateway.tenants import records
+from penstock.gateway.tenants import keyring, lookups, records
 from penstock.gateway.tenants.directory import Directory
 from penstock.gateway.tenants.keyring import CHECK_EVERY_S, OUTAGE_GRACE_S, TRUST_S, KeyRing
 from penstock.gateway.tenants.records import KeyChanges, NewKey, new_secret, prefix_of
@@ -119,6 +119,37 @@ async def test_a_check_that_began_before_a_change_does_not_settle_a_doubt(world:
     with pytest.raises(AuthenticationFailed, match="revoked"):
         await ring.identify(issued.secret)
     await ring.close()
+    database.close()
+
+
+async def test_a_database_that_never_answers_holds_nobody_up(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that was stopped, or a table that another session has locked: no error ever comes."""
+    issued, unknown = [await world.directory.create_key(ACTOR, NewKey(name="k")) for _ in range(2)]
+    assert world.database.file is not None
+    database = HeldDatabase(sqlite_url(world.database.file.parent))
+    ring = KeyRing(database, clock=world.time.clock, wall_time=world.time.wall)
+    async with asyncio.timeout(30):
+        await ring.identify(issued.secret)
+        database.may_speak.clear()
+        for module in (keyring, lookups):
+            monkeypatch.setattr(module, "PATIENCE_S", 0.001)
+        for _ in range(int(OUTAGE_GRACE_S / TRUST_S) - 1):
+            world.time.pass_s(TRUST_S)
+            assert (await ring.identify(issued.secret)).key_id == issued.key.id
+        assert caplog.text.count("cannot be checked") == 1
+        with pytest.raises(StoreUnavailable, match="looked up"):
+            await ring.identify(unknown.secret)
+        world.time.pass_s(TRUST_S)
+        with pytest.raises(StoreUnavailable, match="checked"):
+            await ring.identify(issued.secret)
+        monkeypatch.undo()
+        database.may_speak.set()
+        world.time.pass_s(CHECK_EVERY_S)
+        for secret in (issued.secret, unknown.secret):
+            await ring.identify(secret)
+        await ring.close()
     database.close()
 
 
