@@ -83,12 +83,12 @@ class PublicKeys:
 
     async def _fetch(self) -> None:
         try:
-            async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+            async with asyncio.timeout(TIMEOUT_S), httpx.AsyncClient() as client:
                 if self._url is None:
                     self._url = (await discover(client, self._issuer, ("jwks_uri",)))["jwks_uri"]
                 document = await _get_json(client, self._url)
             keys = tuple(key for key in document["keys"] if isinstance(key, dict))
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, KeyError, TypeError) as error:
             logger.warning(
                 "the keys of %s cannot be fetched: %s", self._issuer, error or type(error).__name__
             )

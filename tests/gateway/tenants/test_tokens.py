@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import hashlib
 import hmac
 import json
@@ -21,6 +23,7 @@ from penstock.core.errors import AuthenticationFailed, ConfigError, PermissionDe
 from penstock.core.gateway_config import OidcConfig
 from penstock.core.identity import Scope
 from penstock.core.request import Tier
+from penstock.gateway.tenants import tokens
 from penstock.gateway.tenants.keyring import TRUST_S
 from penstock.gateway.tenants.tokens import (
     LOOK_AGAIN_AFTER_S,
@@ -292,6 +295,27 @@ async def test_a_provider_in_trouble_is_our_fault_not_the_callers(
     provider.status, provider.body, provider.claimed_issuer = 200, None, provider.issuer
     world.time.pass_s(RETRY_AFTER_S)
     await checks.identify(token)
+
+
+async def test_keys_that_never_end_are_given_up(
+    world: World, provider: IdentityProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:  # never silent for as long as the timeout
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+
+    monkeypatch.setattr(tokens, "TIMEOUT_S", 0.2)
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server, asyncio.timeout(20):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/keys"
+        with pytest.raises(StoreUnavailable):
+            await verifier(world, provider, jwks_url=url).identify(
+                provider.token("rsa", "RS256", claims(world, provider))
+            )
 
 
 async def test_known_keys_outlive_a_providers_outage(world: World, provider: IdentityProvider) -> None:
