@@ -14,7 +14,9 @@ import httpx
 import pytest
 
 from penstock.api.app import create_app
+from penstock.core.errors import StoreUnavailable
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
+from penstock.core.request import FinishReason
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses import service as responses_service
 from penstock.gateway.responses.service import LEASE_S
@@ -111,6 +113,34 @@ async def test_a_response_that_is_still_being_made_is_not_given_up(
         assert (await look_up(other, made["id"]))["status"] == "in_progress"
         await maker.post(f"/v1/responses/{made['id']}/cancel")
         assert (await look_up(other, made["id"]))["status"] == "cancelled"
+
+
+async def test_an_outage_of_the_store_costs_no_outcome(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses_service, "STORED_AGAIN_S", 0.001, raising=False)
+    began_at, refused = time.time(), asyncio.Queue[str]()
+    clock = AsyncMock(return_value=began_at)
+    monkeypatch.setattr(DatabaseResponses, "time", clock)
+    engine = FakeEngine()
+    async with gateway_process(database, engine) as client:
+        made = (await client.post("/v1/responses", json=BACKGROUND)).json()["id"]
+        with monkeypatch.context() as outage:
+
+            async def refuse(*_: object) -> None:
+                refused.put_nowait("")
+                raise StoreUnavailable("The database is away.")
+
+            outage.setattr(DatabaseResponses, "replace", refuse)
+            engine.emit(f"{made.removeprefix('resp_')}-0", *b"ab", finish_reason=FinishReason.STOP)
+            await refused.get()
+            clock.return_value = began_at + 2 * LEASE_S
+            assert (await look_up(client, made))["status"] == "in_progress"
+        async with asyncio.timeout(20):
+            while (found := await look_up(client, made))["status"] == "in_progress":
+                await asyncio.sleep(0.001)
+        assert found["status"] == "completed"
+        assert found["output"][0]["content"][0]["text"] == "ab"
 
 
 @pytest.mark.parametrize("ending", ["cancel", "delete"])

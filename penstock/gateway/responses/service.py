@@ -51,18 +51,22 @@ class EventLog:
             self._events += split_events(events)
             self._tell()
 
-    async def write(self, *, at_once: bool = False) -> None:
-        """Write what is new to the store, unless the last time was a moment ago."""
-        if not at_once and time.monotonic() - self._written_at < WRITTEN_EVERY_S:
+    async def write(self) -> None:
+        """Write what is new to the store, unless the last time was a moment ago or the store is away."""
+        if time.monotonic() - self._written_at < WRITTEN_EVERY_S:
             return
+        with contextlib.suppress(StoreUnavailable):
+            await self.write_rest()
+
+    async def write_rest(self) -> None:
+        """Write all that is new to the store. Raises StoreUnavailable."""
         self._written_at = time.monotonic()
         first, fresh = self._num_written, self._events[self._num_written :]
         if not fresh:
             return
         data = zlib.compress(b"".join(fresh), 1)
-        with contextlib.suppress(StoreUnavailable):
-            await self._store.add_events(self._record.workspace_id, self._record.id, first, data)
-            self._num_written += len(fresh)
+        await self._store.add_events(self._record.workspace_id, self._record.id, first, data)
+        self._num_written += len(fresh)
 
     def close(self) -> None:
         self._is_closed = True
@@ -107,6 +111,7 @@ logger = logging.getLogger(__name__)
 # A response in the background counts as lost when its gateway has not renewed its lease for so long.
 LEASE_S = 30.0
 RENEWAL_S = 2.0  # also how late a process learns that another one has cancelled or deleted a response
+STORED_AGAIN_S = 0.5  # between two attempts to store an outcome while the store is away
 FOLLOWED_EVERY_S = 0.5  # by readers in other processes than the one that makes a response
 
 
@@ -234,15 +239,18 @@ class Responses:
         log = EventLog(self._store, record) if in_background and is_streamed else None
 
         async def store(body: bytes) -> None:
+            if not in_background:
+                if is_stored:
+                    await self._store.add(_final(record, body))
+                if on_end is not None:
+                    await on_end()
+                return
             if log is not None:
                 log.add(builder.ending())
-                await log.write(at_once=True)
-            if in_background:
-                await self._store.replace(_final(record, body))
-            elif is_stored:
-                await self._store.add(_final(record, body))
+                await _until_stored(log.write_rest)
+            await _until_stored(lambda: self._store.replace(_final(record, body)))
             if on_end is not None:
-                await on_end()
+                await _until_stored(on_end)
 
         built = BuiltAnswer(answer, builder, store)
         if in_background:
@@ -286,7 +294,8 @@ class Responses:
         return await self._settled(found)
 
     async def _settled(self, found: StoredResponse) -> StoredResponse:
-        if found.is_final or not found.is_lost(await self._store.time()):
+        # What runs here is not lost, even if an outage of the store has outlasted the lease.
+        if found.is_final or found.id in self._running or not found.is_lost(await self._store.time()):
             return found
         failed = _final(found, self._wire.failed(found.body))
         if await self._store.replace(failed):
@@ -381,6 +390,17 @@ class Responses:
         running = self._running.get(response_id)
         if running is not None:
             running[0].cancel()
+
+
+async def _until_stored(work: Callable[[], Awaitable[object]]) -> None:
+    """Try until the store takes the outcome of a response in the background: nobody waits who could ask again for an
+    answer that is paid for. There are never more of these than responses that ran when the store went away."""
+    while True:
+        try:
+            await work()
+            return
+        except StoreUnavailable:
+            await asyncio.sleep(STORED_AGAIN_S)
 
 
 def _final(record: StoredResponse, body: bytes) -> StoredResponse:
