@@ -153,6 +153,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     kv_bytes_per_token: int = 0  # moved by such a transfer
     num_contexts: float = 0.0  # requests of the longest context that the KV cache holds at once
     max_requests: int = 0  # that run or wait at once; 0: not known
+    max_queue_tokens: int | None = None  # of prompts that wait; None: not known
 
 
 class RequestRejected(msgspec.Struct, frozen=True, tag="rejected"):

@@ -156,6 +156,7 @@ def build_engine(
         block_size=config.cache.block_size,
         max_num_seqs=scheduler_config.max_num_seqs,
         max_requests=scheduler_config.max_num_seqs + scheduler_config.max_queue_requests,
+        max_queue_tokens=scheduler_config.max_queue_tokens,
         max_output_tokens=min(config.scheduler.max_output_tokens or card.max_model_len, card.max_model_len),
         max_lora_rank=config.lora.max_lora_rank if loaded.adapters is not None else 0,
     )

@@ -78,6 +78,26 @@ def check_fits_queues(request: GenerationRequest, engine: EngineReady, fleet: En
     )
 
 
+def check_tokens_fit_queues(
+    request: GenerationRequest, num_prompt_tokens: int, engine: EngineReady, fleet: EngineClient
+) -> None:
+    """Refuse more prompt tokens than the queues of all engines of the model take. Whether such a request fits would
+    depend on how much of it an engine has begun before the rest arrives. One answer always fits an empty queue."""
+    count = len(request.prompts) * request.num_sequences
+    num_tokens = num_prompt_tokens * request.num_sequences
+    if count == 1 or engine.max_queue_tokens is None:
+        return
+    most = engine.max_queue_tokens * max(1, fleet.num_engines_of(engine.model.name))
+    if num_tokens <= most:
+        return
+    raise InvalidRequest(
+        f"{count} answers have prompts of {num_tokens:,} tokens in all, and the engines of this model keep at most "
+        f"{most:,} waiting.",
+        param="prompt" if len(request.prompts) > 1 else "n",
+        hint="Send fewer at a time. The operator can raise the limit with --max-queue-tokens.",
+    )
+
+
 def check_num_choices(num_prompts: int, n: int = 1) -> None:
     if num_prompts * n > MAX_CHOICES:
         raise InvalidRequest(

@@ -24,7 +24,7 @@ from penstock.gateway.accounts import Account, Accounts
 from penstock.gateway.answers.beams import BeamGeneration
 from penstock.gateway.answers.generation import Generation
 from penstock.gateway.answers.stream import AnswerStream
-from penstock.gateway.checks import check_fits_queues, check_names
+from penstock.gateway.checks import check_fits_queues, check_names, check_tokens_fit_queues
 from penstock.gateway.documents import DocumentReader
 from penstock.gateway.external.answer import ExternalAnswer
 from penstock.gateway.external.models import ExternalModel
@@ -229,6 +229,8 @@ class Gateway:
             if work.model.card.vision is not None:
                 work.request = await self.images.load_request(work.request)
             await prepare_for_engine(work, work.model, self.prompt_cache, self.turns)
+            num_tokens = sum([len(prompt.token_ids) for prompt in work.prompts])
+            check_tokens_fit_queues(work.request, num_tokens, work.model.engine, self.engine)
         else:
             work.request = await self.images.relay_request(work.request, work.model.name)
             prepare_for_server(work, work.model)

@@ -186,6 +186,24 @@ class TestSubmit:
         fitting = request_for(*[TextPrompt("hi")] * 8 * num_engines)
         assert len(await (await gateway_for(engine).submit(fitting)).collect()) == 8 * num_engines
 
+    @pytest.mark.parametrize(("num_engines", "prompts", "n"), [(1, 1, 6), (1, 2, 3), (2, 1, 11)])
+    async def test_more_prompt_tokens_than_all_queues_take_are_refused_whatever_runs(
+        self, num_engines: int, prompts: int, n: int
+    ) -> None:
+        ready = msgspec.structs.replace(engine_ready(), max_queue_tokens=50)
+        engine = FakeEngine(script_text("fine"), ready=ready)
+        engine.num_engines = num_engines
+        gateway = gateway_for(engine)
+        prompt = TokenPrompt(tuple(range(1, 11)))
+        with pytest.raises(InvalidRequest, match=f"at most {50 * num_engines} waiting") as refused:
+            await gateway.submit(request_for(*[prompt] * prompts, n=n))
+        assert "--max-queue-tokens" in (refused.value.hint or "")
+        assert engine.added == []
+        assert gateway.num_live == 0
+        await (await gateway.submit(request_for(prompt, n=5 * num_engines))).collect()
+        long = TokenPrompt(tuple(range(1, 61)))
+        await (await gateway.submit(request_for(long))).collect()  # an empty queue takes any one prompt
+
     async def test_no_engine(self) -> None:
         engine = FakeEngine()
         engine.ready = None  # type: ignore[assignment]
