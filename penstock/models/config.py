@@ -195,6 +195,7 @@ class ArchitectureConfig:
     attention_scale: float
     attention_softcap: float | None = None
     query_growth: float | None = None  # of queries, with the logarithm of their position
+    query_step: int | None = None  # positions with the same growth; None: the length that the rope stretches
     qkv_limit: float | None = None  # of queries, keys and values, before they are rotated
     logit_softcap: float | None = None
     qkv_bias: bool = False

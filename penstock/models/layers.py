@@ -92,6 +92,15 @@ class ScaledQueries:
         return ops.add_up(ops.linear(ops.attend(qkv, layer, cache, batch), self.inner.output))
 
 
+def query_factors(load: LayerLoader) -> Tensor:
+    """Return the factors of queries that grow with their position: float32 [max positions]."""
+    config, num_positions = load.config, len(load.rope)
+    scaling = config.rope.scaling
+    step = config.query_step or (None if scaling is None else scaling.original_max_positions) or num_positions
+    steps = torch.arange(num_positions, device=load.weights.ops.device) // step
+    return 1.0 + (config.query_growth or 0.0) * torch.log1p(steps.float())
+
+
 @dataclass(frozen=True, slots=True)
 class WideNorms:
     """RMS norms over all query heads together and over all key heads together, of which a rank may have some.

@@ -64,6 +64,9 @@ def write_special_settings(writer: GGUFWriter, config: Any, tensors: Tensors) ->
             writer.add_leading_dense_block_count(config.num_dense_layers)
     if kind == "falcon_h1":
         _write_mamba(writer, config)
+    if kind == "mistral4":
+        writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
+        writer.add_attn_temperature_length(config.rope_parameters["original_max_position_embeddings"])
     if kind == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
         writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])

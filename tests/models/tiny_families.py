@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.engine.build import Engine, build_engine
@@ -32,6 +32,7 @@ class Tiny:
     model_type: str
     changes: dict[str, Any] = field(default_factory=dict)
     attention: str = "eager"  # that transformers runs
+    auto: Any = AutoModelForCausalLM  # the list of transformers that has the class
 
     def config(self) -> Any:
         # A tied random model only repeats its last token.
@@ -40,7 +41,7 @@ class Tiny:
         return AutoConfig.for_model(self.model_type, **settings)
 
     def make(self) -> Any:
-        return AutoModelForCausalLM.from_config(self.config(), attn_implementation=self.attention)
+        return self.auto.from_config(self.config(), attn_implementation=self.attention)
 
 
 LONGROPE = {
@@ -181,6 +182,9 @@ TINY: dict[str, Tiny] = {
                                                    "residual_multiplier": 0.4, "logits_scaling": 3}),
     "phimoe": Tiny("phimoe", {"num_local_experts": 6, "num_experts_per_tok": 2, "router_jitter_noise": 0.01,
                               "lm_head_bias": True, "attention_bias": True}),
+    "mistral4": Tiny("mistral4", {**LATENTS, "q_lora_rank": 64, "n_group": 4, "topk_group": 2,
+                                  "rope_parameters": {**GROWING_ROPE, "mscale": 0.7}},
+                     auto=AutoModelForImageTextToText),
     "glm4_moe_lite": Tiny("glm4_moe_lite", {**LATENTS, "q_lora_rank": 64, "n_group": 1, "topk_group": 1}),
     "lfm2": Tiny("lfm2", {**FOUR, **NO_HEAD_DIM, "layer_types": ["conv", "full_attention", "conv", "conv"],
                           "conv_bias": True, "block_multiple_of": 16}),

@@ -59,6 +59,7 @@ FAMILIES: tuple[type[Decoder], ...] = (
     deepseek.DeepseekV2,
     deepseek.DeepseekV3,
     deepseek.Glm4MoeLite,
+    deepseek.Mistral4,
     deepseek_sparse.DeepseekV32,
     deepseek_sparse.GlmMoeDsa,
     llama4.Llama4,

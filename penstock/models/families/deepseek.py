@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3, R1, Kimi K2 and GLM 4.7 Flash: attention over latents, and experts in groups with an expert for
-every token. Layers after the last one, which predict further tokens, are read for drafts alone."""
+"""DeepSeek V2 and V3, R1, Kimi K2, GLM 4.7 Flash and Mistral 4: attention over latents, and experts in groups with an
+expert for every token. Layers after the last one, which predict further tokens, are read for drafts alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.models.gguf_config import SIGMOID, common_gguf_config, gguf_expert
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds, rope_parameters
-from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
+from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm, query_factors
 from penstock.models.layout import Layout, StoredRows, by_head
 from penstock.models.rope import pair_order
 from penstock.models.sharding import scaled
@@ -29,6 +29,15 @@ _INNER_EPS = 1e-6  # of the norms between two products, whatever the settings sa
 # layers and of experts. DeepSeek V3 and R1, and V2.
 _GROUPS = {(61, 256): (8, 4), (60, 160): (8, 3)}
 SELECTION_BIAS = "gate.e_score_correction_bias"
+_MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 GGUF_NAMES = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -51,6 +60,7 @@ class LatentAttention:
     query: PackedLinear | None
     layer: LatentLayer
     output: PackedLinear
+    factors: Tensor | None = None  # of queries, by their position
 
     def add_to(self, ops: Ops, residual: Tensor, norm: RMSNorm, cache: Any, batch: AttentionBatch) -> None:
         """Add the output of attention for the normed residual to the residual, in place."""
@@ -58,6 +68,8 @@ class LatentAttention:
         query, latent = self.parts(both)
         if self.query_norm is not None and self.query is not None:
             query = ops.linear(self.query_norm(ops, query), self.query)
+        if self.factors is not None:
+            query = query * self.factors[batch.positions].to(query.dtype).unsqueeze(1)
         ops.add_linear(ops.attend_latent(query, latent, self.layer, cache, batch), self.output, residual)
 
     def parts(self, both: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,6 +158,36 @@ class DeepseekV3(DeepseekV2):
 class Glm4MoeLite(DeepseekV3):
     name = "glm4_moe_lite"
     huggingface_names = ("Glm4MoeLiteForCausalLM", "glm4_moe_lite")
+
+
+class Mistral4(DeepseekV2):
+    """Mistral 4: experts by softmax in groups, whose weights add up to one, and queries that grow with their
+    position."""
+
+    name = "mistral4"
+    huggingface_names = ("Mistral4ForCausalLM", "mistral4")
+    gguf_names = ("mistral4",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        rope = dict(rope_parameters(fields) or _MISTRAL4_ROPE)
+        growth = Fields(rope, fields.where).optional_number("llama_4_scaling_beta")
+        rope.pop(
+            "partial_rotary_factor", None
+        )  # of a whole query, whose rotated part has a size of its own here
+        fields = Fields({**fields.values, "rope_parameters": rope}, fields.where)
+        config = latent_config(
+            fields, cls.name, scoring="softmax", normalizes=True, ranked_by=2, grouped=True
+        )
+        assert config.experts is not None
+        experts = dataclasses.replace(config.experts, normalizes=fields.flag("norm_topk_prob", True))
+        return dataclasses.replace(config, experts=experts, query_growth=growth)
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = latent_gguf_config(file, cls.name)
+        assert config.experts is not None
+        return dataclasses.replace(config, experts=dataclasses.replace(config.experts, groups_ranked_by=2))
 
 
 def latent_config(
@@ -240,7 +282,17 @@ def latent_gguf_config(file: GGUFFile, name: str) -> ArchitectureConfig:
     if not fields.has("expert_group_count"):
         groups, kept = _GROUPS.get((config.num_layers, experts.count), (1, 1))
         experts = dataclasses.replace(experts, num_groups=groups, kept_groups=kept)
-    return dataclasses.replace(config, rope=rope, latent=latent, attention_scale=scale, experts=experts)
+    return dataclasses.replace(
+        config,
+        rope=rope,
+        latent=latent,
+        attention_scale=scale,
+        experts=experts,
+        query_growth=fields.optional_number("attention.temperature_scale"),
+        query_step=fields.integer("attention.temperature_length")
+        if fields.has("attention.temperature_length")
+        else None,
+    )
 
 
 def _rows(config: ArchitectureConfig) -> dict[str, StoredRows]:
@@ -307,6 +359,7 @@ def load_latent_attention(load: LayerLoader) -> LatentAttention:
             bias=config.output_bias,
             part=LinearPart(columns=scaled(own, latent.value_dim)),
         ),
+        factors=query_factors(load) if config.query_growth else None,
     )
 
 

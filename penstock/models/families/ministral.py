@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
@@ -16,7 +15,7 @@ from penstock.models.families.llama import Llama, Mistral
 from penstock.models.gguf_config import common_gguf_config, has_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import rope_parameters
-from penstock.models.layers import Block, LayerLoader, ScaledQueries
+from penstock.models.layers import Block, LayerLoader, ScaledQueries, query_factors
 from penstock.models.layout import Layout
 
 _DEFAULT_ROPE = {
@@ -65,16 +64,10 @@ class Ministral3(Decoder):
     def load_layer(self, load: LayerLoader) -> Block:
         return Block(
             attention_norm=load.rms_norm("input_layernorm"),
-            attention=ScaledQueries(load.attention(), self._query_factors(load)),
+            attention=ScaledQueries(load.attention(), query_factors(load)),
             mlp_norm=load.rms_norm("post_attention_layernorm"),
             mlp=load.gated_mlp(),
         )
-
-    def _query_factors(self, load: LayerLoader) -> Tensor:
-        scaling, growth = self.config.rope.scaling, self.config.query_growth or 0.0
-        step = self.max_model_len if scaling is None else scaling.original_max_positions or self.max_model_len
-        steps = torch.arange(self.max_model_len, device=load.weights.ops.device) // step
-        return 1.0 + growth * torch.log1p(steps.float())
 
     def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
         residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
