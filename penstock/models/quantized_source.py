@@ -35,6 +35,7 @@ _READABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 def _text_name(name: str) -> str:
     """Return the name of a tensor of a text model as it is in a checkpoint of the text model alone."""
+    name = name.removeprefix("thinker.")  # of models that also speak
     return name.replace("model.text_model.", "model.", 1).replace("language_model.", "", 1)
 
 

@@ -81,7 +81,17 @@ _TEXT_ALONE = frozenset(
         "Idefics2ForConditionalGeneration",
         "LlavaNextVideoForConditionalGeneration",
         "VideoLlama3ForConditionalGeneration",
+        "Qwen2_5OmniForConditionalGeneration",
+        "Qwen2_5OmniModel",  # as its makers call it
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        "Qwen3OmniMoeForConditionalGeneration",
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        "NemotronH_Omni_Reasoning_V3",
+        "NemotronH_Nano_Omni_Reasoning_V3",
     }
+)
+_NESTED_TEXT = (
+    "llm_config"  # where makers' folders have the settings of a text model that transformers cannot find
 )
 # Text models within checkpoints whose own class is the same decoder under another name.
 _TEXT_TYPES = {
@@ -93,6 +103,8 @@ _TEXT_TYPES = {
     "glm4v_moe_text": "glm4_moe",
     "glm_ocr_text": "glm4",
     "paddleocr_vl_text": "llama",
+    "qwen2_5_omni_text": "qwen2",
+    "qwen3_omni_moe_text": "qwen3_moe",
 }
 # Pairs of a head that time, rows and columns turn, for files that do not say so.
 _ROPE_SECTIONS = {
@@ -126,8 +138,8 @@ def text_fields(path: Path, fields: Fields) -> Fields:
     # Our Gemma 3 and 4 read their own settings.
     if family in (Gemma3Vision, Gemma4Vision) or (family is None and not is_alone):
         return fields
-    config = _config(path)
-    text = config.get_text_config().to_dict()
+    nested = fields.raw(_NESTED_TEXT)
+    text = dict(nested) if isinstance(nested, dict) else _config(path).get_text_config().to_dict()
     text |= {key: fields.raw(key) for key in _OUTER_KEYS if fields.has(key)}
     if text["model_type"] == "qwen3_vl_moe_text":
         text["norm_topk_prob"] = True  # whatever the file says: its router always does so

@@ -14,11 +14,14 @@ from safetensors.torch import load_file, save_file
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight, Ops
 from penstock.kernels.reference import TorchOps
+from penstock.models.config import Fields
 from penstock.models.load import load_model
 from penstock.models.rounding import quantize_int8
+from penstock.models.vision_load import load_vision
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
 from tests.models.paged import PagedRunner
+from tests.models.tiny_families import save_tiny
 
 PROMPT = random_prompt(30, seed=8)
 
@@ -37,6 +40,42 @@ def folder(llama: Reference, tmp_path: Path) -> Path:
 def change_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "nemotron_h-experts"])
+def test_the_text_model_of_a_folder_with_speech(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of Qwen 3 Omni, whose other model's layers have the same names, and of Nemotron 3 Omni as published."""
+    if name == "qwen3-moe":
+        reference, prefix = make_reference(name, tmp_path), "thinker."
+    else:
+        reference, prefix = save_tiny(name, tmp_path), "language_model."
+    expected = reference.logits(PROMPT)
+    tensors = load_file(tmp_path / "model.safetensors")
+    speech = {f"talker.{key}": torch.zeros(1) for key in tensors} if prefix == "thinker." else {}
+    save_file(
+        {f"{prefix}{key}": tensor for key, tensor in tensors.items()} | speech, tmp_path / "model.safetensors"
+    )
+    text = json.loads((tmp_path / "config.json").read_text())
+    outer: dict[str, Any] = {
+        "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"],
+        "model_type": "NemotronH_Nano_Omni_Reasoning_V3",
+        "llm_config": text,
+    }
+    if name == "qwen3-moe":
+        text |= {"model_type": "qwen3_omni_moe_text", "num_experts": 8}
+        text["rope_parameters"]["mrope_section"] = [2, 3, 3]
+        outer = {
+            "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+            "model_type": "qwen3_omni_moe",
+            "thinker_config": {"model_type": "qwen3_omni_moe_thinker", "text_config": text},
+        }
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    torch.testing.assert_close(logits_of(tmp_path), expected, atol=3e-4, rtol=3e-4)
+    fields = Fields(outer, "config.json")
+    assert load_vision(tmp_path, fields, b"{}", TorchOps()) is None
+    assert "takes text only" in caplog.text
 
 
 class _Evil:
