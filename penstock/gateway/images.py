@@ -18,7 +18,7 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 import httpx
@@ -244,6 +244,7 @@ class ImageFetcher:
         self._timeout_s = config.image_fetch_timeout_s
         self._hosts = [host.lower() for host in config.allowed_image_hosts]
         self._networks = [network for host in self._hosts if (network := _network(host)) is not None]
+        self._resolvers: ThreadPoolExecutor | None = None
 
     async def fetch(self, part: ImagePart) -> bytes:
         return await self._in_time(part, self._fetch(part))
@@ -295,11 +296,19 @@ class ImageFetcher:
                 hint="Send the image itself in a data URL, or ask the operator for --allowed-image-hosts.",
             )
         port = port or (443 if parsed.scheme == "https" else 80)
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = await self._resolve(host, port)
         addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
         if not addresses or not all(map(self._may_connect, addresses)):
             raise _unfetched(part, "leads into an internal network")
         return host, addresses[0]
+
+    async def _resolve(self, host: str, port: int) -> list[Any]:
+        """Look up a name on threads of its own: with wildcards a client names the server that answers, or does not,
+        and nothing else may wait for that server. A lookup that has not begun is dropped with its request."""
+        if self._resolvers is None:
+            self._resolvers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="image-names")
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        return await asyncio.get_running_loop().run_in_executor(self._resolvers, look_up)
 
     def _allows(self, host: str) -> bool:
         if (address := _address(host)) is not None:
@@ -330,7 +339,7 @@ class ImageFetcher:
             httpx.AsyncClient(trust_env=False, timeout=self._timeout_s) as client,
             client.stream("GET", request_url, headers=headers, extensions=extensions) as answer,
         ):
-            if answer.is_redirect:
+            if answer.has_redirect_location:
                 return answer.headers["location"]
             if answer.status_code != httpx.codes.OK:
                 raise _unfetched(part, f"was answered with status {answer.status_code}")

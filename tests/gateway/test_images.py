@@ -175,6 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(302, b"", location="/cat.png")
         if name == "loop":
             return self._answer(302, b"", location="/loop")
+        if name == "nowhere":
+            return self._answer(304, b"")
         if name == "page":
             return self._answer(200, b"<html>", kind="text/html")
         if name == "large":
@@ -222,6 +224,7 @@ def test_an_image_is_fetched_from_a_named_host(host: str) -> None:
     ("path", "says"),
     [
         ("none", "status 404"),
+        ("nowhere", "status 304"),
         ("page", "text/html"),
         ("elsewhere", "'other.example' may not be fetched"),
         ("loop", "redirected too often"),
@@ -282,17 +285,38 @@ def test_urls_that_are_never_asked(url: str, hosts: tuple[str, ...], says: str) 
 def test_a_named_host_with_a_private_address_is_not_asked(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def resolve(*_: Any, **__: Any) -> list[Any]:
+    def resolve(*_: Any, **__: Any) -> list[Any]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return [(family, socket.SOCK_STREAM, 6, "", (address, 80))]
 
-    async def ask() -> bytes:
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve, raising=False)
-        config = GatewayConfig(allowed_image_hosts=("images.example",))
-        return await ImageFetcher(config).fetch(ImagePart(url="http://images.example/a.png"))
-
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     with pytest.raises(InvalidRequest, match="leads into an internal network"):
-        asyncio.run(ask())
+        fetch("http://images.example/a.png", allowed_image_hosts=("images.example",))
+
+
+def test_names_that_resolve_slowly_keep_no_other_work_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def resolve(*_: Any, **__: Any) -> list[Any]:
+        released.wait(60)
+        return []
+
+    async def ask() -> list[bytes | BaseException]:
+        fetcher = ImageFetcher(GatewayConfig(allowed_image_hosts=("*",)))
+        parts = [ImagePart(url=f"http://{number}.example/a.png") for number in range(40)]
+        asked = [asyncio.ensure_future(fetcher.fetch(part)) for part in parts]
+        await asyncio.sleep(0)
+        other = asyncio.create_task(asyncio.to_thread(lambda: None))
+        await asyncio.wait((other,), timeout=5)  # which it needs only where it is kept waiting
+        released.set()
+        assert other.done()
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        assert all(isinstance(each, InvalidRequest) for each in asyncio.run(ask()))
+    finally:
+        released.set()
 
 
 def test_all_images_of_a_chat_are_loaded_and_an_error_names_its_place() -> None:
