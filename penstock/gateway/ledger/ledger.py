@@ -45,9 +45,9 @@ from penstock.gateway.ledger.rows import (
     usage_row,
 )
 from penstock.gateway.ledger.spend import LedgerSpendTracker, SpendReader
-from penstock.gateway.ledger.turns import QueryTurns
 from penstock.gateway.ledger.usage_store import UsageQuery, UsageTotal, insert_rows, usage_totals
 from penstock.gateway.store.database import Database
+from penstock.gateway.store.turns import QueryTurns
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class UsageLedger:
         self._fresh: list[UsageRow] | None = []
         self._flushed_to = Position(1, 0)
         self._flushing = asyncio.Lock()
-        self._queries = QueryTurns()
+        self._queries = QueryTurns("this workspace's usage")
         self._spend_reader = SpendReader()
         self._read_spend_at = 0.0  # on the event loop's clock
         self._is_failing = False

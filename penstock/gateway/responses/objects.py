@@ -6,7 +6,6 @@ workspace that keeps too much loses its oldest objects first. This module knows 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,6 +18,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.gateway.responses.store import GrowthCheck, HistoryBound
 from penstock.gateway.store.database import Database, Order, insert_into
 from penstock.gateway.store.tables import stored_objects as table
+from penstock.gateway.store.turns import QueryTurns
 
 # What an object counts besides its body, so that a bound in bytes also bounds the number of objects.
 ROW_BYTES = 512
@@ -70,7 +70,7 @@ class ObjectStore:
         self._growth = GrowthCheck(max_workspace_bytes)
         self._now = now
         self._swept_at = 0.0
-        self._searching = asyncio.Lock()
+        self._searches = QueryTurns("searches of what this workspace stores")
 
     async def add(self, objects: Sequence[StoredObject]) -> None:
         """Add objects of one workspace in their order. An object that is there already stays as it is, and an object
@@ -168,7 +168,7 @@ class ObjectStore:
         metadata: Mapping[str, str] | None = None,
     ) -> ObjectPage:
         """Return the objects after the cursor that have this model and at least these metadata: fewer than `limit`
-        if they are large."""
+        if they are large. Raises RateLimited when too many searches of the workspace wait."""
 
         def read(connection: Connection) -> ObjectPage:
             of_kind = self._of(workspace_id, kind, parent_id)
@@ -185,6 +185,8 @@ class ObjectStore:
                 query = query.where(position > cursor if order == "asc" else position < cursor)
             query = query.order_by(table.c.position if order == "asc" else table.c.position.desc())
             wanted = (metadata or {}).items()
+            if not wanted:
+                query = query.limit(limit + 1)
             matches: list[int] = []
             room, has_more = MAX_PAGE_BYTES, False
             found = connection.execute(query.execution_options(yield_per=_READ_AT_ONCE))
@@ -204,9 +206,10 @@ class ObjectStore:
 
         if not self._database.exists:
             return ObjectPage([], has_more=False)
-        # A search for metadata may read all objects. Several at once would occupy all threads of the database, and
-        # every request needs one to look up its key.
-        async with self._searching if metadata else contextlib.nullcontext():
+        # A search may read all objects. Several at once would occupy all threads of the database, and every request
+        # needs one to look up its key.
+        is_search = bool(metadata) or model is not None
+        async with self._searches.turn(workspace_id) if is_search else contextlib.nullcontext():
             return await self._database.run(read, reads_only=True)
 
     def _could_exist(self, *ids: str) -> bool:

@@ -292,6 +292,13 @@ stored_objects = Table(
         "id",
         unique=True,
     ),
+    Index(
+        "ix_stored_objects_workspace_id_kind_parent_id_position",
+        "workspace_id",
+        "kind",
+        "parent_id",
+        "position",
+    ),
 )
 
 # Owner: gateway/releases. `body` is all that is known of a release, as JSON; the other columns are for people.

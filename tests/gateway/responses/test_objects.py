@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.responses import objects
@@ -122,10 +123,31 @@ async def test_a_page_of_large_objects_is_short(store: ObjectStore, monkeypatch:
     assert pages == [["a"], ["b"], ["c", "d"], ["e"]]
 
 
-async def test_searches_for_metadata_take_turns_and_leave_threads_for_other_work(
-    store: ObjectStore, database: Database, monkeypatch: pytest.MonkeyPatch
+async def test_a_list_sorts_nothing(store: ObjectStore, database: Database) -> None:
+    """A workspace may keep a million objects, and clients ask for lists as often as they like."""
+    await store.add([thing(each) for each in "abc"])
+    asked: list[tuple[str, Any]] = []
+    listener = lambda *event: asked.append((event[2], event[3]))  # noqa: E731
+    sqlalchemy.event.listen(database._engine, "before_cursor_execute", listener)
+    for order in ("asc", "desc"):
+        assert len((await store.page("w", "conversation", limit=2, order=order, after="b")).objects) == 1
+    sqlalchemy.event.remove(database._engine, "before_cursor_execute", listener)
+    assert any("ORDER BY" in statement for statement, _ in asked)
+    for statement, values in asked:
+        if statement.startswith("SELECT"):
+            plan = database.run_now(
+                lambda connection, asked=(statement, values): connection.exec_driver_sql(
+                    f"EXPLAIN QUERY PLAN {asked[0]}", asked[1]
+                ).all()
+            )
+            assert not any("B-TREE" in step.detail or "SCAN" in step.detail for step in plan), plan
+
+
+@pytest.mark.parametrize("search", [{"metadata": {"x": "y"}}, {"model": "m"}])
+async def test_searches_take_turns_and_leave_threads_for_other_work(
+    store: ObjectStore, database: Database, monkeypatch: pytest.MonkeyPatch, search: dict[str, Any]
 ) -> None:
-    await store.add([thing("a", metadata={"x": "y"})])
+    await store.add([thing("a", metadata={"x": "y"}, model="m")])
     released = asyncio.Event()
     begun: list[str] = []
     run = database.run
@@ -137,14 +159,15 @@ async def test_searches_for_metadata_take_turns_and_leave_threads_for_other_work
 
     monkeypatch.setattr(database, "run", held_up)
     searches = [
-        asyncio.create_task(store.page("w", "conversation", limit=1, order="asc", metadata={"x": "y"}))
-        for _ in range(8)
+        asyncio.create_task(store.page("w", "conversation", limit=1, order="asc", **search)) for _ in range(8)
     ]
+    neighbour = asyncio.create_task(store.page("v", "conversation", limit=1, order="asc", **search))
     listing = asyncio.create_task(store.page("w", "conversation", limit=1, order="asc"))
     for _ in range(20):
         await asyncio.sleep(0)
-    assert len(begun) == 2, "one search, and the list"
+    assert len(begun) == 3, "one search of each workspace, and the list"
     released.set()
+    assert (await neighbour).objects == []
     pages = await asyncio.gather(*searches, listing)
     assert [[each.id for each in page.objects] for page in pages] == [["a"]] * 9
 

@@ -1,4 +1,4 @@
-"""Queries of usage leave the threads of the database to other requests."""
+"""Queries that read much leave the threads of the database to other requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from penstock.core.errors import RateLimited
-from penstock.gateway.ledger.turns import MAX_QUERIES, MAX_QUERIES_OF_WORKSPACE, QueryTurns
+from penstock.gateway.store.turns import MAX_QUERIES, MAX_QUERIES_OF_WORKSPACE, QueryTurns
 
 
 class Asker:
@@ -34,7 +34,7 @@ def num_running(askers: list[Asker]) -> int:
 
 
 async def test_a_workspace_has_one_query_at_a_time_and_leaves_a_turn_to_others() -> None:
-    turns = QueryTurns()
+    turns = QueryTurns("usage")
     many = [Asker(turns, "a") for _ in range(MAX_QUERIES_OF_WORKSPACE)]
     await settled()
     other = Asker(turns, "b")
@@ -50,7 +50,7 @@ async def test_a_workspace_has_one_query_at_a_time_and_leaves_a_turn_to_others()
 
 
 async def test_too_many_queries_of_a_workspace_are_refused_until_some_have_ended() -> None:
-    turns = QueryTurns()
+    turns = QueryTurns("usage")
     askers = [Asker(turns, "a") for _ in range(MAX_QUERIES_OF_WORKSPACE)]
     await settled()
     with pytest.raises(RateLimited):

@@ -1,5 +1,5 @@
-"""Turns of those who ask for usage: a query may read millions of rows, and a database has few threads, which all
-other requests need too."""
+"""Turns of those who ask for much: a query may read millions of rows, and a database has few threads, which all other
+requests need too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ RETRY_AFTER_S = 2.0
 class QueryTurns:
     """One query of a workspace runs at a time, so that no workspace keeps others from asking."""
 
-    def __init__(self) -> None:
+    def __init__(self, noun: str) -> None:
+        self._noun = noun  # what is asked for
         self._running = asyncio.Semaphore(MAX_QUERIES)
         self._of_workspace: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._num_asked: Counter[str] = Counter()
@@ -31,7 +32,7 @@ class QueryTurns:
         name = workspace_id or ""
         if self._num_asked[name] >= MAX_QUERIES_OF_WORKSPACE:
             raise RateLimited(
-                f"{MAX_QUERIES_OF_WORKSPACE} requests for this workspace's usage run or wait, which is the limit.",
+                f"{MAX_QUERIES_OF_WORKSPACE} requests for {self._noun} run or wait, which is the limit.",
                 hint="Wait for their answers.",
                 retry_after_s=RETRY_AFTER_S,
             )
