@@ -63,13 +63,21 @@ class ExpertList:
         return tables
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Return sigmoids that depend on no other row. On a CPU `torch.sigmoid` rounds the last numbers of a tensor,
+    fewer than two vectors of them, in another way than those in front."""
+    if x.device.type != "cpu":
+        return torch.sigmoid(x)
+    return x.neg().exp_().add_(1).reciprocal_()
+
+
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """float32 [T, E] → the weights of each token's experts, float32 [T, K], and which they are, int64 [T, K]. Runs
     on any device without waiting for the device."""
     if routing.scoring == "sparsemixer":
         weights, chosen = _mix_sparsely(logits, routing)
     else:
-        scores = torch.softmax(logits, dim=-1) if routing.scoring == "softmax" else torch.sigmoid(logits)
+        scores = torch.softmax(logits, dim=-1) if routing.scoring == "softmax" else sigmoid(logits)
         ranked = scores if routing.selection_bias is None else scores + routing.selection_bias
         if routing.groups is not None:
             ranked = _within_best_groups(ranked, routing.groups)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from penstock.kernels.blocks import sigmoid
 from penstock.kernels.interface import ExpertGroups, Ops, PackedExperts, PackedLinear, Routing
 from penstock.models.config import ActivationName, ArchitectureConfig, ExpertsConfig
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
@@ -26,7 +26,7 @@ class SharedExpert:
         made = self.mlp(ops, x)
         if self.gate is None:
             return made
-        return (made * torch.sigmoid(ops.linear(x, self.gate).float())).to(x.dtype)
+        return (made * sigmoid(ops.linear(x, self.gate).float())).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from penstock.engine.logit_edits import make_edits
 from penstock.engine.sampler import Sampler
 from penstock.engine.staging import Staging
 from penstock.kernels.select import select_ops
+from tests.models.tiny_families import save_tiny
 
 from .drafting import KnowingDrafter, answers, num_accepted, num_late, speculate
 from .tiny import VOCAB_SIZE, request, teach_short_answers, tiny_engine, write_tiny_model
@@ -117,6 +118,18 @@ def test_drafts_change_no_answer(model: Path, settings: dict[str, Any], spoiled:
     assert (late[0] > 0) == (settings.get("steps_in_flight") == 2)
     if "num_kv_blocks" in settings:
         assert engine.loop.stats().num_preemptions > 0, "the cache was meant to be too small"
+
+
+@pytest.mark.parametrize("family", ["gemma4", "minimax_m2"])
+def test_drafts_change_no_answer_of_layers_with_gates_and_routers(tmp_path: Path, family: str) -> None:
+    """Their gates and routers have so few numbers that one vector of a CPU holds those of several rows."""
+    save_tiny(family, tmp_path)
+    asked = [request(f"{n}", SHARED[: 9 + n], 20, temperature=0.7 * n, logprobs=1) for n in range(3)]
+    expected = answers(tiny_engine(tmp_path), asked)
+    known = {name: token_ids for name, (token_ids, *_) in expected.items()}
+    engine = speculate(tiny_engine(tmp_path), KnowingDrafter(known, 0.2))
+    assert answers(engine, asked) == expected
+    assert num_accepted(engine) > 10
 
 
 @pytest.mark.parametrize("name", SAMPLING)

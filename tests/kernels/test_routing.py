@@ -14,7 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
-from penstock.kernels.blocks import route
+from penstock.kernels.blocks import route, sigmoid
 from penstock.kernels.interface import DenseWeight, ExpertGroups, ExpertWeights, Routing, WeightData
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps, gated_reference
@@ -163,3 +163,14 @@ def test_the_bytes_of_an_expert_are_all_of_it(form: str, native: NativeOps, exac
     ]
     for ops in (native, exact):
         check_copied_expert(ops, experts, hidden)
+
+
+@pytest.mark.parametrize("columns", [1, 6, 8, 128])
+def test_sigmoids_depend_on_no_other_row(columns: int) -> None:
+    x = torch.randn(70, columns) * 4
+    alone = torch.cat([sigmoid(row) for row in x.split(1)])
+    torch.testing.assert_close(alone, torch.sigmoid(x))
+    for rows in (3, 33, 70):
+        assert torch.equal(sigmoid(x[:rows]), alone[:rows])
+        assert torch.equal(sigmoid(x[-rows:]), alone[-rows:])
+    assert sigmoid(torch.tensor([-200.0, 0.0, 200.0])).tolist() == [0.0, 0.5, 1.0]

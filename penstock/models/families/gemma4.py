@@ -7,7 +7,6 @@ All layers share one KV cache. Smaller heads are padded with zeros, and fewer ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from penstock.core.errors import ConfigError
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, KVStore, Ops, PackedLinear
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import ActivationName, ArchitectureConfig, Fields
 from penstock.models.decoder import Decoder
 from penstock.models.families.gemma import rounded_scale
 from penstock.models.families.gemma4_config import Gemma4Config, HeadKind, gguf_config, huggingface_config
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
-from penstock.models.layers import ACTIVATIONS, GatedMLP, LayerLoader, RMSNorm
+from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import Layout
 from penstock.models.rope import rope_table
 from penstock.models.sharding import HeadPart, scaled
@@ -91,10 +90,10 @@ class LayerInput:
     gate: PackedLinear
     projection: PackedLinear
     norm: RMSNorm
-    activation: Callable[[Tensor], Tensor]
+    activation: ActivationName
 
     def __call__(self, ops: Ops, x: Tensor, embedded: Tensor) -> Tensor:
-        gated = self.activation(ops.linear(x, self.gate)) * embedded
+        gated = ops.gated(torch.cat([ops.linear(x, self.gate), embedded], dim=1), self.activation)
         return self.norm(ops, ops.linear(gated, self.projection))
 
 
@@ -224,7 +223,7 @@ class Gemma4(Decoder):
                 weights.linear([f"{prefix}.per_layer_input_gate"], [config.input_size], config.hidden_size),
                 weights.linear([f"{prefix}.per_layer_projection"], [config.hidden_size], config.input_size),
                 load.rms_norm("post_per_layer_input_norm"),
-                ACTIVATIONS[config.activation],
+                config.activation,
             )
         scale = f"{prefix}.layer_scalar"
         if weights.has(f"{scale}.weight"):  # GGUF
