@@ -17,6 +17,7 @@ from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.plan import ON_DEVICE
 from penstock.core.request import Grammar, Request
+from penstock.engine import cache_memory
 from penstock.engine.build import Engine
 from penstock.engine.drafters import length
 from penstock.engine.drafters.hidden_states import HiddenStates
@@ -227,17 +228,21 @@ def test_a_long_prompt_is_computed_in_parts(model: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("follows", [False, True], ids=["asked", "behind-steps"])
-@pytest.mark.parametrize("kind", ["same", "eagle"])
+@pytest.mark.parametrize(("kind", "swaps"), [("same", False), ("same", True), ("eagle", False)])
 def test_preempted_requests_are_drafted_for_again(
-    model: Path, tmp_path: Path, kind: str, follows: bool
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, swaps: bool, follows: bool
 ) -> None:
     requests = [request(f"p{n}", [3 + n, *SHARED[:20]], 60) for n in range(8)]
     plain = answers(tiny_engine(model, speculate="off"), requests)
     named = f"draft={model}" if kind == "same" else f"heads={heads(tmp_path / 'heads', 'eagle')}"
-    engine = drafting(model, named, follows=follows, num_kv_blocks=20, kv_host_memory="0")
+    monkeypatch.setattr(cache_memory, "block_copy_s", lambda *_: 0.0)
+    host = {} if swaps else {"kv_host_memory": "0"}
+    engine = drafting(model, named, follows=follows, num_kv_blocks=20, **host)
     teach_short_answers(engine)
     assert answers(engine, requests) == plain
-    assert engine.loop.stats().num_preemptions > 0
+    stats = engine.loop.stats()
+    assert stats.num_preemptions > 0
+    assert (stats.num_swapped > 0) == (stats.num_blocks_from_host > 0) == swaps
     if kind == "same":
         assert min(acceptance(engine)) > 0.9
 

@@ -219,7 +219,10 @@ class ModelDrafter:
             count = min(chunk.num_tokens, known)
             if chunk.in_flight or chunk.drafts or chunk.num_tokens < 2 or count <= 0:
                 continue
-            if self._follow(chunk.request_id).num_computed < chunk.start + count <= self._max_positions:
+            num_computed = self._follow(chunk.request_id).num_computed
+            if self.states is None and num_computed < chunk.start:
+                continue  # blocks that came from elsewhere have no KV of this model: `propose` catches up
+            if num_computed < chunk.start + count <= self._max_positions:
                 inputs = None
                 if self.states is not None and states is not None:
                     inputs = self.states.features(states[begin : begin + count])
