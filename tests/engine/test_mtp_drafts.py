@@ -14,8 +14,10 @@ from torch.nn.functional import rms_norm
 
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.errors import ConfigError
+from penstock.core.request import Grammar
 from penstock.engine.build import Engine, build_engine
 from penstock.engine.drafters.length import DraftLength
+from penstock.engine.echo import byte_tokenizer_json
 from penstock.kernels.reference import TorchOps
 from penstock.models.drafters.heads import Target
 from penstock.models.drafters.mtp import MtpHead
@@ -24,8 +26,9 @@ from tests.models.checkpoints import Reference, make_reference
 from tests.models.test_heads import one_text
 from tests.models.tiny_families import save_tiny
 
+from .byte_model import constrained
 from .drafting import answers, speculate
-from .tiny import request
+from .tiny import request, teach_short_answers
 
 SIZE = 64
 OWN_NAMES = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
@@ -89,10 +92,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return Checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def engine_of(folder: Path, named: str, **model: Any) -> Engine:
+def engine_of(folder: Path, named: str, num_kv_blocks: int = 64, **model: Any) -> Engine:
     config = EngineConfig(
         model=ModelConfig(model=str(folder), device="cpu", dtype="float32", **model),
-        cache=CacheConfig(num_kv_blocks=64),
+        cache=CacheConfig(num_kv_blocks=num_kv_blocks),
         scheduler=SchedulerConfig(itl_target_ms=None),
         speculate=named,
         num_threads=1,
@@ -120,20 +123,26 @@ def test_the_layer_computes_what_transformers_computes(checkpoint: Checkpoint) -
 def test_drafts_change_no_answer(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, follows: bool
 ) -> None:
+    """Of sampled answers and those in a grammar, in a cache that holds a few of them at a time."""
     monkeypatch.setattr(DraftLength, "begin", lambda self, *_: 3)
-    asked = [
-        request(f"r{n}", list(range(5 + n, 25 + 3 * n)), 24, temperature=0.7 * (n % 2)) for n in range(3)
-    ]
+    (checkpoint.folder / "tokenizer.json").write_bytes(byte_tokenizer_json())
+    settings: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"temperature": 1.0, "seed": 4, "top_p": 0.8}]
+    settings += [{"frequency_penalty": 0.8, "repetition_penalty": 1.2}, {"logit_bias": {17: 4.0}, "seed": 2}]
+    asked = [request(f"r{n}", list(range(5 + n, 25 + 3 * n)), 40, **each) for n, each in enumerate(settings)]
+    schema = Grammar("regex", "[a-f]{3,9}(-[0-9]{2}){1,4}")
+    asked += [constrained("grammar", schema, 40), constrained("greedy-grammar", schema, 40, temperature=0.0)]
     plain = answers(engine_of(checkpoint.folder, "off"), asked)
-    engine = engine_of(checkpoint.folder, "heads=mtp")
+    engine = engine_of(checkpoint.folder, "heads=mtp", num_kv_blocks=16)
     drafter = engine.loop.drafter
     assert drafter is not None
     if follows:
         inner = drafter._drafters[-1]  # type: ignore[attr-defined]
         inner.follows_steps, engine.loop.executor._follower = True, inner  # type: ignore[attr-defined]
+    teach_short_answers(engine)
     assert answers(speculate(engine, drafter), asked) == plain
-    (stats,) = engine.loop.stats().drafters
-    assert sum(stats.drafted) > 50
+    stats = engine.loop.stats()
+    assert stats.num_preemptions > 0
+    assert sum(next(each for each in stats.drafters if each.drafter == "heads").drafted) > 50
 
 
 def test_checkpoints_without_the_layer_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from penstock.kvcache.cache import KVCache
 from penstock.scheduler import Scheduler
 from penstock.scheduler.acceptance import Drafting, Tally
 from penstock.scheduler.step_builder import StepLoad
+from penstock.scheduler.tenants import OUTPUT_TOKEN_WEIGHT, PROMPT_TOKEN_WEIGHT
 from tests.scheduler.strict import Driver, expected_answer, make_request
 
 
@@ -49,6 +50,22 @@ def test_wrong_drafts_cost_no_token() -> None:
     assert driver.answers["r"] == expected_answer(driver.requests["r"], 60)
     (stats,) = driver.scheduler.stats().drafters
     assert sum(stats.accepted) == 0 < sum(stats.drafted)
+
+
+@pytest.mark.parametrize("starts_late", [False, True])
+@pytest.mark.parametrize("spoiled", [0.0, 0.4, 1.0])
+def test_a_tenant_is_charged_for_accepted_tokens_alone(spoiled: float, starts_late: bool) -> None:
+    """Drafts that are rejected are no service, and accepted ones are as much as any token."""
+    driver = drafting_driver(spoiled_share=spoiled, depth=2 if starts_late else 1, starts_late=starts_late)
+    for tenant in "ab":
+        driver.add(make_request(tenant, 5, 60, tenant=tenant))
+    driver.step()
+    accounts = {sequence.request.id: sequence.account for sequence in driver.scheduler._running.sequences}
+    driver.run()
+    (stats,) = driver.scheduler.stats().drafters
+    assert sum(stats.drafted) > sum(stats.accepted) or spoiled == 0.0
+    services = {tenant: account.service for tenant, account in accounts.items()}
+    assert services == dict.fromkeys("ab", PROMPT_TOKEN_WEIGHT * 5 + OUTPUT_TOKEN_WEIGHT * 60)
 
 
 def test_drafts_that_are_always_wrong_are_soon_left_out() -> None:

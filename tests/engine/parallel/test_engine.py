@@ -15,12 +15,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from penstock.core.engine_config import ParallelConfig
 from penstock.core.errors import ConfigError, EngineUnavailable
+from penstock.core.hashing import adapter_digest
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Grammar, Pooling, Request, SamplingParams
 from penstock.engine.build import Engine
+from penstock.engine.drafters.interface import Drafter
+from penstock.engine.drafters.length import DraftLength
 from tests.engine.byte_model import END, constrained, text_of, write_byte_model
 from tests.engine.drafting import KnowingDrafter, num_accepted, speculate
 from tests.engine.tiny import (
@@ -59,10 +63,19 @@ def one(model: Path) -> Engine:
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
-def several(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
-    engine = tiny_engine(model, parallel=TOPOLOGIES[request.param], speculate="off", **SETTINGS)
-    yield engine
+def several_and_drafter(
+    request: pytest.FixtureRequest, model: Path
+) -> Iterator[tuple[Engine, Drafter | None]]:
+    """The drafter drafts in its own test alone: the number of steps would depend on measured times."""
+    engine = tiny_engine(model, parallel=TOPOLOGIES[request.param], speculate=f"draft={model}", **SETTINGS)
+    drafter, engine.loop.drafter = engine.loop.drafter, None
+    yield engine, drafter
     engine.close()
+
+
+@pytest.fixture
+def several(several_and_drafter: tuple[Engine, Drafter | None]) -> Engine:
+    return several_and_drafter[0]
 
 
 def rank_pids(engine: Engine) -> list[int]:
@@ -157,6 +170,43 @@ def test_drafts_change_nothing(one: Engine, several: Engine, spoiled: float) -> 
         several.loop.drafter = None
     assert {name: tokens(events) for name, events in given.items()} == expected
     assert num_accepted(several) > 0
+
+
+def test_a_draft_model_drafts_on_the_first_rank(
+    one: Engine, several_and_drafter: tuple[Engine, Drafter | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several, drafter = several_and_drafter
+    assert drafter is not None
+    monkeypatch.setattr(DraftLength, "begin", lambda self, *_: 4)
+    requests = [
+        request(f"model-{n}", prompt, 20, temperature=0.8 * (n % 2), seed=n)
+        for n, prompt in enumerate(PROMPTS[:4])
+    ]
+    requests.append(constrained("model-grammar", Grammar("regex", "name: [a-z]{2,6}, year: [0-9]{4}"), 40))
+    expected = {name: tokens(events) for name, events in answers(one, requests).items()}
+    speculate(several, drafter)
+    try:
+        given = answers(several, requests)
+    finally:
+        several.loop.drafter = None
+    assert {name: tokens(events) for name, events in given.items()} == expected
+    accepted = {each.drafter: sum(each.accepted) for each in several.loop.stats().drafters}
+    assert accepted["draft"] > 10
+
+
+def test_an_answer_that_is_no_number_ends_alone(one: Engine, several: Engine, tmp_path: Path) -> None:
+    """The step behind it is planned and computed before anybody has seen that nothing was sampled."""
+    adapter = write_tiny_adapter(tmp_path / "broken", 1)
+    file = Path(adapter.path) / "adapter_model.safetensors"
+    save_file({name: tensor * 1e25 for name, tensor in load_file(file).items()}, file)
+    adapter = msgspec.structs.replace(adapter, digest=adapter_digest(Path(adapter.path)))
+    requests = [
+        msgspec.structs.replace(request("broken", PROMPTS[0], 10), adapter=adapter),
+        request("whole", PROMPTS[1], 10),
+    ]
+    for each in (answers(one, requests), answers(several, requests)):
+        assert (tokens(each["broken"]), each["broken"][-1].finish_reason) == ([], FinishReason.ERROR)
+        assert len(tokens(each["whole"])) == 10
 
 
 def test_embeddings(one: Engine, several: Engine) -> None:
