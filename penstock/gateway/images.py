@@ -27,6 +27,7 @@ import msgspec
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.files import FileStore
+from penstock.gateway.image_parts import has_too_many_parts
 from penstock.gateway.prompts import (
     ChatMessage,
     ChatPrompt,
@@ -198,6 +199,12 @@ def checked_image(
         raise _too_large(part, config.max_image_bytes)
     if not data:
         raise InvalidRequest("An image is empty.", param=part.param)
+    if has_too_many_parts(data):
+        raise InvalidRequest(
+            "An image's file consists of too many parts.",
+            param=part.param,
+            hint="Write the image anew with another program.",
+        )
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
