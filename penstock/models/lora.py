@@ -229,8 +229,9 @@ def _positive(value: Any) -> int:
 
 
 def _module_name(name: str) -> str:
-    """Return the module's name in a checkpoint of the text model alone, as in `safetensors_source`."""
-    return name.replace("language_model.", "", 1)
+    """Return the module's name in a checkpoint of the text model alone, as in `safetensors_source`. Transformers has
+    another name than files for the gates of LFM3's heads."""
+    return name.replace("language_model.", "", 1).replace(".self_attn.g_proj", ".self_attn.gate_proj", 1)
 
 
 def _exception(exceptions: Mapping[str, Number], module: str, usual: Number) -> Number:

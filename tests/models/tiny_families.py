@@ -188,6 +188,8 @@ TINY: dict[str, Tiny] = {
     "glm4_moe_lite": Tiny("glm4_moe_lite", {**LATENTS, "q_lora_rank": 64, "n_group": 1, "topk_group": 1}),
     "lfm2": Tiny("lfm2", {**FOUR, **NO_HEAD_DIM, "layer_types": ["conv", "full_attention", "conv", "conv"],
                           "conv_bias": True, "block_multiple_of": 16}),
+    "lfm3": Tiny("lfm3", {**FOUR, "sliding_window": 8, "attention_bias": True,
+                          "layer_types": ["conv", "sliding_attention", "full_attention", "conv"]}),
     "lfm2_moe": Tiny("lfm2_moe", {**FOUR, **NO_HEAD_DIM, **EXPERTS, "num_experts": 6, "num_dense_layers": 1,
                                   "layer_types": ["conv", "full_attention", "conv", "conv"],
                                   "routed_scaling_factor": 1.5}),

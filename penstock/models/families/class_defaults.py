@@ -231,6 +231,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "lfm2": {"max_position_embeddings": 128000, "num_key_value_heads": 8},
+    "lfm3": {"head_dim": 128, "max_position_embeddings": 128000, "num_key_value_heads": 4},
     "lfm2_moe": {"max_position_embeddings": 128000, "moe_intermediate_size": 1792, "num_key_value_heads": 8},
     "jamba": {"num_key_value_heads": 8},
     "bamba": {**_EPS, "max_position_embeddings": 262144, "num_key_value_heads": 8},
