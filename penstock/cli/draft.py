@@ -55,7 +55,7 @@ def draft() -> None:
 @click.option("--epochs", type=click.IntRange(min=1), default=8, show_default=True,
               help="How often the head sees every answer.")  # fmt: skip
 @click.option("--vocabulary", type=click.IntRange(min=64),
-              help="Tokens that the head can draft, the most frequent ones. Default: a quarter.")  # fmt: skip
+              help="Tokens that the head can draft, the most frequent, at most all. Default: a quarter.")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Go on with the interrupted training in --output.")
 @config_options(EngineConfig)
 def train(

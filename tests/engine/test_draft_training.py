@@ -45,9 +45,11 @@ def config(model: Path) -> EngineConfig:
     )
 
 
-def train(model: Path, output: Path, *, epochs: int = 3, resume: bool = False) -> Trainer:
+def train(
+    model: Path, output: Path, *, epochs: int = 3, resume: bool = False, vocabulary: int = 128
+) -> Trainer:
     settings = TrainSettings(
-        output, num_tokens=1200, answer_tokens=40, epochs=epochs, batch_tokens=400, vocabulary=128
+        output, num_tokens=1200, answer_tokens=40, epochs=epochs, batch_tokens=400, vocabulary=vocabulary
     )
     return train_head(config(model), model, lambda card: PROMPTS, settings, lambda *_: None, resume=resume)
 
@@ -137,6 +139,8 @@ def test_damaged_remains_and_those_of_another_model_are_refused(model: Path, tmp
         other = write_tiny_model(tmp_path / name, **changes)
         with pytest.raises(ConfigError, match="another model"):
             train(other, output, epochs=2, resume=True)
+    with pytest.raises(ConfigError, match="can draft 128 tokens"):
+        train(model, output, epochs=2, resume=True, vocabulary=200)
     (output / "training.pt").write_bytes(b"damaged")
     with pytest.raises(ModelLoadError, match="cannot be resumed"):
         train(model, output, epochs=2, resume=True)

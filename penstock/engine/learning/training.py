@@ -294,6 +294,12 @@ def train_head(
     if max(max(ids) for ids in texts.token_ids) >= vocab_size:
         raise _of_another_model(folder)
     chosen = state["draft_ids"] if state else draft_vocabulary(texts, vocab_size, settings.vocabulary)
+    num_chosen = vocab_size if chosen is None else len(chosen)
+    if settings.vocabulary is not None and num_chosen != min(settings.vocabulary, vocab_size):
+        raise ConfigError(
+            f"The training in {folder} is of a head that can draft {num_chosen:,} tokens.",
+            hint="Leave --vocabulary out, or give another --output.",
+        )
     trainer = Trainer(Lesson(target, chosen), settings, texts)
     if state is not None:
         try:
