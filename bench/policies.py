@@ -24,7 +24,8 @@ from random import Random
 
 import msgspec
 
-from bench.simulator_validation import CpuClock, mean_s
+from bench.cpu_clock import CpuClock
+from bench.simulator_loads import mean_s
 from penstock.cli.console import fetch_model
 from penstock.core.engine_config import CacheConfig, EngineConfig, LengthBins, ModelConfig
 from penstock.core.errors import PenstockError

@@ -117,19 +117,22 @@ def under_load(cost: StepCost, traffic: Traffic, batch: int) -> Load:
     """Return the load of a replica with b requests at once. With d(b) seconds for a decode step, p(b) seconds that a
     prompt adds to a step, and o tokens in an answer, the mean step takes d(b) + b p(b) / o seconds."""
     context = round(traffic.mean_prompt + traffic.mean_output / 2)
-    decode = StepWork(batch, batch, batch * context)
-    prompt, computed = round(traffic.mean_prompt), max(1, round(traffic.computed_prompt))
+    decode = StepWork.decodes(batch, batch * context)
     decode_s = cost.step_s(decode)
-    both_s = cost.step_s(StepWork(batch + computed, batch + 1, batch * context + prompt))
+    both_s = cost.step_s(decode + _prompt(traffic))
     return Load(decode, decode_s, max(0.0, both_s - decode_s) * batch / traffic.mean_output)
+
+
+def _prompt(traffic: Traffic) -> StepWork:
+    num_tokens = max(1, round(traffic.mean_prompt))
+    return StepWork.prompt(num_tokens, num_tokens - max(1, round(traffic.computed_prompt)))
 
 
 def estimate(layout: Layout, cost: StepCost, traffic: Traffic, targets: Targets) -> Estimate:
     """Solve for the largest batch that keeps the inter-token target and fits into memory. A replica then answers
     b / (o d(b) + b p(b)) requests per second."""
     whole = round(traffic.mean_prompt + traffic.mean_output)
-    computed = max(1, round(traffic.computed_prompt))
-    alone_s = cost.step_s(StepWork(computed, 1, round(traffic.mean_prompt)))
+    alone_s = cost.step_s(_prompt(traffic))
     room = min(layout.contexts(whole), _MOST_SEQUENCES)
 
     def step_s(batch: int) -> float:

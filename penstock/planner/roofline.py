@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -143,7 +143,7 @@ class RooflineCost:
     serves: bool = False
 
     def step_s(self, work: StepWork) -> float:
-        if work.tokens != work.sequences or self.layout.pipeline_parallel > 1:
+        if not work.tokens == work.sequences == work.samples or self.layout.pipeline_parallel > 1:
             return self.times(work).total_s
         # Nearly all steps of a simulation are decodes of some hundred sequences at most.
         rest = self._decodes.get(work.sequences)
@@ -182,12 +182,10 @@ class RooflineCost:
         if stages > 1:
             # Each stage works on a part of the requests. The time until every part has passed all stages is the time
             # of a step with one part and all layers on one stage.
-            work = StepWork(
-                *(-(-each // stages) for each in (work.tokens, work.sequences, work.context_tokens))
-            )
+            work = StepWork(*(-(-each // stages) for each in astuple(work)))
         # Logits are computed for the sampled rows alone.
         head = model.embedding_parameters
-        flops = 2.0 * ((model.multiplied_parameters - head) * work.tokens + head * work.sequences)
+        flops = 2.0 * ((model.multiplied_parameters - head) * work.tokens + head * work.samples)
         kv_s, attention_s = self._context_s(work)
         layers = model.num_layers + _EXPERT_LAYER * model.num_expert_layers
         told = device.stream_s * stages * work.sequences if self.serves else 0.0
@@ -234,7 +232,7 @@ class RooflineCost:
         return exchanged
 
     def decode_s(self, batch: int, context: int) -> float:
-        return self.step_s(StepWork(batch, batch, batch * context))
+        return self.step_s(StepWork.decodes(batch, batch * context))
 
     def prefill_s(self, num_tokens: int) -> float:
-        return self.step_s(StepWork(num_tokens, 1, num_tokens))
+        return self.step_s(StepWork.prompt(num_tokens))

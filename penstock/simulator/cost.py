@@ -1,9 +1,10 @@
 """Predicts how long a step takes, without running it. Knows plans and numbers; no hardware, no clock.
 
 A step costs a constant (reading the weights, launching the kernels), some time per token (the matrix products), per
-sequence (sampling, records), per context token (reading KV) and per pair of query and key (attention over
-long prompts). Adding these up overrates a step in which memory traffic and arithmetic overlap, by at most a factor of
-two where both take equally long; fitted coefficients absorb most of that.
+sequence (records), per context token (reading KV), per pair of query and key (attention over long prompts) and per
+sample (a row of logits), and another constant if it samples at all (reading the weights of the output layer). Adding
+these up overrates a step in which memory traffic and arithmetic overlap, by at most a factor of two where both take
+equally long; fitted coefficients absorb most of that.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from penstock.core.plan import StepPlan
 from penstock.core.plan_log import CommitCall, PlanCall, SchedulerCall
 from penstock.scheduler.counted_plan import CountedPlan
 
-_NUM_COEFFICIENTS = 5
+_NUM_COEFFICIENTS = 7
 _SINGULAR = 1e-12
+_NO_GAIN = 1e-12  # of a step: kinds of work that always come together are told apart by rounding alone
 _MIN_RATIOS = 8
+_MIN_SPREAD = 100  # observed steps of about one size, for a spread of their own
 _FACTORS_PER_DOUBLING = 4  # of the tokens in a step
 
 
@@ -34,19 +37,46 @@ class StepWork:
     sequences: int
     context_tokens: int  # KV entries read, counted once per sequence
     pairs: int = 0  # of query and key
+    samples: int = 0  # rows of logits: the middle of a prompt needs none, and each drafted token another one
+
+    @property
+    def only_decodes(self) -> bool:
+        return self.tokens == self.sequences
+
+    @classmethod
+    def decodes(cls, sequences: int, context_tokens: int) -> StepWork:
+        """Return the work of a step in which each sequence gets one token."""
+        return cls(sequences, sequences, context_tokens, context_tokens, sequences)
+
+    @classmethod
+    def prompt(cls, num_tokens: int, num_cached: int = 0) -> StepWork:
+        """Return the work of a step that computes a prompt, except for the tokens in the cache."""
+        computed = num_tokens - num_cached
+        return cls(computed, 1, num_tokens, computed * num_cached + computed * (computed + 1) // 2, 1)
+
+    def __add__(self, other: StepWork) -> StepWork:
+        return StepWork(
+            self.tokens + other.tokens,
+            self.sequences + other.sequences,
+            self.context_tokens + other.context_tokens,
+            self.pairs + other.pairs,
+            self.samples + other.samples,
+        )
 
     @classmethod
     def of(cls, plan: StepPlan | CountedPlan) -> StepWork:
-        tokens = context_tokens = pairs = sequences = 0
+        tokens = context_tokens = pairs = sequences = samples = 0
         if isinstance(plan, CountedPlan):
-            tokens = sequences = plan.num_decodes
+            tokens = sequences = samples = plan.num_decodes
             context_tokens = pairs = plan.num_entries
         for chunk in plan.chunks:
             num_tokens = chunk.num_tokens
             tokens += num_tokens
             context_tokens += chunk.start + num_tokens
             pairs += num_tokens * chunk.start + num_tokens * (num_tokens + 1) // 2
-        return cls(tokens, sequences + len(plan.chunks), context_tokens, pairs)
+            if chunk.samples:
+                samples += 1 + len(chunk.drafts)
+        return cls(tokens, sequences + len(plan.chunks), context_tokens, pairs, samples)
 
 
 class StepCost(Protocol):
@@ -64,6 +94,8 @@ class LinearCost:
     per_sequence_s: float
     per_context_token_s: float
     per_pair_s: float = 0.0
+    per_sample_s: float = 0.0
+    sampling_s: float = 0.0  # of a step that samples at all: the weights of the output layer are read
 
     def step_s(self, work: StepWork) -> float:
         return (
@@ -72,6 +104,8 @@ class LinearCost:
             + self.per_sequence_s * work.sequences
             + self.per_context_token_s * work.context_tokens
             + self.per_pair_s * work.pairs
+            + self.per_sample_s * work.samples
+            + (self.sampling_s if work.samples else 0.0)
         )
 
 
@@ -125,7 +159,7 @@ def fit(observed: Iterable[tuple[StepWork, float]]) -> LinearCost:
     counts as much as a prefill of 2 s.
 
     The best non-negative fit is the best ordinary fit of some subset of the coefficients, the others being zero.
-    There are thirty-one subsets: all are tried.
+    There are 127 subsets: all are tried. Where kinds of work always came together, the first kind gets their costs.
     """
     rows = [[feature / elapsed_s for feature in _features(work)] for work, elapsed_s in observed]
     if not rows:
@@ -146,7 +180,7 @@ def fit(observed: Iterable[tuple[StepWork, float]]) -> LinearCost:
                 continue
             # The squared error is len(rows) - gain for every least-squares solution of a subset.
             gain = sum(value * target[i] for i, value in zip(chosen, solution, strict=True))
-            if best is None or gain > best_gain:
+            if best is None or gain > best_gain + _NO_GAIN * len(rows):
                 best_gain = gain
                 best = [0.0] * _NUM_COEFFICIENTS
                 for i, value in zip(chosen, solution, strict=True):
@@ -191,26 +225,38 @@ def fit_corrected(observed: Iterable[tuple[StepWork, float]]) -> CorrectedCost:
 @dataclass(frozen=True, slots=True)
 class SpreadCost:
     """Another cost times a ratio that differs from step to step: steps with equal work take unequal times, and the
-    slow ones make the high percentiles. The work alone selects the ratio, so that the same seed gives the same
+    slow ones make the high percentiles. The work and a seed select the ratio, so that the same seed gives the same
     figures."""
 
     cost: StepCost
-    decode_ratios: tuple[float, ...]  # of recorded steps to the cost; of steps that only decode
+    decode_ratios: tuple[float, ...]  # of observed steps to the cost; of steps that only decode
     other_ratios: tuple[float, ...]
+    of_size: dict[tuple[bool, int], tuple[float, ...]]  # those of one kind, where enough were observed
+    seed: int = 0
 
     def step_s(self, work: StepWork) -> float:
-        ratios = self.decode_ratios if work.tokens == work.sequences else self.other_ratios
-        number = hash((work.tokens, work.sequences, work.context_tokens, work.pairs))
+        ratios = self.of_size.get(_kind(work))
+        if ratios is None:
+            ratios = self.decode_ratios if work.only_decodes else self.other_ratios
+        number = hash((work.tokens, work.sequences, work.context_tokens, work.pairs, self.seed))
         return ratios[number % len(ratios)] * self.cost.step_s(work)
 
 
 def with_spread(cost: StepCost, observed: Iterable[tuple[StepWork, float]]) -> SpreadCost:
-    """Return a cost whose steps are spread as the observed steps are spread around `cost`."""
-    decodes: list[float] = []
-    others: list[float] = []
+    """Return a cost whose steps are spread around `cost` as the observed steps of about the same size are. Their mean
+    is then right, too."""
+    kinds: dict[tuple[bool, int], list[float]] = {}
     for work, elapsed_s in observed:
-        (decodes if work.tokens == work.sequences else others).append(elapsed_s / cost.step_s(work))
-    return SpreadCost(cost, tuple(decodes or others or (1.0,)), tuple(others or decodes or (1.0,)))
+        kinds.setdefault(_kind(work), []).append(elapsed_s / cost.step_s(work))
+    decodes = [ratio for kind, ratios in kinds.items() if kind[0] for ratio in ratios]
+    others = [ratio for kind, ratios in kinds.items() if not kind[0] for ratio in ratios]
+    of_size = {kind: tuple(ratios) for kind, ratios in kinds.items() if len(ratios) >= _MIN_SPREAD}
+    return SpreadCost(cost, tuple(decodes or others or (1.0,)), tuple(others or decodes or (1.0,)), of_size)
+
+
+def _kind(work: StepWork) -> tuple[bool, int]:
+    """Return whether a step only decodes, and its tokens rounded up to a power of two."""
+    return work.only_decodes, (work.tokens - 1).bit_length()
 
 
 def _place(work: StepWork) -> float:
@@ -224,7 +270,7 @@ def mean_relative_error(cost: StepCost, observed: Iterable[tuple[StepWork, float
 
 
 def _features(work: StepWork) -> tuple[float, ...]:
-    return 1.0, *map(float, astuple(work))
+    return 1.0, *map(float, astuple(work)), 1.0 if work.samples else 0.0
 
 
 def _solve(matrix: list[list[float]], target: list[float]) -> list[float] | None:

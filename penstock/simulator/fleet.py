@@ -176,7 +176,7 @@ class SimulatedReplica:
         ends_s = [step.done_s for step in self._in_flight]
         free_s, slowdown, step_s = self._executor_free_s, self.slowdown, self._cost.step_s
         for place, (count, num_entries) in enumerate(steps):
-            elapsed_s = slowdown * step_s(StepWork(count, count, num_entries, num_entries))
+            elapsed_s = slowdown * step_s(StepWork.decodes(count, num_entries))
             begin_s = ends_s[place]
             free_s = (begin_s if begin_s > free_s else free_s) + elapsed_s
             ends_s.append(free_s)

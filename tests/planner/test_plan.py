@@ -270,8 +270,20 @@ def test_decodes_cost_the_sum_of_their_parts(model: str, ranks: int) -> None:
     cost = RooflineCost(layout(model, ranks=ranks), serves=True)
     for batch in (1, 7, 7, 256):
         for context in (1, 300, 20_000):
-            work = StepWork(batch, batch, batch * context)
+            work = StepWork.decodes(batch, batch * context)
             assert cost.step_s(work) == cost.times(work).total_s
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_middle_of_a_prompt_needs_no_logits(stages: int) -> None:
+    cost = RooflineCost(replace(layout("llama-3.1-8b"), pipeline_parallel=stages))
+    last = StepWork.prompt(512)
+    middle = replace(last, samples=0)
+    assert cost.times(middle).products_s < cost.times(last).products_s
+    decode = StepWork.decodes(1, 500)
+    cost.step_s(decode)  # decodes of one size share their parts
+    unsampled = replace(decode, samples=0)
+    assert cost.step_s(unsampled) == cost.times(unsampled).total_s
 
 
 @pytest.mark.parametrize("needed", [1, 2, 13, 99, 100, 101, 160, 1000])
