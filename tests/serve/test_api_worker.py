@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,19 +13,37 @@ import pytest
 from penstock.core.config import ServeConfig
 from penstock.serve.api_workers import Begin, Drain, encode_line
 
-pytestmark = pytest.mark.slow  # three processes that import everything
+pytestmark = pytest.mark.slow  # two processes that import everything
 
 WAIT_S = 60
+# A worker that prints when it has taken its standard output.
+PRINTING = """
+import sys
+from penstock.serve import api_worker
+
+take = api_worker._take_standard_output
+
+def take_and_print():
+    replies = take()
+    print("x" * 1_000_000, flush=True)
+    replies.write(b"ready")
+    return replies
+
+api_worker._take_standard_output = take_and_print
+sys.exit(api_worker.main())
+"""
 
 
-def worker_without_engine(folder: Path) -> subprocess.Popen[bytes]:
+def worker_without_engine(
+    folder: Path, program: Sequence[str] = ("-m", "penstock.serve.api_worker"), **outputs: int
+) -> subprocess.Popen[bytes]:
     """It waits for an engine that never comes."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         descriptor = listener.fileno()
         process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.serve.api_worker"], stdin=subprocess.PIPE, pass_fds=(descriptor,)
+            [sys.executable, *program], stdin=subprocess.PIPE, pass_fds=(descriptor,), **outputs
         )
         begin = Begin(
             config=ServeConfig(),
@@ -50,26 +68,20 @@ def test_a_worker_that_waits_for_an_engine_leaves_with_its_parent(tmp_path: Path
     assert process.wait(WAIT_S) == 0
 
 
-def test_a_worker_that_waits_for_an_engine_leaves_when_told_to(tmp_path: Path) -> None:
-    process = worker_without_engine(tmp_path)
+def test_what_a_worker_prints_does_not_fill_the_pipe_that_the_parent_reads_and_it_leaves_when_told_to(
+    tmp_path: Path,
+) -> None:
+    process = worker_without_engine(
+        tmp_path, ("-c", PRINTING), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     assert process.stdin is not None
-    process.stdin.write(encode_line(Drain()))
-    process.stdin.flush()
-    assert process.wait(WAIT_S) == 0
-    process.stdin.close()
-
-
-def test_what_is_printed_in_a_worker_does_not_fill_the_pipe_that_the_parent_reads() -> None:
-    script = """
-import sys
-from penstock.serve.api_worker import _take_standard_output
-
-replies = _take_standard_output()
-print("x" * 1_000_000, flush=True)
-replies.write(b"ready")
-"""
-    with open(os.devnull, "wb") as nowhere:
-        process = subprocess.run(
-            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=nowhere, timeout=WAIT_S, check=True
-        )
-    assert process.stdout == b"ready"
+    assert process.stdout is not None
+    try:
+        process.stdin.write(encode_line(Drain()))
+        process.stdin.flush()
+        assert process.wait(WAIT_S) == 0
+        assert process.stdout.read() == b"ready"
+    finally:
+        process.kill()
+        process.stdin.close()
+        process.stdout.close()
