@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.copies import CONTEXT
+
 
 class RankPool:
     def __init__(self, num_ranks: int) -> None:
-        # One process imports torch, and the ranks are its copies.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.engine.parallel.scenario"])
         self._ranks = []
         for _ in range(num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))

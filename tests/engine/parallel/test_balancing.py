@@ -18,6 +18,7 @@ from penstock.engine.build import Engine
 from penstock.engine.parallel.balancer import ExpertBalancer
 from penstock.engine.parallel.experts import BalancedExperts, ExpertBalance
 from penstock.engine.parallel.placement import imbalance, on_ranks
+from tests.copies import copied_ranks
 from tests.engine.parallel.test_engine import PROMPTS, SETTINGS, step_for_a_while
 from tests.engine.tiny import request, run, teach_short_answers, tiny_engine, tokens, write_tiny_model
 
@@ -65,7 +66,8 @@ def test_answers_stay_the_same_while_experts_move(family: dict[str, Any], tmp_pa
     """In chunks, with shared prefixes, preemptions and an abort; then a rank is killed."""
     model = write_tiny_model(tmp_path / "model", **family)
     one = tiny_engine(model, **SETTINGS)
-    several = tiny_engine(model, parallel=BALANCED, **SETTINGS)
+    with copied_ranks():
+        several = tiny_engine(model, parallel=BALANCED, **SETTINGS)
     try:
         _check_answers(one, several)
         weights = several.ready.model.weight_bytes - one.ready.model.weight_bytes

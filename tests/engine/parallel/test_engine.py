@@ -25,6 +25,7 @@ from penstock.core.request import FinishReason, Grammar, Pooling, Request, Sampl
 from penstock.engine.build import Engine
 from penstock.engine.drafters.interface import Drafter
 from penstock.engine.drafters.length import DraftLength
+from tests.copies import copied_ranks
 from tests.engine.byte_model import END, constrained, text_of, write_byte_model
 from tests.engine.drafting import KnowingDrafter, num_accepted, speculate
 from tests.engine.tiny import (
@@ -67,7 +68,10 @@ def several_and_drafter(
     request: pytest.FixtureRequest, model: Path
 ) -> Iterator[tuple[Engine, Drafter | None]]:
     """The drafter drafts in its own test alone: the number of steps would depend on measured times."""
-    engine = tiny_engine(model, parallel=TOPOLOGIES[request.param], speculate=f"draft={model}", **SETTINGS)
+    with copied_ranks():
+        engine = tiny_engine(
+            model, parallel=TOPOLOGIES[request.param], speculate=f"draft={model}", **SETTINGS
+        )
     drafter, engine.loop.drafter = engine.loop.drafter, None
     yield engine, drafter
     engine.close()
