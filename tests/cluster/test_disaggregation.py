@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import Member, ReplicaSpec, Role, RunningReplica
 from penstock.cluster.transport import ZmqEngineClient
 from penstock.core.engine_config import (
@@ -32,12 +31,13 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams
 from penstock.engine.build import build_engine
 from penstock.router import Replica
+from tests.copies import CopyingLauncher
 from tests.engine.tiny import run, tokens, write_tiny_model
 from tests.models.tiny_families import save_tiny
 
 pytest.importorskip("nixl_cu12", reason="needs the extra disaggregation")
 
-# Five processes that import torch at the same time take minutes on a busy machine.
+# Ranks that import torch at the same time take minutes on a busy machine.
 pytestmark = pytest.mark.timeout(1200)
 WAIT_S = 400
 MODEL = "tiny"
@@ -170,7 +170,7 @@ async def start(model: Path) -> AsyncIterator[Start]:
             spec = ReplicaSpec(
                 model=MODEL, engine=engine, model_path=engine.model.model, revision="a", role=role
             )
-            running = await LocalLauncher(log_level="WARNING").launch(spec, role)
+            running = await CopyingLauncher(log_level="WARNING").launch(spec, role)
             process = Process(spec, running, ZmqEngineClient(running.endpoint))
             stack.push_async_callback(process.kill)
             process.client.start()

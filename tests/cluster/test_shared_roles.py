@@ -19,7 +19,7 @@ from penstock.cluster.documents import HOST_PREFIX, LEADER, DocumentReader, Host
 from penstock.cluster.fleet import Fleet, SharedFleet
 from penstock.cluster.fleet_link import FleetLink
 from penstock.cluster.host_record import Offer
-from penstock.cluster.local import LocalLauncher, NetworkAddress
+from penstock.cluster.local import NetworkAddress
 from penstock.cluster.ordered_host import OrderedHost
 from penstock.cluster.redis_registry import RedisRegistry
 from penstock.cluster.registry import Follower, Publisher
@@ -38,8 +38,10 @@ from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams
 from penstock.router import ReplicaState
+from tests.cluster.test_disaggregation import answers_alone
 from tests.cluster.test_fleet_control import TOKENS, view_of
 from tests.cluster.test_paused_leader import Control
+from tests.copies import CopyingLauncher
 from tests.engine.tiny import write_tiny_model
 from tests.gateway.ratelimits.redis_server import running_redis
 
@@ -71,7 +73,7 @@ class Host:
     def __init__(self, registry: RedisRegistry, name: str, specs: Sequence[ReplicaSpec]) -> None:
         network = NetworkAddress("127.0.0.1", TOKENS.accepted_clients(), TOKENS.client_keys())
         self.supervisor = Supervisor(
-            {"local": LocalLauncher(network=network, log_level="WARNING")},
+            {"local": CopyingLauncher(network=network, log_level="WARNING")},
             heartbeat_timeout_s=60.0,
             name=name,
             client_keys=TOKENS.client_keys(),
@@ -312,21 +314,13 @@ async def test_a_prefill_host_with_two_ranks_computes_for_decode_hosts_with_one(
     await asyncio.gather(machines.host("wide", "prefill", num_ranks=2), machines.host("narrow", "decode"))
     gateway = await machines.gateway("gateway")
     await until(lambda: gateway.num_ready() == 2)
-    names = [f"long-{number}" for number in range(4)]
-    for number, name in enumerate(names):
-        gateway.ask(make_request(name, 20 + number, 50))
-    await until(lambda: gateway.has(*names))
+    requests = [make_request(f"long-{number}", 20 + number, 50) for number in range(4)]
+    for request in requests:
+        gateway.ask(request)
+    await until(lambda: gateway.has(*gateway.answers))
     sources = gateway.fleet.dispatcher.kv_sources.chosen
     assert sources == {"prefill": 4}
     await until(lambda: gateway.fleet.stats.kv_fetched_tokens == 4 * (PROMPT // 16 * 16))
     assert gateway.fleet.stats.kv_fetches_failed == 0
-    # What nobody else has computed: a prompt of another tenant that a single engine computes by itself.
-    alone = await machines.host("alone", "both")
-    only = await machines.gateway("only")
-    await until(lambda: only.num_ready() == 3)
-    only.is_late = True
-    only.fleet.update(alone.supervisor.members())  # it knows of no other engine from now on
-    for number, name in enumerate(names):
-        only.ask(replace(make_request(name, 20 + number, 50), tenant="another"))
-    await until(lambda: only.has(*names))
-    assert only.answers == gateway.answers
+    expected = answers_alone(spec_of(machines.model, "both").engine, requests)
+    assert [gateway.answers[request.id] for request in requests] == expected
