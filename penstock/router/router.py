@@ -25,6 +25,7 @@ _SPREAD_SHARE = 0.5  # of the time to compute a prompt: a prompt may wait this m
 _FREE_REQUESTS = 8.0  # that a replica may have beyond its share: a few requests are no load
 _LARGEST_EXPONENT = 500.0
 _MIN_COMPARED = 2
+_QUEUE_SHARE = 0.5  # of the time to compute what a replica holds: a holder with a longer queue is not drawn
 _COMPARED_SHARE = 0.5  # of a gateway's part of the replicas
 # For a new beginning of prompts, all gateways draw from this many times the compared replicas.
 _AGREED_REPLICAS = 4
@@ -241,10 +242,11 @@ class Router:
     ) -> tuple[Candidates, Matches]:
         """Return the candidates to compare: a random part, half as large as this gateway's part of the traffic. A
         single gateway compares all candidates. Gateways learn of each other's requests late: gateways that compared
-        the same replicas would all choose the same replica until then. If no replica holds any part of a prompt, its
-        first block selects the replicas to draw from, the same ones in every gateway: requests with the same new
-        beginning that reach several gateways at once then meet at a few replicas, and each of these computes the
-        beginning once."""
+        the same replicas would all choose the same replica until then. Of replicas that hold the same part of a
+        prompt, mostly one is drawn, among those with short queues: a burst of prompts with one prefix spreads over
+        its holders. If no replica holds any part of a prompt, its first block selects the replicas to draw from, the
+        same ones in every gateway: requests with the same new beginning that reach several gateways at once then meet
+        at a few replicas, and each of these computes the beginning once."""
         num_gateways = self._columns.num_gateways
         if num_gateways < SEVERAL_GATEWAYS or len(candidates) <= _MIN_COMPARED:
             return candidates, matches
@@ -263,8 +265,11 @@ class Router:
             holders.setdefault(matched, []).append(load)
         known = {}
         for matched, loads in holders.items():
-            count = max(_MIN_COMPARED, math.ceil(len(loads) / num_gateways))
-            known.update(dict.fromkeys(_some(loads, count, rng), matched))
+            fitting = _with_short_queues(loads, matched)
+            # If every gateway compared the same two holders, all would choose the emptier one.
+            fewest = 1 + (rng.random() * (num_gateways - 1) < 1)
+            count = max(fewest, math.ceil(len(fitting) / num_gateways))
+            known.update(dict.fromkeys(_some(fitting, count, rng), matched))
         return candidates.part(seen), known
 
     def _candidates(self, request: RoutingRequest) -> Candidates:
@@ -365,6 +370,12 @@ class RecentShares:
         if self._origin_s is None:
             self._origin_s = now
         return (now - self._origin_s) / self._window_s
+
+
+def _with_short_queues(loads: Sequence[ReplicaLoad], num_tokens: int) -> list[ReplicaLoad]:
+    """Return the loads whose queue is not longer than the shortest by more than half the time of `num_tokens`."""
+    least_s = min(load.queue_s for load in loads)
+    return [load for load in loads if load.queue_s <= least_s + _QUEUE_SHARE * num_tokens * load.token_s]
 
 
 def _some(loads: Sequence[ReplicaLoad], count: int, rng: RandomSource) -> list[ReplicaLoad]:

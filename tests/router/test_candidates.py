@@ -198,6 +198,18 @@ def test_the_only_holder_of_a_prefix_is_always_seen() -> None:
         assert harness.ask(hashes).replica_id == "replica-9"
 
 
+def test_a_burst_spreads_over_the_holders_of_its_prefix_without_those_whose_queues_are_long() -> None:
+    hashes = chain(5, 200)
+    for queued, chosen in ((0, {"replica-7", "replica-9"}), (20_000, {"replica-7"})):
+        decisions = []
+        for harness in gateways_of_a_fleet(16):  # replica-7 has a little less to do
+            for replica_id in ("replica-7", "replica-9"):
+                harness.router.receive(replica_id, (KVStored(0, hashes, b""),))
+            harness.router.heartbeat("replica-9", EngineStats(num_running=33, num_waiting_tokens=queued))
+            decisions.append(harness.ask(hashes))
+        assert {decision.replica_id for decision in decisions} == chosen
+
+
 def test_prompts_with_one_new_beginning_meet_at_few_replicas_from_all_gateways() -> None:
     """Their first block leads there, in whichever order a gateway has learned of the replicas."""
     gateways = gateways_of_a_fleet(16)
