@@ -323,6 +323,12 @@ def test_a_revoked_key_ends_with_the_next_request(monkeypatch: pytest.MonkeyPatc
         ask(socket, id=2, prompt="hi")
         heard = hear(socket)
         assert (heard["id"], heard["error"]["status"]) == (2, 401)
+        ask(socket, ping=3)  # which would keep the connection open for ever
+        assert hear(socket) == {"pong": 3}
+        with pytest.raises(ConnectionClosed) as closed:
+            hear(socket)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1008
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from penstock.api.websocket.messages import (
     pong_message,
 )
 from penstock.core.errors import (
+    AuthenticationFailed,
     Conflict,
     InvalidRequest,
     NotFound,
@@ -150,11 +151,25 @@ class SocketSession:
         try:
             while (data := await self._receive()) is not None:
                 await self._handle(data)
+                if not self._live and await self._has_lost_its_key():
+                    await self._close(POLICY_VIOLATION, "the key is not valid any more")
+                    return
         finally:
             tasks = list(self._live.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _has_lost_its_key(self) -> bool:
+        """Say whether the key was revoked, or may do this no longer. Its connection would keep its place for as long
+        as the client sends pings. Answers that run come to their end before that."""
+        try:
+            await current_principal_of(self._socket)
+        except (AuthenticationFailed, PermissionDenied):
+            return True
+        except PenstockError:  # keys cannot be checked now
+            return False
+        return False
 
     async def _receive(self) -> bytes | None:
         """Return the next message; None when the connection is over."""
