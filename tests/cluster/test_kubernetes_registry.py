@@ -117,8 +117,10 @@ async def test_a_silent_server_is_away_and_its_hosts_are_not_gone(
     server.end_watches()
     await asyncio.sleep(1.1)  # longer than the lease
     assert await cluster.records() == {"a": b"1"}, "nobody knows yet that the server is away"
+    heard_s = cluster._hosts.heard_s
     server.is_silent = False
     await other.publish("a", b"1", 1.0)
+    await until(lambda: cluster._hosts.heard_s > heard_s)  # the question that waited is answered
     await shows(cluster, a=b"1")
     monkeypatch.setattr(kubernetes_leases, "TIMEOUT_S", 0.2)
     server.is_silent = True
