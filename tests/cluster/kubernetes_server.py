@@ -1,4 +1,4 @@
-"""The API server of Kubernetes as far as Lease objects go, for tests: PyPI, Debian and npm have no real one.
+"""The API server of Kubernetes as far as Lease objects go, for tests. No real one was found on PyPI, npm or Debian.
 
 Kept are the promises that a registry builds on. One counter gives resourceVersions. A write that names another
 version than the object's is a conflict. A watch tells of all changes after a version, or of 410 Gone when these are
@@ -9,8 +9,6 @@ server silent, busy or forgetful, or cut it off.
 from __future__ import annotations
 
 import asyncio
-import datetime
-import ipaddress
 import json
 import re
 import shutil
@@ -25,14 +23,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
-
 from penstock.cluster.external.kubernetes_api import KubernetesApi
 from penstock.cluster.kubernetes_leases import Leases
 from penstock.cluster.kubernetes_registry import KubernetesRegistry, Pod
+from tests.certificates import self_signed
 
 NAMESPACE = "llm"
 PATH = re.compile(r"/apis/coordination\.k8s\.io/v1/namespaces/([^/]+)/leases(?:/([^/]+))?")
@@ -376,29 +370,10 @@ def _check(body: Object) -> None:
 
 
 def _certificate(folder: Path, trusted: Path) -> ssl.SSLContext:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kubernetes")])
-    now = datetime.datetime.now(datetime.UTC)
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(address, critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem, private = certificate.public_bytes(serialization.Encoding.PEM), folder / "server.pem"
-    trusted.write_bytes(pem)
-    no_password = serialization.NoEncryption()
-    form = serialization.PrivateFormat.PKCS8
-    private.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, no_password) + pem)
+    certificate, key = self_signed(folder)
+    trusted.write_bytes(certificate.read_bytes())
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(private)
+    context.load_cert_chain(certificate, key)
     return context
 
 

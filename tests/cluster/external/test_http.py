@@ -14,7 +14,7 @@ import uvloop
 from penstock.cluster.external import http
 from penstock.cluster.external.http import HEAD_TIMEOUT_S, Address, AnswerBroken, ConnectFailed, HttpClient
 from penstock.core.errors import ConfigError
-from tests.api.test_browsers import self_signed
+from tests.certificates import self_signed
 from tests.loop_time import pass_time, settle
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
