@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from penstock.core.errors import EngineUnavailable, Overloaded, PenstockError
 from penstock.core.request import FinishReason, Request
+from penstock.core.shares import Shares
 from penstock.dispatch.actions import Attempt
 
 
@@ -99,26 +100,41 @@ class WaitingRoom:
     def __init__(self, config: WaitingConfig) -> None:
         self.config = config
         self._requests: dict[str, Request] = {}
+        self._shares = Shares(config.max_requests)
+        self._tokens = Shares(config.max_tokens)
 
     def enter(self, request: Request) -> None:
-        """Add a request. Raises Overloaded when there is no room for one more request of this size."""
-        config = self.config
-        num_tokens = self.num_tokens() + len(request.prompt_token_ids)
-        if len(self._requests) >= config.max_requests or num_tokens > config.max_tokens:
+        """Add a request. Raises Overloaded when there is no room for one more request of this size, or when its
+        tenant has its share of the room."""
+        config, tenant = self.config, request.tenant
+        num_tokens = len(request.prompt_token_ids)
+        is_full = self._shares.used >= config.max_requests or self._tokens.used + num_tokens > config.max_tokens
+        if is_full or self._shares.is_full_for(tenant) or self._tokens.is_full_for(tenant):
             raise Overloaded(
-                "No replica is running yet, and too many requests already wait for one.",
+                "No replica is running yet, and too many requests"
+                f"{'' if is_full else ' of this workspace'} already wait for one.",
                 retry_after_s=min(10.0, config.max_wait_s),
             )
         self._requests[request.id] = request
+        self._count(request, +1)
 
     def leave(self, request_id: str) -> bool:
         """Remove a request. Returns whether the request was waiting."""
-        return self._requests.pop(request_id, None) is not None
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._count(request, -1)
+        return request is not None
 
     def leave_all(self) -> list[str]:
         """Empty the room. Returns the ids of the requests, in the order of their arrival."""
-        requests, self._requests = self._requests, {}
-        return list(requests)
+        request_ids = list(self._requests)
+        for request_id in request_ids:
+            self.leave(request_id)
+        return request_ids
+
+    def _count(self, request: Request, sign: int) -> None:
+        self._shares.add(request.tenant, sign)
+        self._tokens.add(request.tenant, sign * len(request.prompt_token_ids))
 
     def num_requests(self, model: str | None = None) -> int:
         return sum(_is_for(request, model) for request in self._requests.values())

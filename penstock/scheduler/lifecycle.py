@@ -91,7 +91,7 @@ class RequestLifecycle:
         """Queue a request; or raise InvalidRequest or Overloaded, and leave no trace of it."""
         self._check(request)
         num_prompt = len(request.prompt_token_ids)
-        self._queue.check_room(num_prompt, self._config.max_num_seqs - len(self._running), now)
+        self._queue.check_room(request, self._config.max_num_seqs - len(self._running), now)
         max_tokens = min(request.sampling.max_tokens, self._config.max_output_tokens or self._max_length)
         self._num_arrivals += 1
         sequence = Sequence(

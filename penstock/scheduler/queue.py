@@ -14,6 +14,8 @@ from math import exp, inf
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import Overloaded
+from penstock.core.request import Request
+from penstock.core.shares import Shares
 from penstock.scheduler.keyed_heap import KeyedHeap
 from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, State
 from penstock.scheduler.tenants import NUM_LENGTH_BINS, TenantAccount, least_served, length_bin
@@ -28,8 +30,8 @@ class WaitingQueue:
     returned by `first`."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._max_requests = config.max_queue_requests
-        self._max_tokens = config.max_queue_tokens
+        self._requests = Shares(config.max_queue_requests)  # members, by tenant
+        self._tokens = Shares(config.max_queue_tokens)  # of their prompts
         self._aging_s = config.aging_s
         self._members: dict[int, Sequence] = {}
         self._parked: dict[int, Sequence] = {}
@@ -38,7 +40,6 @@ class WaitingQueue:
         # Members, by the time at which they become one tier more urgent.
         self._promotions: KeyedHeap[Sequence] = KeyedHeap()
         self._drain = _DrainRate()
-        self.num_tokens = 0  # prompt tokens of members
 
     def __len__(self) -> int:
         return len(self._members)
@@ -47,18 +48,30 @@ class WaitingQueue:
     def members(self) -> Collection[Sequence]:
         return self._members.values()
 
-    def check_room(self, num_prompt_tokens: int, num_free_seats: int, now: float) -> None:
-        """Raise Overloaded unless one more request may wait. Requests for which there are free seats wait only for
-        the next plan, and do not count: an idle engine always accepts work."""
-        num_waiting = len(self._members)
-        if num_waiting >= self._max_requests + num_free_seats:
-            amount = f"{num_waiting} waiting requests"
-        elif self.num_tokens and self.num_tokens + num_prompt_tokens > self._max_tokens:
-            amount = f"{self.num_tokens} waiting prompt tokens"
+    @property
+    def num_tokens(self) -> int:
+        """Return the prompt tokens of members."""
+        return self._tokens.used
+
+    def check_room(self, request: Request, num_free_seats: int, now: float) -> None:
+        """Raise Overloaded unless one more request may wait, in all and of its tenant. Requests for which there are
+        free seats wait only for the next plan, and do not count: an idle engine always accepts work."""
+        num_waiting, tenant = len(self._members), request.tenant
+        room = self._requests.capacity + num_free_seats
+        if num_waiting >= room:
+            full = f"The queue is full, at {num_waiting} waiting requests."
+        elif self.num_tokens and self.num_tokens + len(request.prompt_token_ids) > self._tokens.capacity:
+            full = f"The queue is full, at {self.num_tokens} waiting prompt tokens."
+        elif self._requests.is_full_for(tenant, more=num_free_seats) or self._tokens.is_full_for(tenant):
+            num_own, num_own_tokens = self._requests.of(tenant), self._tokens.of(tenant)
+            full = (
+                "The rest of the queue is kept for other workspaces: this one has "
+                f"{num_own} waiting requests with {num_own_tokens} prompt tokens."
+            )
         else:
             return
         raise Overloaded(
-            f"The queue is full, at {amount}.",
+            full,
             hint="Try again later, or raise --max-queue-requests or --max-queue-tokens.",
             retry_after_s=self._drain.seconds_to_serve(num_waiting, now),
         )
@@ -67,7 +80,7 @@ class WaitingQueue:
         if not self._members:
             self._drain.start(now)
         self._members[sequence.number] = sequence
-        self.num_tokens += sequence.num_prompt
+        self._count(sequence, +1)
         sequence.queued_s = now
         if sequence.rank > 0:
             self._promotions.push(sequence.number, self._promotion_s(sequence), sequence)
@@ -80,7 +93,7 @@ class WaitingQueue:
         """Remove a member, which runs or has ended."""
         number = sequence.number
         del self._members[number]
-        self.num_tokens -= sequence.num_prompt
+        self._count(sequence, -1)
         sequence.waited_s += now - sequence.queued_s
         self._promotions.discard(number)
         if self._parked.pop(number, None) is None:
@@ -158,6 +171,11 @@ class WaitingQueue:
         for number, sequence in self._members.items():
             assert (number in self._promotions) == (sequence.rank > 0)
             assert (number in self._parked) == (sequence.state in (State.HELD, State.SETTLING))
+
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        tenant = sequence.request.tenant
+        self._requests.add(tenant, sign)
+        self._tokens.add(tenant, sign * sequence.num_prompt)
 
     def _position(self, sequence: Sequence) -> None:
         length = sequence.predicted_length - sequence.num_prompt

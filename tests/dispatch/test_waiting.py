@@ -11,9 +11,14 @@ from penstock.dispatch.requests import WaitingConfig, WaitingRoom
 from penstock.router import Replica, ReplicaState
 
 
-def request(request_id: str, model: str = "m", num_tokens: int = 3) -> Request:
-    sampling = SamplingParams(max_tokens=1)
-    return Request(id=request_id, prompt_token_ids=(0,) * num_tokens, sampling=sampling, model=model)
+def request(request_id: str, model: str = "m", num_tokens: int = 3, tenant: str = "") -> Request:
+    return Request(
+        id=request_id,
+        prompt_token_ids=(0,) * num_tokens,
+        sampling=SamplingParams(max_tokens=1),
+        model=model,
+        tenant=tenant,
+    )
 
 
 def test_requests_leave_in_the_order_they_came_and_are_counted_by_model() -> None:
@@ -37,6 +42,21 @@ def test_there_is_room_for_so_many_requests_and_tokens() -> None:
     with pytest.raises(Overloaded) as refused:
         room.enter(request("d", num_tokens=1))
     assert refused.value.retry_after_s
+
+
+@pytest.mark.parametrize("config", [WaitingConfig(max_requests=8), WaitingConfig(max_tokens=8)])
+def test_a_tenant_leaves_room_for_others(config: WaitingConfig) -> None:
+    room = WaitingRoom(config)
+    for index in range(6):
+        room.enter(request(f"greedy{index}", num_tokens=1, tenant="greedy"))
+    with pytest.raises(Overloaded, match="of this workspace"):
+        room.enter(request("one too many", num_tokens=1, tenant="greedy"))
+    room.enter(request("late", num_tokens=1, tenant="late"))
+    assert room.leave("greedy0")
+    assert room.leave("greedy1")
+    room.enter(request("again", num_tokens=1, tenant="greedy"))
+    room.leave_all()
+    room.enter(request("greedy0", num_tokens=1, tenant="greedy"))
 
 
 def test_waiting_ends_with_the_deadline_or_after_so_long() -> None:

@@ -174,6 +174,29 @@ def test_the_queue_is_bounded_by_prompt_tokens() -> None:
     driver.run()
 
 
+def test_a_tenant_leaves_a_part_of_the_queue_to_others() -> None:
+    driver = Driver(max_num_seqs=1, max_queue_requests=15)
+    with pytest.raises(Overloaded, match="kept for other workspaces: this one has 12 waiting requests"):
+        for index in range(16):
+            driver.add(make_request(f"greedy{index}", 4, 1, tenant="greedy"))
+    for index in range(3):
+        driver.add(make_request(f"late{index}", 4, 1, tenant="late"))
+    with pytest.raises(Overloaded):
+        driver.add(make_request("greedy again", 4, 1, tenant="greedy"))
+    driver.run()
+    assert len(driver.finished) == 15
+
+
+def test_a_tenant_leaves_a_part_of_the_waiting_tokens_to_others() -> None:
+    driver = Driver(max_num_seqs=1, max_queue_tokens=40)
+    for index in range(3):
+        driver.add(make_request(f"greedy{index}", 10, 1, tenant="greedy"))
+    with pytest.raises(Overloaded, match="kept for other workspaces"):
+        driver.add(make_request("one too many", 1, 1, tenant="greedy"))
+    driver.add(make_request("late", 10, 1, tenant="late"))
+    driver.run()
+
+
 def test_retry_after_follows_the_rate_at_which_the_queue_drains() -> None:
     driver = Driver(max_num_seqs=1, max_queue_requests=20)
     for index in range(21):

@@ -233,7 +233,7 @@ class ExternalPool:
                 return self._members[free[0]]
             if free or not usable:  # without any, the router says why
                 return self._choose(call, self._excluded(failed, self._cheapest(free)))
-            await self._waiting.wait(call.model, call.tier)
+            await self._waiting.wait(call.model, call.tier, call.tenant)
             was_granted = True
 
     def _has_server_of(self, model: str) -> bool:

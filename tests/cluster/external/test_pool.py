@@ -202,6 +202,54 @@ async def test_a_server_that_is_full_lets_requests_wait_by_tier() -> None:
     assert asked == ["prompt 0", "prompt 4", "prompt 3", "prompt 1"]
 
 
+async def test_tenants_that_wait_have_turns() -> None:
+    calls = waiting.WaitingCalls()
+    granted: list[str] = []
+
+    async def wait(tenant: str, tier: Tier = Tier.DEFAULT) -> None:
+        await calls.wait("m", tier, tenant)
+        calls.taken()
+        granted.append(tenant)
+
+    async def grant(number: int) -> None:
+        for _ in range(number):
+            room = iter([True])
+            calls.grant(lambda _: next(room, False))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    async with asyncio.TaskGroup() as group:
+        for tenant in ("greedy", "greedy", "greedy", "greedy"):
+            group.create_task(wait(tenant))
+        await asyncio.sleep(0)
+        await grant(1)
+        for tenant in ("late", "late"):
+            group.create_task(wait(tenant))
+        group.create_task(wait("batch", Tier.BATCH))
+        await asyncio.sleep(0)
+        await grant(6)
+    assert granted == ["greedy", "greedy", "late", "greedy", "late", "greedy", "batch"]
+    assert len(calls) == 0
+
+
+async def test_a_tenant_leaves_places_to_others_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MAX_WAITING", 4)
+    calls = waiting.WaitingCalls()
+    waiters = [asyncio.create_task(calls.wait("m", Tier.DEFAULT, "greedy")) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="of this workspace"):
+        await calls.wait("m", Tier.DEFAULT, "greedy")
+    waiters.append(asyncio.create_task(calls.wait("m", Tier.DEFAULT, "late")))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="Too many requests wait"):
+        await calls.wait("m", Tier.DEFAULT, "third")
+    for waiter in waiters:
+        waiter.cancel()
+    await asyncio.gather(*waiters, return_exceptions=True)
+    assert len(calls) == 0
+    assert not calls.num_granted
+
+
 async def test_waiting_requests_use_every_place_that_is_free() -> None:
     servers = [OpenAIServer(script=lambda body: [0.02, *text_chunks("ok")]) for _ in range(2)]
     async with pool_of(*servers, settings={"max_concurrent": 1}) as pool:

@@ -1,0 +1,38 @@
+"""Room that tenants share: waiting requests, connections, bytes.
+
+A tenant may take more while it has less than three times what is left. One tenant alone so gets three quarters, two
+get three sevenths each, and there is always room for a tenant that comes later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+_FACTOR = 3
+
+
+class Shares:
+    """Counts what each tenant has. Requests without a tenant (an empty name) share with nobody: their only bound is
+    the capacity."""
+
+    __slots__ = ("_by_tenant", "capacity", "used")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self._by_tenant: Counter[str] = Counter()
+
+    def of(self, tenant: str) -> int:
+        return self._by_tenant[tenant]
+
+    def is_full_for(self, tenant: str, *, more: int = 0) -> bool:
+        """Say whether the tenant has its share. `more` is added to the capacity."""
+        own = self._by_tenant[tenant]
+        return bool(tenant and own) and own >= _FACTOR * (self.capacity + more - self.used)
+
+    def add(self, tenant: str, amount: int = 1) -> None:
+        """Count more, or less for a negative amount."""
+        self.used += amount
+        self._by_tenant[tenant] += amount
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
