@@ -108,7 +108,9 @@ class WaitingRoom:
         tenant has its share of the room."""
         config, tenant = self.config, request.tenant
         num_tokens = len(request.prompt_token_ids)
-        is_full = self._shares.used >= config.max_requests or self._tokens.used + num_tokens > config.max_tokens
+        is_full = (
+            self._shares.used >= config.max_requests or self._tokens.used + num_tokens > config.max_tokens
+        )
         if is_full or self._shares.is_full_for(tenant) or self._tokens.is_full_for(tenant):
             raise Overloaded(
                 "No replica is running yet, and too many requests"

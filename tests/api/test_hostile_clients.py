@@ -312,13 +312,19 @@ def test_bad_bodies(body: bytes, status: int) -> None:
 
 
 def test_connections_beyond_the_limit_are_refused_clearly() -> None:
-    with bounded_server(FakeEngine(script_text("ok")), ServerConfig(max_connections=3)) as served:
+    engine = ThreadedEngine()
+    with bounded_server(engine, ServerConfig(max_connections=3)) as served:
         held = [dial(served) for _ in range(3)]
-        served.wait_until(lambda: served.connections.num_open == 3)
+        for connection in held:
+            connection.sendall(COMPLETION + b'Content-Length: 16\r\n\r\n{"prompt": "hi"}')
+        served.wait_until(lambda: len(engine.added) == 3)
         assert status_and_code(read_all(dial(served))) == (503, "overloaded")
+        assert served.connections.num_refused == 1
         held.pop().close()
         served.wait_until(lambda: served.connections.num_open == 2)
-        assert serves(served)
+        with dial(served) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert read_all(connection).startswith(b"HTTP/1.1 200")
         for connection in held:
             connection.close()
 

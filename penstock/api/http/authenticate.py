@@ -15,6 +15,7 @@ from starlette.types import Scope as Connection
 from penstock.api.http.browsers import AllowedOrigins, has_local_name, is_foreign_page, is_loopback
 from penstock.api.http.context import set_identify, set_principal
 from penstock.api.http.errors import error_response_for
+from penstock.api.http.places import take_place
 from penstock.core.errors import AuthenticationFailed, PenstockError, PermissionDenied
 from penstock.core.identity import OPEN_PRINCIPAL, Scope
 from penstock.gateway.tenants.authenticator import Authenticator
@@ -59,6 +60,7 @@ class Authenticate:
             principal = await self._authenticator.authorize(credential, needed)
             if principal is OPEN_PRINCIPAL:
                 _refuse_foreign_pages(scope, needed, self._origins)
+            take_place(scope, principal)
         except AuthenticationFailed as error:
             error.hint = error.hint or _HINT
             await _refuse(scope, receive, send, error)

@@ -11,6 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.api.http.bodies import PendingBodies
+from penstock.api.http.places import Places
 from penstock.api.http.turns import Turns
 from penstock.core.gateway_config import ServerConfig
 from penstock.gateway.metrics.table import metrics
@@ -66,6 +67,7 @@ class ConnectionMetrics(Collector):
     def __init__(self) -> None:
         self.num_open = 0
         self.num_refused = 0
+        self.num_displaced = 0
         self.num_timed_out = 0
         self.num_malformed = 0
         self.num_stalled = 0
@@ -75,6 +77,7 @@ class ConnectionMetrics(Collector):
             (
                 ("connections_open", self.num_open),
                 ("connections_refused", self.num_refused),
+                ("connections_displaced", self.num_displaced),
                 ("connections_timed_out", self.num_timed_out),
                 ("connections_malformed", self.num_malformed),
                 ("connections_stalled", self.num_stalled),
@@ -88,6 +91,7 @@ class ConnectionLimits:
 
     config: ServerConfig
     pending_bodies: PendingBodies
+    places: Places
     metrics: ConnectionMetrics = field(default_factory=ConnectionMetrics)
     turns: Turns = field(default_factory=Turns)
     is_leaving: bool = False  # while draining, each connection ends after its next answer
@@ -96,7 +100,18 @@ class ConnectionLimits:
 
     @classmethod
     def of(cls, config: ServerConfig) -> ConnectionLimits:
-        return cls(config, PendingBodies(config.max_pending_body_bytes, config.max_body_bytes))
+        bodies = PendingBodies(config.max_pending_body_bytes, config.max_body_bytes)
+        return cls(config, bodies, Places(config.max_connections))
+
+    def admit(self) -> bool:
+        """Count a new connection, and return whether there is a place for it. One that rests gives its place away."""
+        if self.count(+1) <= self.config.max_connections:
+            return True
+        if self.places.make_room():
+            self.metrics.num_displaced += 1
+            return True
+        self.metrics.num_refused += 1
+        return False
 
     def count(self, change: int) -> int:
         """Change the number of open connections, and return it."""

@@ -25,6 +25,7 @@ from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.errors import error_body
 from penstock.api.http.exchange import Exchange
 from penstock.api.http.heads import SINGLE_HEADERS, check_head, head_without_upgrade, is_plain_target
+from penstock.api.http.places import TAKE_PLACE, Place
 from penstock.api.http.request_worker import RequestWorker
 from penstock.api.http.turns import (
     MAX_PIECE_PARTS,
@@ -51,6 +52,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     flow: HeldFlow
     _worker: RequestWorker
     _idle: IdleTimer
+    _place: Place
 
     def __init__(
         self, config: Config, server_state: ServerState, app_state: dict[str, Any], **options: Any
@@ -76,14 +78,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.flow = HeldFlow(transport)
         self._worker = RequestWorker(self.loop, transport, self.tasks)
         self._idle = IdleTimer(self.loop, self.timeout_keep_alive, self._close)
-        if self.limits.count(+1) > self.limits.config.max_connections:
-            self.limits.metrics.num_refused += 1
+        is_admitted = self.limits.admit()
+        self._place = Place(self.limits.places, transport)
+        if not is_admitted:
+            self._place.use()  # it has no place to make room with
             self._refuse(Overloaded("This server has as many connections as it can hold.", retry_after_s=5.0))
             return
+        self._extensions[TAKE_PLACE] = {"take": self._place.take}
         self._arm(self.limits.config.header_timeout_s, self._head_timed_out)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.limits.count(-1)
+        self._place.leave()
         self._unread = memoryview(b"")
         self._disarm()
         self._stall.stop()
@@ -221,11 +227,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return is_idle and not self._idle.is_running
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._place.use()
         self._worker.answer(cycle, app)
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
         if self.transport.is_closing():
+            self._place.rest()
             self._stall.start_at_close(self.loop, self.transport)
             return
         self.flow.resume_reading()
@@ -235,6 +243,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if work is not None:
             self.limits.turns.wait(self.loop, partial(self._start_pipelined, *work))
             return
+        self._place.rest()
         self._idle.start()
 
     def _start_pipelined(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
@@ -354,6 +363,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._worker.wake()
         self._idle.cancel()
         self.limits.count(-1)  # the WebSocket protocol counts the connection from now on
+        self._place.leave()
         super().handle_websocket_upgrade()
 
     def pause_writing(self) -> None:

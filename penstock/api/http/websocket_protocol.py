@@ -11,8 +11,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.frames import Frame
+from websockets.http11 import Request
 
 from penstock.api.http.connections import ConnectionLimits, StallTimer
+from penstock.api.http.places import TAKE_PLACE, Place
 from penstock.api.http.turns import MAX_TURN_PARTS, MIN_PIECE_BYTES, TURN_BYTES
 from penstock.core.errors import PenstockError
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
@@ -22,6 +24,7 @@ FRAME_BYTES = 100  # that a fragment of a message costs beside its content
 
 class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
     limits: ClassVar[ConnectionLimits]
+    _place: Place
 
     def __init__(
         self, config: Config, server_state: ServerState, app_state: dict[str, Any], **options: Any
@@ -39,9 +42,12 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.limits.count(+1)
         super().connection_made(transport)
+        self._place = Place(self.limits.places, self.transport)
+        self._place.use()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.limits.count(-1)
+        self._place.leave()
         self._unread = memoryview(b"")
         self._stall.stop()
         self._note_pending(0)
@@ -105,6 +111,11 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
         if self.queue.empty() and (self._unread or self.read_paused):
             self._read_on_soon()
         return message
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        if not self.close_sent:
+            self.scope["extensions"][TAKE_PLACE] = {"take": self._place.take}
 
     def handle_events(self) -> None:
         num_frames = len(self.conn.events)

@@ -44,6 +44,7 @@ from penstock.core.errors import (
 )
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import OPEN_PRINCIPAL
+from penstock.core.shares import Shares
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.metrics.table import metrics
@@ -87,6 +88,7 @@ class WebSocketEndpoint:
         self._origins = AllowedOrigins(config.allowed_origins)
         self.decoder = MessageDecoder()
         self.metrics = SocketMetrics()
+        self._shares = Shares(config.max_websockets)
         gateway.metrics.register(self.metrics)
 
     def routes(self) -> list[WebSocketRoute]:
@@ -104,6 +106,8 @@ class WebSocketEndpoint:
         # Counted before the first wait, so that a flood of handshakes cannot pass the limit together.
         self.metrics.num_open += 1
         self.metrics.num_accepted += 1
+        holder = _holder_of(socket)
+        self._shares.add(holder)
         try:
             await socket.accept(subprotocol_of(socket))
             await session.run()
@@ -111,12 +115,20 @@ class WebSocketEndpoint:
             pass
         finally:
             self.metrics.num_open -= 1
+            self._shares.add(holder, -1)
 
     def _refusal(self, socket: WebSocket) -> PenstockError | None:
         if self.metrics.num_open >= self.config.max_websockets:
             self.metrics.num_refused += 1
             return Overloaded(
                 f"This server holds at most {self.config.max_websockets} WebSockets, and all are in use.",
+                retry_after_s=5.0,
+            )
+        holder = _holder_of(socket)
+        if self._shares.is_full_for(holder):
+            self.metrics.num_refused += 1
+            return RateLimited(
+                f"This workspace has {self._shares.of(holder)} WebSockets, and the rest is kept for others.",
                 retry_after_s=5.0,
             )
         # A host name could point here only for the attack (DNS rebinding), and a socket shows its page the answers.
@@ -128,6 +140,12 @@ class WebSocketEndpoint:
                 hint="Use a key, or open the page from this server's own address.",
             )
         return None
+
+
+def _holder_of(socket: WebSocket) -> str:
+    """Return the workspace whose share a connection takes: none on a server without keys, which has one owner."""
+    principal = principal_of(socket)
+    return "" if principal is OPEN_PRINCIPAL else principal.workspace_id
 
 
 def subprotocol_of(socket: WebSocket) -> str | None:

@@ -270,6 +270,7 @@ _CONNECTIONS = [
     Declared("websockets_open", "gauge", "WebSockets that are open."),
     *_each("counter", (
         ("connections_refused", "Connections refused because too many were open."),
+        ("connections_displaced", "Idle connections that made room for new ones."),
         ("connections_timed_out", "Connections whose request did not arrive in time."),
         ("connections_malformed", "Connections closed for what they sent."),
         ("connections_stalled", "Connections dropped because their client stopped reading."),

@@ -213,8 +213,8 @@ async def test_tenants_that_wait_have_turns() -> None:
 
     async def grant(number: int) -> None:
         for _ in range(number):
-            room = iter([True])
-            calls.grant(lambda _: next(room, False))
+            places = [True]
+            calls.grant(lambda _, places=places: bool(places) and places.pop())  # type: ignore[misc]
             await asyncio.sleep(0)
             await asyncio.sleep(0)
 
