@@ -136,3 +136,23 @@ def test_refused_connections_make_no_room() -> None:
             assert status_and_code(read_all(dial(served))) == (503, "overloaded")
         assert served.connections.num_displaced == 0
         held.close()
+
+
+@pytest.mark.usefixtures("workspaces")
+def test_who_needs_no_key_holds_neither_places_nor_bodies_of_workspaces() -> None:
+    config = ServerConfig(max_connections=2, max_pending_body_bytes=1 << 20)
+    head = b"POST /console/sign-in HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    with bounded_server(FakeEngine(script_text("ok")), config) as served:
+        large = dial(served)
+        large.sendall(head % (1 << 20))
+        assert status_and_code(read_all(large)) == (413, "request_too_large")
+        slow = [dial(served) for _ in range(2)]
+        for connection in slow:
+            connection.sendall(head % 60_000 + b" " * 10_000)
+        served.wait_until(lambda: served.limits.pending_bodies.num_bytes == 20_000)
+        one = ask(served, "one")
+        assert status_of(one) == 200
+        served.wait_until(lambda: served.limits.pending_bodies.num_bytes == 10_000)
+        assert read_all(slow[0]) == b""
+        for connection in (*slow, one):
+            connection.close()

@@ -93,6 +93,11 @@ def principal_of(connection: HTTPConnection) -> Principal:
     return principal
 
 
+def has_principal(connection: HTTPConnection) -> bool:
+    """Say whether the caller was authenticated. Some paths need no key."""
+    return "principal" in connection.scope["state"]
+
+
 def timeout_s_of(connection: HTTPConnection) -> float | None:
     """Return how long the client waits for the whole answer; None if the client sent no timeout."""
     return _timeout_s(headers_of(connection).get(_TIMEOUT_HEADER))

@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import HTTPConnection, Request
 
 from penstock.api.http.bodies import PendingBodies
-from penstock.api.http.context import deployment_of, headers_of, principal_of
+from penstock.api.http.context import deployment_of, has_principal, headers_of, principal_of
 from penstock.core.errors import InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedMediaType
 from penstock.gateway.answers.stream import ReaderGone
 
@@ -28,6 +28,8 @@ MAX_INNER_BYTES = 1 << 30
 MAX_BODY_S = 300  # for a body that is kept in memory until it is whole
 MAX_UNKNOWN_FIELDS = 256  # each is compared with the known ones on the event loop
 MAX_NEUTRAL_BYTES = 64 << 10  # of an unknown field's value that asks for nothing
+MAX_UNKNOWN_BYTES = 64 << 10  # of a body of a request that needs no key
+NOBODY = ""  # in place of the workspace of such a request
 MAX_MESSAGE_PARTS = 20_000  # each is read on the event loop
 # A body is decoded on the event loop, and each value costs time there. Numbers cost least: prompts may be token ids.
 MAX_TEXTS = 200_000  # names of fields included
@@ -71,7 +73,7 @@ async def _rest_of_body(request: Request, first: bytes, max_bytes: int) -> bytes
     """Read the body that begins with `first`. Its parts count as pending until they are joined."""
     app: Any = request.scope.get("app")
     pending: PendingBodies = app.pending_bodies if app is not None else PendingBodies(max_bytes, max_bytes)
-    workspace_id = principal_of(request).workspace_id
+    workspace_id = _holder_of(request)
     parts: list[bytes] = []
     num_bytes = 0
     part, has_more = first, True
@@ -95,7 +97,14 @@ async def _rest_of_body(request: Request, first: bytes, max_bytes: int) -> bytes
 async def read_within_bound(request: Request) -> bytes:
     """Read the body of a request, within the bound of the application."""
     app = request.scope.get("app")
-    return await read_body(request, MAX_INNER_BYTES if app is None else app.max_body_bytes)
+    if app is None:
+        return await read_body(request, MAX_INNER_BYTES)
+    return await read_body(request, app.max_body_bytes if has_principal(request) else MAX_UNKNOWN_BYTES)
+
+
+def _holder_of(connection: HTTPConnection) -> str:
+    """Return the workspace whose share of pending bodies a body takes."""
+    return principal_of(connection).workspace_id if has_principal(connection) else NOBODY
 
 
 @contextlib.contextmanager
@@ -106,7 +115,7 @@ def _pending(connection: HTTPConnection, num_bytes: int) -> Iterator[None]:
     if app is None:
         yield
         return
-    workspace_id = principal_of(connection).workspace_id
+    workspace_id = _holder_of(connection)
     app.pending_bodies.add(workspace_id, num_bytes)
     try:
         yield

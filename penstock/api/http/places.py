@@ -1,5 +1,5 @@
-"""The places of connections. A connection on which no request is answered rests, and makes room for a new connection;
-the others are in use by workspaces, each of which leaves places to others.
+"""The places of connections. A connection on which no known caller's request is answered rests, and makes room for a
+new connection; the others are in use by workspaces, each of which leaves places to others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Places:
 
 
 class Place:
-    """The place of one connection. It rests until a request is answered."""
+    """The place of one connection. It rests until a known caller's request is answered."""
 
     __slots__ = ("_holder", "_places", "_transport")
 
@@ -44,7 +44,6 @@ class Place:
         self._places = places
         self._transport = transport
         self._holder: str | None = None  # the workspace that uses it
-        places.resting[self] = None
 
     @property
     def is_silent(self) -> bool:
@@ -53,30 +52,25 @@ class Place:
     def abort(self) -> None:
         self._transport.abort()
 
-    def use(self) -> None:
-        """Rest no longer: a request is answered."""
+    def take(self, principal: Principal) -> None:
+        """Rest no longer: the request of a known caller is answered. Raises RateLimited for a workspace that has its
+        share of the places. The owner of a server without keys shares with nobody."""
+        holder, shares = principal.workspace_id, self._places.shares
+        if principal is not OPEN_PRINCIPAL and holder != self._holder:
+            if shares.is_full_for(holder):
+                raise RateLimited(
+                    f"This workspace uses {shares.of(holder)} connections, and the rest is kept for others.",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            self._let_go()
+            self._holder = holder
+            shares.add(holder)
         self._places.resting.pop(self, None)
 
-    def take(self, principal: Principal) -> None:
-        """Note whose request is answered. Raises RateLimited for a workspace that has its share of the places. The
-        owner of a server without keys shares with nobody."""
-        if principal is OPEN_PRINCIPAL:
-            return
-        holder, shares = principal.workspace_id, self._places.shares
-        if holder == self._holder:
-            return
-        if shares.is_full_for(holder):
-            raise RateLimited(
-                f"This workspace uses {shares.of(holder)} connections, and the rest is kept for others.",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        self._let_go()
-        self._holder = holder
-        shares.add(holder)
-
     def rest(self) -> None:
-        """The request was answered."""
+        """Rest from now on: the connection is new, has a new request, or a request was answered."""
         self._let_go()
+        self._places.resting.pop(self, None)
         self._places.resting[self] = None
 
     def leave(self) -> None:

@@ -81,9 +81,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         is_admitted = self.limits.admit()
         self._place = Place(self.limits.places, transport)
         if not is_admitted:
-            self._place.use()  # it has no place to make room with
             self._refuse(Overloaded("This server has as many connections as it can hold.", retry_after_s=5.0))
             return
+        self._place.rest()
         self._extensions[TAKE_PLACE] = {"take": self._place.take}
         self._arm(self.limits.config.header_timeout_s, self._head_timed_out)
 
@@ -227,7 +227,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return is_idle and not self._idle.is_running
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._place.use()
+        self._place.rest()
         self._worker.answer(cycle, app)
 
     def on_response_complete(self) -> None:

@@ -43,7 +43,7 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
         self.limits.count(+1)
         super().connection_made(transport)
         self._place = Place(self.limits.places, self.transport)
-        self._place.use()
+        self._place.rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.limits.count(-1)
