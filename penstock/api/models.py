@@ -13,7 +13,7 @@ from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import is_anthropic
 from penstock.api.http.routes import Operation
-from penstock.core.errors import ModelNotFound
+from penstock.core.errors import ModelNotFound, quoted
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.models.catalogue import ListedModel
@@ -65,7 +65,7 @@ class ModelsEndpoints:
         listed = self._gateway.catalogue.listed(principal_of(request))
         found = next((model for model in listed if model.name == name), None)
         if found is None:  # without a word about models that this key does not see
-            raise ModelNotFound(f"The model {name!r} is not served here.", param="model")
+            raise ModelNotFound(f"The model {quoted(name)} is not served here.", param="model")
         if is_anthropic(request.scope):
             return json_response(model_info(found, self._started))
         return json_response(self._entry(found))

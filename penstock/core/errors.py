@@ -43,6 +43,15 @@ from typing import ClassVar, Self
 from penstock.core.identity import RateLimits
 
 MAX_MESSAGE_CHARACTERS = 4000  # messages quote what clients and other servers send
+MAX_QUOTED_CHARACTERS = 200
+
+
+def quoted(text: object) -> str:
+    """Return a text of a client in quotes, for a message. To escape all of a text of megabytes would keep other
+    requests waiting."""
+    if isinstance(text, str) and len(text) > MAX_QUOTED_CHARACTERS:
+        return f"{text[:MAX_QUOTED_CHARACTERS]!r}..."
+    return repr(text)
 
 
 class PenstockError(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from penstock.cluster.replica import EngineClient
-from penstock.core.errors import ContextLengthExceeded, InvalidRequest, Overflow
+from penstock.core.errors import ContextLengthExceeded, InvalidRequest, Overflow, quoted
 from penstock.core.messages import EngineReady
 from penstock.gateway.prompts import (
     BeamOptions,
@@ -358,11 +358,11 @@ def _check_tools(tools: Sequence[Tool]) -> None:
                 param="tools",
             )
         if tool.name in names:
-            raise InvalidRequest(f"There are two tools with the name {tool.name!r}.", param="tools")
+            raise InvalidRequest(f"There are two tools with the name {quoted(tool.name)}.", param="tools")
         names.add(tool.name)
         if _is_deeper_than(MAX_TOOL_SCHEMA_DEPTH, tool.parameters):
             raise InvalidRequest(
-                f"The parameters of the tool {tool.name!r} are nested more than {MAX_TOOL_SCHEMA_DEPTH} levels "
+                f"The parameters of the tool {quoted(tool.name)} are nested more than {MAX_TOOL_SCHEMA_DEPTH} levels "
                 "deep.",
                 param="tools",
             )

@@ -13,7 +13,7 @@ import re
 
 import msgspec
 
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, quoted
 from penstock.gateway.files import FileStore, StoredFile
 from penstock.gateway.prompts import (
     ChatMessage,
@@ -139,4 +139,4 @@ class DocumentReader:
         try:
             return await asyncio.to_thread(read)
         except OSError as error:
-            raise InvalidRequest(f"The file {part.file_id!r} is gone.", param=part.param) from error
+            raise InvalidRequest(f"The file {quoted(part.file_id)} is gone.", param=part.param) from error

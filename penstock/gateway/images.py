@@ -24,7 +24,7 @@ from urllib.parse import urljoin, urlsplit
 import httpx
 import msgspec
 
-from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.core.errors import InvalidRequest, PenstockError, quoted
 from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.files import FileStore
 from penstock.gateway.image_parts import has_too_many_parts
@@ -65,7 +65,7 @@ def check_images(
         return
     if not sees:
         raise InvalidRequest(
-            f"The model {model!r} takes text only, and the request has an image.",
+            f"The model {quoted(model)} takes text only, and the request has an image.",
             param=parts[0].param,
             hint=hint or "Send the image to a vision-language model.",
         )
@@ -150,7 +150,7 @@ class ImageLoader:
         try:
             return await self._in_thread(read)
         except OSError as error:
-            raise InvalidRequest(f"The file {part.file_id!r} is gone.", param=part.param) from error
+            raise InvalidRequest(f"The file {quoted(part.file_id)} is gone.", param=part.param) from error
 
     async def _in_thread(self, work: Callable[[], Made]) -> Made:
         """Run work on threads of its own: decoding must not keep tokenizers waiting."""
@@ -298,7 +298,7 @@ class ImageFetcher:
             raise InvalidRequest("The URL of an image must not hold a password.", param=part.param)
         if not self._allows(host):
             raise InvalidRequest(
-                f"Images from {host!r} may not be fetched by this server.",
+                f"Images from {quoted(host)} may not be fetched by this server.",
                 param=part.param,
                 hint="Send the image itself in a data URL, or ask the operator for --allowed-image-hosts.",
             )

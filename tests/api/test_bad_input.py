@@ -474,3 +474,28 @@ async def test_a_bug_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixtur
     assert answer.json()["error"]["type"] == "api_error"
     assert "secret detail" in caplog.text
     assert answer.headers["x-request-id"] in caplog.text
+
+
+LONG = "\0" * 2000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat(messages=[{"role": LONG, "content": "x"}])),
+        (CHAT, chat(messages=[{"role": "user", "content": [{"type": LONG}]}])),
+        (CHAT, chat(model=LONG)),
+        (CHAT, chat(tools=[tool("f")], tool_choice=named(LONG))),
+        (CHAT, chat(tools=[tool(LONG), tool(LONG)])),
+        (CHAT, chat(response_format={"type": LONG})),
+        ("/v1/responses", {"model": "bytes", "input": [{"type": LONG}]}),
+        ("/v1/responses", {"model": "bytes", "input": [{"role": LONG, "content": "x"}]}),
+        ("/v1/responses", {"model": "bytes", "input": "x", "previous_response_id": LONG}),
+        ("/v1/responses", {"model": "bytes", "input": "x", "text": {"format": {"type": LONG}}}),
+    ],
+)
+async def test_errors_quote_little_of_a_long_text(path: str, body: dict[str, Any]) -> None:
+    """To escape all of a text of megabytes would keep other requests waiting."""
+    status, error = await post(path, body)
+    assert status in (400, 404)
+    assert len(error["message"]) < 1200

@@ -23,7 +23,7 @@ from penstock.api.http.limit_headers import timestamp
 from penstock.api.http.parsing import BodyDecoder, integer_of, text_of
 from penstock.api.http.routes import Operation
 from penstock.api.openai.batches import refuse_detached
-from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.core.errors import InvalidRequest, PenstockError, quoted
 from penstock.core.request import Tier
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Counts, LineAnswer, LineResult
 from penstock.gateway.batches.runner import StoredWork
@@ -216,7 +216,8 @@ class MessageBatchEndpoints:
                 )
             if request.custom_id in seen:
                 raise InvalidRequest(
-                    f"requests.{index}.custom_id: {request.custom_id!r} is used twice.", param="requests"
+                    f"requests.{index}.custom_id: {quoted(request.custom_id)} is used twice.",
+                    param="requests",
                 )
             seen.add(request.custom_id)
 

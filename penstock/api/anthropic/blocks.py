@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, quoted
 from penstock.gateway.documents import described
 from penstock.gateway.prompts import CacheMark, ChatMessage, FilePart, ImagePart, TextPart, ToolCall
 
@@ -236,7 +236,7 @@ class _TurnReader:
                 block, ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | HostedBlock
             ):
                 kind = block.__struct_config__.tag
-                self._refuse(place, f"{kind} blocks cannot be in a message of the role {role!r}.")
+                self._refuse(place, f"{kind} blocks cannot be in a message of the role {quoted(role)}.")
             else:
                 self._refuse_media(block, place)
         if parts:
@@ -333,21 +333,21 @@ def _check_tool_pairing(turns: Sequence[Turn]) -> None:
         for tool_use_id in results:
             if tool_use_id not in open_ids:
                 raise InvalidRequest(
-                    f"messages.{position}: the tool_result for {tool_use_id!r} answers no tool_use block of the "
-                    "message before it.",
+                    f"messages.{position}: the tool_result for {quoted(tool_use_id)} answers no tool_use block "
+                    "of the message before it.",
                     param="messages",
                 )
             open_ids.discard(tool_use_id)
         if open_ids:
             raise InvalidRequest(
-                f"messages.{position}: a tool_result for {min(open_ids)!r} is missing; each tool_use block must be "
-                "answered in the next message.",
+                f"messages.{position}: a tool_result for {quoted(min(open_ids))} is missing; each tool_use block "
+                "must be answered in the next message.",
                 param="messages",
             )
         open_ids = {block.id for block in turn.blocks() if isinstance(block, ToolUseBlock)}
     if open_ids:
         raise InvalidRequest(
-            f"messages: the last message has a tool_use block, {min(open_ids)!r}, that nothing answers.",
+            f"messages: the last message has a tool_use block, {quoted(min(open_ids))}, that nothing answers.",
             param="messages",
         )
 

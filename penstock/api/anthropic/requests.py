@@ -21,7 +21,7 @@ from penstock.api.anthropic.blocks import (
 )
 from penstock.api.extensions import EXTENSION_FIELDS, ExtensionFields
 from penstock.api.http.parsing import check_num_parts
-from penstock.core.errors import InvalidRequest, ThreadsUnsupported
+from penstock.core.errors import InvalidRequest, ThreadsUnsupported, quoted
 from penstock.core.request import Grammar, Tier
 from penstock.gateway.prompts import (
     CacheMark,
@@ -151,7 +151,9 @@ class ToolChoiceParam(msgspec.Struct):
         if not tools and self.type != "none" and not (has_skipped and self.type == "auto"):
             raise InvalidRequest("tool_choice may only be given together with tools.", param="tool_choice")
         if self.type == "tool" and self.name not in {tool.name for tool in tools}:
-            raise InvalidRequest(f"tool_choice.name: there is no tool {self.name!r}.", param="tool_choice")
+            raise InvalidRequest(
+                f"tool_choice.name: there is no tool {quoted(self.name)}.", param="tool_choice"
+            )
         name = self.name if self.type == "tool" else None
         return ToolChoice(_MODES[self.type], name, not self.disable_parallel_tool_use)
 
@@ -197,7 +199,8 @@ class ContextManagement(msgspec.Struct):
         return tuple(
             RequestWarning(
                 "context_edit_skipped",
-                f"The edit {name!r} of context_management was skipped: the whole conversation goes to the model.",
+                f"The edit {quoted(name)} of context_management was skipped: the whole conversation goes to the "
+                "model.",
                 "context_management",
             )
             for name in dict.fromkeys(skipped)

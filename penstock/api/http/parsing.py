@@ -16,7 +16,7 @@ from starlette.requests import HTTPConnection, Request
 
 from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.context import deployment_of, has_principal, headers_of, principal_of
-from penstock.core.errors import InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedMediaType
+from penstock.core.errors import InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedMediaType, quoted
 from penstock.gateway.answers.stream import ReaderGone
 
 Shape = TypeVar("Shape", bound=msgspec.Struct)
@@ -354,7 +354,7 @@ class BodyDecoder(Generic[Shape]):
             close = difflib.get_close_matches(plain, self._guarded, n=1, cutoff=_SIMILAR_ENOUGH)
             if close:
                 raise InvalidRequest(
-                    f"The field {field!r} is unknown.", param=field, hint=f"Did you mean {close[0]!r}?"
+                    f"The field {quoted(field)} is unknown.", param=field, hint=f"Did you mean {close[0]!r}?"
                 )
 
 

@@ -17,7 +17,7 @@ from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.routes import Operation
 from penstock.api.ollama.requests import ModelRequest
-from penstock.core.errors import InvalidRequest, ModelNotFound
+from penstock.core.errors import InvalidRequest, ModelNotFound, quoted
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.models.catalogue import AnsweringModel, ListedModel
 from penstock.gateway.models.served_model import ServedModel
@@ -143,7 +143,7 @@ class OllamaModelEndpoints:
             raise InvalidRequest("model is missing.", param="model")
         found = next((each for each in self._listed(request) if each.name == asked), None)
         if found is None:
-            raise ModelNotFound(f"The model {asked!r} is not served here.", param="model")
+            raise ModelNotFound(f"The model {quoted(asked)} is not served here.", param="model")
         return found
 
     def _tagged(self, listed: ListedModel, **more: Any) -> TaggedModel:

@@ -15,7 +15,7 @@ from penstock.api.http.answers import Departure, WholeAnswer
 from penstock.api.http.context import CACHE_HEADER, principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import Operation
-from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.core.errors import InvalidRequest, PenstockError, quoted
 from penstock.core.identity import RateLimits
 from penstock.core.request import Pooling
 from penstock.gateway.embeddings.inputs import Input, Reading, Role, RoledText, Truncation
@@ -60,7 +60,7 @@ def refusing(names: Collection[str]) -> Callable[[str, Any], None]:
 
     def check(name: str, value: Any) -> None:
         if name in names and value:
-            raise InvalidRequest(f"The field {name!r} is not supported here.", param=name)
+            raise InvalidRequest(f"The field {quoted(name)} is not supported here.", param=name)
 
     return check
 

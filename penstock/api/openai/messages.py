@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.api.http.parsing import check_num_parts
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, quoted
 from penstock.gateway.documents import attached_text
 from penstock.gateway.prompts import ChatMessage, ImagePart, TextPart, Tool, ToolCall, ToolChoice
 
@@ -106,7 +106,7 @@ class Message(msgspec.Struct):
         param = f"messages[{position}]"
         if self.role not in ROLES:
             raise InvalidRequest(
-                f"{param}.role is {self.role!r}, which is none of {', '.join(sorted(ROLES))}.",
+                f"{param}.role is {quoted(self.role)}, which is none of {', '.join(sorted(ROLES))}.",
                 param=f"{param}.role",
             )
         if (self.tool_calls or self.function_call) and self.role != "assistant":
@@ -172,12 +172,13 @@ def _text_of(part: MessagePart, param: str) -> str:
     field = _FIELDS.get(part.type)
     if field is not None and getattr(part, field) is None:
         raise InvalidRequest(
-            f"{param}.content has a part of type {part.type!r} without {field}.", param=f"{param}.content"
+            f"{param}.content has a part of type {quoted(part.type)} without {field}.",
+            param=f"{param}.content",
         )
     text = part.refusal if part.type == "refusal" else part.text
     if part.type not in _TEXT_PARTS or text is None:
         raise InvalidRequest(
-            f"{param}.content has a part of type {part.type!r}; text, image_url and file parts are supported.",
+            f"{param}.content has a part of type {quoted(part.type)}; text, image_url and file parts are supported.",
             param=f"{param}.content",
         )
     return text
@@ -233,7 +234,7 @@ class AllowedTools(msgspec.Struct):
 def named_choice(name: str, tools: tuple[Tool, ...], *, parallel: bool) -> ToolChoice:
     if all(tool.name != name for tool in tools):
         raise InvalidRequest(
-            f"tool_choice names {name!r}, which is not among the tools.", param="tool_choice"
+            f"tool_choice names {quoted(name)}, which is not among the tools.", param="tool_choice"
         )
     return ToolChoice("named", name, parallel)
 

@@ -15,7 +15,7 @@ import msgspec
 from penstock.api.http.translation import translated
 from penstock.api.openai.responses_answers import ResponseBody, ResponseError
 from penstock.api.openai.responses_items import InputItem, OutputItem, input_items, new_id, response_id_of
-from penstock.core.errors import InvalidRequest, NotFound
+from penstock.core.errors import InvalidRequest, NotFound, quoted
 from penstock.core.identity import Principal
 from penstock.gateway.responses.objects import ROW_BYTES, ObjectStore, StoredObject
 from penstock.gateway.responses.service import Responses
@@ -135,7 +135,9 @@ class History:
                 known[response_id] = await self._items_of(response_id, bound)
             referred = known.get(response_id or "", {}).get(item.id)
             if referred is None:
-                raise NotFound(f"There is no item with the id {item.id!r}.", param=f"{param}[{position}].id")
+                raise NotFound(
+                    f"There is no item with the id {quoted(item.id)}.", param=f"{param}[{position}].id"
+                )
             bound.add(len(_to_json(referred)), num_responses=0)
             items.append(referred)
         return items

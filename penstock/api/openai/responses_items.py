@@ -18,7 +18,7 @@ from penstock.api.http.parsing import check_num_parts
 from penstock.api.openai.answers import ChatLogprob
 from penstock.api.openai.messages import custom_arguments_of
 from penstock.api.openai.responses_tools import CLIENT_TOOLS, CallKind, flat_name
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, quoted
 from penstock.gateway.documents import attached_text
 from penstock.gateway.prompts import ChatMessage, FilePart, ImagePart, RequestWarning, TextPart, ToolCall
 
@@ -241,7 +241,7 @@ def messages_of(
         chat.add(item, f"{param}[{position}]")
     chat.end_turn()
     warnings += [
-        RequestWarning("item_skipped", f"Input items of the type {kind!r} were skipped.", param)
+        RequestWarning("item_skipped", f"Input items of the type {quoted(kind)} were skipped.", param)
         for kind in sorted(chat.skipped)
     ]
     return tuple(chat.messages)
@@ -289,7 +289,9 @@ class _Chat:
             case kind if kind in _HOSTED_ITEMS:
                 self.skipped.add(kind)
             case kind:
-                raise InvalidRequest(f"{param} is of type {kind!r}, which is not supported.", param=param)
+                raise InvalidRequest(
+                    f"{param} is of type {quoted(kind)}, which is not supported.", param=param
+                )
 
     def end_turn(self) -> None:
         """Close the turn of the model, if one is open."""
@@ -305,7 +307,7 @@ class _Chat:
     def _add_message(self, item: InputItem, param: str) -> None:
         if item.role not in _ROLES:
             raise InvalidRequest(
-                f"{param}.role is {item.role!r}, which is none of {', '.join(sorted(_ROLES))}.",
+                f"{param}.role is {quoted(item.role)}, which is none of {', '.join(sorted(_ROLES))}.",
                 param=f"{param}.role",
             )
         parts = _parts(item.content, f"{param}.content")
@@ -359,7 +361,7 @@ def _part(part: ContentPart, param: str, *, is_output: bool) -> TextPart:
     text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
     if text is None:
         raise InvalidRequest(
-            f"{param} has a part of type {part.type!r}; text, input_image and input_file parts are supported.",
+            f"{param} has a part of type {quoted(part.type)}; text, input_image and input_file parts are supported.",
             param=param,
         )
     return TextPart(text)

@@ -12,7 +12,7 @@ from penstock.api.openai.messages import ToolMode
 from penstock.api.openai.requests import TIERS, ReasoningEffort, ServiceTier, thinking_of
 from penstock.api.openai.responses_items import InputItem, messages_of
 from penstock.api.openai.responses_tools import ResponseTool, ResponseToolChoice, Toolbox
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, quoted
 from penstock.core.request import Grammar, Tier
 from penstock.gateway.checks import check_top_logprobs
 from penstock.gateway.prompts import ChatPrompt, GenerationRequest, SamplingOptions
@@ -42,7 +42,7 @@ class TextFormat(msgspec.Struct, omit_defaults=True):
             case "json_schema":
                 raise InvalidRequest("text.format.schema is missing.", param="text.format.schema")
         raise InvalidRequest(
-            f"text.format.type is {self.type!r}, which is none of text, json_object, json_schema.",
+            f"text.format.type is {quoted(self.type)}, which is none of text, json_object, json_schema.",
             param="text.format.type",
         )
 

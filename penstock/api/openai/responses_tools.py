@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from penstock.api.openai.messages import AllowedTool, AllowedTools, ToolMode, allowed_choice, named_choice
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, quoted
 from penstock.gateway.prompts import RequestWarning, Tool, ToolChoice
 
 _MAX_SHOWN_CHARS = 64
@@ -122,7 +122,9 @@ class Toolbox:
                 return tools, named_choice(wire.type, tools, parallel=parallel)
             if wire.type == "allowed_tools" and wire.tools is not None:
                 return self._allowed(wire.tools, wire.mode or "auto", tools, parallel=parallel)
-            raise InvalidRequest(f"tool_choice of type {wire.type!r} is not supported.", param="tool_choice")
+            raise InvalidRequest(
+                f"tool_choice of type {quoted(wire.type)} is not supported.", param="tool_choice"
+            )
         if wire == "required" and not tools:
             raise InvalidRequest(
                 "tool_choice is 'required', but there are no tools that the model could call.",
@@ -166,7 +168,7 @@ class Toolbox:
         else:
             self._skipped.add(tool.type)
             shown = tool.type[:_MAX_SHOWN_CHARS]
-            message = f"The tool {shown!r} was skipped, because this server runs no hosted tools."
+            message = f"The tool {quoted(shown)} was skipped, because this server runs no hosted tools."
             self.warnings.append(RequestWarning("tool_skipped", message, "tools"))
 
     def _add_named(self, tool: ResponseTool, param: str, namespace: ResponseTool | None) -> None:
@@ -187,7 +189,7 @@ class Toolbox:
     def _put(self, tool: Tool, called: CalledTool, param: str) -> None:
         other = self.called.get(tool.name)
         if other is not None and other != called:
-            raise InvalidRequest(f"{param} has the name {tool.name!r} of another tool.", param="tools")
+            raise InvalidRequest(f"{param} has the name {quoted(tool.name)} of another tool.", param="tools")
         self.called[tool.name] = called
         self.tools.append(tool)
 
@@ -206,7 +208,7 @@ class Toolbox:
                 text["pattern"] = f"^(?:{form.definition})$"
             else:
                 name = tool.name[:_MAX_SHOWN_CHARS]
-                message = f"The grammar of the tool {name!r} is shown to the model and not enforced."
+                message = f"The grammar of the tool {quoted(name)} is shown to the model and not enforced."
                 self.warnings.append(RequestWarning("grammar_not_enforced", message, "tools"))
         elif form.type != "text":
             raise InvalidRequest(

@@ -41,6 +41,7 @@ from penstock.core.errors import (
     PenstockError,
     PermissionDenied,
     RateLimited,
+    quoted,
 )
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import OPEN_PRINCIPAL
@@ -253,7 +254,7 @@ class SocketSession:
     async def _cancel(self, request_id: RequestId) -> None:
         task = self._live.get(request_id)
         if task is None:
-            raise NotFound(f"There is no running request with the id {request_id!r}.", param="cancel")
+            raise NotFound(f"There is no running request with the id {quoted(request_id)}.", param="cancel")
         answer = self._answers.get(request_id)
         if answer is not None:
             answer.cancel()

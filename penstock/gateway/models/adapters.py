@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from sqlalchemy import Connection
 
-from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound, PreconditionFailed
+from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound, PreconditionFailed, quoted
 from penstock.core.gateway_config import NamesConfig
 from penstock.core.hashing import adapter_digest
 from penstock.core.request import Adapter
@@ -71,7 +71,7 @@ class AdapterRegistry:
         self._check_not_given(name)
         entry = self._added.get(name)
         if entry is None:
-            raise NotFound(f"There is no adapter {name!r}.", param="lora_name")
+            raise NotFound(f"There is no adapter {quoted(name)}.", param="lora_name")
 
         def change(adapters: dict[str, RegisteredAdapter]) -> None:
             adapters.pop(name, None)
@@ -118,7 +118,7 @@ class AdapterRegistry:
     def _check_not_given(self, name: str) -> None:
         if name in self._given:
             raise Conflict(
-                f"The adapter {name!r} was given when the server started.",
+                f"The adapter {quoted(name)} was given when the server started.",
                 hint="Change --lora-modules and start the server again.",
             )
 

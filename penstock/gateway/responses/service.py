@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.core.errors import InvalidRequest, NotFound, PenstockError, StoreUnavailable
+from penstock.core.errors import InvalidRequest, NotFound, PenstockError, StoreUnavailable, quoted
 from penstock.core.identity import Principal
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.large import off_loop_if_large
@@ -408,4 +408,4 @@ def _final(record: StoredResponse, body: bytes) -> StoredResponse:
 
 
 def _not_found(response_id: str, param: str | None = None) -> NotFound:
-    return NotFound(f"There is no response with the id {response_id!r}.", param=param)
+    return NotFound(f"There is no response with the id {quoted(response_id)}.", param=param)

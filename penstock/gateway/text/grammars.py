@@ -23,7 +23,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
-from penstock.core.errors import InvalidRequest, Overloaded
+from penstock.core.errors import InvalidRequest, Overloaded, quoted
 from penstock.core.grammar_text import decode_tags, grammar_text, is_lenient, lenient, without_assertions
 from penstock.core.request import Grammar
 from penstock.gateway.prompts import RequestWarning
@@ -116,7 +116,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
                 tags = {"structures": self.structures or [], "triggers": self.triggers or []}
                 return structural_tag(tags, param=param)
         raise InvalidRequest(
-            f"{param}.type is {self.type!r}, which is none of text, json_object, json_schema, structural_tag.",
+            f"{param}.type is {quoted(self.type)}, which is none of text, json_object, json_schema, structural_tag.",
             param=f"{param}.type",
         )
 
@@ -364,9 +364,11 @@ def _enforceable(pattern: str, notes: list[str]) -> str | None:
         schema = {"type": "string", "pattern": softer}
         if _compiled(grammar_text(Grammar("json_schema", json.dumps(schema)), {}))[0] is None:
             if softer != pattern:
-                notes.append(f"The pattern {pattern!r} is enforced without its assertions, as {softer!r}.")
+                notes.append(
+                    f"The pattern {quoted(pattern)} is enforced without its assertions, as {quoted(softer)}."
+                )
             return softer
-    notes.append(f"The pattern {pattern!r} is not enforced, because no grammar can express it.")
+    notes.append(f"The pattern {quoted(pattern)} is not enforced, because no grammar can express it.")
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, quoted
 from penstock.core.grammar_text import StructuralTags, TaggedText, ThinkingBudget, decode_tags, lenient
 from penstock.core.request import Grammar
 from penstock.gateway.prompts import ChatPrompt, Tool
@@ -64,7 +64,8 @@ def _named(prompt: ChatPrompt) -> Tool:
         if tool.name == prompt.tool_choice.name:
             return tool
     raise InvalidRequest(
-        f"tool_choice names {prompt.tool_choice.name!r}, which is not among the tools.", param="tool_choice"
+        f"tool_choice names {quoted(prompt.tool_choice.name)}, which is not among the tools.",
+        param="tool_choice",
     )
 
 
