@@ -4,11 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
 ARGS ?=
-# Two workers more than two cores, because some tests wait. Each worker imports every test first, which takes twenty
-# seconds of its core. A worker takes whole files, so that the fixtures of a module are built once. `make test WORKERS=0`
-# runs in one process.
+# Two workers more than two cores, because some tests wait. A worker takes whole files, so that the fixtures of a module
+# are built once. `make test WORKERS=0` runs in one process. On Linux, workers are forked from a process that has
+# imported all tests (tests/workers.py). Elsewhere each imports them, because libraries of macOS do not bear a fork.
 WORKERS ?= 4
+ifeq ($(shell uname),Linux)
+PYTEST := $(BIN)/python -m pytest --workers $(WORKERS)
+else
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+endif
 # Of the GPU's tests. Each compiles kernels on a core of its own, and takes some gigabytes of the GPU's memory.
 GPU_WORKERS ?= 8
 # Tests start hundreds of processes, which would compile every module again where the environment keeps Python from

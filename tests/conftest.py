@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import atexit
-import fcntl
 import gc
 import logging
 import os
@@ -15,6 +14,8 @@ from typing import Any
 import pytest
 from _pytest.terminal import TerminalReporter
 from hypothesis import HealthCheck, settings
+
+from .workers import Workers
 
 # Without a GPU, Triton's kernels run in its interpreter (tests/triton), which is chosen for good when triton is first
 # imported, and other libraries import it too.
@@ -47,8 +48,6 @@ LONG_FILES = (
     "tests/deploy/",
     "tests/clients/",
 )
-# Made when all tests were imported once in this checkout.
-COMPILED = Path(__file__).parent / "__pycache__/compiled"
 # Tests in these files share a server with the default model. One worker takes them all, and starts the server once.
 SHARING_A_SERVER = tuple(f"tests/e2e/test_{name}.py" for name in ("readme", "serve", "structured_output"))
 
@@ -130,43 +129,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Keep the garbage collector from looking through the imported modules: it would take a third of the time of
-    collecting, and time in every test after that."""
+    collecting, and time in every test after that. Keep tokenizers from starting threads, which a forked worker would
+    not have."""
     try:
-        return (yield from collection_of_a_worker(session))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TOKENIZERS_PARALLELISM", "false")
+            return (yield)
     finally:
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # native libraries report what is still alive after that
 
 
-def collection_of_a_worker(session: pytest.Session) -> Generator[None, object, object]:
-    """Let one worker import all tests before the others, the first time. Python compiles every imported module then,
-    which takes longer than the imports, and the others find the bytecode."""
-    if not hasattr(session.config, "workerinput") or sys.dont_write_bytecode or COMPILED.exists():
-        return (yield)
-    COMPILED.parent.mkdir(exist_ok=True)
-    with COMPILED.with_suffix(".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(lock, fcntl.LOCK_SH)  # once the first worker is done, the others import side by side
-        collected = yield
-        COMPILED.touch()
-        return collected
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, default=0, help="run the tests in this many processes")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    if config.getoption("dist") != "loadfile":
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    option = session.config.option
+    if option.workers < 2 or option.collectonly or option.usepdb or session.testsfailed:
         return None
-    from xdist.scheduler import LoadFileScheduling
+    return Workers(session, option.workers, SHARING_A_SERVER, without_threads_of_kernels()).run()
 
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file: str = super()._split_scope(nodeid)
-            return SHARING_A_SERVER[0] if file in SHARING_A_SERVER else file
 
-    return Scheduling(config, log)
+def without_threads_of_kernels() -> Callable[[], None]:
+    """End the threads of this process, which a forked worker would not have. Returns what the worker calls to start
+    threads of its own."""
+    select: Any = sys.modules.get("penstock.kernels.select")
+    if select is None:
+        return lambda: None
+    count = select.capabilities().num_threads
+    select.set_num_threads(1)
+    return lambda: select.set_num_threads(count)
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
