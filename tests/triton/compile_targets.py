@@ -1,12 +1,14 @@
 """Compiles the kernels that the engine launches for GPUs that this machine does not have: `make compile-targets`.
 
-    python -m tests.triton.compile_targets [--targets 80,86,gfx942] [--representative] [--jobs 2]
+    python -m tests.triton.compile_targets [--targets 80,86,gfx942] [--representative] [--jobs 2] [--record FILE]
 
 The variants are those of the warm-up (`engine/warmup.py`), which asks for every kernel that serving meets, over
 models whose weights have a shape and no memory. Triton takes the target from a driver that claims to have that GPU. A
 variant fails if its compiler or assembler refuses it, or if it needs more shared memory than the target has. With
 `--representative`, each kernel is compiled once, in its largest variant (but see `QUICKER`): every kernel for the
 first target, and for other targets the kernels whose instructions differ from those of the first.
+
+With `--record`, variants that a file names are not compiled again (tests/triton/compiled.py).
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from penstock.models.load import load_model
 from penstock.models.lora import adaptable_products
 from penstock.models.random_weights import RandomSource
 from tests.engine.tiny import write_tiny_model
+from tests.triton.compiled import Record
 
 META = torch.device("meta")
 TARGETS = ("80", "86", "89", "90", "100", "120", "gfx942")
@@ -333,7 +336,8 @@ def variants(case: Case) -> list[Variant]:
 
 
 def compile_variant(target: str, variant: Variant) -> str | None:
-    """Compile for the target that is set. Returns what is wrong with the result."""
+    """Compile for the target that is set, unless a record says that it compiles. Returns what is wrong with the
+    result."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
@@ -341,6 +345,8 @@ def compile_variant(target: str, variant: Variant) -> str | None:
     except Exception as error:
         lines = [line for line in f"{error}\n{said.getvalue()}".splitlines() if "rror" in line]
         return f"{type(error).__name__}: {' / '.join(lines[:3]) or error}"
+    if made is None:
+        return None  # recorded
     limit = targets.current().shared_bytes
     return (
         None
@@ -382,10 +388,13 @@ def chosen(found: list[Variant], representative: bool) -> list[Variant]:
     return list(largest.values())
 
 
-def check(target: str, representative: bool, has_all: bool = True) -> dict[str, Any]:
+def check(
+    target: str, representative: bool, has_all: bool = True, record_path: Path | None = None
+) -> dict[str, Any]:
     started = time.monotonic()
     problems: list[str] = []
-    with on(target):
+    record = Record.read(record_path)
+    with on(target), record.in_use():
         family = targets.current()
         cases = [
             case
@@ -412,6 +421,7 @@ def check(target: str, representative: bool, has_all: bool = True) -> dict[str, 
         "variants": len(asked),
         "kernels": kernels,
         "problems": problems,
+        "compiled": [] if problems else sorted(record.added),
         "enumerated_s": round(enumerated - started, 1),
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -422,15 +432,20 @@ def main() -> int:
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--representative", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--record", type=Path, help="a file of variants that compile")
+    parser.add_argument("--write", action="store_true", help="compile everything and write the record anew")
     arguments = parser.parse_args()
     names = arguments.targets.split(",")
     has_all = [not arguments.representative or name == names[0] for name in names]
-    work = (check, names, [arguments.representative] * len(names), has_all)
+    read = None if arguments.write else arguments.record
+    work = (check, names, [arguments.representative] * len(names), has_all, [read] * len(names))
     if arguments.jobs == 1:
         reports = list(map(*work))
     else:
         with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
             reports = list(pool.map(*work))
+    if arguments.write:
+        Record({line for report in reports for line in report["compiled"]}).write(arguments.record)
     for report in reports:
         print(json.dumps(report))
     return 1 if any(report["problems"] for report in reports) else 0
