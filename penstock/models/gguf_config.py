@@ -50,9 +50,7 @@ def gguf_experts(
     does not say."""
     fields = metadata_fields(file)
     inner = fields.integer("expert_feed_forward_length", config.intermediate_size)
-    shared = fields.raw("expert_shared_feed_forward_length")
-    if shared is None and fields.raw("expert_shared_count"):
-        shared = inner * fields.integer("expert_shared_count")
+    shared = _shared_expert_size(file)
     gating = fields.integer("expert_gating_func", usual_gating)
     if gating not in _GATING:
         raise ModelLoadError(f"{file.path.name} chooses experts in a way that is not known ({gating}).")
@@ -74,6 +72,13 @@ def gguf_experts(
         groups_ranked_by=2 if gating == SIGMOID else 1,
         weight_scale=fields.number("expert_weights_scale", 1.0),
     )
+
+
+def _shared_expert_size(file: GGUFFile) -> int | None:
+    """Return the inner size of the expert for every token. Converters of some families write another number."""
+    gates = (tensor for name, tensor in file.tensors.items() if name.endswith(".ffn_up_shexp.weight"))
+    gate = next(gates, None)
+    return None if gate is None else gate.shape[0]
 
 
 def common_gguf_config(
@@ -253,6 +258,7 @@ def _rope(fields: Fields, rotary_dim: int | None) -> RopeConfig:
             ),
             beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+            attention_factor=fields.optional_number("rope.scaling.yarn_attn_factor"),
         )
     elif kind == "longrope":
         scaling = longrope_of(fields)

@@ -28,6 +28,7 @@ from penstock.models.families.class_defaults import with_class_defaults
 from penstock.models.gguf_choice import split_parts
 from penstock.models.gguf_config import gguf_rope_axes, has_experts
 from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_keys import refuse_unread_settings
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layout import LayoutSource
@@ -172,6 +173,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     file = GGUFFile(path)
     architecture = architecture_for_gguf(file)
     config = architecture.config_from_gguf(file)
+    refuse_unread_settings(file, config)
     config = dataclasses.replace(config, rope_axes=_rope_axes(gguf_rope_axes(file), config))
     return Checkpoint(path, architecture, config, file)
 

@@ -256,7 +256,8 @@ def _write_settings(writer: GGUFWriter, config: Any) -> None:
         "clip_qkv": "add_clamp_kqv",
         "use_parallel_residual": "add_parallel_residual",
     }.items():
-        if getattr(config, name, None) is not None:
+        is_in_matrices = config.model_type == "falcon_h1" and name == "embedding_multiplier"
+        if getattr(config, name, None) is not None and not is_in_matrices:
             getattr(writer, call)(getattr(config, name))
     if (attention := getattr(config, "attn_config", None)) is not None:  # MPT
         writer.add_clamp_kqv(attention.clip_qkv)

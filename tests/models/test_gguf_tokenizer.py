@@ -179,6 +179,16 @@ def test_byte_level_kinds(pre: str, byte_level_vocabulary: tuple[Vocab, Merges],
         )
 
 
+def test_kinds_that_are_the_same_under_another_name(
+    byte_level_vocabulary: tuple[Vocab, Merges], tmp_path: Path
+) -> None:
+    for pre, known in (("glm4", "llama-bpe"), ("glm5", "llama-bpe"), ("joyai-llm", "deepseek-v3")):
+        ours = reloaded(write_vocabulary(tmp_path / f"{pre}.gguf", stored(*byte_level_vocabulary, pre)))
+        theirs = BYTE_LEVEL_KINDS[known](*byte_level_vocabulary)
+        for text in TEXTS:
+            assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text).ids
+
+
 def test_the_kinds_differ_on_these_texts(byte_level_vocabulary: tuple[Vocab, Merges], tmp_path: Path) -> None:
     results = {
         tuple(tuple(build(*byte_level_vocabulary).encode(text).ids) for text in TEXTS)

@@ -16,6 +16,7 @@ from penstock.kernels.interface import DenseWeight, GroupQuantWeight, Ops
 from penstock.kernels.reference import TorchOps
 from penstock.models.config import ArchitectureConfig
 from penstock.models.gguf_file import GGUFFile
+from penstock.models.gguf_keys import refuse_unread_settings
 from penstock.models.load import (
     architecture_for_gguf,
     load_model,
@@ -190,6 +191,46 @@ def test_the_band_of_yarn(llama_file: Path) -> None:
     assert (scaling.beta_fast, scaling.beta_slow) == (4.0, 2.0)
 
 
+def test_the_amplitude_of_yarn(llama_file: Path) -> None:
+    settings = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_attn_factor": 1.3}
+    scaling = config_of(llama_file, **settings).rope.scaling
+    assert scaling is not None
+    assert scaling.attention_factor == 1.3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "neutral"),
+    [
+        ("rope.scaling.yarn_ext_factor", 0.5, 1.0),
+        ("attention.value_scale", 0.7, 1.0),
+        ("attention.compress_ratios", [4, 128], None),
+        ("swiglu_clamp_exp", [0.0, 7.0], [0.0, 0.0]),
+        ("attention.clamp_kqv", 8.0, 0.0),
+        ("attention.scale", 0.5, 0.25),
+        ("final_logit_softcapping", 30.0, None),
+        ("logit_scale", 0.1, 1.0),
+        ("residual_scale", "a", 0.0),
+    ],
+)
+def test_settings_that_would_be_passed_over(key: str, value: Any, neutral: Any, llama_file: Path) -> None:
+    file = GGUFFile(llama_file)
+    config = architecture_for_gguf(file).config_from_gguf(file)
+    refuse_unread_settings(file, config)
+    file.metadata[f"llama.{key}"] = value
+    with pytest.raises(ModelLoadError, match=f"has llama.{key}, which changes"):
+        refuse_unread_settings(file, config)
+    file.metadata[f"llama.{key}"] = neutral
+    refuse_unread_settings(file, config)
+
+
+def test_the_size_of_a_shared_expert_is_that_of_its_matrix(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, save_tiny("ernie4_5_moe", tmp_path / "folder"), GGMLQuantizationType.F32)
+    config = config_of(path, expert_shared_feed_forward_length=48)  # as converters of ERNIE reckon it
+    assert config.experts is not None
+    assert config.experts.shared_intermediate_size == 32
+
+
 def test_sizes_that_are_listed_for_each_layer(llama_file: Path) -> None:
     plain = config_of(llama_file)
     sizes = {
@@ -227,6 +268,7 @@ def test_factors_that_older_files_of_minicpm_leave_out(tmp_path: Path) -> None:
     [
         ("apertus", {"xielu.alpha_p": None}, "has no xielu.alpha_p"),
         ("apertus", {"xielu.alpha_n": [0.1]}, "has no xielu.alpha_p and xielu.alpha_n for each layer"),
+        ("apertus", {"xielu.beta": [0.5, 0.4]}, "has another xielu.beta"),
         ("apertus", {"xielu.alpha_n": ["a", "b"]}, "not a list of finite numbers"),
         ("kimi_linear", {"kimi-linear.attention.head_count_kv": [0, 1]}, "does not list the key-value heads"),
         ("kimi_linear", {"kimi-linear.kda.head_dim": None}, "has no kimi-linear.kda.head_dim"),

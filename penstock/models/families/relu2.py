@@ -4,6 +4,7 @@ curve."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,14 @@ class Apertus(Decoder):
         right, left = (fields.numbers(f"xielu.alpha_{side}", positive=False) for side in "pn")
         if {len(right), len(left)} != {config.num_layers}:
             raise ModelLoadError(f"{file.path.name} has no xielu.alpha_p and xielu.alpha_n for each layer.")
+        for key, usual in (("beta", _SLOPE), ("eps", _LARGEST_LEFT)):
+            if fields.has(f"xielu.{key}") and any(
+                not math.isclose(value, usual, rel_tol=1e-3)
+                for value in fields.numbers(f"xielu.{key}", positive=False)
+            ):
+                raise ModelLoadError(
+                    f"{file.path.name} has another xielu.{key} than {usual}, which is not known."
+                )
         shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         return ApertusConfig(**shared, curves=tuple(zip(right, left, strict=True)))
 
