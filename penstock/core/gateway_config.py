@@ -44,6 +44,16 @@ ToolCallParser = Literal[
     "jamba",
     "olmo3",
     "apertus",
+    "functiongemma",
+    "functionary",
+    "minicpm5",
+    "hy_v3",
+    "solar_open",
+    "internlm",
+    "phi4_mini",
+    "gigachat3",
+    "longcat",
+    "command_r",
     "llama4_pythonic",
     "llama4_json",
     "openai",
@@ -51,6 +61,10 @@ ToolCallParser = Literal[
     "glm47",
     "hunyuan_a13b",
     "cohere_command3",
+    "granite-20b-fc",
+    "phi4_mini_json",
+    "minicpm5xml",
+    "xlam",
 ]
 ReasoningParser = Literal[
     "auto",
@@ -65,6 +79,10 @@ ReasoningParser = Literal[
     "command",
     "apertus",
     "hunyuan",
+    "responses",
+    "hy_v3",
+    "solar_open",
+    "apriel",
     "qwen3",
     "glm45",
     "minimax_m2",
@@ -73,6 +91,7 @@ ReasoningParser = Literal[
     "olmo3",
     "hunyuan_a13b",
     "cohere_command3",
+    "ernie45",
 ]
 
 

@@ -26,13 +26,16 @@ class CallMarkers(msgspec.Struct, frozen=True, kw_only=True):
     opening: tuple[str, ...] = ()  # none is the beginning of another
     closing: str | None = None  # None: a section reaches to the end of the answer
     name_end: str | None = None  # where calls may be written as a name, this and the arguments
+    id_mark: str | None = None  # between such a name and its end: this and the id of the call
     bare: str = ""  # characters with which an answer begins that is a call without a marker
     writes_python: bool = False  # besides JSON
     hides_markers: bool = False  # they are control tokens, which do not belong into a text
 
     @property
     def texts(self) -> tuple[str, ...]:
-        return tuple(text for text in (*self.opening, self.closing, self.name_end) if text is not None)
+        return tuple(
+            text for text in (*self.opening, self.closing, self.name_end, self.id_mark) if text is not None
+        )
 
 
 class CallParser(SectionParser):
@@ -133,20 +136,33 @@ class CallParser(SectionParser):
         found, name_end = _NAME.match(self._buffer), self._markers.name_end
         assert found is not None
         assert name_end is not None
-        rest = self._buffer[found.end() :]
+        behind = found.end()
+        if (length := self._id_length(self._buffer[behind:])) is None:
+            return False
+        behind += length
+        rest = self._buffer[behind:]
         if not rest or (rest != name_end and name_end.startswith(rest)):
             return False
         is_call = rest.startswith(("{", name_end)) and found[0] in self._known_names
         if not is_call:
             self._leave_section()
             return True
-        self._take(found.end() + (0 if rest[0] == "{" else len(name_end)))
+        self._take(behind + (0 if rest[0] == "{" else len(name_end)))
         self._raw = []
         self._note_call()
         self._sink.begin_call(found[0])
         self._span = ValueSpan()
         self._state = "arguments"
         return True
+
+    def _id_length(self, rest: str) -> int | None:
+        """Return the length of the id of a call behind its name, 0 without one; None asks for more text."""
+        mark = self._markers.id_mark
+        if mark is None or not rest.startswith(mark):
+            return None if mark is not None and (not rest or mark.startswith(rest)) else 0
+        call_id = _NAME.match(rest, len(mark))
+        end = len(mark) if call_id is None else call_id.end()
+        return None if end == len(rest) else end
 
     def _step_arguments(self) -> bool:
         span = self._span

@@ -6,12 +6,26 @@ family is an entry in `FORMATS`, and in `_SIGNS` if its template has a sign of i
 
 from __future__ import annotations
 
-import msgspec
-
-from penstock.core.grammar_text import ParameterText
 from penstock.core.messages import ModelCard
 from penstock.gateway.tools.call_parser import CallMarkers
-from penstock.gateway.tools.tagged_calls import ParameterTags, TaggedCalls
+from penstock.gateway.tools.tagged_formats import (
+    APERTUS,
+    DEEPSEEK_TAGS,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    DEEPSEEK_V32,
+    FUNCTION_GEMMA,
+    FUNCTION_TAGS,
+    GEMMA4,
+    GLM,
+    HUNYUAN3,
+    KIMI_K2,
+    MINICPM5,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    SEED_OSS,
+    SOLAR_OPEN,
+)
 from penstock.gateway.tools.tool_format import AUTO, NAME, NO_PARSER, ToolFormat
 
 HERMES = ToolFormat(
@@ -22,12 +36,14 @@ HERMES = ToolFormat(
 )
 LLAMA3_JSON = ToolFormat(
     name="llama3_json",
-    markers=CallMarkers(opening=("<|python_tag|>",), bare="{", hides_markers=True),
+    markers=CallMarkers(opening=("<|python_tag|>",), bare="{[", writes_python=True, hides_markers=True),
     head=f'{{"name": "{NAME}", "parameters": ',
     call_tail="}",
     separator="; ",
 )
-_MISTRAL_MARKERS = CallMarkers(opening=("[TOOL_CALLS]",), name_end="[ARGS]", hides_markers=True)
+_MISTRAL_MARKERS = CallMarkers(
+    opening=("[TOOL_CALLS]",), name_end="[ARGS]", id_mark="[CALL_ID]", hides_markers=True
+)
 MISTRAL = ToolFormat(
     name="mistral",
     markers=_MISTRAL_MARKERS,
@@ -68,92 +84,14 @@ PYTHONIC = ToolFormat(  # Llama 3.2 and 4
 )
 GRANITE = ToolFormat(  # Granite 3; Granite 4 writes as Hermes does
     name="granite",
-    markers=CallMarkers(opening=("<|tool_call|>", "<tool_call>"), bare="", hides_markers=True),
+    markers=CallMarkers(
+        opening=("<|tool_call|>", "<tool_call>", "<function_call>"), bare="", hides_markers=True
+    ),
     head=f'{{"name": "{NAME}", "arguments": ',
     call_tail="}",
     separator=", ",
     list_start="<|tool_call|>[",
     list_end="]",
-)
-_SEPARATOR = "<｜tool▁sep｜>"
-_DEEPSEEK = TaggedCalls(
-    opening=("<｜tool▁calls▁begin｜>",),
-    closing="<｜tool▁calls▁end｜>",
-    head=rf"(?:function{_SEPARATOR})?(?P<name>[\w.-]+)(?:{_SEPARATOR})?\s*(?:```(?:json)?)?\s*",
-    call_start="<｜tool▁call▁begin｜>",
-    ignored=("<｜tool▁call▁end｜>", "```"),
-)
-DEEPSEEK_V3 = ToolFormat(
-    name="deepseek_v3",
-    markers=_DEEPSEEK,
-    head=f"<｜tool▁call▁begin｜>function{_SEPARATOR}{NAME}\n```json\n",
-    call_tail="\n```<｜tool▁call▁end｜>",
-    list_start="<｜tool▁calls▁begin｜>",
-    list_end="<｜tool▁calls▁end｜>",
-)
-DEEPSEEK_V31 = ToolFormat(
-    name="deepseek_v31",
-    markers=_DEEPSEEK,
-    head=f"<｜tool▁call▁begin｜>{NAME}{_SEPARATOR}",
-    call_tail="<｜tool▁call▁end｜>",
-    separator="",
-    list_start="<｜tool▁calls▁begin｜>",
-    list_end="<｜tool▁calls▁end｜>",
-)
-KIMI_K2 = ToolFormat(
-    name="kimi_k2",
-    markers=TaggedCalls(
-        opening=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
-        closing="<|tool_calls_section_end|>",
-        head=r"(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*",
-        call_start="<|tool_call_begin|>",
-        ignored=("<|tool_call_end|>",),
-    ),
-    head=f"<|tool_call_begin|>functions.{NAME}:0<|tool_call_argument_begin|>",
-    call_tail="<|tool_call_end|>",
-    separator="",
-    list_start="<|tool_calls_section_begin|>",
-    list_end="<|tool_calls_section_end|>",
-)
-GLM = ToolFormat(
-    name="glm45",
-    markers=TaggedCalls(
-        opening=("<tool_call>",),
-        closing="</tool_call>",
-        head=r"(?P<name>[\w.-]+)\s*",
-        head_ends=("<arg_key>", "</tool_call>"),
-        parameters=ParameterTags("<arg_key>", "<arg_value>", "</arg_value>", name_end="</arg_key>"),
-        hides_markers=False,
-    ),
-    head=f"<tool_call>{NAME}\n",
-    call_tail="</tool_call>",
-    parameters=ParameterText("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
-)
-_FUNCTION_TAGS = TaggedCalls(
-    opening=("<tool_call>",),
-    closing="</tool_call>",
-    head=r"<function=(?P<name>[\w.-]+)>",
-    head_ends=(">",),
-    keeps_head_end=False,
-    parameters=ParameterTags("<parameter=", ">", "</parameter>", call_end="</function>", trims_lines=True),
-    hides_markers=False,
-)
-_FUNCTION_TEXT = ParameterText("<parameter=", ">\n", "\n</parameter>\n")
-QWEN3_CODER = ToolFormat(
-    name="qwen3_coder",
-    markers=_FUNCTION_TAGS,
-    head=f"<tool_call>\n<function={NAME}>\n",
-    call_tail="</function>\n</tool_call>",
-    parameters=_FUNCTION_TEXT,
-)
-SEED_OSS = ToolFormat(
-    name="seed_oss",
-    markers=msgspec.structs.replace(
-        _FUNCTION_TAGS, opening=("<seed:tool_call>",), closing="</seed:tool_call>"
-    ),
-    head=f"<seed:tool_call>\n<function={NAME}>\n",
-    call_tail="</function>\n</seed:tool_call>",
-    parameters=_FUNCTION_TEXT,
 )
 LFM2 = ToolFormat(
     name="lfm2",
@@ -174,67 +112,6 @@ NEMOTRON = ToolFormat(  # Llama Nemotron and Nemotron Nano 2; Nemotron 3 writes 
     separator=", ",
     list_start="<TOOLCALL>[",
     list_end="]</TOOLCALL>",
-)
-GEMMA4 = ToolFormat(
-    name="gemma4",
-    markers=TaggedCalls(
-        opening=("<|tool_call>",),
-        closing="<tool_call|>",
-        head=r"call:(?P<name>[\w.-]+)",
-        quote='<|"|>',
-    ),
-    head=f"<|tool_call>call:{NAME}",
-    call_tail="<tool_call|>",
-    separator="",
-)
-MINIMAX_M2 = ToolFormat(
-    name="minimax_m2",
-    markers=TaggedCalls(
-        opening=("<minimax:tool_call>",),
-        closing="</minimax:tool_call>",
-        head=r"<invoke name=\"(?P<name>[\w.-]+)\">",
-        head_ends=(">",),
-        keeps_head_end=False,
-        parameters=ParameterTags(
-            '<parameter name="', '">', "</parameter>", call_end="</invoke>", trims_lines=True
-        ),
-        hides_markers=False,
-    ),
-    head=f'<minimax:tool_call>\n<invoke name="{NAME}">\n',
-    call_tail="</invoke>\n</minimax:tool_call>",
-    parameters=ParameterText('<parameter name="', '">', "</parameter>\n"),
-)
-_DSML = "<｜DSML｜"
-DEEPSEEK_V32 = ToolFormat(
-    name="deepseek_v32",
-    markers=TaggedCalls(
-        opening=(f"{_DSML}function_calls>", f"{_DSML}tool_calls>"),
-        closing="</｜DSML｜function_calls>",
-        head=rf"{_DSML}invoke name=\"(?P<name>[\w.-]+)\">",
-        head_ends=(">",),
-        keeps_head_end=False,
-        ignored=("</｜DSML｜tool_calls>",),
-        parameters=ParameterTags(
-            f'{_DSML}parameter name="',
-            '">',
-            "</｜DSML｜parameter>",
-            call_end="</｜DSML｜invoke>",
-            text_mark='" string="true',
-            value_mark='" string="false',
-        ),
-        hides_markers=False,
-        tokens=("｜DSML｜",),
-    ),
-    head=f'{_DSML}invoke name="{NAME}">\n',
-    call_tail="</｜DSML｜invoke>",
-    list_start=f"{_DSML}function_calls>\n",
-    list_end="\n</｜DSML｜function_calls>",
-    parameters=ParameterText(
-        f'{_DSML}parameter name="',
-        '" string="false">',
-        "</｜DSML｜parameter>\n",
-        text_middle='" string="true">',
-    ),
 )
 COMMAND = ToolFormat(  # Command R7B and Command A
     name="command",
@@ -262,22 +139,50 @@ OLMO3 = ToolFormat(
     list_start="<function_calls>\n",
     list_end="\n</function_calls>",
 )
-APERTUS = ToolFormat(
-    name="apertus",
-    markers=TaggedCalls(
-        opening=("<|tools_prefix|>",),
-        closing="<|tools_suffix|>",
-        head=r"\s*\"(?P<name>[\w.-]+)\"\s*:",
-        head_ends=(":",),
-        keeps_head_end=False,
-        call_start="{",
-        ignored=("[", "]", "}", ","),
+INTERNLM2 = ToolFormat(
+    name="internlm",
+    markers=CallMarkers(
+        opening=("<|action_start|><|plugin|>",), closing="<|action_end|>", hides_markers=True
     ),
-    head=f'{{"{NAME}": ',
+    head=f'<|action_start|><|plugin|>\n{{"name": "{NAME}", "parameters": ',
+    call_tail="}<|action_end|>",
+    separator="",
+)
+PHI4 = ToolFormat(  # Phi 4 mini
+    name="phi4_mini",
+    markers=CallMarkers(opening=("<|tool_call|>", "functools"), closing="<|/tool_call|>", hides_markers=True),
+    head=f'{{"name": "{NAME}", "arguments": ',
     call_tail="}",
     separator=", ",
-    list_start="<|tools_prefix|>[",
-    list_end="]<|tools_suffix|>",
+    list_start="<|tool_call|>[",
+    list_end="]<|/tool_call|>",
+)
+GIGACHAT3 = ToolFormat(
+    name="gigachat3",
+    markers=CallMarkers(
+        opening=("<|function_call|>", "function call<|role_sep|>"),
+        closing="<|message_sep|>",
+        hides_markers=True,
+    ),
+    head=f'<|function_call|>{{"name": "{NAME}", "arguments": ',
+    call_tail="}",
+    separator="",
+    calls_once=True,
+)
+LONGCAT = ToolFormat(
+    name="longcat",
+    markers=CallMarkers(opening=("<longcat_tool_call>",), closing="</longcat_tool_call>"),
+    head=f'<longcat_tool_call>\n{{"name": "{NAME}", "arguments": ',
+    call_tail="}\n</longcat_tool_call>",
+)
+COMMAND_R = ToolFormat(  # the first Command R and R+
+    name="command_r",
+    markers=CallMarkers(opening=("Action: ```json", "Action:```json", "Action:\n```json"), closing="```"),
+    head=f'{{\n        "tool_name": "{NAME}",\n        "parameters": ',
+    call_tail="\n    }",
+    separator=",\n    ",
+    list_start="Action: ```json\n[\n    ",
+    list_end="\n]```",
 )
 HARMONY = ToolFormat(  # gpt-oss
     name="harmony",
@@ -291,7 +196,8 @@ FORMATS = {
     for each in (
         *(HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, GEMMA, GRANITE, DEEPSEEK_V3, DEEPSEEK_V31),
         *(KIMI_K2, GLM, QWEN3_CODER, MINIMAX_M2, HARMONY, SEED_OSS, LFM2, NEMOTRON, GEMMA4),
-        *(DEEPSEEK_V32, COMMAND, JAMBA, OLMO3, APERTUS),
+        *(DEEPSEEK_V32, COMMAND, JAMBA, OLMO3, APERTUS, FUNCTION_GEMMA, FUNCTION_TAGS, MINICPM5, HUNYUAN3),
+        *(SOLAR_OPEN, INTERNLM2, PHI4, GIGACHAT3, LONGCAT, COMMAND_R),
     )
 }
 # Other servers' names for the same formats.
@@ -302,6 +208,10 @@ ALIASES = {
     "qwen3_xml": QWEN3_CODER,
     "glm47": GLM,
     "hunyuan_a13b": JAMBA,
+    "granite-20b-fc": GRANITE,
+    "phi4_mini_json": PHI4,
+    "minicpm5xml": MINICPM5,
+    "xlam": LLAMA3_JSON,
     "cohere_command3": COMMAND,
 }
 
@@ -312,7 +222,18 @@ _SIGNS = (
     ("<minimax:tool_call>", MINIMAX_M2),
     ("<arg_key>", GLM),
     ("<seed:tool_call>", SEED_OSS),
-    ("<function=", QWEN3_CODER),
+    ("<parameter=", QWEN3_CODER),
+    ("<function=", FUNCTION_TAGS),
+    ('<function name="', MINICPM5),
+    ("<start_function_call>", FUNCTION_GEMMA),
+    ("<tool_calls:opensource>", HUNYUAN3),
+    ("<|tool_call:begin|>", SOLAR_OPEN),
+    ("<longcat_tool_call>", LONGCAT),
+    ("<|plugin|>", INTERNLM2),
+    ("<|role_sep|>", GIGACHAT3),
+    ("functools[", PHI4),
+    ("<|/tool|>", PHI4),
+    ("directly-answer", COMMAND_R),
     ("<|START_ACTION|>", COMMAND),
     ("<|tools_prefix|>", APERTUS),
     ("<function_calls>", OLMO3),
@@ -323,6 +244,7 @@ _SIGNS = (
     ("<|tool_list_start|>", LFM2),
     ("<TOOLCALL>", NEMOTRON),
     ("<|tool_call|>", GRANITE),
+    ("<function_call>", GRANITE),
     ("<tool_call>", HERMES),
     ("[ARGS]", MISTRAL_ARGS),
     ("[TOOL_CALLS]", MISTRAL),
@@ -332,7 +254,12 @@ _SIGNS = (
 )
 
 # Of models whose template shows no calls, or that come without a template.
-_BY_ARCHITECTURE = (("gemma", GEMMA), ("deepseek_v32", DEEPSEEK_V32))
+_BY_ARCHITECTURE = (
+    ("gemma", GEMMA),
+    ("deepseek_v32", DEEPSEEK_V32),
+    ("lfm", LFM2),
+    ("internlm", INTERNLM2),
+)
 
 
 def tool_format_of(card: ModelCard, setting: str = AUTO) -> ToolFormat | None:
@@ -342,8 +269,8 @@ def tool_format_of(card: ModelCard, setting: str = AUTO) -> ToolFormat | None:
         return None
     if setting != AUTO:
         return ALIASES[setting] if setting in ALIASES else FORMATS[setting]
-    template = card.chat_template or ""
-    if _DEEPSEEK.opening[0] in template and "｜DSML｜" not in template:
+    template = card.named_templates.get("tool_use") or card.chat_template or ""
+    if DEEPSEEK_TAGS.opening[0] in template and "｜DSML｜" not in template:
         return DEEPSEEK_V3 if "```json" in template else DEEPSEEK_V31
     for sign, tool_format in _SIGNS:
         if sign in template:

@@ -29,6 +29,14 @@ REASONING = {
         wrappers=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
     ),
     "apertus": ReasoningMarks("<|inner_prefix|>", "<|inner_suffix|>", stops=("<|tools_prefix|>",)),
+    "responses": ReasoningMarks(THINK.start, THINK.end, wrappers=(("<response>", "</response>"),)),
+    "hy_v3": ReasoningMarks("<think:opensource>", "</think:opensource>"),
+    "solar_open": ReasoningMarks(
+        "<|think|>", "<|end|><|begin|>assistant", wrappers=(("<|content|>", "<|end|>"),)
+    ),
+    "apriel": ReasoningMarks(
+        "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", wrappers=(("", "[END FINAL RESPONSE]"),)
+    ),
     "hunyuan": ReasoningMarks(THINK.start, THINK.end, wrappers=(("<answer>", "</answer>"),)),
 }
 _REASONING_ALIASES = {
@@ -40,9 +48,11 @@ _REASONING_ALIASES = {
     "olmo3": "think",
     "hunyuan_a13b": "hunyuan",
     "cohere_command3": "command",
+    "ernie45": "responses",
 }
 _THINKING_SIGNS = (
-    *("harmony", "gemma4", "seed_oss", "mistral", "granite", "command", "apertus", "hunyuan", "think"),
+    *("harmony", "gemma4", "seed_oss", "mistral", "granite", "command", "apertus", "hunyuan", "responses"),
+    *("hy_v3", "solar_open", "apriel", "think"),
 )
 
 

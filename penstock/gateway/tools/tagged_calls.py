@@ -33,6 +33,7 @@ class ParameterTags(msgspec.Struct, frozen=True):
     trims_lines: bool = False  # a line break after `middle` and one before `end` do not belong to the value
     text_mark: str = ""  # behind the names of texts, whatever their schema says ...
     value_mark: str = ""  # ... and behind the names of other values
+    literal: tuple[str, str] | None = None  # around texts that may hold `end`
 
     def name_and_schema(self, head: str, schema: Mapping[str, Any]) -> tuple[str, Any]:
         """Return the name of a parameter in its head, and what is known of its values."""
@@ -263,7 +264,9 @@ class _ParameterValue:
 
     def push(self, text: str) -> tuple[int, str]:
         """Return how much of `text` was taken, and the JSON that it adds."""
-        end = self._tags.end
+        end, literal = self._tags.end, self._tags.literal
+        if literal is not None and not self._has_begun and text[: len(literal[0])] == literal[0][: len(text)]:
+            return self._push_literal(text, *literal)
         position = text.find(end)
         if self._types == {"string"}:
             return self._push_string(text, position)
@@ -271,6 +274,15 @@ class _ParameterValue:
             return 0, ""
         self.is_complete = True
         return position + len(end), self._converted(self._trimmed(text[:position]))
+
+    def _push_literal(self, text: str, start: str, stop: str) -> tuple[int, str]:
+        """Take a text that stands between marks of its own, once it is whole."""
+        position = text.find(stop + self._tags.end, len(start))
+        if position < 0:
+            return 0, ""
+        self.is_complete = True
+        length = position + len(stop + self._tags.end)
+        return length, json.dumps(text[len(start) : position], ensure_ascii=False)
 
     def _push_string(self, text: str, position: int) -> tuple[int, str]:
         end = self._tags.end

@@ -154,6 +154,50 @@ ANSWERS: list[tuple[ToolFormat, str, Recorder]] = [
     (APERTUS, f'Sure.<|tools_prefix|>[{{"weather": {PARIS}}}, {{"get_time": {{}}}}]<|tools_suffix|>after',
      Recorder(text="Sure.after", calls=[("weather", PARIS), ("get_time", "{}")])),
     (APERTUS, '<|tools_prefix|>[{"weather":{"city": "}]"}', Recorder(calls=[("weather", '{"city": "}]"}')])),
+    (MISTRAL_ARGS, f"Well.[TOOL_CALLS]weather[CALL_ID]abcDEF123[ARGS]{PARIS}[TOOL_CALLS]get_time[CALL_ID]x[ARGS]"
+                   "{}",
+     Recorder(text="Well.", calls=[("weather", PARIS), ("get_time", "{}")])),  # Mistral Small 3.2
+    (MISTRAL_ARGS, f"[TOOL_CALLS]weather[CALL_ID][ARGS]{PARIS}", ONE_CALL),
+    (LLAMA3_JSON, '[weather(city="Paris"), get_time()]',
+     Recorder(calls=[("weather", '{"city":"Paris"}'), ("get_time", "{}")])),  # Llama 3.2
+    (LLAMA3_JSON, f'[{{"name": "weather", "arguments": {PARIS}}}]', ONE_CALL),  # xLAM
+    (GRANITE, f'<function_call> {{"name": "weather", "arguments": {PARIS}}}', ONE_CALL),
+    (FORMATS["functiongemma"], "<start_function_call>call:weather{city:<escape>Pa{\"<escape>,days:3}"
+                               "<end_function_call><start_function_call>call:get_time{}<end_function_call>",
+     Recorder(calls=[("weather", '{"city":"Pa{\\"","days":3}'), ("get_time", "{}")])),
+    (FORMATS["functionary"], f"I look.<function=weather>{PARIS}</function><function=get_time>{{}}</function>",
+     Recorder(text="I look.", calls=[("weather", PARIS), ("get_time", "{}")])),
+    (FORMATS["minicpm5"], '<function name="weather"><param name="city">Paris</param><param name="days">2</param>'
+                          '</function>\n<function name="get_time"></function>',
+     Recorder(calls=[("weather", '{"city": "Paris", "days": 2}'), ("get_time", "{}")])),
+    (FORMATS["minicpm5"], '<function name="weather"><param name="city"><![CDATA[a </param>\n]] <b>]]></param>'
+                          "</function>",
+     Recorder(calls=[("weather", '{"city": "a </param>\\n]] <b>"}')])),
+    (FORMATS["minicpm5"], '<function name="weather"><param name="city"><![CD</param></function>',
+     Recorder(calls=[("weather", '{"city": "<![CD"}')])),
+    (FORMATS["hy_v3"], "<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n"
+                       "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Paris"
+                       "</arg_value:opensource>\n</tool_call:opensource>\n<tool_call:opensource>get_time"
+                       "<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
+     Recorder(calls=[("weather", PARIS), ("get_time", "{}")])),
+    (FORMATS["solar_open"], f"<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>weather<|tool_call:args|>{PARIS}"
+                            "<|tool_call:end|><|tool_call:begin|>b2<|tool_call:name|>get_time<|tool_call:args|>{}"
+                            "<|tool_call:end|>",
+     Recorder(calls=[("weather", PARIS), ("get_time", "{}")])),
+    (FORMATS["internlm"], f'Yes.<|action_start|><|plugin|>\n{{"name": "weather", "parameters": {PARIS}}}'
+                          "<|action_end|>\n",
+     Recorder(text="Yes.", calls=[("weather", PARIS)])),
+    (FORMATS["phi4_mini"], f'functools[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "get_time", '
+                           '"arguments": {}}]',
+     Recorder(calls=[("weather", PARIS), ("get_time", "{}")])),
+    (FORMATS["phi4_mini"], f'<|tool_call|>[{{"name": "weather", "arguments": {PARIS}}}]<|/tool_call|>', ONE_CALL),
+    (FORMATS["gigachat3"], f'function call<|role_sep|>\n{{"name": "weather", "arguments": {PARIS}}}'
+                           "<|message_sep|>\n\n",
+     ONE_CALL),
+    (FORMATS["longcat"], f'<longcat_tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</longcat_tool_call>',
+     ONE_CALL),
+    (FORMATS["command_r"], 'Action: ```json\n[\n    {\n        "tool_name": "weather",\n        "parameters": '
+                           f"{PARIS}\n    }}\n]```", ONE_CALL),
     (HARMONY, "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant<|channel|>commentary "
               f"to=functions.weather <|constrain|>json<|message|>{PARIS}<|call|>",
      Recorder(reasoning="Hm, <b>.", calls=[("weather", PARIS)])),
@@ -202,6 +246,11 @@ TEXTS: list[tuple[ToolFormat, str]] = [
     (JAMBA, '<tool_calls>[{"name": "nothing", "arguments": {}}]</tool_calls>'),
     (JAMBA, "<tool_calls>none</tool_calls> of them"),
     (OLMO3, "<function_calls>\nnothing(a=1)\n</function_calls>"),
+    (LLAMA3_JSON, "[1, 2] is a list"),
+    (FORMATS["functionary"], "<function=nothing>{}</function>"),
+    (FORMATS["minicpm5"], '<function name="nothing"></function> and more'),
+    (FORMATS["command_r"], 'Action: ```json\n[{"tool_name": "directly-answer", "parameters": {}}]```'),
+    (FORMATS["hy_v3"], "<tool_calls:opensource>none</tool_calls:opensource>"),
     (OLMO3, "<function_calls>\nweather('Paris')\n</function_calls>"),
     (COMMAND, "<START_ACTION> [1, 2]"),
     (APERTUS, '[{"weather": {}}] as such'),

@@ -66,14 +66,14 @@ RESULT = ChatMessage("tool", "sunny", tool_call_id="call_1")
         ("… [TOOL_CALLS]…[ARGS] …", "llama", MISTRAL_ARGS),
         ("… <|python_tag|> …", "llama", LLAMA3_JSON),
         ("… <tool_call>{name}\n<arg_key> …", "glm4_moe", FORMATS["glm45"]),
-        ("… <tool_call>\n<function= …", "qwen3", FORMATS["qwen3_coder"]),
+        ("… <tool_call>\n<function= … <parameter= …", "qwen3", FORMATS["qwen3_coder"]),
         ("… <minimax:tool_call> …", "minimax", FORMATS["minimax_m2"]),
         ("… <|tool_calls_section_begin|> …", "deepseek", FORMATS["kimi_k2"]),
         ("… <｜tool▁calls▁begin｜> … ```json …", "deepseek", FORMATS["deepseek_v3"]),
         ("… <｜tool▁calls▁begin｜> …", "deepseek", FORMATS["deepseek_v31"]),
         ("… <|channel|>commentary …", "gpt_oss", FORMATS["harmony"]),
         ("… <|tool_call|> …", "granite", FORMATS["granite"]),
-        ("… <seed:tool_call>\n<function=name> …", "seed_oss", FORMATS["seed_oss"]),
+        ("… <seed:tool_call>\n<function=name> … <parameter= …", "seed_oss", FORMATS["seed_oss"]),
         ("List of tools: <|tool_list_start|>[ …", "lfm2", FORMATS["lfm2"]),
         ("… <TOOLCALL>[{…}]</TOOLCALL> …", "nemotron_h", FORMATS["nemotron"]),
         ("… <|tool_call>call: … <tool_call|> …", "gemma4", FORMATS["gemma4"]),
@@ -83,6 +83,20 @@ RESULT = ChatMessage("tool", "sunny", tool_call_id="call_1")
         ("… <|tools_prefix|> …", "apertus", FORMATS["apertus"]),
         ("… <｜DSML｜function_calls> … <｜tool▁calls▁begin｜> …", "deepseek_v32", FORMATS["deepseek_v32"]),
         ("… <｜tool▁calls▁begin｜> …", "deepseek_v32", FORMATS["deepseek_v31"]),
+        ("… <function={name}>{…}</function> …", "llama", FORMATS["functionary"]),
+        ('… <function name="…"><param name=… …', "llama", FORMATS["minicpm5"]),
+        ("… <start_function_call>call: …", "gemma3", FORMATS["functiongemma"]),
+        ("… <tool_calls:opensource> …", "hy_v3", FORMATS["hy_v3"]),
+        ("… <|tool_calls|><|tool_call:begin|> …", "solar_open", FORMATS["solar_open"]),
+        ("… <|action_start|><|plugin|> …", "internlm2", FORMATS["internlm"]),
+        ("… <|tool|>…<|/tool|> …", "phi3", FORMATS["phi4_mini"]),
+        ("… functools[{…}] …", "phi3", FORMATS["phi4_mini"]),
+        ("… function call<|role_sep|> …", "deepseek_v3", FORMATS["gigachat3"]),
+        ("… <longcat_tool_call> …", "longcat_flash", FORMATS["longcat"]),
+        ("… the `directly-answer` tool …", "cohere", FORMATS["command_r"]),
+        ("… <function_call> {…} …", "gpt_bigcode", FORMATS["granite"]),
+        ("List of tools: [ …", "lfm2", FORMATS["lfm2"]),
+        (CHAT_TEMPLATE, "internlm3", FORMATS["internlm"]),
         (None, "deepseek_v32", FORMATS["deepseek_v32"]),
         ("… <|python_start|> …", "llama4", FORMATS["pythonic"]),
         (CHAT_TEMPLATE, "gemma3", GEMMA),
@@ -97,6 +111,11 @@ def test_the_template_tells_the_format(template: str | None, architecture: str, 
     assert tool_format_of(card, "none") is None
 
 
+def test_a_template_for_tools_tells_the_format() -> None:
+    card = model_card(chat_template=CHAT_TEMPLATE, named_templates={"tool_use": "… directly-answer …"})
+    assert tool_format_of(card) is FORMATS["command_r"]
+
+
 def test_the_template_tells_whether_a_model_thinks() -> None:
     assert reasoning_of(model_card(chat_template="…<think>…")) is THINK
     assert reasoning_of(model_card()) is None
@@ -108,6 +127,11 @@ def test_the_template_tells_whether_a_model_thinks() -> None:
     command = "…<|START_THINKING|>…<|START_RESPONSE|>…"
     assert reasoning_of(model_card(chat_template=command)) == REASONING["command"]
     assert reasoning_of(model_card(chat_template="…<think>…<answer>…")) == REASONING["hunyuan"]
+    assert reasoning_of(model_card(chat_template="…<think>…<response>…")) == REASONING["responses"]
+    assert reasoning_of(model_card(chat_template="…<think:opensource>…")) == REASONING["hy_v3"]
+    assert reasoning_of(model_card(chat_template="…<|think|>…<|content|>…")) == REASONING["solar_open"]
+    reasons = "…'Here are my reasoning steps:\\n'…[BEGIN FINAL RESPONSE]…"
+    assert reasoning_of(model_card(chat_template=reasons)) == REASONING["apriel"]
     assert reasoning_of(model_card(chat_template="…<|inner_prefix|>…")) == REASONING["apertus"]
     assert reasoning_of(model_card(chat_template="…<|channel|>…")) is REASONING["harmony"]
     assert {reasoning_of(model_card(), name) for name in get_args(ReasoningParser)} == {

@@ -95,11 +95,31 @@ CALLED = [("get_time", "{}")]
             '<|inner_prefix|>Hm. <|tools_prefix|>[{"get_time": {}}]<|tools_suffix|>',
             Recorder(reasoning="Hm.", calls=CALLED),
         ),
+        (
+            "responses",
+            "<think>\nHm.\n</think>\n<response>\nYes.\n</response>\n",
+            Recorder(reasoning="Hm.", text="Yes."),
+        ),
+        (
+            "hy_v3",
+            "<think:opensource>Hm.</think:opensource>Yes.",
+            Recorder(reasoning="Hm.", text="Yes."),
+        ),
+        (
+            "solar_open",
+            "<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes.<|end|>",
+            Recorder(reasoning="Hm.", text="Yes."),
+        ),
+        (
+            "apriel",
+            "Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\nYes.\n[END FINAL RESPONSE]\n",
+            Recorder(reasoning="Hm.", text="Yes."),
+        ),
         ("apertus", "<|inner_prefix|>Hm.<|inner_suffix|>Yes.", Recorder(reasoning="Hm.", text="Yes.")),
     ],
 )
 def test_answers_between_tags_of_their_own(name: str, answer: str, expected: Recorder) -> None:
-    tool_format = {"command": COMMAND, "hunyuan": JAMBA, "apertus": APERTUS}[name]
+    tool_format = {"command": COMMAND, "hunyuan": JAMBA, "apertus": APERTUS}.get(name, HERMES)
     assert read(name, tool_format, answer) == expected
     assert read(name, tool_format, *answer) == expected
 
@@ -109,12 +129,14 @@ def test_tags_around_an_answer_go_where_no_tools_are_offered() -> None:
 
 
 @given(
-    name=st.sampled_from(["command", "hunyuan", "apertus"]),
+    name=st.sampled_from(["command", "hunyuan", "apertus", "responses", "solar_open", "apriel"]),
     text=st.lists(
         st.sampled_from(
             [
                 *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", ACTION),
                 *("<think>", "</think>", "<answer>", "</answer>", " ", "\n", "a", "<", "<|START_"),
+                *("<response>", "</response>", "<|think|>", "<|end|>", "<|begin|>assistant", "<|content|>"),
+                *("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
                 *("<|inner_prefix|>", "<|inner_suffix|>", '<|tools_prefix|>[{"get_time": {}}]'),
             ]
         )
@@ -122,7 +144,7 @@ def test_tags_around_an_answer_go_where_no_tools_are_offered() -> None:
     places=st.lists(st.integers(0, 200), max_size=8),
 )
 def test_cutting_answers_between_tags_makes_no_difference(name: str, text: str, places: list[int]) -> None:
-    tool_format = {"command": COMMAND, "hunyuan": JAMBA, "apertus": APERTUS}[name]
+    tool_format = {"command": COMMAND, "hunyuan": JAMBA, "apertus": APERTUS}.get(name, HERMES)
     assert read(name, tool_format, *cut(text, places)) == read(name, tool_format, text)
 
 
