@@ -29,6 +29,8 @@ def head_config(model: ArchitectureConfig) -> ArchitectureConfig:
 class TrainableHead(nn.Module):
     """EAGLE's decoder layer in plain torch. `EagleHead` computes the same from the written file."""
 
+    rope: Tensor
+
     def __init__(self, config: ArchitectureConfig, num_positions: int) -> None:
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
@@ -54,25 +56,36 @@ class TrainableHead(nn.Module):
     def forward(self, embedded: Tensor, features: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Compute one position further ahead, for all positions of texts: [B, L, hidden] twice → [B, L, hidden].
         `past` gets the keys and values of this call; call number j reads those of the calls before it."""
-        config, ahead = self.config, len(past)
-        batch, length, _ = features.shape
+        ahead, length = len(past), features.shape[1]
         x: Tensor = self.fc(torch.cat([embedded, features], dim=-1))
-        shape = (batch, length, -1, config.head_dim)
-        query, key = (self._rotated(product(x).view(shape)) for product in (self.q_proj, self.k_proj))
-        value = self.v_proj(x).view(shape)
-        repeats = config.num_heads // config.num_kv_heads
-        key, value = (each.repeat_interleave(repeats, dim=2).transpose(1, 2) for each in (key, value))
+        query, key, value = (each.transpose(1, 2) for each in self.attended(x, self.rope[:length]))
         past.append((key, value))
-        made = self._attend(query.transpose(1, 2), past, ahead)
-        x = x + self.o_proj(made.transpose(1, 2).reshape(batch, length, -1))
+        return self.finished(x, self._attend(query, past, ahead).transpose(1, 2))
+
+    def attended(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values with their positions' rows of `rope`: [..., rows, hidden] → three times
+        [..., rows, heads, dim]."""
+        config = self.config
+        query, key, value = (
+            product(x).view(*x.shape[:-1], -1, config.head_dim)
+            for product in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        repeats = config.num_heads // config.num_kv_heads
+        key, value = (each.repeat_interleave(repeats, dim=-2) for each in (rotated(key, rope), value))
+        return rotated(query, rope), key, value
+
+    def finished(self, x: Tensor, made: Tensor) -> Tensor:
+        """Return the layer's output from its input after `fc` and what attention made of it, [..., heads, dim]."""
+        config = self.config
+        x = x + self.o_proj(made.flatten(-2))
         normed = functional.rms_norm(x, x.shape[-1:], self.norm, config.norm_eps)
         activated = (
             functional.silu(self.gate_proj(normed))
             if config.activation == "silu"
             else functional.gelu(self.gate_proj(normed), approximate="tanh")
         )
-        x = x + self.down_proj(activated * self.up_proj(normed))
-        return x
+        added: Tensor = self.down_proj(activated * self.up_proj(normed))
+        return x + added
 
     def _attend(self, query: Tensor, past: list[tuple[Tensor, Tensor]], ahead: int) -> Tensor:
         """Attend as a head does that drafts its token number `ahead`: to the model's states up to the first draft,
@@ -96,19 +109,28 @@ class TrainableHead(nn.Module):
             made = made + shares[..., length + i, None] * value
         return made
 
-    def _rotated(self, heads: Tensor) -> Tensor:
-        cosines, sines = self.rope[: heads.shape[1], None].to(heads.dtype).chunk(2, dim=-1)  # type: ignore[index]
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the weights under their published names, in 16 bits."""
+    def published(self) -> dict[str, Tensor]:
+        """Return the weights under their published names."""
         places = {"gate_proj": "mlp.", "up_proj": "mlp.", "down_proj": "mlp."}
-        named = {"fc.weight": self.fc.weight, "layers.0.post_attention_layernorm.weight": self.norm}
+        named: dict[str, Tensor] = {
+            "fc.weight": self.fc.weight,
+            "layers.0.post_attention_layernorm.weight": self.norm,
+        }
         for name, module in self.named_children():
             if name != "fc":
                 named[f"layers.0.{places.get(name, 'self_attn.')}{name}.weight"] = module.weight  # type: ignore[assignment]
-        return {name: tensor.detach().to(torch.float16) for name, tensor in named.items()}
+        return named
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights under their published names, in 16 bits."""
+        return {name: tensor.detach().to(torch.float16) for name, tensor in self.published().items()}
+
+
+def rotated(heads: Tensor, rope: Tensor) -> Tensor:
+    """Turn heads by the angles of their positions: [..., rows, heads, dim] and [..., rows, dim]."""
+    cosines, sines = rope.unsqueeze(-2).to(heads.dtype).chunk(2, dim=-1)
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
 
 
 def shifted(tensor: Tensor, by: int) -> Tensor:
