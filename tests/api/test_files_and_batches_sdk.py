@@ -467,13 +467,24 @@ def test_message_batches_are_listed_deleted_and_private(served: ServedWork) -> N
         [message_request("a b")],
         [message_request("x" * 65)],
         [{"custom_id": "a"}],
+        [message_request("a") | {"params": {"more": "x" * (16 << 20)}}],
     ],
+    ids=["none", "twice", "empty", "blank", "long", "no params", "large params"],
 )
 def test_message_batches_that_are_refused(served: ServedWork, requests: list[Any]) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         served.anthropic().messages.batches.create(requests=requests)
     body: Any = caught.value.body
     assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+
+
+def test_params_with_too_many_values_end_their_request_and_no_other(served: ServedWork) -> None:
+    sdk = served.anthropic()
+    large: Any = {"custom_id": "large", "params": {"messages": [{}] * 110_000}}
+    batch = sdk.messages.batches.create(requests=[large, message_request("small")])
+    until_ended(sdk, batch.id)
+    outcomes = {result.custom_id: result.result.type for result in sdk.messages.batches.results(batch.id)}
+    assert outcomes == {"large": "errored", "small": "succeeded"}
 
 
 def test_cancelling_a_message_batch(tmp_path: Path) -> None:

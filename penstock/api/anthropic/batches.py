@@ -26,12 +26,15 @@ from penstock.api.openai.batches import refuse_detached
 from penstock.core.errors import InvalidRequest, PenstockError, quoted
 from penstock.core.request import Tier
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Counts, LineAnswer, LineResult
+from penstock.gateway.batches.lines import MAX_LINE_BYTES
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.blobs.blobs import Blobs
 
 KIND = "anthropic"
 MESSAGES_PATH = "/v1/messages"
 _EXPIRES_AFTER_S = 24 * 3600.0
+VALUES_FACTOR = 10  # the params of each request are decoded one by one
+MAX_PARAMS_BYTES = MAX_LINE_BYTES - 1024  # the rest of the line is the custom_id
 _CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -85,7 +88,8 @@ class MessageBatches:
 
     def __init__(self, create_message: Endpoint) -> None:
         self._create_message = create_message
-        self._decoder = BodyDecoder(RequestOfBatch)
+        # What a whole batch may hold, a line of it may hold: the endpoint checks what it is asked.
+        self._decoder = BodyDecoder(RequestOfBatch, values_factor=VALUES_FACTOR)
 
     def read_line(self, batch: Batch, number: int, raw: bytes) -> BatchLine:
         line = self._decoder.decode(raw)
@@ -114,8 +118,7 @@ class MessageBatchEndpoints:
     def __init__(self, work: StoredWork, dialect: MessageBatches) -> None:
         self._work = work
         self._dialect = dialect
-        # The params of each request are decoded later, one by one.
-        self._decoder = BodyDecoder(CreateMessageBatch, values_factor=10)
+        self._decoder = BodyDecoder(CreateMessageBatch, values_factor=VALUES_FACTOR)
 
     def routes(self) -> list[Operation]:
         one = "/v1/messages/batches/{batch_id}"
@@ -220,6 +223,11 @@ class MessageBatchEndpoints:
                     param="requests",
                 )
             seen.add(request.custom_id)
+            if len(request.params) > MAX_PARAMS_BYTES:
+                raise InvalidRequest(
+                    f"requests.{index}.params: they may have at most {MAX_PARAMS_BYTES} bytes.",
+                    param="requests",
+                )
 
 
 def _write_input(blobs: Blobs, batch: Batch, requests: Sequence[RequestOfBatch]) -> None:

@@ -28,9 +28,7 @@ def validate(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> tuple[int, li
     except _TooManyBlankLines:
         return 0, [LineError("too_many_lines", f"A batch may have at most {MAX_BLANK_LINES} blank lines.")]
     except _LineTooLong as error:
-        return 0, [
-            LineError("line_too_long", f"A line may have at most {MAX_LINE_BYTES} bytes.", error.number)
-        ]
+        return 0, [LineError("line_too_long", error.message, error.number)]
 
 
 def _validate(batch: Batch, blobs: Blobs, dialect: BatchDialect) -> tuple[int, list[LineError]]:
@@ -117,11 +115,9 @@ class _TooManyBlankLines(Exception):
     """Raised for no batch that was found to be valid."""
 
 
-class _LineTooLong(Exception):
-    """Raised for no batch that was found to be valid."""
-
+class _LineTooLong(InvalidRequest):
     def __init__(self, number: int) -> None:
-        super().__init__(number)
+        super().__init__(f"A line may have at most {MAX_LINE_BYTES} bytes.")
         self.number = number
 
 

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from penstock.core.errors import (
     EngineUnavailable,
+    InvalidRequest,
     LimitsUnavailable,
     Overloaded,
     PenstockError,
@@ -110,7 +111,11 @@ class BatchRun:
         except FileNotFoundError:
             if await asyncio.to_thread(self._context.blobs.exists, self.batch.input_id):
                 raise
-            await self._give_up()
+            await self._give_up(
+                LineError("input_gone", "The lines of the batch are gone from the server's files.")
+            )
+        except InvalidRequest as error:  # which no later run would read in another way
+            await self._give_up(LineError("invalid_line", error.message, None, error.param))
         finally:
             self._stop_feeding()
             for task in self._in_flight:
@@ -152,12 +157,10 @@ class BatchRun:
         if not self.batch.is_active:
             await asyncio.to_thread(self._context.blobs.remove, self.batch.input_id)
 
-    async def _give_up(self) -> None:
-        """End a batch whose lines are gone, so that there is nothing to run or to write."""
+    async def _give_up(self, error: LineError) -> None:
+        """End a batch whose lines are gone or cannot be read, so that there is nothing to run or to write."""
         context = self._context
-        await self._fail(
-            [LineError("input_gone", "The lines of the batch are gone from the server's files.")]
-        )
+        await self._fail([error])
         if self.batch.is_active:  # a cancellation stays a cancellation
             await context.store.finish(
                 context.holder, self.batch, BatchStatus.CANCELLED, self.batch.counts, {}

@@ -109,14 +109,19 @@ class Server:
     def _now(self) -> float:
         return self.wall() if self._stalled_at is None else self._stalled_at
 
-    async def hand_in(self, lines: list[str | bytes], batch_id: str = "batch_1") -> Batch:
+    async def hand_in(
+        self,
+        lines: list[str | bytes],
+        batch_id: str = "batch_1",
+        status: BatchStatus = BatchStatus.VALIDATING,
+    ) -> Batch:
         """A batch of one line for each text, or of raw bytes."""
         batch = Batch(
             id=batch_id,
             workspace_id="w1",
             kind="scripted",
             endpoint="/v1/echo",
-            status=BatchStatus.VALIDATING,
+            status=status,
             principal=Principal(workspace_id="w1"),
             created_at=self.wall(),
             expires_at=self.wall() + 24 * 3600,

@@ -233,6 +233,17 @@ async def test_a_batch_whose_lines_are_gone_fails(server: Server) -> None:
     assert [error.code for error in batch.details.errors] == ["input_gone"]
 
 
+async def test_a_batch_with_a_line_that_no_run_can_read_fails(server: Server) -> None:
+    """It was found to be valid when it came, and nobody would gain by reading it again and again."""
+    batch = await server.hand_in(["a", b"no JSON"], status=BatchStatus.IN_PROGRESS)
+    server.runner.start()
+    batch = await server.until_over()
+    assert batch.status is BatchStatus.FAILED
+    assert [(error.code, error.message) for error in batch.details.errors] == [
+        ("invalid_line", "This line is not JSON.")
+    ]
+
+
 async def test_a_cancelled_batch_whose_lines_are_gone(tmp_path: Path) -> None:
     database, wall = Database("sqlite://"), Wall()
     first = Server(tmp_path, database, wall)
