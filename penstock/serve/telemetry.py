@@ -22,7 +22,8 @@ CLOSE_TIMEOUT_S = 2.0
 
 class BackgroundHandler(logging.Handler):
     """Writes log lines to standard error on a thread, so that a slow reader does not block the event loop. If
-    too many lines wait, new lines are dropped and counted."""
+    too many lines wait, new lines are dropped and counted. Lines that cannot be written, for want of room on a disk,
+    are counted too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +53,27 @@ class BackgroundHandler(logging.Handler):
         super().close()
 
     def _format_dropped(self) -> str:
-        message = f"{self._num_dropped} log lines were dropped because they could not be written in time"
+        return self._format_note(
+            f"{self._num_dropped} log lines were dropped because they could not be written in time"
+        )
+
+    def _format_note(self, message: str) -> str:
         return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, message, None, None))
 
     def _write(self) -> None:
+        num_unsure = num_lost = 0  # lines since the last flush, and those that a failure took
         while (line := self._lines.get()) is not None:
-            sys.stderr.write(line + "\n")
-            if self._lines.empty():
-                sys.stderr.flush()
+            num_unsure += 1
+            if num_lost:  # a part of a line may be there
+                line = f"\n{self._format_note(f'{num_lost} log lines could not be written')}\n{line}"
+            try:
+                sys.stderr.write(line + "\n")
+                if self._lines.empty() or num_lost:
+                    sys.stderr.flush()
+                    num_unsure = num_lost = 0
+            except (OSError, ValueError):  # ValueError: the stream was closed
+                num_lost += num_unsure
+                num_unsure = 0
 
 
 def configure_server_logging(config: TelemetryConfig, *, process: str = "gateway") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -102,6 +103,35 @@ def test_a_slow_reader_of_logs_costs_lines_and_not_time(monkeypatch: pytest.Monk
     assert messages[-1] == "the last"
     num_written = len(messages) - 2
     assert messages[-2].startswith(f"{MAX_WAITING_LINES + 50 - num_written} log lines were dropped")
+
+
+def test_lines_go_on_when_the_disk_has_room_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_full = threading.Event()
+    failed = threading.Event()
+
+    class Disk(io.StringIO):
+        def write(self, text: str) -> int:
+            if is_full.is_set():
+                failed.set()
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    stream = Disk()
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = BackgroundHandler()
+    handler.setFormatter(JsonFormatter("gateway"))
+
+    def log(message: str) -> None:
+        handler.emit(logging.LogRecord("x", logging.INFO, "", 0, message, None, None))
+
+    is_full.set()
+    log("lost")
+    assert failed.wait(60)
+    is_full.clear()
+    log("the first")
+    handler.close()
+    messages = [json.loads(line)["message"] for line in stream.getvalue().splitlines() if line]
+    assert messages == ["1 log lines could not be written", "the first"]
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
