@@ -100,7 +100,9 @@ _QUIET_S = 5.0  # without a failure, after which an outage is over
 _GONE_S = 10
 _BUSY_TIMEOUT_MS = 10_000  # how long a writer of SQLite waits for another process
 _READS_ONLY = "penstock_reads_only"
-_ENDED_IDLE_TRANSACTION = "25P03"  # PostgreSQL's code for it
+# PostgreSQL's codes for errors that pass: an idle transaction was ended; the server became a standby, on which a
+# transaction cannot write (25006) or cannot begin to (0A000).
+_PASSING_CODES = frozenset({"25P03", "25006", "0A000"})
 _SERVER_SETTINGS = {
     "idle_in_transaction_session_timeout": _GONE_S * 1000,
     "tcp_keepalives_idle": _GONE_S // 2,
@@ -207,7 +209,7 @@ class Database:
             self._note_return()
             return result
         except (sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError) as error:
-            if not _is_outage(error):
+            if not _is_outage(error, reads_only=reads_only):
                 raise
             # Callers of an API read the error, so the address of the database and the cause go to the log only.
             self._note_outage(_cause(error))
@@ -351,10 +353,11 @@ def _create_postgresql(url: sqlalchemy.URL) -> Engine:
     return engine
 
 
-def _is_outage(error: Exception) -> bool:
+def _is_outage(error: Exception, *, reads_only: bool) -> bool:
     """Return whether an error means that the database is away, rather than that the statement is wrong."""
     outages = (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError, sqlalchemy.exc.TimeoutError)
-    if getattr(getattr(error, "orig", None), "sqlstate", None) == _ENDED_IDLE_TRANSACTION:
+    code = getattr(getattr(error, "orig", None), "sqlstate", None)
+    if code in _PASSING_CODES and not (reads_only and code == "25006"):
         return True
     # SQLite reports a file that is no database with the general class alone.
     return isinstance(error, outages) or type(error) is sqlalchemy.exc.DatabaseError

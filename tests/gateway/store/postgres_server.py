@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -86,6 +87,18 @@ class PostgresServer:
             assert self._process.poll() is None, "the server ended"
             assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.05)
+
+    def become(self, role: Literal["standby", "primary"]) -> None:
+        """Start again as a standby, which takes no writes, or as a primary."""
+        self.stop()
+        signal_file = self._data / "standby.signal"
+        if role == "standby":
+            signal_file.touch()
+            if self._user is not None:
+                shutil.chown(signal_file, self._user)
+        else:
+            signal_file.unlink()
+        self.start()
 
     def stop(self) -> None:
         if self._process is not None:

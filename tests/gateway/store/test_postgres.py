@@ -224,6 +224,24 @@ async def test_a_server_that_restarts_is_found_again(world: World, server: Postg
     await ring.close()
 
 
+async def test_a_server_that_became_a_standby_is_away_for_writers(
+    world: World, server: PostgresServer
+) -> None:
+    issued = await world.directory.create_key(ACTOR, NewKey(name="k"))
+    server.become("standby")
+    try:
+        with contextlib.suppress(StoreUnavailable):  # connections that the restart has broken
+            await world.directory.keys()
+        with pytest.raises(StoreUnavailable):
+            await world.directory.create_key(ACTOR, NewKey(name="second"))
+        assert [key.id for key in (await world.directory.keys()).data] == [issued.key.id]
+    finally:
+        server.become("primary")
+    with contextlib.suppress(StoreUnavailable):
+        await world.directory.keys()
+    await world.directory.create_key(ACTOR, NewKey(name="second"))
+
+
 async def test_a_response_with_a_nul_in_its_id_does_not_exist(world: World) -> None:
     world.database.migrate()
     responses = DatabaseResponses(world.database)
