@@ -16,8 +16,9 @@ replayed graphs, padded to the engine's sizes; on a CPU as CPU time of one threa
 rows, the head's pass over the newest tokens, and a pass for each further depth, of one row (chain) or `width` rows
 (tree). A tree also pays for probabilities and the best guesses of each row instead of an argmax, for the choice of
 its nodes, and for moving the KV of the accepted path. Assumed, not measured: attention over a tree, whose rows see
-their own ancestors only, takes as long as attention over a chain of as many rows, and the host takes no time at all.
-`slack` is the time that these may take more in each step with a tree before the tree is no better than the chain.
+their own ancestors only, takes as long as attention over a chain of as many rows. `slack` is the time that it may
+take more in each step before the tree is no better than the chain. The host's time is left out; it would favour what
+brings more tokens in a step.
 `--shape` takes the times of another model on a GPU, of which FOLDER needs nothing but a config.json, with random
 weights and a head of its sizes.
 """
