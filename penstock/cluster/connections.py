@@ -8,7 +8,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
 from typing import Any, Protocol
 
 import zmq
@@ -17,7 +16,8 @@ from penstock.cluster.release_record import kv_kind_of
 from penstock.cluster.replica import Connector, Member, ReplicaClient
 from penstock.cluster.transport import KeyPair, ZmqEngineClient
 from penstock.cluster.vocabularies import are_alike
-from penstock.core.messages import DrafterStats, EngineReady, EngineStats, KVEvent
+from penstock.core.added_stats import LATEST, added_up
+from penstock.core.messages import EngineReady, EngineStats, KVEvent
 from penstock.core.plan import TokenEvent
 from penstock.dispatch import FleetStatus, ReplicaStatus
 from penstock.router import ReplicaState
@@ -25,9 +25,6 @@ from penstock.router import ReplicaState
 logger = logging.getLogger(__name__)
 
 _LOST = (ReplicaState.UNHEALTHY, ReplicaState.GONE)
-# Figures of the latest step: the slowest replica's counts. All other figures but fragmentation are added up, and
-# drafters by name and position.
-_LATEST = frozenset({"step_s", "plan_s", "expert_imbalance", "expert_imbalance_placed"})
 # Figures that rise and fall, as opposed to counters: the value of a replica disappears with the replica.
 _GAUGES = frozenset(
     {
@@ -46,13 +43,8 @@ _GAUGES = frozenset(
         "gpu_memory_used_bytes",
         "step_tokens",
         "kv_fragmentation",
-        *_LATEST,
+        *LATEST,
     }
-)
-_SUMMED = tuple(
-    name
-    for name in EngineStats.__struct_fields__
-    if name not in _LATEST and name not in ("kv_fragmentation", "drafters")
 )
 _COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in _GAUGES)
 
@@ -235,30 +227,6 @@ class Connections:
         for model, descriptions in told.items():
             if self.models.get(model) not in descriptions:
                 self.models[model] = descriptions[0]
-
-
-def added_up(stats: Sequence[EngineStats]) -> EngineStats:
-    """Add up the statistics of several engines."""
-    if len(stats) == 1:
-        return stats[0]
-    figures = {name: sum(getattr(each, name) for each in stats) for name in _SUMMED}
-    figures |= {name: max((getattr(each, name) for each in stats), default=0.0) for name in _LATEST}
-    used = figures["num_kv_blocks_used"]
-    if used:
-        wasted = sum(each.kv_fragmentation * each.num_kv_blocks_used for each in stats)
-        figures["kv_fragmentation"] = wasted / used
-    return EngineStats(**figures, drafters=_drafters([each.drafters for each in stats]))
-
-
-def _drafters(stats: Sequence[tuple[DrafterStats, ...]]) -> tuple[DrafterStats, ...]:
-    """Add up the counts of each drafter by position. Engines may have drafts of different lengths."""
-    found: dict[str, DrafterStats] = {}
-    for each in chain.from_iterable(stats):
-        known = found.get(each.drafter, DrafterStats(each.drafter, (), ()))
-        drafted = tuple(map(sum, zip_longest(known.drafted, each.drafted, fillvalue=0)))
-        accepted = tuple(map(sum, zip_longest(known.accepted, each.accepted, fillvalue=0)))
-        found[each.drafter] = DrafterStats(each.drafter, drafted, accepted)
-    return tuple(found.values())
 
 
 def counters_of(stats: EngineStats) -> EngineStats:
