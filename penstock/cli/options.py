@@ -58,7 +58,7 @@ _ENVIRONMENT = {
 }
 # Names of the same settings in other servers.
 _ALIASES = {
-    "replicas": "--data-parallel-size -dp",
+    "data_parallel_size": "-dp",
     "tensor_parallel_size": "-tp",
     "pipeline_parallel_size": "-pp",
     "quantization": "-q",
@@ -97,6 +97,12 @@ def config_options(
             if "model" in flags:
                 flags["model"] = _model_given_once(flags["model"], given.pop("positional_model", None))
             resolved = resolve(read_config_file(config_file) if config_file else {}, flags)
+            if kind is EngineConfig and resolved.cluster.replicas > 1 and flags.get("data_parallel_size"):
+                raise ConfigError(
+                    "This command runs one engine, and --data-parallel-size without --enable-expert-parallel asks "
+                    "for several.",
+                    hint="Add --enable-expert-parallel, for a mixture of experts, or leave the flag out.",
+                )
             parts = {ServeConfig: resolved, EngineConfig: resolved.engine, StoreConfig: resolved.store}
             return function(*args, config=parts[kind], **given)
 

@@ -331,7 +331,7 @@ def resources(spec: ReplicaSpec, cluster: dict[str, float]) -> dict[str, float]:
     needs = {"CPU": float(max(1, -(-num_threads // parallel.pipeline_parallel_size)))}
     device = engine.model.device
     if device == "cuda" or (device == "auto" and cluster.get("GPU", 0.0) > 0.0):
-        needs["GPU"] = float(parallel.tensor_parallel_size)
+        needs["GPU"] = float(parallel.ranks_per_stage)
     elif num_bytes := _memory(spec):
         needs["memory"] = float(num_bytes)
     return needs
@@ -376,7 +376,7 @@ def _memory(spec: ReplicaSpec) -> int:
     cache = 0
     if engine.cache.num_kv_blocks is None:
         cache = parse_bytes(engine.cache.kv_cache_memory or DEFAULT_CPU_KV_MEMORY)
-    return -(-stored // parallel.pipeline_parallel_size) + cache * parallel.tensor_parallel_size
+    return -(-stored // parallel.pipeline_parallel_size) + cache * parallel.ranks_per_stage
 
 
 async def _placed(group: Any, replica_id: str, bundles: list[dict[str, float]]) -> None:

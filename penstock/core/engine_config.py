@@ -237,9 +237,18 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     pipeline_parallel_size: Annotated[
         int, Meta(description="Pipeline stages that the layers are divided into.", ge=1, le=64)
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        Meta(
+            description="With --enable-expert-parallel: ranks that each have all attention heads, requests and KV of "
+            "their own, and share the experts. Without: another name for --replicas.",
+            ge=1,
+            le=64,
+        ),
+    ] = 1
     enable_expert_parallel: Annotated[
         bool,
-        Meta(description="Place whole experts on the tensor-parallel ranks, not a slice of every expert."),
+        Meta(description="Place whole experts on the ranks of a stage, not a slice of every expert."),
     ] = False
     enable_eplb: Annotated[
         bool,
@@ -262,7 +271,12 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.ranks_per_stage * self.pipeline_parallel_size
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Return the number of ranks that share a machine and the experts of their layers."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):

@@ -153,9 +153,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     one after the other, in this order, after all earlier steps and before `chunks` are computed: a block or slot may
     appear several times. Slots of states follow the same rule.
 
-
     First of all the executor forgets the results of `dropped_images`, then it computes `encodings`, whose results the
-    chunks may need. A plan may have encodings and no chunks."""
+    chunks may need. A plan may have encodings and no chunks.
+
+    With data-parallel attention, `ranks` has the plan of each rank, or None for a rank that has nothing to compute,
+    and all other fields are empty. Each of these plans has a step id of its own."""
 
     step_id: int
     chunks: tuple[Chunk, ...]
@@ -163,10 +165,19 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     copies: tuple[KVCopy, ...] = ()
     encodings: tuple[Encoding, ...] = ()
     dropped_images: tuple[bytes, ...] = ()  # digests
+    ranks: tuple[StepPlan | None, ...] = ()
 
     @property
     def num_tokens(self) -> int:
+        """Count the tokens of all ranks."""
+        if self.ranks:
+            return sum(self.rank_tokens)
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def rank_tokens(self) -> tuple[int, ...]:
+        """Return the number of tokens of each rank, which is the number of its rows."""
+        return tuple(0 if plan is None else plan.num_tokens for plan in self.ranks)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -40,6 +40,7 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag_field="call", tag
     image_cache_tokens: int = 0
     masks_late: bool = False
     starts_late: bool = False
+    num_ranks: int = 1  # with data-parallel attention: that each have blocks and slots of these numbers
 
 
 class AddCall(msgspec.Struct, frozen=True, tag_field="call", tag="add"):

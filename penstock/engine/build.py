@@ -31,8 +31,11 @@ from penstock.engine.drafters.combination import build_drafter
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.loop import EngineLoop
+from penstock.engine.parallel.limits import check_data_parallel
 from penstock.engine.record import PlanRecorder, RecordedExchange
-from penstock.kvcache.cache import KVCache, blocks_of_context
+from penstock.kvcache.cache import blocks_of_context
+from penstock.scheduler.build import build_scheduler
+from penstock.scheduler.ranks import RankSchedulers
 from penstock.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -71,11 +74,15 @@ def build_engine(
     clock = clock or SystemClock()
     speculate = parse_speculate(config.speculate)
     ranks = None
-    parallel = config.parallel
+    parallel, num_ranks = (
+        config.parallel,
+        config.parallel.data_parallel_size,
+    )  # that have requests of their own
+    check_data_parallel(config)
     if parallel.num_ranks == 1 and (parallel.enable_eplb or parallel.num_redundant_experts):
         raise ConfigError(
             "--enable-eplb and --num-redundant-experts place experts on several ranks, and there is one rank.",
-            hint="Add --tensor-parallel-size and --enable-expert-parallel.",
+            hint="Add --tensor-parallel-size or --data-parallel-size, and --enable-expert-parallel.",
         )
     if str(model_path) == ECHO_MODEL:
         loaded = _load_echo(config, clock)
@@ -91,17 +98,6 @@ def build_engine(
     reuses_prefixes = config.cache.enable_prefix_caching and not card.is_encoder
     # A prompt leaves room for a token of its answer. Encoders have no answers.
     max_model_len = card.max_model_len + (1 if card.is_encoder else 0)
-    cache = KVCache(
-        loaded.num_kv_blocks,
-        block_size=config.cache.block_size,
-        enable_prefix_caching=reuses_prefixes,
-        max_pinned_fraction=config.cache.max_pinned_fraction,
-        num_host_blocks=loaded.num_host_blocks,
-        halves_blocks=loaded.halves_blocks,
-        states=loaded.states,
-        windows=loaded.windows,
-    )
-    eos_token_ids = frozenset(card.eos_token_ids)
     drafter = None
     # Encoders never draft, and refuse a named drafter. A fixed state cannot go back when a draft is rejected.
     if loaded.states is None and (not card.is_encoder or speculate.argument):
@@ -116,46 +112,36 @@ def build_engine(
     # with the drafts that it follows.
     masks_late = loaded.masks_late and depth == 2
     starts_late = loaded.starts_late and depth == 2
-    scheduler = Scheduler(
-        scheduler_config,
-        cache,
+    header = LogHeader(
+        config=scheduler_config,
+        num_blocks=loaded.num_kv_blocks,
+        block_size=config.cache.block_size,
+        enable_prefix_caching=reuses_prefixes,
+        max_pinned_fraction=config.cache.max_pinned_fraction,
         max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=card.eos_token_ids,
+        num_host_blocks=loaded.num_host_blocks,
         block_copy_s=loaded.block_copy_s,
         tile_tokens=loaded.tile_tokens,
+        halves_blocks=loaded.halves_blocks,
+        states=loaded.states,
+        windows=loaded.windows,
         image_cache_tokens=loaded.image_cache_tokens,
         masks_late=masks_late,
         starts_late=starts_late,
+        num_ranks=num_ranks,
     )
-    recorder = None
-    if config.record_plans is not None:
-        header = LogHeader(
-            config=scheduler_config,
-            num_blocks=loaded.num_kv_blocks,
-            block_size=config.cache.block_size,
-            enable_prefix_caching=reuses_prefixes,
-            max_pinned_fraction=config.cache.max_pinned_fraction,
-            max_model_len=max_model_len,
-            eos_token_ids=card.eos_token_ids,
-            num_host_blocks=loaded.num_host_blocks,
-            block_copy_s=loaded.block_copy_s,
-            tile_tokens=loaded.tile_tokens,
-            halves_blocks=loaded.halves_blocks,
-            states=loaded.states,
-            windows=loaded.windows,
-            image_cache_tokens=loaded.image_cache_tokens,
-            masks_late=masks_late,
-            starts_late=starts_late,
-        )
-        recorder = PlanRecorder(Path(config.record_plans), header)
+    scheduler = build_scheduler(header)
+    recorder = None if config.record_plans is None else PlanRecorder(Path(config.record_plans), header)
+    num_blocks, num_seqs = scheduler.stats().num_kv_blocks, scheduler_config.max_num_seqs * num_ranks
     ready = EngineReady(
         model=card,
-        num_kv_blocks=cache.num_memory_blocks,
-        num_contexts=cache.num_memory_blocks
+        num_kv_blocks=num_blocks,
+        num_contexts=num_blocks
         / blocks_of_context(card.max_model_len, config.cache.block_size, loaded.windows),
         block_size=config.cache.block_size,
-        max_num_seqs=scheduler_config.max_num_seqs,
-        max_requests=scheduler_config.max_num_seqs + scheduler_config.max_queue_requests,
+        max_num_seqs=num_seqs,
+        max_requests=num_seqs + scheduler_config.max_queue_requests,
         max_queue_tokens=scheduler_config.max_queue_tokens,
         max_output_tokens=min(config.scheduler.max_output_tokens or card.max_model_len, card.max_model_len),
         max_lora_rank=config.lora.max_lora_rank if loaded.adapters is not None else 0,
@@ -176,7 +162,7 @@ def build_engine(
 def _disk_cache(
     config: EngineConfig,
     loaded: Loaded,
-    scheduler: Scheduler,
+    scheduler: Scheduler | RankSchedulers,
     recorder: PlanRecorder | None,
     clock: Clock,
 ) -> Collaborator | None:
@@ -190,7 +176,7 @@ def _disk_cache(
         reason = "the KV of a block lies on several ranks"
     elif loaded.windows is not None or loaded.states is not None:
         reason = "layers with windows or fixed states need more than blocks"
-    if reason or loaded.kv is None:
+    if reason or loaded.kv is None or isinstance(scheduler, RankSchedulers):
         logger.warning("--kv-disk-cache has no effect: %s", reason)
         return None
     from penstock.engine.disk_cache import DiskCache
@@ -232,7 +218,7 @@ def _load_echo(config: EngineConfig, clock: Clock) -> Loaded:
     if config.parallel.num_ranks > 1:
         raise ConfigError(
             "The echo engine has no model to share out over ranks.",
-            hint="Leave --tensor-parallel-size and --pipeline-parallel-size out.",
+            hint="Leave --tensor-parallel-size, --pipeline-parallel-size and --enable-expert-parallel out.",
         )
     card = echo_card(
         config.model.served_model_name or ECHO_MODEL, config.model.max_model_len or ECHO_MAX_MODEL_LEN
@@ -257,6 +243,7 @@ def _load_ranks(
         # All ranks import torch at the same time.
         from penstock.engine.decoder import load_decoder
         from penstock.engine.parallel.balancer import ExpertBalancer
+        from penstock.engine.parallel.data_executor import DataParallelExecutor
         from penstock.engine.parallel.executor import PipelineExecutor, TensorParallelExecutor
         from penstock.engine.parallel.setup import check, join
         from penstock.models.load import weights_identity
@@ -272,7 +259,8 @@ def _load_ranks(
         balance, balancer = setup.local.balance, None
         if balance is not None:
             balancer = ExpertBalancer(balance, config.parallel.eplb_step_interval)
-        whole = TensorParallelExecutor(setup.local, others, balancer)
+        kind = DataParallelExecutor if config.parallel.data_parallel_size > 1 else TensorParallelExecutor
+        whole = kind(setup.local, others, balancer)
         return replace(loaded, executor=whole), whole
     staged = PipelineExecutor(setup.local, others, clock)
     # A part of the next step enters the first stage while the last stage is busy with this step.

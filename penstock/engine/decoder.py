@@ -94,7 +94,7 @@ def load_decoder(
     has_states = bool(state_layers(model))
     if has_states:
         _check_states(config)
-    is_first = setup.shard.tensor_rank == 0 and setup.shard.is_first_stage  # this rank plans, and drafts
+    is_first = setup.shard.expert_rank == 0 and setup.shard.is_first_stage  # this rank plans, and drafts
     drafter = load_drafter(config, model_path, loaded, whole_ops) if is_first and not has_states else None
     vision = None
     if setup.shard.num_stages == 1 and isinstance(
@@ -148,6 +148,7 @@ def load_decoder(
     if (
         masks is not None
         and not has_states
+        and setup.shard.data_size == 1  # else the masks of most requests are on other ranks
         and parse_speculate(config.speculate).kind in ("auto", "draft", "heads")
     ):
         drafters.append(GrammarDrafter(masks))

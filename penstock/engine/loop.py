@@ -32,6 +32,7 @@ from penstock.core.plan import (
 from penstock.core.request import Request
 from penstock.engine.collaborator import Arrival, Collaborator
 from penstock.engine.drafters.interface import Drafter
+from penstock.scheduler.ranks import RankSchedulers
 from penstock.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class _Counters:
 class EngineLoop:
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | RankSchedulers,
         executor: Executor,
         clock: Clock,
         *,

@@ -73,7 +73,7 @@ def warm_up(model: Model, ops: Ops, *, block_size: int, max_rows: int, max_token
     with _compiling(ops.device), torch.inference_mode():
         _sample(ops, model.config.vocab_size)
         for step in steps:
-            _run(model, ops, kv, step)
+            run_step(model, ops, kv, step)
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -119,7 +119,9 @@ def _compiling(device: torch.device) -> Iterator[None]:
             asked_for_all.set()
 
 
-def _run(model: Model, ops: Ops, kv: KVStore, step: WarmUpStep) -> None:
+def run_step(model: Model, ops: Ops, kv: KVStore, step: WarmUpStep) -> None:
+    """Run a step whose results are not used, over a cache of one block."""
+
     def int32(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=ops.device)
 

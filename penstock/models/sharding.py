@@ -33,6 +33,9 @@ class Shard:
     tensor_size: int = 1
     stage: int = 0
     num_stages: int = 1
+    # Ranks that each have all heads, for requests of their own, and share the experts alone.
+    data_rank: int = 0
+    data_size: int = 1
     places_experts: bool = False  # whole experts go to ranks, instead of a slice of every expert
     balances_experts: bool = False  # the experts of a rank may become others
     redundant_experts: int = 0  # how many more experts than there are the ranks hold together
@@ -45,6 +48,15 @@ class Shard:
     def is_last_stage(self) -> bool:
         return self.stage == self.num_stages - 1
 
+    @property
+    def expert_rank(self) -> int:
+        """Return this rank's number among those that share the experts of its layers."""
+        return self.data_rank * self.tensor_size + self.tensor_rank
+
+    @property
+    def expert_size(self) -> int:
+        return self.data_size * self.tensor_size
+
     def layers(self, num_layers: int) -> range:
         return balanced(num_layers, self.num_stages)[self.stage]
 
@@ -55,7 +67,7 @@ class Shard:
         """Return the experts that this rank holds at first, whole or sliced."""
         if not self.places_experts:
             return range(count)
-        slots = balanced(count + self.redundant_experts, self.tensor_size)[self.tensor_rank]
+        slots = balanced(count + self.redundant_experts, self.expert_size)[self.expert_rank]
         return first_slots(count, slots)
 
     def expert_inner(self, intermediate_size: int) -> range:
@@ -127,10 +139,10 @@ class Shard:
                 f"--enable-expert-parallel needs a mixture of experts; {config.architecture} has none.",
                 hint="Leave the flag out.",
             )
-        if config.experts.count < self.tensor_size:
+        if config.experts.count < self.expert_size:
             raise ConfigError(
-                f"The model's {config.experts.count} experts cannot be placed on {self.tensor_size} ranks.",
-                hint="Lower --tensor-parallel-size.",
+                f"The model's {config.experts.count} experts cannot be placed on {self.expert_size} ranks.",
+                hint="Lower --data-parallel-size." if self.data_size > 1 else "Lower --tensor-parallel-size.",
             )
         if self.balances_experts:
             self._check_slots(config.experts.count)
@@ -142,7 +154,7 @@ class Shard:
                 "--enable-eplb does not balance the experts of several pipeline stages.",
                 hint="Leave either --enable-eplb or --pipeline-parallel-size out.",
             )
-        num_slots, size = count + self.redundant_experts, self.tensor_size
+        num_slots, size = count + self.redundant_experts, self.expert_size
         if num_slots % size:
             more = self.redundant_experts + size - num_slots % size
             raise ConfigError(

@@ -119,7 +119,7 @@ def refuse_shards(shard: Shard) -> None:
     if shard != WHOLE:
         raise ConfigError(
             "A model that runs by transformers' code cannot be sharded over ranks.",
-            hint="Leave --tensor-parallel-size and --pipeline-parallel-size out.",
+            hint="Leave --tensor-parallel-size, --pipeline-parallel-size and --enable-expert-parallel out.",
         )
 
 

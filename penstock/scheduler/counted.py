@@ -346,8 +346,8 @@ class CountedScheduler(Scheduler):
         self._update_services()
         return super().services()
 
-    def _num_prefill_tokens(self) -> int:
-        return super()._num_prefill_tokens() + sum(plan.load.prefill_tokens for plan in self._counted)
+    def num_prefill_tokens(self) -> int:
+        return super().num_prefill_tokens() + sum(plan.load.prefill_tokens for plan in self._counted)
 
     def check_integrity(self) -> None:
         for decode in self._decodes.values():

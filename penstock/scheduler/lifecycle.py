@@ -54,6 +54,7 @@ class RequestLifecycle:
         block_copy_s: float | None,
         image_cache_tokens: int,
         masks_late: bool,
+        predictor: StepTimePredictor | None = None,
     ) -> None:
         """See `Scheduler`."""
         self._config = config
@@ -65,7 +66,7 @@ class RequestLifecycle:
 
         headroom = Headroom(cache.block_size, cache.windows, counts_tokens=cache.has_window_memory)
         self._lengths = OutputLengthEstimator(config.length_bins)
-        self._predictor = StepTimePredictor()
+        self._predictor = StepTimePredictor() if predictor is None else predictor
         self._swapping = Swapping(cache, self._predictor, block_copy_s)
         self._swapping.decide_spills()
         self._accounts = TenantAccounts()
@@ -164,6 +165,16 @@ class RequestLifecycle:
     @property
     def num_waiting(self) -> int:
         return len(self._queue)
+
+    @property
+    def has_decodes(self) -> bool:
+        """Say whether a running request waits for its next token."""
+        return self._running.has_decodes
+
+    @property
+    def unfinished(self) -> set[str]:
+        """Return the ids of requests whose end `take_events` and `commit` have not told."""
+        return {*self._sequences, *(event.request_id for event in self._events)}
 
     @property
     def has_work(self) -> bool:

@@ -44,7 +44,7 @@ from penstock.scheduler.preemption import Preemption
 from penstock.scheduler.running import Work
 from penstock.scheduler.sequence import BATCH_RANK, Drafted, Sequence, State
 from penstock.scheduler.speculation import Speculation
-from penstock.scheduler.step_builder import StepBuilder, StepLoad, share_of_room
+from penstock.scheduler.step_builder import StepBuilder, StepLoad, StepTimePredictor, share_of_room
 
 _STEPS_BETWEEN_DECISIONS = 16  # between decisions whether evicted blocks are copied to host memory
 TOKENS_AFTER_LATE_MASK = 8  # tokens that are then planned only once the previous token is known
@@ -76,6 +76,7 @@ class Scheduler(RequestLifecycle):
         image_cache_tokens: int = 0,
         masks_late: bool = False,
         starts_late: bool = False,
+        predictor: StepTimePredictor | None = None,
     ) -> None:
         """`block_copy_s` is the time of a copy of one block to host memory, or back; with None, preempted requests
         compute again. `tile_tokens`: the executor computes tokens in tiles of this size, and a partly filled tile
@@ -83,7 +84,7 @@ class Scheduler(RequestLifecycle):
         many tokens in total. `masks_late`: the executor samples a step after the previous step is committed, as
         grammars require, so that requests with a grammar are planned ahead of commits too. `starts_late`: the
         executor executes chunks with `unsettled` drafts, so that a step is planned before the drafts in front of it
-        are verified.
+        are verified. `predictor`: one that several schedulers have in common.
 
         A model with states gets no drafts, because a state cannot go back when a draft is rejected."""
         if cache.states is not None and (
@@ -101,6 +102,7 @@ class Scheduler(RequestLifecycle):
             block_copy_s=block_copy_s,
             image_cache_tokens=image_cache_tokens,
             masks_late=masks_late,
+            predictor=predictor,
         )
         self._tile_tokens = tile_tokens
         self._itl_target_s = config.itl_target_ms / 1000.0 if config.itl_target_ms else None
@@ -117,9 +119,12 @@ class Scheduler(RequestLifecycle):
         """Return the requests for which the next call of `plan` could use drafts, with the most tokens for each."""
         return {} if self._steps else self._speculation.wanted()
 
-    def plan(self, now: float, drafts: Mapping[str, Draft] = NO_DRAFTS) -> StepPlan | None:
+    def plan(
+        self, now: float, drafts: Mapping[str, Draft] = NO_DRAFTS, *, others_decode: bool = False
+    ) -> StepPlan | None:
         """Return the next step; None when there is nothing to compute before a commit or an arrival. `drafts` are
-        guesses of the next tokens of requests that `wants_drafts` has named."""
+        guesses of the next tokens of requests that `wants_drafts` has named. `others_decode`: requests of other
+        ranks, which compute their steps together with this one, wait for their next tokens."""
         self.cache.retention.expire(now)
         if self.cache.states is not None:
             self.cache.states.take_due()
@@ -142,6 +147,7 @@ class Scheduler(RequestLifecycle):
         step = StepBuilder(
             max_tokens, self._predictor, self._itl_target_s, self._tile_tokens, self.cache.block_size
         )
+        step.others_decode = others_decode
         decodes = [each for each in work.decodes if each.number not in drafted] if drafted else work.decodes
         step.add_decodes(decodes, self._running.grow(work.growing))
         for sequence in work.decodes if drafted else ():
@@ -178,19 +184,22 @@ class Scheduler(RequestLifecycle):
         drafted = self._speculation.choose_late(work)
         return None if drafted is None else (work, drafted)
 
-    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        """Take the samples of the oldest plan in flight. Returns the events for clients."""
+    def commit(
+        self, plan: StepPlan, result: StepResult, now: float, *, sets_pace: bool = True
+    ) -> list[TokenEvent]:
+        """Take the samples of the oldest plan in flight. Returns the events for clients. Without `sets_pace`, the
+        step lasted as long as another rank's, which had more to compute: its time tells nothing about this load."""
         step = self._steps[0] if self._steps else None
         if step is None or not step.step_id == plan.step_id == result.step_id:
             raise ValueError(f"step {result.step_id} is committed as {plan.step_id}, out of order")
         if len(result.sampled) != len(step.sampling):
             raise ValueError(f"step {step.step_id} has {len(result.sampled)} samples of {len(step.sampling)}")
         self._steps.popleft()
-        if plan.chunks or plan.encodings:
+        if sets_pace and (plan.chunks or plan.encodings):
             self._predictor.observe(step.load, result.elapsed_s)
         if not step.step_id % _STEPS_BETWEEN_DECISIONS:
             self._swapping.decide_spills()
-        if step.planned_s is not None:
+        if sets_pace and step.planned_s is not None:
             waited_s = now - step.planned_s - result.preparation_s
             self._speculation.observe_step(step.load, waited_s, result.elapsed_s)
         events = [
@@ -229,7 +238,7 @@ class Scheduler(RequestLifecycle):
             num_running=len(self._running),
             num_waiting=len(self._queue),
             num_waiting_tokens=self._queue.num_tokens,
-            num_prefill_tokens=self._num_prefill_tokens(),
+            num_prefill_tokens=self.num_prefill_tokens(),
             kv_fragmentation=self._running.fragmentation,
             num_preemptions=self._num_preemptions,
             num_swapped=self._swapping.num_swapped,
@@ -243,7 +252,7 @@ class Scheduler(RequestLifecycle):
             image_cache_tokens=self._images.num_tokens,
         )
 
-    def _num_prefill_tokens(self) -> int:
+    def num_prefill_tokens(self) -> int:
         """Count the prompt tokens of running requests that no committed step has computed."""
         num_tokens = sum(step.load.prefill_tokens for step in self._steps)
         for sequence in self._running.sequences:

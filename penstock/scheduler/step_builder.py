@@ -184,6 +184,7 @@ class StepBuilder:
         "encodings",
         "load",
         "num_tokens_left",
+        "others_decode",
         "sampling",
         "scoring",
     )
@@ -207,6 +208,7 @@ class StepBuilder:
         self.drafted: dict[str, Drafted] = {}  # by request
         self.scoring: dict[str, Sequence] = {}  # requests with chunks whose prompt tokens are scored
         self.load = StepLoad()
+        self.others_decode = False  # requests of other ranks wait for their tokens until this step ends
 
     def add_decodes(self, sequences: list[Sequence], moved: set[int]) -> None:
         """Add one token for each request. `moved`: numbers of requests whose last block the executor does not
@@ -278,7 +280,7 @@ class StepBuilder:
         it."""
         room = self.num_tokens_left
         is_first = not self.load.prefill_tokens
-        if self._target_s is not None and self.load.decode_sequences:
+        if self._target_s is not None and (self.load.decode_sequences or self.others_decode):
             in_time = self._predictor.prefill_tokens_within(self._target_s, self.load, start)
             in_time = self._in_whole_tiles(in_time)
             room = min(room, max(in_time, MIN_PREFILL_TOKENS) if is_first else in_time)
@@ -295,7 +297,7 @@ class StepBuilder:
     def encoder_room(self, tile_patches: int) -> int:
         """Return how many tiles of an image this step can still encode. The first tile of a step always fits."""
         target_s = IDLE_ENCODER_S
-        if self.load.decode_sequences:
+        if self.load.decode_sequences or self.others_decode:
             if self._target_s is None:
                 return _NO_LIMIT_TOKENS
             target_s = self._target_s

@@ -219,7 +219,7 @@ def resolve(file_values: Mapping[str, Any], flags: Mapping[str, Any]) -> ServeCo
     if described and "model" not in {**values, **given}:  # the first table is the first model
         values = {**values, **described[0].first_settings()}
         extra = described[1:]
-    values = {**values, **given}
+    values = _with_replicas({**values, **given})
     external = external_servers(elsewhere, values.get("external", ()))
     whole_tables = {table: values.pop(table, None) for table in FILE_TABLES}
     own_names = served_names(values.pop("served_model_name", None))
@@ -260,6 +260,21 @@ def external_servers_of(config: ServeConfig) -> tuple[ExternalServerConfig, ...]
         return config.external
     tables = read_config_file(Path(config.external_file)).get(EXTERNAL_TABLES, ())
     return external_servers(tables, config.external_urls)
+
+
+def _with_replicas(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with as many replicas as --data-parallel-size says, where it does not say how many ranks
+    share experts."""
+    size = values.get("data_parallel_size", 1)
+    if size == 1 or values.get("enable_expert_parallel"):
+        return values
+    if values.get("replicas", size) != size:
+        raise ConfigError(
+            "Without --enable-expert-parallel, --data-parallel-size is another name for --replicas, and the two "
+            "differ.",
+            hint="Leave one of them out.",
+        )
+    return {**values, "data_parallel_size": 1, "replicas": size}
 
 
 def _engine_config(values: Mapping[str, Any]) -> EngineConfig:

@@ -19,15 +19,15 @@ from penstock.core.plan_log import (
     ExchangeCall,
     FailCall,
     FinishImportCall,
-    LogHeader,
     PlanCall,
     SchedulerCall,
     read_plan_log,
 )
 from penstock.dispatch import Dispatcher
 from penstock.dispatch.log import LogRecord, encode_actions, make_call, read_dispatch_log
-from penstock.kvcache import KVCache
+from penstock.scheduler.build import build_scheduler
 from penstock.scheduler.exchange import BlockExchange
+from penstock.scheduler.ranks import RankSchedulers
 from penstock.scheduler.scheduler import Scheduler
 
 
@@ -56,31 +56,7 @@ def replay(lines: Iterable[bytes]) -> Replay:
     return replay_calls(build_scheduler(header), calls)
 
 
-def build_scheduler(header: LogHeader) -> Scheduler:
-    cache = KVCache(
-        header.num_blocks,
-        block_size=header.block_size,
-        enable_prefix_caching=header.enable_prefix_caching,
-        max_pinned_fraction=header.max_pinned_fraction,
-        num_host_blocks=header.num_host_blocks,
-        halves_blocks=header.halves_blocks,
-        states=header.states,
-        windows=header.windows,
-    )
-    return Scheduler(
-        header.config,
-        cache,
-        max_model_len=header.max_model_len,
-        eos_token_ids=frozenset(header.eos_token_ids),
-        block_copy_s=header.block_copy_s,
-        tile_tokens=header.tile_tokens,
-        image_cache_tokens=header.image_cache_tokens,
-        masks_late=header.masks_late,
-        starts_late=header.starts_late,
-    )
-
-
-def replay_calls(scheduler: Scheduler, calls: Iterable[SchedulerCall]) -> Replay:
+def replay_calls(scheduler: Scheduler | RankSchedulers, calls: Iterable[SchedulerCall]) -> Replay:
     uncommitted: dict[int, StepPlan] = {}
     num_calls = num_plans = 0
     for call in calls:
@@ -106,6 +82,7 @@ def replay_calls(scheduler: Scheduler, calls: Iterable[SchedulerCall]) -> Replay
                     )
                 scheduler.commit(plan, call.result, call.now)
             case _:
+                assert isinstance(scheduler, Scheduler), "ranks with caches of their own exchange no blocks"
                 _replay_exchange(scheduler.exchange, call)
         num_calls += 1
     return Replay(num_calls, num_plans, None)

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Grammar, Request, SamplingParams
@@ -19,8 +20,8 @@ END = NUM_BYTES
 CALL_TOKENS = {"[CALL]": END + 1, "<tool_call>": END + 2}
 
 
-def write_byte_model(folder: Path, vocab_size: int = END + 8) -> Path:
-    write_tiny_model(folder)
+def write_byte_model(folder: Path, vocab_size: int = END + 8, **changes: Any) -> Path:
+    write_tiny_model(folder, **changes)
     config = json.loads((folder / "config.json").read_text())
     # A little larger than the tokenizer's vocabulary, as real models are.
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size, "eos_token_id": END}))

@@ -10,6 +10,7 @@ from penstock.core.plan import Draft, StepPlan, TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request
 from penstock.engine.build import Engine
 from penstock.engine.drafters.interface import Drafter
+from penstock.scheduler.ranks import RankSchedulers
 from penstock.scheduler.speculation import _Choice
 
 from .tiny import VOCAB_SIZE, run, tokens
@@ -62,8 +63,6 @@ class KnowingDrafter:
 def speculate(engine: Engine, drafter: Drafter, most: int = 4) -> Engine:
     """Let the engine take all drafts of a drafter, whether that pays or not."""
     engine.loop.drafter = drafter
-    speculation = engine.loop.scheduler._speculation
-    speculation._max_draft_tokens = most
 
     def take_all(offers: list[Any], load: object, max_tokens: int) -> list[int]:
         lengths = []
@@ -73,12 +72,16 @@ def speculate(engine: Engine, drafter: Drafter, most: int = 4) -> Engine:
             max_tokens -= lengths[-1]
         return lengths
 
-    speculation._best_lengths = take_all  # type: ignore[method-assign]
-    speculation._best = lambda offers, load, most, idle_s: _Choice(  # type: ignore[method-assign]
-        take_all(offers, load, most), 1.0, 1.0
-    )
     rng = random.Random(1)
-    speculation._pays_late = lambda choice: rng.random() < 0.7  # type: ignore[method-assign]
+    scheduler = engine.loop.scheduler
+    for each in scheduler.schedulers if isinstance(scheduler, RankSchedulers) else (scheduler,):
+        speculation = each._speculation
+        speculation._max_draft_tokens = most
+        speculation._best_lengths = take_all  # type: ignore[method-assign]
+        speculation._best = lambda offers, load, most, idle_s: _Choice(  # type: ignore[method-assign]
+            take_all(offers, load, most), 1.0, 1.0
+        )
+        speculation._pays_late = lambda choice: rng.random() < 0.7  # type: ignore[method-assign]
     return engine
 
 

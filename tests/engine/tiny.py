@@ -44,8 +44,10 @@ def write_tiny_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def write_tiny_adapter(folder: Path, seed: int, rank: int = 4) -> Adapter:
-    """A LoRA adapter of all matrices of the tiny model."""
+def write_tiny_adapter(
+    folder: Path, seed: int, rank: int = 4, parts: tuple[str, ...] = ("self_attn", "mlp")
+) -> Adapter:
+    """A LoRA adapter of all matrices of the tiny model, or of those in some parts of a layer."""
     torch.manual_seed(seed)
     shapes = {
         **{f"self_attn.{name}_proj": (64 if name == "q" else 32, 64) for name in "qkv"},
@@ -54,6 +56,7 @@ def write_tiny_adapter(folder: Path, seed: int, rank: int = 4) -> Adapter:
         "mlp.up_proj": (96, 64),
         "mlp.down_proj": (64, 96),
     }
+    shapes = {name: size for name, size in shapes.items() if name.startswith(parts)}
     folder.mkdir()
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 12, "target_modules": list(shapes)}
     (folder / "adapter_config.json").write_text(json.dumps(fields))

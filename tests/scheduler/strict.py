@@ -419,6 +419,11 @@ class StrictExecutor:
         )
 
 
+def chunks_of(plan: StepPlan) -> tuple[Chunk, ...]:
+    """The chunks of all ranks."""
+    return plan.chunks + tuple(chunk for each in plan.ranks if each is not None for chunk in each.chunks)
+
+
 class Driver:
     """Runs a scheduler against the strict executor, `depth` plans ahead, and checks every answer."""
 
@@ -524,7 +529,8 @@ class Driver:
     def fail_latest_plan(self, index: int) -> None:
         """The executor had no memory for a chunk of the plan that was made last."""
         plan, _ = self._in_flight[-1]
-        chunk = plan.chunks[index % len(plan.chunks)]
+        chunks = chunks_of(plan)
+        chunk = chunks[index % len(chunks)]
         self.executor.spoil(chunk)
         self.scheduler.fail(chunk, "no memory", self.now)
         self.scheduler.check_integrity()
@@ -583,14 +589,14 @@ class Driver:
         self.scheduler.check_integrity()
         self._take(self.scheduler.take_events())
         if plan is not None:
-            self.num_late += any(chunk.unsettled for chunk in plan.chunks)
+            self.num_late += any(chunk.unsettled for chunk in chunks_of(plan))
             self.plans.append(plan)
             tokens = {
                 chunk.request_id: [
                     *self.requests[chunk.request_id].prompt_token_ids,
                     *self.answers[chunk.request_id],
                 ]
-                for chunk in plan.chunks
+                for chunk in chunks_of(plan)
                 if chunk.begins
             }
             tenants = {request_id: self.requests[request_id].tenant for request_id in tokens}

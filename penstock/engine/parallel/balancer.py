@@ -34,9 +34,14 @@ class ExpertBalancer(Collaborator):
         self._imbalance = self._imbalance_placed = 0.0
         self._num_moved = 0
 
+    @property
+    def counts_next(self) -> bool:
+        """Say whether the next call of `next_move` reads the counts, for which all ranks may be needed."""
+        return self._num_steps == self._interval
+
     def next_move(self) -> ExpertsPlaced | None:
         """Return the move that comes before the next step. Called once before every step."""
-        if self._num_steps == self._interval:
+        if self.counts_next:
             self._num_steps = 0
             self._measure()
         self._num_steps += 1

@@ -27,6 +27,7 @@ from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import CompiledGrammar
 from penstock.engine.parallel.balancer import ExpertBalancer
+from penstock.engine.parallel.data_ops import SharedExperts
 from penstock.engine.parallel.experts import ExpertBalance
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.messages import (
@@ -147,17 +148,20 @@ class LocalRank:
         mesh: Mesh,
         compiler: GrammarCompiler | None,
         balance: ExpertBalance | None = None,
+        experts: SharedExperts | None = None,
     ) -> None:
-        """`balance` has the experts that may move between ranks."""
+        """`balance` has the experts that may move between ranks, and `experts` those that ranks with tokens of their
+        own share."""
         self.shard = mesh.shard
         self.executor = executor
         self.lora = executor.forward.lora
         self.balance = balance
+        self._experts = experts
         self._rows = rows
         self._mesh = mesh
         self._samples_elsewhere = not self.shard.is_last_stage
         self._reports = self.shard.num_stages > 1 and self.shard.is_last_stage and self.shard.tensor_rank == 0
-        self._compiler = compiler if self._reports else None
+        self._compiler = compiler if self._reports or self.shard.data_rank > 0 else None
         self._num_submitted = 0
 
     def take(self, news: Iterable[News]) -> None:
@@ -191,7 +195,15 @@ class LocalRank:
         with torch.inference_mode():
             self.balance.move(move.layer, move.experts)
 
-    def run(self, plan: StepPlan, in_flight: Mapping[str, int]) -> StepResult | None:
+    def count_experts(self) -> None:
+        """Add up the tokens of experts, together with all ranks."""
+        assert self.balance is not None, "the first rank has one too"
+        with torch.inference_mode():
+            self.balance.take_loads()
+
+    def run(
+        self, plan: StepPlan, in_flight: Mapping[str, int], *, others_compute: bool = False
+    ) -> StepResult | None:
         """Run a step. Returns the result on the rank that reports it; steps of other ranks are collected later."""
         if self.balance is not None:
             self.balance.begin_step(plan.num_tokens)
@@ -204,6 +216,10 @@ class LocalRank:
             self.collect()
         self.executor.submit(without_samples(plan) if self._samples_elsewhere else plan)
         self._num_submitted += 1
+        if others_compute and not plan.chunks:
+            assert self._experts is not None, "ranks share experts"
+            with torch.inference_mode():
+                self._experts.serve()
         return self.collect() if self._reports else None
 
     def collect(self) -> StepResult:
@@ -232,20 +248,20 @@ class FirstRank:
         self._news: list[News] = []  # not sent to the other ranks yet
         self._is_closed = False
         if local.lora is not None:
-            local.lora.on_load = lambda adapter: self._news.append(AdapterLoaded(adapter))
-            local.lora.on_drop = lambda digest: self._news.append(AdapterDropped(digest))
+            local.lora.on_load = lambda adapter: self._tell_all(AdapterLoaded(adapter))
+            local.lora.on_drop = lambda digest: self._tell_all(AdapterDropped(digest))
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         self._local.add(request, grammar)
-        self._news.append(Added(request))
+        self._tell_all(Added(request))
 
     def append(self, request_id: str, token_ids: tuple[int, ...]) -> None:
         self._local.executor.append(request_id, token_ids)
-        self._news.append(Appended(request_id, token_ids))
+        self._tell_all(Appended(request_id, token_ids))
 
     def remove(self, request_id: str) -> None:
         self._local.executor.remove(request_id)
-        self._news.append(Removed(request_id))
+        self._tell_all(Removed(request_id))
 
     @property
     def pids(self) -> Sequence[int]:
@@ -267,6 +283,9 @@ class FirstRank:
             self._is_closed = True
             self._others.close()
             self._local.close()
+
+    def _tell_all(self, news: News) -> None:
+        self._news.append(news)
 
     def _run(self, plan: StepPlan, in_flight: dict[str, int]) -> None:
         move = self.balancer.next_move() if self.balancer is not None else None
@@ -305,6 +324,7 @@ class PipelineExecutor(FirstRank):
         super().__init__(local, others)
         self._clock = clock
         self._batcher = MicroBatcher(local.shard.num_stages)
+        self._sampling_rank = (local.shard.num_stages - 1) * local.shard.tensor_size
         self._submitted: deque[_Submitted] = deque()
         self._arrived: deque[Sampled] = deque()  # of parts, in order
         self._awaited: Counter[str] = Counter()  # samples in flight, by request
@@ -346,10 +366,7 @@ class PipelineExecutor(FirstRank):
         return StepResult(step.step_id, sampled, elapsed_s, scored)
 
     def _receive(self) -> None:
-        message = self._others.sampled.get()
-        if message is None:
-            self._others.check()
-            return
+        message = self._others.next_sampled(self._sampling_rank)
         self._arrived.append(message)
         for token in message.sampled:
             self._awaited[token.request_id] -= 1

@@ -11,7 +11,7 @@ order in which ranks are added up.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from penstock.core.errors import ConfigError
 from penstock.engine.parallel.mesh import Mesh, TensorGroup
 from penstock.engine.parallel.placement import Copy, Placement, copies_between, first_placement
 from penstock.kernels.blocks import route
-from penstock.kernels.interface import Activation, Ops, PackedExperts, Routing
+from penstock.kernels.interface import Activation, ExpertWeights, Ops, PackedExperts, Routing
 from penstock.models.sharding import balanced
 
 FEW_TOKENS = 32
@@ -30,7 +30,7 @@ _CERTAIN = 1e4
 
 
 @dataclass(frozen=True, slots=True)
-class _OwnExperts:
+class OwnExperts:
     """The experts of this rank, among all experts."""
 
     ops: Ops
@@ -48,7 +48,28 @@ class _OwnExperts:
         return self.ops.moe(rows, logits, self.packed, routing, self.activation)
 
 
+def places_of(chosen: Tensor, experts: PackedExperts) -> Tensor:
+    """Count the tokens of each expert where experts are balanced, and return the slots of the chosen experts."""
+    if not isinstance(experts, BalancedExperts):
+        return chosen
+    experts.count(chosen)
+    return experts.slots_of(chosen)
+
+
+def held(
+    ops: Ops, experts: PackedExperts, num_experts: int, activation: Activation, group: TensorGroup
+) -> tuple[OwnExperts, tuple[range, ...]]:
+    """Return what this rank holds of the experts of a layer, and which slots each rank holds."""
+    num_slots = num_experts
+    if isinstance(experts, BalancedExperts):
+        num_slots, experts = experts.num_slots, experts.packed
+    placement = balanced(num_slots, group.size)
+    return OwnExperts(ops, experts, placement[group.rank], activation), placement
+
+
 class PlacedExperts:
+    """The experts of tensor-parallel ranks, which all have the same tokens."""
+
     def __init__(self, ops: Ops, group: TensorGroup) -> None:
         self._ops = ops
         self._group = group
@@ -58,12 +79,8 @@ class PlacedExperts:
     ) -> Tensor:
         """Compute `Ops.moe` of `x` and `logits`, which are the same on all ranks, with this rank's `experts`."""
         weights, chosen = route(logits, routing)
-        num_slots = routing.num_experts
-        if isinstance(experts, BalancedExperts):
-            experts.count(chosen)
-            chosen, num_slots, experts = experts.slots_of(chosen), experts.num_slots, experts.packed
-        placement = balanced(num_slots, self._group.size)
-        own = _OwnExperts(self._ops, experts, placement[self._group.rank], activation)
+        chosen = places_of(chosen, experts)
+        own, placement = held(self._ops, experts, routing.num_experts, activation, self._group)
         into = None
         if routing.weighs_input:  # of each pair, instead of its output
             into, weights = weights.flatten().unsqueeze(1), torch.ones_like(weights)
@@ -72,7 +89,7 @@ class PlacedExperts:
         return self._exchange(x, into, weights, chosen, own, placement)
 
     def _add_up(
-        self, x: Tensor, into: Tensor | None, weights: Tensor, chosen: Tensor, own: _OwnExperts
+        self, x: Tensor, into: Tensor | None, weights: Tensor, chosen: Tensor, own: OwnExperts
     ) -> Tensor:
         top_k = chosen.shape[1]
         is_own = (chosen >= own.span.start) & (chosen < own.span.stop)
@@ -97,28 +114,48 @@ class PlacedExperts:
         into: Tensor | None,
         weights: Tensor,
         chosen: Tensor,
-        own: _OwnExperts,
+        own: OwnExperts,
         placement: tuple[range, ...],
     ) -> Tensor:
-        group, top_k = self._group, chosen.shape[1]
+        group = self._group
         shares = balanced(x.shape[0], group.size)
         share = slice(shares[group.rank].start, shares[group.rank].stop)
-        wanted = chosen[share].flatten()
-        last_experts = torch.tensor([span.stop - 1 for span in placement], device=x.device)
-        holders = torch.searchsorted(last_experts, wanted)
-        order = torch.argsort(holders, stable=True)
-        counts = torch.bincount(holders, minlength=group.size)
-        sent, received = counts.tolist(), group.exchange_counts(counts).tolist()
-        rows = x[share][order // top_k]
         if into is not None:
-            rows = (rows * into.view(-1, top_k)[share].view(-1, 1)[order]).to(x.dtype)
-        arrived = group.exchange(rows, sent, received)
-        made = own.run(arrived, group.exchange(wanted[order], sent, received))
-        returned = group.exchange(made, received, sent)
-        of_pairs = torch.empty_like(returned)
-        of_pairs[order] = returned
-        total = _weighted(of_pairs.view(-1, top_k, x.shape[1]), weights[share])
+            into = into.view(chosen.shape)[share].reshape(-1, 1)
+        total = through_experts(x[share], into, weights[share], chosen[share], own, placement, group)
         return group.join_rows(total, [len(span) for span in shares])
+
+
+def through_experts(
+    x: Tensor,
+    into: Tensor | None,
+    weights: Tensor,
+    chosen: Tensor,
+    own: OwnExperts,
+    placement: tuple[range, ...],
+    group: TensorGroup,
+) -> Tensor:
+    """Send the tokens of this rank to the ranks of their experts, and add up what comes back. All ranks call this
+    together, each with tokens of its own, or without any. `placement` has the experts of each rank, and `into` the
+    weights of inputs, where inputs are weighed instead of outputs."""
+    top_k, num_own = chosen.shape[1], len(own.span)
+    wanted = chosen.flatten()
+    order = torch.argsort(wanted, stable=True)  # the experts of a rank are neighbours
+    counts = torch.bincount(wanted, minlength=placement[-1].stop)
+    widths = [len(span) for span in placement]
+    arriving = group.exchange(counts, widths, [num_own] * group.size).view(group.size, num_own)
+    leaving = torch.stack([part.sum() for part in counts.split(widths)])
+    sent, received = torch.stack([leaving, arriving.sum(dim=1)]).tolist()
+    rows = x[order // top_k]
+    if into is not None:
+        rows = (rows * into[order]).to(x.dtype)
+    arrived = group.exchange(rows, sent, received)
+    experts = torch.arange(own.span.start, own.span.stop, device=x.device).repeat(group.size)
+    made = own.run(arrived, experts.repeat_interleave(arriving.flatten(), output_size=sum(received)))
+    returned = group.exchange(made, received, sent)
+    of_pairs = torch.empty_like(returned)
+    of_pairs[order] = returned
+    return _weighted(of_pairs.view(-1, top_k, x.shape[1]), weights)
 
 
 def _weighted(of_pairs: Tensor, weights: Tensor) -> Tensor:
@@ -137,7 +174,8 @@ class BalancedExperts:
         self.placement: Placement = ()
         device = balance.num_rows.device
         self.loads = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
-        self._counts = group.rank == 0  # all ranks would count the same
+        # Ranks with the same tokens would all count the same.
+        self._counts = balance.adds_up or group.rank == 0
         self._num_rows = balance.num_rows
         self._num_copies = torch.ones(self.num_experts, dtype=torch.int64, device=device)
         self._slots = torch.zeros(self.num_experts, group.size, dtype=torch.int64, device=device)
@@ -177,7 +215,11 @@ class BalancedExperts:
 class ExpertBalance:
     """All layers whose experts can move, on one rank."""
 
-    def __init__(self, group: TensorGroup, num_redundant: int, device: torch.device) -> None:
+    def __init__(
+        self, group: TensorGroup, num_redundant: int, device: torch.device, *, adds_up: bool = False
+    ) -> None:
+        """`adds_up`: each rank has tokens of its own, and the counts of all ranks are added up."""
+        self.adds_up = adds_up
         self.group = group
         self.num_redundant = num_redundant
         self.layers: list[BalancedExperts] = []  # in the order in which they are loaded
@@ -210,8 +252,12 @@ class ExpertBalance:
         self.num_rows.fill_(num_rows)
 
     def take_loads(self) -> list[list[int]]:
-        """Return the tokens of each layer's experts since the last call. Waits for the device."""
-        loads: list[list[int]] = torch.stack([layer.loads for layer in self.layers]).tolist()
+        """Return the tokens of each layer's experts since the last call. Waits for the device. With `adds_up`, all
+        ranks call this together."""
+        counted = torch.stack([layer.loads for layer in self.layers])
+        if self.adds_up:
+            counted = self.group.add_up(counted)
+        loads: list[list[int]] = counted.tolist()
         for layer in self.layers:
             layer.loads.zero_()
         return loads
@@ -254,3 +300,17 @@ class ExpertBalance:
         device = self.num_rows.device
         sending = torch.stack(rows) if rows else torch.empty(0, num_bytes, dtype=torch.uint8, device=device)
         return group.exchange(sending, sent, received).cpu().flatten()
+
+
+def pack_balanced(ops: Ops, experts: Iterable[ExpertWeights], balance: ExpertBalance) -> BalancedExperts:
+    """Pack this rank's experts of a layer, so that they can move."""
+    num_own = 0
+
+    def counted() -> Iterator[ExpertWeights]:
+        nonlocal num_own
+        for expert in experts:
+            num_own += 1
+            yield expert
+
+    packed = ops.pack_experts(counted())
+    return balance.add(packed, num_own)

@@ -1,8 +1,8 @@
 """Connects the ranks of one replica: their process groups, and the few collectives that are used on them.
 
 A rank's number is `stage × tensor_size + tensor_rank`. The ranks of a stage cut its layers up between them; ranks
-with the same place in neighbouring stages hand activations on. NCCL carries CUDA tensors, gloo the rest. Knows no
-model.
+with the same place in neighbouring stages hand activations on. With data-parallel attention there is one stage, and a
+rank shares nothing but experts with the others. NCCL carries CUDA tensors, gloo the rest. Knows no model.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ _SIOCGIFADDR = 0x8915  # of ioctl(2) on Linux: the IPv4 address of an interface
 
 
 def shard_of(rank: int, parallel: ParallelConfig) -> Shard:
-    stage, tensor_rank = divmod(rank, parallel.tensor_parallel_size)
+    stage, rank_of_stage = divmod(rank, parallel.ranks_per_stage)
+    data_rank, tensor_rank = divmod(rank_of_stage, parallel.tensor_parallel_size)
     return Shard(
         tensor_rank=tensor_rank,
         tensor_size=parallel.tensor_parallel_size,
         stage=stage,
         num_stages=parallel.pipeline_parallel_size,
+        data_rank=data_rank,
+        data_size=parallel.data_parallel_size,
         places_experts=parallel.enable_expert_parallel,
         balances_experts=parallel.enable_eplb,
         redundant_experts=parallel.num_redundant_experts,
@@ -94,14 +97,9 @@ class TensorGroup:
             [joined[rank * tallest : rank * tallest + height] for rank, height in enumerate(heights)]
         )
 
-    def exchange_counts(self, counts: Tensor) -> Tensor:
-        """Exchange counts, int64 [size]: the counts to each rank go in, the counts from each rank come out."""
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self._group)
-        return received
-
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send this many rows to each rank, in order. Returns the received rows, in the order of the ranks."""
+        """Send this many rows to each rank, in order. Returns the received rows, in the order of the ranks. A row may
+        be a single value."""
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self._group)
         return arrived
@@ -196,7 +194,12 @@ class Mesh:
             world_size=num_ranks,
             timeout=_TIMEOUT,
         )
-        self.tensor = self._tensor_group(parallel.pipeline_parallel_size, size)
+        if parallel.data_parallel_size == 1:
+            self.tensor = self._tensor_group(parallel.pipeline_parallel_size, size)
+            self.experts = self.tensor  # the ranks that share the experts of a layer
+        else:
+            self.tensor = TensorGroup(None, 0, 1, rank)
+            self.experts = TensorGroup(None, rank, num_ranks, 0)
         self.stages = StageLink(rank, size)
 
     def smallest(self, number: int) -> int:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.core.engine_config import EngineConfig, Rendezvous
-from penstock.core.plan import SampledToken, ScoredChunk, StepPlan
+from penstock.core.plan import SampledToken, ScoredChunk, StepPlan, StepResult
 from penstock.core.request import Adapter, Request
 
 
@@ -57,18 +57,28 @@ News: TypeAlias = Added | Appended | Removed | AdapterLoaded | AdapterDropped | 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """Apply the updates, in order, then run the plan. `in_flight` holds tokens that the plan needs and that no update
-    has delivered yet, by request."""
+    has delivered yet, by request. `others_compute`: with data-parallel attention, other ranks have tokens, whose
+    experts this rank may hold."""
 
     news: tuple[News, ...]
     plan: StepPlan
     in_flight: dict[str, int] = {}
+    others_compute: bool = False
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """Send the result of the oldest step that was not reported: a rank with requests of its own samples for them."""
+
+
+class CountExperts(msgspec.Struct, frozen=True, tag="count_experts"):
+    """Add up the tokens of experts, together with all ranks, and count from 0 again."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
     """There will be no more steps."""
 
 
-ToRank: TypeAlias = Begin | Step | Leave
+ToRank: TypeAlias = Begin | Step | Report | CountExperts | Leave
 
 
 class Present(msgspec.Struct, frozen=True, tag="present"):
@@ -78,10 +88,18 @@ class Present(msgspec.Struct, frozen=True, tag="present"):
 
 
 class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
-    """The samples of the last stage of a pipeline for one plan, and its scores of prompt tokens."""
+    """The samples of a rank for one plan, and its scores of prompt tokens: of the last stage of a pipeline, or of a
+    rank with requests of its own."""
 
     sampled: tuple[SampledToken, ...]
     scored: tuple[ScoredChunk, ...] = ()
+    elapsed_s: float = 0.0
+    encoder_s: float = 0.0
+    preparation_s: float = 0.0
+
+    @classmethod
+    def of(cls, result: StepResult) -> Sampled:
+        return cls(result.sampled, result.scored, result.elapsed_s, result.encoder_s, result.preparation_s)
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -7,12 +7,12 @@ Models call this backend like any other, and know nothing of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from penstock.engine.parallel.experts import ExpertBalance, PlacedExperts
+from penstock.engine.parallel.experts import ExpertBalance, PlacedExperts, pack_balanced
 from penstock.engine.parallel.mesh import TensorGroup
 from penstock.kernels.blocks import DelegatingOps
 from penstock.kernels.interface import (
@@ -79,16 +79,7 @@ class TensorParallelOps(DelegatingOps):
     def pack_experts(self, experts: Iterable[ExpertWeights]) -> Any:
         if self._balance is None:
             return self._ops.pack_experts(experts)
-        num_own = 0
-
-        def counted() -> Iterator[ExpertWeights]:
-            nonlocal num_own
-            for expert in experts:
-                num_own += 1
-                yield expert
-
-        packed = self._ops.pack_experts(counted())
-        return self._balance.add(packed, num_own)
+        return pack_balanced(self._ops, experts, self._balance)
 
     def moe(
         self, x: Tensor, logits: Tensor, experts: PackedExperts, routing: Routing, activation: Activation

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -75,7 +75,10 @@ class RankProcesses:
     def __init__(self, config: EngineConfig, model_path: Path, rendezvous: Rendezvous | None = None) -> None:
         # Only this user can enter the folder in which the ranks of one machine find each other.
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
-        self.sampled: queue.SimpleQueue[Sampled | None] = queue.SimpleQueue()  # None: look at `failure`
+        # What each rank samples. None: look at `failure`.
+        self.sampled: dict[int, queue.SimpleQueue[Sampled | None]] = {
+            rank: queue.SimpleQueue() for rank in range(1, config.parallel.num_ranks)
+        }
         self.failure: PenstockError | None = None
         self._failed = threading.Event()
         self._is_closing = False
@@ -90,7 +93,7 @@ class RankProcesses:
         self.kv_connections: list[Connection] = []  # to the threads of the ranks that move KV
         self._listeners: list[threading.Thread] = []
         self._listener: RankListener | None = None
-        self.num_ranks_here = self._num_ranks if rendezvous is None else config.parallel.tensor_parallel_size
+        self.num_ranks_here = self._num_ranks if rendezvous is None else config.parallel.ranks_per_stage
         self.store_access: Path | StoreAccess = self._folder / "store"
         if rendezvous is not None:
             elsewhere = range(self.num_ranks_here, self._num_ranks)
@@ -125,6 +128,19 @@ class RankProcesses:
         data = encode(message)
         for child in self._children:
             self._send(child, data)
+
+    def tell_each(self, message_of: Callable[[int], ToRank]) -> None:
+        """Tell each rank what is for it alone."""
+        for child in self._children:
+            self._send(child, encode(message_of(child.rank)))
+
+    def next_sampled(self, rank: int) -> Sampled:
+        """Wait for the next samples of a rank. Raises when a rank has gone."""
+        while True:
+            sampled = self.sampled[rank].get()
+            if sampled is not None:
+                return sampled
+            self.check()
 
     def check(self) -> None:
         """Raise the reason when a rank has gone."""
@@ -237,7 +253,7 @@ class RankProcesses:
                         self._weights_ids[child.rank] = weights_id
                     self._present.release()
                 case Sampled():
-                    self.sampled.put(message)
+                    self.sampled[child.rank].put(message)
                 case Failed(code=code, message=sentence, hint=hint):
                     error = error_from_code(code, sentence)
                     error.hint = hint
@@ -260,6 +276,7 @@ class RankProcesses:
         if self.failure is None:  # later failures follow from the first
             self.failure = error
             self._failed.set()
-        self.sampled.put(None)
+        for sampled in self.sampled.values():
+            sampled.put(None)
         for _ in range(1, self._num_ranks):
             self._present.release()

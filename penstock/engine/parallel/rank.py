@@ -24,9 +24,11 @@ from penstock.engine.decoder import load_decoder
 from penstock.engine.parallel.executor import LocalRank
 from penstock.engine.parallel.messages import (
     Begin,
+    CountExperts,
     Failed,
     Leave,
     Present,
+    Report,
     Sampled,
     Step,
     decode_to_rank,
@@ -101,11 +103,15 @@ def _run(begin: Begin, connection: Connection, rendezvous: Rendezvous | None) ->
 def _serve(rank: LocalRank, connection: Connection) -> None:
     while True:
         match decode_to_rank(connection.recv_bytes()):
-            case Step(news=news, plan=plan, in_flight=in_flight):
+            case Step(news=news, plan=plan, in_flight=in_flight, others_compute=others_compute):
                 rank.take(news)
-                result = rank.run(plan, in_flight)
+                result = rank.run(plan, in_flight, others_compute=others_compute)
                 if result is not None:
-                    connection.send_bytes(encode(Sampled(result.sampled, result.scored)))
+                    connection.send_bytes(encode(Sampled.of(result)))
+            case Report():
+                connection.send_bytes(encode(Sampled.of(rank.collect())))
+            case CountExperts():
+                rank.count_experts()
             case Leave():
                 return
 

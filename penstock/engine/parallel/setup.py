@@ -17,17 +17,19 @@ from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.plan import SampledToken
 from penstock.core.request import Request
 from penstock.engine.batch import BatchRows, Samples
-from penstock.engine.device import choose_device
+from penstock.engine.device import allocate_kv, choose_device
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.one_rank import OneRank
+from penstock.engine.parallel.data_ops import DataParallelOps, SharedExperts
 from penstock.engine.parallel.executor import LocalRank
 from penstock.engine.parallel.experts import ExpertBalance
 from penstock.engine.parallel.mesh import Mesh, TensorGroup, shard_of
 from penstock.engine.parallel.ops import TensorParallelOps
 from penstock.engine.parallel.rendezvous import StoreAccess
 from penstock.engine.sampler import Sampler
+from penstock.engine.warmup import WarmUpStep, run_step
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.encoders.load import is_encoder
 from penstock.models.load import Checkpoint, open_any_checkpoint
@@ -52,7 +54,7 @@ class RankModel:
         self.products: Sequence[NamedProduct] = model.products
         self.records_graphs = model.records_graphs
         # The first rank of each stage counts the parameters of the stage.
-        counted = model.num_parameters if mesh.shard.tensor_rank == 0 else 0
+        counted = model.num_parameters if mesh.shard.expert_rank == 0 else 0
         self.num_parameters, self.weight_bytes = mesh.totals(counted, model.weight_bytes)
         if isinstance(model, HasStates):
             self.num_kv_layers, self.state_layers = model.num_kv_layers, model.state_layers
@@ -87,7 +89,9 @@ class RankModel:
             return self._model.logits(hidden_rows) if self._shard.is_last_stage else hidden_rows
 
     def argmax(self, hidden_rows: Tensor) -> Tensor | None:
-        return None  # ranks have parts of the logits
+        if self._shard.tensor_size > 1:
+            return None  # ranks have parts of the logits
+        return self._model.argmax(hidden_rows) if self._shard.is_last_stage else None
 
     def with_ops(self, ops: Ops) -> Model:
         twin = copy.copy(self)
@@ -164,22 +168,39 @@ class OneOfSeveralRanks(OneRank):
     is_alone = False
     local: LocalRank
 
-    def __init__(self, mesh: Mesh, vocab_size: int) -> None:
+    def __init__(self, mesh: Mesh, vocab_size: int, block_size: int = 16) -> None:
         self.mesh = mesh
         self.shard = mesh.shard
-        self.records_graphs = mesh.shard.num_stages == 1  # a graph cannot wait for another stage
+        # A graph cannot wait for another stage, and the sizes of an exchange are known when it is made.
+        self.records_graphs = mesh.shard.num_stages == 1 and mesh.shard.data_size == 1
         self._vocab_size = vocab_size
+        self._block_size = block_size
         self.balance: ExpertBalance | None = None  # made with the operations, where experts are balanced
+        self._experts: SharedExperts | None = (
+            None  # made with the first operations, where ranks have own tokens
+        )
 
     def ops(self, ops: Ops) -> Ops:
-        if self.shard.tensor_size == 1:
+        shard = self.shard
+        if shard.expert_size == 1:
             return ops
-        if self.shard.balances_experts and self.balance is None:
-            self.balance = ExpertBalance(self.mesh.tensor, self.shard.redundant_experts, ops.device)
-        return TensorParallelOps(ops, self.mesh.tensor, self.shard, self._vocab_size, self.balance)
+        if shard.balances_experts and self.balance is None:
+            adds_up = shard.data_size > 1
+            self.balance = ExpertBalance(
+                self.mesh.experts, shard.redundant_experts, ops.device, adds_up=adds_up
+            )
+        if shard.data_size == 1:
+            return TensorParallelOps(ops, self.mesh.tensor, shard, self._vocab_size, self.balance)
+        shared = SharedExperts(ops, self.mesh.experts)
+        self._experts = self._experts or shared
+        return DataParallelOps(ops, shared, self.balance)
 
     def model(self, model: Model, ops: Ops) -> Model:
-        return RankModel(staged(model), self.mesh, ops)
+        of_rank = RankModel(staged(model), self.mesh, ops)
+        if self._experts is not None:
+            with self._experts.rehearsing(), torch.inference_mode():
+                run_step(of_rank, ops, allocate_kv(of_rank, ops, 1, self._block_size), WarmUpStep(1, 1, 1))
+        return of_rank
 
     def agreed(self, number: int) -> int:
         return self.mesh.smallest(number)
@@ -204,7 +225,7 @@ class OneOfSeveralRanks(OneRank):
     def connect(self, executor: ModelExecutor, rows: BatchRows, compiler: GrammarCompiler | None) -> None:
         if self.balance is not None:
             self.balance.check(self.mesh)
-        self.local = LocalRank(executor, rows, self.mesh, compiler, self.balance)
+        self.local = LocalRank(executor, rows, self.mesh, compiler, self.balance, self._experts)
 
 
 def join(
@@ -214,9 +235,10 @@ def join(
     device = choose_device(config.model.device)
     if device.type == "cuda":  # a node has one stage, and its GPUs are counted from 0
         is_spread = isinstance(store_access, StoreAccess)
-        torch.cuda.set_device(rank % config.parallel.tensor_parallel_size if is_spread else rank)
+        torch.cuda.set_device(rank % config.parallel.ranks_per_stage if is_spread else rank)
     vocab_size = _open(config, model_path).config.vocab_size
-    return OneOfSeveralRanks(Mesh(rank, config.parallel, device, store_access), vocab_size)
+    mesh = Mesh(rank, config.parallel, device, store_access)
+    return OneOfSeveralRanks(mesh, vocab_size, config.cache.block_size)
 
 
 def check(config: EngineConfig, model_path: Path, num_ranks_here: int) -> None:
@@ -224,7 +246,7 @@ def check(config: EngineConfig, model_path: Path, num_ranks_here: int) -> None:
     if is_encoder(model_path):
         raise ConfigError(
             "An encoder is too small to be sharded over ranks.",
-            hint="Leave --tensor-parallel-size and --pipeline-parallel-size out.",
+            hint="Leave --tensor-parallel-size, --pipeline-parallel-size and --enable-expert-parallel out.",
         )
     if config.kv_transfer and config.parallel.pipeline_parallel_size > 1:
         raise ConfigError(
@@ -238,7 +260,7 @@ def check(config: EngineConfig, model_path: Path, num_ranks_here: int) -> None:
     if choose_device(config.model.device).type == "cuda" and torch.cuda.device_count() < num_ranks_here:
         raise ConfigError(
             f"{num_ranks_here} ranks need as many GPUs, and torch finds {torch.cuda.device_count()}.",
-            hint="Lower --tensor-parallel-size or --pipeline-parallel-size.",
+            hint="Lower --tensor-parallel-size, --pipeline-parallel-size or --data-parallel-size.",
         )
 
 

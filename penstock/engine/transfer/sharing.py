@@ -22,6 +22,7 @@ from penstock.engine.transfer.transfers import KVTransfers
 from penstock.kernels.interface import HalvesBlocks, KVRegion, KVStore, Ops
 from penstock.models.model import HasLatents, Model
 from penstock.models.sharding import Shard
+from penstock.scheduler.scheduler import Scheduler
 
 
 class WatchedKVStore:
@@ -85,6 +86,7 @@ class SharedKV:
         other ranks of this engine."""
         thread = TransferThread(wire, self.memory, ranks)
         opened = thread.start()
+        assert isinstance(loop.scheduler, Scheduler), "ranks with caches of their own share no KV"
         exchange = RecordedExchange(loop.scheduler.exchange, self.clock, recorder)
         calls = LoopCalls(loop.add, loop.abort, self._mark)
         transfers = KVTransfers(

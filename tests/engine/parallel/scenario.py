@@ -78,7 +78,7 @@ def logits_of_rank(
                     logits.cpu().numpy() for logits in scenario(PagedRunner(model, ops))
                 ]
         mesh.smallest(0)  # nobody leaves before all have received what was sent to them
-        samples = mesh.shard.is_last_stage and mesh.shard.tensor_rank == 0
+        samples = mesh.shard.is_last_stage and mesh.shard.expert_rank == 0
         return made if samples else None
     finally:
         mesh.close()

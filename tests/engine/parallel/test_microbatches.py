@@ -124,11 +124,8 @@ class FakeRanks:
         self.told: list[Step] = []
         self._waiting: deque[Sampled] = deque()
 
-    @property
-    def sampled(self) -> FakeRanks:
-        return self
-
-    def get(self) -> Sampled:
+    def next_sampled(self, rank: int) -> Sampled:
+        assert rank == 1
         assert len(self._waiting) > 1, "the first rank waits for what nobody has computed yet"
         return self._waiting.popleft()
 

@@ -31,6 +31,10 @@ TOPOLOGIES = {
     "balanced experts on two ranks": ParallelConfig(
         tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True, num_redundant_experts=2
     ),
+    "own tokens on two ranks": ParallelConfig(data_parallel_size=2, enable_expert_parallel=True),
+    "own tokens and balanced experts on two ranks": ParallelConfig(
+        data_parallel_size=2, enable_expert_parallel=True, enable_eplb=True, num_redundant_experts=2
+    ),
 }
 MIXTURES = ("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-dense-layers")
 UNEVEN = "llama, uneven"
