@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Microseconds of CUDA kernels beside what they replace: sampling against a sort, int8 products against bfloat16
-products, the products of a layer of Llama-8B in every format, and attention over prompts on Hopper against the kernel
-for every GPU, and against FlashInfer where that is installed.
+products, the products of a layer of Llama-8B in every format, attention over prompts on Hopper against the kernel
+for every GPU, and against FlashInfer where that is installed, and attention of tokens that verify drafts, together and
+as decodes of their own.
 
-    python -m bench.gpu_kernels [sampling] [products] [layers] [attention]
+    python -m bench.gpu_kernels [sampling] [products] [layers] [attention] [drafts]
 """
 
 from __future__ import annotations
@@ -165,6 +166,37 @@ def _attend_often(ops: TritonOps, qkv: Any, layer: Any, cache: Any, batch: Atten
         ops.attend(qkv, layer, cache, batch)
 
 
+DRAFTS = ((1, 512), (1, 16_384), (8, 512), (8, 8192), (32, 2048))  # requests, and the context of each
+VERIFIED = (1, 2, 4, 8)  # tokens of each request
+
+
+def drafts() -> None:
+    from tests.triton.cases import Bench, Heads, as_decodes
+
+    bench = Bench(DEVICE, torch.bfloat16)
+    layer = Heads(32, 8, 128).layer(bench, 20_000)
+    print(
+        "\nattention of tokens that verify drafts, 32 heads of 128, 8 of keys, µs: together / as decodes alone"
+    )
+    row("requests, context", *(f"{count} tokens each" for count in VERIFIED))
+    row(*["---"] * (1 + len(VERIFIED)))
+    for requests, context in DRAFTS:
+        cells = []
+        for count in VERIFIED:
+            lengths = [(context - count, count)] * requests
+            num_blocks = requests * -(-context // 16) + 1
+            together = as_decodes(bench.batch(lengths, num_blocks))
+            qkv = bench.normal(len(together.positions), 48 * 128)
+            cache = bench.ops.allocate_kv(1, num_blocks, 16, 8, 128).layer(0)
+            alone = replace(together, neighbours=None)
+            taken = [
+                microseconds(_attend_often, bench.ops, qkv, layer, cache, each) / AT_ONCE
+                for each in ((together, alone) if count > 1 else (alone,))
+            ]
+            cells.append(" / ".join(f"{each:,.0f}" for each in taken))
+        row(f"{requests}, {context:,}", *cells)
+
+
 # Outputs and widths of a layer of Llama-8B: queries, keys and values; attention's output; gate and up; down.
 LAYER = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))
 LAYERS = 4  # so many that no weight stays in the cache until its next use
@@ -228,7 +260,13 @@ def layers() -> None:
         row(form, *(f"{each:,.0f} ({one / each:.2f})" for each, one in zip(taken, dense, strict=True)))
 
 
-PARTS = {"sampling": sampling, "products": products, "layers": layers, "attention": attention}
+PARTS = {
+    "sampling": sampling,
+    "products": products,
+    "layers": layers,
+    "attention": attention,
+    "drafts": drafts,
+}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PARTS:

@@ -102,6 +102,7 @@ class HostStep:
     spare_places: Int64Array | None = None  # [N, 3], what spare rows of the rope table mix, for image tokens
     windows: WindowTokens | None = None  # of models whose layers have windows
     late: LateTokens | None = None
+    neighbours: Int32Array | None = None  # of `AttentionBatch`, where tokens of chunks are separate sequences
 
 
 class BatchRows:
@@ -230,6 +231,7 @@ class BatchRows:
             offsets += np.where(block_at == self._last_block[token_rows], self._tail_offset[token_rows], 0)
         samples = _samples(chunks, rows, chunk_starts, pooled)
         query_starts, context_lens, sequence_rows = chunk_starts, starts + lengths, rows
+        neighbours = None
         if self._splits_drafts and samples.drafts:
             has_drafts = np.fromiter((bool(c.drafts) for c in chunks), dtype=np.bool_, count=count)
             ends = np.zeros(total, dtype=np.bool_)  # of sequences
@@ -238,13 +240,17 @@ class BatchRows:
             (last,) = np.nonzero(ends)
             query_starts = np.concatenate(([0], last + 1)).astype(np.int32)
             context_lens, sequence_rows = positions[last] + 1, token_rows[last]
+            num_before = (np.arange(total) - np.repeat(chunk_starts[:-1], lengths))[last]
+            num_from = np.repeat(lengths, lengths)[last] - num_before
             lengths = np.diff(query_starts)
+            neighbours = np.stack((num_before, num_from)).astype(np.int32)
         in_flight = np.fromiter((c.in_flight for c in chunks), dtype=np.bool_, count=count)
         in_flight_at = chunk_starts[1:][in_flight].astype(np.int64) - 1
         late = None
         if samples.late:
             in_flight_at -= np.array([len(c.drafts) for c in chunks if c.in_flight], dtype=np.int64)
             late = self._late_tokens(chunks, chunk_starts, query_starts, token_rows)
+        num_decodes = len(lengths) if total == len(lengths) else int(np.argmax(lengths > 1))
         token_ids = self._tokens[token_rows, positions]
         drafts_at = self._drafts_on_device(chunks, chunk_starts)
         places = positions[drafts_at] - self._num_tokens[token_rows[drafts_at]]
@@ -263,9 +269,10 @@ class BatchRows:
             samples=samples,
             max_query_len=int(lengths.max()),
             max_context_len=int(context_lens.max()),
-            num_decodes=len(lengths) if total == len(lengths) else int(np.argmax(lengths > 1)),
+            num_decodes=num_decodes,
             windows=None if self.windows is None else self.windows.tokens(token_rows, positions),
             late=late,
+            neighbours=None if neighbours is None else neighbours[:, :num_decodes],
         )
 
     def _late_tokens(
@@ -361,15 +368,15 @@ class BatchRows:
         more = [array for each in contexts for array in (each.context_lens, each.block_tables)]
         if step.windows is not None:
             more.append(step.windows.slots)
-        positions, slots, query_starts, context_lens, block_tables, *window_tensors = (
-            self._staging.all_to_device(
-                step.positions,
-                step.slots,
-                step.query_starts,
-                step.context_lens,
-                self.block_tables(step.rows, width),
-                *more,
-            )
+        if step.neighbours is not None:
+            more.append(step.neighbours)
+        positions, slots, query_starts, context_lens, block_tables, *others = self._staging.all_to_device(
+            step.positions,
+            step.slots,
+            step.query_starts,
+            step.context_lens,
+            self.block_tables(step.rows, width),
+            *more,
         )
         if step.late is not None:
             self.start_late(step.late, positions, slots, context_lens, block_tables)
@@ -384,12 +391,13 @@ class BatchRows:
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
             num_decodes=step.num_decodes,
+            neighbours=others.pop() if step.neighbours is not None else None,
             lengths=(torch.from_numpy(step.query_starts), torch.from_numpy(step.context_lens)),
             states=self._state_batch(step),
         )
         if self.windows is None:
             return batch
-        *pairs, window_slots = window_tensors
+        *pairs, window_slots = others
         return with_parts(
             batch,
             self.windows.layout,

@@ -106,7 +106,7 @@ def load_decoder(
     with ThreadPoolExecutor(1) as helper:
         description = helper.submit(describe, config, model_path, model, ops)
         if is_cuda and setup.is_alone:  # ranks would have to run every step together
-            _warm_up(config, model, ops, clock)
+            _warm_up(config, model, ops, clock, verifies=not has_states and _drafts(config))
         memory = allocate_cache(config, model, ops, pooling, drafter, vision, setup)
         card, compiler = description.result()
     kv, sizes, layout, states = memory.kv, memory.sizes, memory.layout, memory.states
@@ -243,7 +243,11 @@ def _check_states(config: EngineConfig) -> None:
         )
 
 
-def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock) -> None:
+def _drafts(config: EngineConfig) -> bool:
+    return config.scheduler.max_draft_tokens > 0 and parse_speculate(config.speculate).kind != "off"
+
+
+def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock, *, verifies: bool) -> None:
     """Compile kernels in parallel, before the measurement of memory, which would compile them one after the other."""
     started_s = clock.now()
     limits = config.scheduler
@@ -253,6 +257,7 @@ def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock) -> None
         block_size=config.cache.block_size,
         max_rows=limits.max_num_seqs,
         max_tokens=limits.max_num_batched_tokens,
+        verifies=verifies,
     )
     torch.cuda.empty_cache()
     logger.info("kernels are ready after %.1f s", clock.now() - started_s)

@@ -17,7 +17,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -35,6 +35,7 @@ from penstock.kernels.states import StateBatch
 from penstock.models.model import Model, TappedModel
 
 MIN_CONTEXT = 1024
+NUM_COLUMNS = 7  # of the inputs of a step, in front of block tables
 
 
 @contextlib.contextmanager
@@ -76,7 +77,7 @@ class DecodeGraphs:
         self._staging = staging
         self._max_model_len = max_model_len
         self._sizes = _sizes(rows.max_rows)
-        self._captured: dict[tuple[int, int, int | None], _Captured] = {}
+        self._captured: dict[tuple[int, int, bool, int | None], _Captured] = {}
         self._capture_s = 0.0
         self.hidden: Tensor | None = None  # of the latest call, valid until the next one
         self._pool = torch.cuda.graph_pool_handle()
@@ -85,10 +86,10 @@ class DecodeGraphs:
         largest = self._sizes[-1]
         self._query_starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
         # One array for all inputs of a step, so that one copy is enough: where each token comes from, positions,
-        # slots, context lengths, then block tables. In front of it the rows' newest tokens and drafts on the device,
-        # and after those the tokens that the host knows: `sources` are indices into these.
+        # slots, context lengths, neighbours, then block tables. In front of it the rows' newest tokens and drafts on
+        # the device, and after those the tokens that the host knows: `sources` are indices into these.
         first = rows.num_device_tokens
-        most = first + (5 + self._table_width(max_model_len)) * largest
+        most = first + (NUM_COLUMNS + self._table_width(max_model_len)) * largest
         self._buffer = torch.zeros(most, dtype=torch.int32, device=device)
         self._inputs = self._buffer[first:]
         # States are updated in place: no row of a recording, and no padded row, may have the state of a request.
@@ -125,14 +126,17 @@ class DecodeGraphs:
         context = self._context_bound(step.max_context_len)
         self._fill(step, count, size, context)
         version = use_adapters(self._lora, slots, size)
-        captured = self._captured.get((size, context, version))
+        key = size, context, step.neighbours is not None, version
+        captured = self._captured.get(key)
         if captured is None:
             if self._state_slots is not None and self._rows.states is not None:
                 self._state_slots.fill_(self._rows.states.num_slots)
             began_s = perf_counter()
             drop_outdated(self._captured, version)
-            captured = self._capture(size, context, adapted=slots is not None)
-            self._captured[size, context, version] = captured
+            captured = self._capture(
+                size, context, verifies=step.neighbours is not None, adapted=slots is not None
+            )
+            self._captured[key] = captured
             torch.cuda.synchronize()
             self._capture_s += perf_counter() - began_s
         if self._state_slots is not None:
@@ -143,8 +147,9 @@ class DecodeGraphs:
 
     def _fill(self, step: HostStep, count: int, size: int, context: int) -> None:
         width = self._table_width(context)
-        inputs = np.zeros((5 + width) * size, dtype=np.int32)
-        tokens, sources, positions, slots, context_lens = inputs[: 5 * size].reshape(5, size)
+        inputs = np.zeros((NUM_COLUMNS + width) * size, dtype=np.int32)
+        columns, tables = np.split(inputs, [NUM_COLUMNS * size])
+        tokens, sources, positions, slots, context_lens, *neighbours = columns.reshape(NUM_COLUMNS, size)
         tokens[:count] = step.token_ids
         sources[:] = self._rows.num_device_tokens + np.arange(size)
         sources[step.in_flight_at] = step.in_flight_rows
@@ -152,12 +157,16 @@ class DecodeGraphs:
         positions[:count] = step.positions
         slots[:count], slots[count:] = step.slots, self._spare_slot
         context_lens[:count] = step.context_lens
-        inputs[5 * size :].reshape(size, width)[:count] = self._rows.block_tables(step.rows, width)
+        if step.neighbours is not None:
+            for column, numbers in zip(neighbours, step.neighbours, strict=True):
+                column[:count] = numbers
+        tables.reshape(size, width)[:count] = self._rows.block_tables(step.rows, width)
         self._staging.copy_into(self._inputs, inputs)
         if step.late is not None:
-            _, _, places, targets, contexts = self._inputs[: 5 * size].view(5, size)
-            tables = self._inputs[5 * size : (5 + width) * size].view(size, width)
-            self._rows.start_late(step.late, places, targets, contexts, tables)
+            batch = self._batch(size, context)
+            self._rows.start_late(
+                step.late, batch.positions, batch.slots, batch.context_lens, batch.block_tables
+            )
         if self._window_inputs is not None:
             self._fill_windows(step, count, size)
 
@@ -202,21 +211,29 @@ class DecodeGraphs:
         slots[:count] = self._rows.state_slots(step.rows)
         self._staging.copy_into(self._state_slots, slots)
 
-    def _capture(self, size: int, context: int, *, adapted: bool) -> _Captured:
-        width = self._table_width(context)
-        _, sources, positions, slots, context_lens = self._inputs[: 5 * size].view(5, size)
-        batch = AttentionBatch(
-            positions=positions,
-            slots=slots,
+    def _batch(self, size: int, context: int) -> AttentionBatch:
+        """Return the batch of a step without drafts, in the inputs of the graphs."""
+        columns = self._inputs[: NUM_COLUMNS * size].view(NUM_COLUMNS, size)
+        tables = self._inputs[NUM_COLUMNS * size : (NUM_COLUMNS + self._table_width(context)) * size]
+        return AttentionBatch(
+            positions=columns[2],
+            slots=columns[3],
             query_starts=self._query_starts[: size + 1],
-            context_lens=context_lens,
-            block_tables=self._inputs[5 * size : (5 + width) * size].view(size, width),
+            context_lens=columns[4],
+            block_tables=tables.view(size, -1),
             num_requests=size,
             max_query_len=1,
             max_context_len=context,
             num_decodes=size,
             states=self._state_batch(size),
         )
+
+    def _capture(self, size: int, context: int, *, verifies: bool, adapted: bool) -> _Captured:
+        columns = self._inputs[: NUM_COLUMNS * size].view(NUM_COLUMNS, size)
+        sources, neighbours = columns[1], columns[5:]
+        batch = self._batch(size, context)
+        if verifies:
+            batch = replace(batch, neighbours=neighbours)
         batch = self._with_windows(batch, size)
         known_tokens = self._buffer[: self._rows.num_device_tokens + size]
         model = self._lora.adapted if adapted and self._lora is not None else self._model

@@ -36,6 +36,7 @@ class WarmUpStep:
     num_requests: int
     tokens_each: int
     span: int
+    verifies: bool = False  # drafts, as a decode for each token
 
 
 # The longest compilations come first: prompts, their ends after long cached beginnings, a few tokens over a long
@@ -51,10 +52,18 @@ PREFILLS = (
 # Decodes: one row, and the padded sizes of products, with one token per request. The first steps split contexts over
 # the chip, the later steps do not.
 DECODES = tuple(WarmUpStep(count, 1, LONG_CONTEXT) for count in (1, 2, 8, 32, 64, 128))
+# Attention splits contexts of the first step over the chip. The second has too short ones, the third too many.
+VERIFICATIONS = tuple(
+    WarmUpStep(count, 1, span, verifies=True)
+    for count, span in ((8, LONG_CONTEXT), (8, 64), (1024, LONG_CONTEXT))
+)
 
 
-def warm_up(model: Model, ops: Ops, *, block_size: int, max_rows: int, max_tokens: int) -> None:
-    """Compile all kernels that steps of at most this many requests and tokens need."""
+def warm_up(
+    model: Model, ops: Ops, *, block_size: int, max_rows: int, max_tokens: int, verifies: bool = False
+) -> None:
+    """Compile all kernels that steps of at most this many requests and tokens need, also steps that verify drafts if
+    the engine `verifies`."""
     model = model.with_distinct_layers()
     kv = allocate_kv(model, ops, 1, block_size)
     many = min(MANY_TOKENS, max_tokens)
@@ -70,6 +79,8 @@ def warm_up(model: Model, ops: Ops, *, block_size: int, max_rows: int, max_token
         for step in steps
         if step.num_requests <= max_rows and step.num_requests * step.tokens_each <= max_tokens
     ]
+    if verifies:
+        steps += [step for step in VERIFICATIONS if step.num_requests <= max_tokens]
     with _compiling(ops.device), torch.inference_mode():
         _sample(ops, model.config.vocab_size)
         for step in steps:
@@ -138,6 +149,7 @@ def run_step(model: Model, ops: Ops, kv: KVStore, step: WarmUpStep) -> None:
         max_query_len=each,
         max_context_len=step.span,
         num_decodes=requests if each == 1 else 0,
+        neighbours=int32([0] * requests + [1] * requests).view(2, -1) if step.verifies else None,
     )
     hidden = model.forward(int32([0] * requests * each), with_spare_states(batch, model, ops), kv)
     model.logits(hidden[:requests])

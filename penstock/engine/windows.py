@@ -231,6 +231,7 @@ def with_parts(
             batch,
             context_lens=context_lens,
             max_context_len=bound if isinstance(bound, int) else int(bound.max()),
+            neighbours=None,  # each token has a table of its own, which begins with its window
             lengths=lengths,
         )
         for table in tables:

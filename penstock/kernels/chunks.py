@@ -50,6 +50,7 @@ def _single_tokens(batch: AttentionBatch, chunk: int, block_size: int) -> Attent
         context_lens=last % chunk + 1,
         block_tables=tables,
         max_context_len=chunk,
+        neighbours=None,
         lengths=None,
     )
 
@@ -84,5 +85,6 @@ def _pieces(batch: AttentionBatch, chunk: int, block_size: int) -> AttentionBatc
         num_requests=len(owners),
         max_query_len=max(stop - start for start, stop in pairwise(ends)),
         max_context_len=max(lengths),
+        neighbours=None,
         lengths=host,
     )

@@ -167,6 +167,9 @@ class AttentionBatch:
     max_query_len: int
     max_context_len: int
     num_decodes: int = 0  # this many of the first requests have exactly one token in this step
+    # Of steps that verify drafts: the tokens of a request are decodes side by side, over the same blocks. int32 [2,
+    # num_decodes]: how many of them come before each decode, and how many from it on, itself included.
+    neighbours: Tensor | None = None
     halves_blocks: bool = True  # the last tokens of a request may begin in the middle of a block
     lengths: tuple[Tensor, Tensor] | None = None  # `query_starts` and `context_lens` once more, on the host
     states: StateBatch | None = None  # of models whose layers have a fixed state

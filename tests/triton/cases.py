@@ -116,9 +116,27 @@ class Heads:
         )
 
 
-def attention_error(bench: Bench, heads: Heads, lengths: Lengths) -> float:
+def as_decodes(batch: AttentionBatch) -> AttentionBatch:
+    """The same tokens as decodes side by side, as the engine lays out drafts."""
+    starts, contexts = batch.query_starts.long(), batch.context_lens.long()
+    counts = starts.diff()
+    requests = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    before = torch.arange(len(requests), device=counts.device) - starts[requests]
+    return replace(
+        batch,
+        query_starts=torch.arange(len(requests) + 1, dtype=torch.int32, device=counts.device),
+        context_lens=(contexts[requests] - counts[requests] + before + 1).int(),
+        block_tables=batch.block_tables[requests],
+        num_requests=len(requests),
+        max_query_len=1,
+        num_decodes=len(requests),
+        neighbours=torch.stack((before, counts[requests] - before)).int(),
+    )
+
+
+def attention_error(bench: Bench, heads: Heads, lengths: Lengths, *, drafts: bool = False) -> float:
     """Relative, of the result and of what the cache holds afterwards; with the same keys and values in both backends'
-    caches, each in its own layout."""
+    caches, each in its own layout. With `drafts`, our backend gets each token as a decode of its own."""
     torch.manual_seed(0)
     num_blocks = sum(-(-(before + count) // BLOCK_SIZE) for before, count in lengths) + 3
     layer = heads.layer(bench, max(before + count for before, count in lengths) + 1)
@@ -133,9 +151,10 @@ def attention_error(bench: Bench, heads: Heads, lengths: Lengths) -> float:
             theirs.abs_().div_(50)
         ours[:, :num_blocks] = theirs.transpose(2, 3)
     qkv = bench.normal(batch.positions.shape[0], width)
+    batches = (as_decodes(batch) if drafts else batch, batch)
     got, wanted = (
-        ops.attend(qkv, layer, store.layer(0), batch).float()
-        for ops, store in zip(backends, stores, strict=True)
+        ops.attend(qkv, layer, store.layer(0), each).float()
+        for ops, store, each in zip(backends, stores, batches, strict=True)
     )
     cached = [
         (ours[:, :num_blocks].float(), theirs.transpose(2, 3).float())

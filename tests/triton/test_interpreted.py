@@ -93,6 +93,28 @@ def test_attend(heads: Heads, lengths: Lengths) -> None:
         assert attention_error(HALF, heads, lengths) < 2e-3
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(4, 2, 16),
+        Heads(14, 2, 16, softcap=3.0),  # 8 tokens of 7 heads each
+        Heads(2, 2, 40, window=21, sinks=True),
+        Heads(64, 1, 16),
+        Heads(2, 1, 16, chunk=32),
+    ],
+    ids=str,
+)
+def test_tokens_that_verify_drafts_read_keys_together(
+    heads: Heads, is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_attention, "num_processors", lambda index: 100)
+    lengths = [(126, 5), (0, 3), (40, 1), (70, 18)]  # tokens on both sides of a tile's and of a split's end
+    if is_split:
+        lengths.append((500, 2))
+    assert attention_error(WHOLE, heads, lengths, drafts=True) < 1e-5
+
+
 @pytest.mark.parametrize("lengths", [[(40, 1), (0, 1)], [(170, 1), (16, 9), (0, 17)]], ids=str)
 @pytest.mark.parametrize("heads", [Heads(4, 2, 16), Heads(3, 1, 40, window=21, softcap=3.0)], ids=str)
 def test_a_cache_in_int8(heads: Heads, lengths: Lengths) -> None:

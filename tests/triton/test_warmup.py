@@ -27,10 +27,26 @@ from penstock.kernels.triton import decode_attention, prefill_attention
 from penstock.kernels.triton.ops import TritonOps
 from penstock.models.load import load_model
 from tests.engine.tiny import write_tiny_model
-from tests.triton.cases import Bench, sampling_batch
+from tests.triton.cases import Bench, Lengths, as_decodes, sampling_batch
 from tests.triton.sampling_cases import mixed_batch
 
 Variant = tuple[Any, ...]
+
+PLAIN_STEPS: list[Lengths] = [
+    [(700, 1)],
+    [(30, 1)] * 2,
+    [(30, 1)] * 3,
+    [(30, 1)] * 16,
+    [(30, 1)] * 30,
+    [(30, 1)] * 200,
+    [(0, 300), (64, 70)],
+    [(64, 3)],
+    [(16, 1), (480, 1), (0, 20)],
+    [(16, 1)] * 40 + [(256, 12)],
+    [(9000, 3), (64, 70)],
+    [(0, 1500)],
+    [(3000, 1500)],
+]
 
 
 @pytest.fixture
@@ -63,27 +79,18 @@ def test_serving_meets_no_new_variant(
     ops = TritonOps(torch.device("cpu"), torch.bfloat16)
     model = load_model(model_path, ops, load_format="random", quantization=quantization)
     kv = ops.allocate_kv(model.num_layers, 64, 16, model.num_kv_heads, model.head_dim)
-    warm_up(model, ops, block_size=16, max_rows=256, max_tokens=2048)
+    warm_up(model, ops, block_size=16, max_rows=256, max_tokens=2048, verifies=True)
     known = set(launched)
     assert 20 < len(known) < 40  # each costs a start some tenths of a second of one core
 
     bench = Bench(torch.device("cpu"), torch.bfloat16)
-    for lengths in (
-        [(700, 1)],
-        [(30, 1)] * 2,
-        [(30, 1)] * 3,
-        [(30, 1)] * 16,
-        [(30, 1)] * 30,
-        [(30, 1)] * 200,
-        [(0, 300), (64, 70)],
-        [(64, 3)],
-        [(16, 1), (480, 1), (0, 20)],
-        [(16, 1)] * 40 + [(256, 12)],
-        [(9000, 3), (64, 70)],
-        [(0, 1500)],
-        [(3000, 1500)],
+    for drafts, lengths in (
+        *((True, each) for each in ([(700, 2)], [(30, 7)] * 3, [(30, 5)] * 100)),
+        *((False, each) for each in PLAIN_STEPS),
     ):
         batch = bench.batch(lengths, num_blocks=1300)
+        if drafts:
+            batch = as_decodes(batch)
         hidden = model.forward(torch.zeros(len(batch.positions), dtype=torch.int32), batch, kv)
         for rows in {1, min(8, len(lengths)), len(lengths)}:
             logits = model.logits(hidden[:rows])

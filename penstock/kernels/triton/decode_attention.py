@@ -1,5 +1,8 @@
 """Paged attention of requests with one query token each. The context is cut into splits that run side by side and
 are merged by a second, small kernel.
+
+Tokens that verify the drafts of one request are decodes side by side, over the same blocks. One program computes
+several of them, so that keys and values are read once for all.
 """
 
 from __future__ import annotations
@@ -25,13 +28,15 @@ FEW_SPLITS, MAX_SPLITS = 16, 128  # Merging takes its time: more than few only o
 SHORTEST_SPLIT = 128
 LONGEST_SPLIT = 4096
 PROGRAMS_PER_PROCESSOR = 1.5
+# Query rows of a program that computes several tokens of a request. With more, steps over short contexts take longer.
+MOST_ROWS = 32
 
 
 # Numbers that change from step to step are not specialized, nor is where its small arrays lie: each new kind would
 # compile the kernel again.
 @triton.jit(
     do_not_specialize=["table_stride", "window", "split_keys", "splits"],
-    do_not_specialize_on_alignment=["block_tables", "context_lens"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens", "neighbours"],
 )
 def _decode_kernel(
     q,
@@ -46,6 +51,7 @@ def _decode_kernel(
     partial_sum,
     block_tables,
     context_lens,
+    neighbours,
     table_stride,
     scale,
     softcap,
@@ -57,6 +63,7 @@ def _decode_kernel(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -66,20 +73,28 @@ def _decode_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    request = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0)  # Neighbours read neighbouring memory: the KV heads of a block lie side by side.
+    """A program computes the query heads of one KV head, in one split, for up to TOKENS neighbours."""
+    first = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(0)  # Programs side by side read memory side by side: the KV heads of a block.
     split = tl.program_id(2)
     per_group: tl.constexpr = H // G
     let_next_start()
-    length = tl.load(context_lens + request)
+    length = tl.load(context_lens + first)  # of the first token; each of its neighbours sees one key more
+    count = 1
+    if TOKENS > 1:
+        if tl.load(neighbours + first) % TOKENS != 0:
+            return  # The program of a token before this one computes it.
+        count = tl.minimum(tl.load(neighbours + tl.num_programs(1) + first), TOKENS)
     wait_for_previous()
     skipped = split * split_keys  # Positions count from where the split begins.
     if HAS_WINDOW:
         skipped += tl.maximum(length - window, 0) // KEYS * KEYS
-    end = tl.minimum(length - skipped, split_keys)
+    end = tl.minimum(length + count - 1 - skipped, split_keys)
     row = tl.arange(0, ROWS)
-    row_inside = row < per_group
-    head = request * H + group * per_group + row
+    token = row // per_group
+    row_inside = token < count
+    head = (first + token) * H + group * per_group + row % per_group
+    seen = length + token - skipped  # keys, from the beginning of the split, that each row sees
     if IS_SPLIT:  # noqa: SIM102 (decided when compiled, unlike what follows)
         if end <= 0:
             tl.store(partial_max + head * splits + split, float("-inf"), mask=row_inside)
@@ -88,14 +103,14 @@ def _decode_kernel(
     dims = tl.arange(0, D_PAD)
     inside = row_inside[:, None] & (dims < D)[None, :]
     queries = tl.load(q + head[:, None] * D + dims[None, :], mask=inside, other=0.0)
-    table = block_tables + request * table_stride + skipped // BLOCK_SIZE
+    table = block_tables + first * table_stride + skipped // BLOCK_SIZE
     cache = (k_cache, v_cache, k_scales, v_scales)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     weighted = tl.zeros((ROWS, D_PAD), tl.float32)
-    num_whole = 0  # tiles in which every key is present and seen
+    num_whole = 0  # tiles in which every key is present and seen by all rows
     if not HAS_WINDOW:
-        num_whole = end // KEYS
+        num_whole = tl.maximum(tl.minimum(length - skipped, split_keys), 0) // KEYS
         for index in tl.range(0, num_whole, num_stages=STAGES):
             at = index * KEYS + tl.arange(0, KEYS)
             present = at < end
@@ -110,6 +125,10 @@ def _decode_kernel(
             present = present & (at >= length - window - skipped)
         tile = load_tile(cache, table, at, present, group, G, D, D_PAD, BLOCK_SIZE, True, HAS_SCALES)
         visible = present[None, :]
+        if TOKENS > 1:
+            visible = visible & (at[None, :] < seen[:, None])
+            if HAS_WINDOW:
+                visible = visible & (at[None, :] >= seen[:, None] - window)
         highest, total, weighted = absorb(
             highest, total, weighted, queries, tile, visible, scale, softcap, True, HAS_CAP, HAS_SCALES
         )
@@ -125,12 +144,15 @@ def decode_attention(
     """Writes the first `batch.num_decodes` rows of `out`."""
     heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_dim
     count = batch.num_decodes
+    tokens = 1 if batch.neighbours is None else tokens_together(heads // kv_heads)
     span = batch.max_context_len if layer.window is None else min(batch.max_context_len, layer.window)
     processors = num_processors(q.device.index or 0)
-    split_keys = split_length(count * kv_heads, span, processors)
-    # A window need not begin where a tile does, so it may reach into one more.
-    splits = triton.cdiv(span + (LARGEST_TILE if layer.window else 0), split_keys)
-    is_crowded = count * kv_heads * splits >= MANY_PROGRAMS_PER_PROCESSOR * processors
+    programs = triton.cdiv(count, tokens) * kv_heads  # at least
+    split_keys = split_length(programs, span, processors)
+    # A window need not begin where a tile does, so it may reach into one more; later tokens see further keys.
+    reach = LARGEST_TILE + tokens - 1 if layer.window else 0
+    splits = triton.cdiv(span + reach, split_keys)
+    is_crowded = programs * splits >= MANY_PROGRAMS_PER_PROCESSOR * processors
     padded_size = max(16, triton.next_power_of_2(size))
     tile = _tile(padded_size, 2 * cache.keys.element_size(), is_small=splits == 1 and is_crowded)
     partials = Partials.for_rows(out, count * heads, splits, size)
@@ -146,6 +168,7 @@ def decode_attention(
         partials.total,
         batch.block_tables,
         batch.context_lens,
+        batch.context_lens if batch.neighbours is None else batch.neighbours,
         batch.block_tables.stride(0),
         layer.scale,
         layer.softcap or 1.0,
@@ -157,7 +180,8 @@ def decode_attention(
         D=size,
         D_PAD=padded_size,
         BLOCK_SIZE=cache.block_size,
-        ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
+        TOKENS=tokens,
+        ROWS=max(16, triton.next_power_of_2(tokens * heads // kv_heads)),
         KEYS=tile.keys,
         STAGES=tile.stages,
         IS_SPLIT=splits > 1,
@@ -169,6 +193,11 @@ def decode_attention(
         **launch_options(),
     )
     partials.merge_into(out, count * heads, heads, size, layer.sinks)
+
+
+def tokens_together(heads_per_group: int) -> int:
+    """Return the most tokens of a request that one program computes."""
+    return max(1, MOST_ROWS // triton.next_power_of_2(heads_per_group))
 
 
 @dataclass(frozen=True, slots=True)
