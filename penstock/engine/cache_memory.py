@@ -56,7 +56,7 @@ class CacheMemory:
                 f"Host memory has no room for {format_bytes(num_bytes)} of KV: {error}.",
                 hint="Lower --kv-host-memory; 0 does without it.",
             ) from error
-        return block_copy_s(self.kv, ops, clock)
+        return block_copy_s(self.kv, self.num_host_blocks, ops, clock)
 
 
 def allocate_cache(

@@ -19,6 +19,7 @@ from penstock.core.plan import StateSlots, WindowLayout
 from penstock.engine.startup import load_compiler
 from penstock.engine.windows import LayerLayout, laid_out
 from penstock.kernels.gpus import Gpu
+from penstock.kernels.host_copies import buffer_bytes
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
@@ -134,7 +135,7 @@ GPU_MARGIN_BYTES = 1 << 30
 CUDA_CONTEXT_BYTES = 1 << 29  # of a GPU, for a process that has allocated nothing
 MAX_DEFAULT_HOST_MEMORY = 4 << 30
 MOST_EMPTY_BLOCKS = 1 << 16  # of a model without attention
-_TIMED_COPIES = 8
+_TIMED_COPIES, _BLOCKS_AT_ONCE = 4, 16
 
 
 def kv_block_bytes(config: EngineConfig, model: Model, ops: Ops, layout: LayerLayout | None = None) -> int:
@@ -305,8 +306,9 @@ def with_spare_states(batch: AttentionBatch, model: Model, ops: Ops) -> Attentio
     return replace(batch, states=StateBatch(StateStore(layers, 1, ops.device), slots))
 
 
-def block_copy_s(kv: KVStore, ops: Ops, clock: Clock) -> float:
-    """Measure the seconds that copying a block to host memory, or back, takes. There must be a slot."""
+def block_copy_s(kv: KVStore, num_slots: int, ops: Ops, clock: Clock) -> float:
+    """Measure the seconds that copying a block to host memory, or back, takes among others. There must be a slot."""
+    some = range(min(_BLOCKS_AT_ONCE, num_slots, kv.num_blocks))
 
     def finish() -> None:
         if ops.device.type == "cuda":
@@ -316,13 +318,13 @@ def block_copy_s(kv: KVStore, ops: Ops, clock: Clock) -> float:
         finish()
         started_s = clock.now()
         for _ in range(times):
-            kv.copy_to_host(0, 0)
-            kv.copy_from_host(0, 0)
+            kv.copy_to_host(some, some)
+            kv.copy_from_host(some, some)
         finish()
         return clock.now() - started_s
 
     there_and_back(1)  # touches the memory for the first time
-    return there_and_back(_TIMED_COPIES) / (2 * _TIMED_COPIES)
+    return there_and_back(_TIMED_COPIES) / (2 * _TIMED_COPIES * len(some))
 
 
 def _gpu_memory_left(config: EngineConfig, model: Model, ops: Ops) -> int:
@@ -333,7 +335,8 @@ def _gpu_memory_left(config: EngineConfig, model: Model, ops: Ops) -> int:
     peak = _peak_step_bytes(config, model, ops)
     allowed = int(total * config.cache.gpu_memory_utilization)
     own = min(total - free, torch.cuda.memory_reserved(ops.device) + CUDA_CONTEXT_BYTES)
-    return min(allowed - own, free) - peak - GPU_MARGIN_BYTES
+    left = min(allowed - own, free) - peak - GPU_MARGIN_BYTES
+    return left - buffer_bytes(left) if config.cache.enable_prefix_caching else left
 
 
 def _peak_step_bytes(config: EngineConfig, model: Model, ops: Ops) -> int:

@@ -170,7 +170,7 @@ class DiskCache(Collaborator):
                 if time.monotonic() > ends_s:
                     break
                 if block_hash not in self._files:
-                    self._kv.copy_to_host(block.block_id, 0)  # host memory is no longer in use
+                    self._kv.copy_to_host([block.block_id], [0])  # host memory is no longer in use
                     self._hand_over(block_hash, self._kv.read_host(0))
                 while self._num_waiting_bytes > MOST_WAITING_BYTES and time.monotonic() < ends_s:
                     time.sleep(0.01)

@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import Tensor
 from penstock.core.clock import Clock
 from penstock.core.plan import (
     ON_DEVICE,
+    BlockCopy,
     Chunk,
     HalfCopy,
     KVCopy,
@@ -288,17 +290,22 @@ class ModelExecutor:
             self._rows.settle(rows, found.num_drafts - found.num_accepted, newest)
 
     def _copy_blocks(self, copies: Sequence[KVCopy]) -> None:
-        for copy in copies:
-            if isinstance(copy, HalfCopy):
-                assert isinstance(self._kv, HalvesBlocks), "a store that halves blocks can copy halves"
-                self._kv.copy_half(copy.block_id, copy.offset, copy.to_block_id)
-            elif isinstance(copy, StateCopy):
-                assert self._rows.states is not None, "a plan of a model with states has slots"
-                _copy_state(self._rows.states, copy)
-            elif copy.to_host:
-                self._kv.copy_to_host(copy.block_id, copy.host_slot)
-            else:
-                self._kv.copy_from_host(copy.host_slot, copy.block_id)
+        for is_to_host, group in groupby(copies, key=_is_to_host):
+            if is_to_host is not None:
+                blocks = [(each.block_id, each.host_slot) for each in group if isinstance(each, BlockCopy)]
+                block_ids, slots = zip(*blocks, strict=True)
+                if is_to_host:
+                    self._kv.copy_to_host(block_ids, slots)
+                else:
+                    self._kv.copy_from_host(slots, block_ids)
+                continue
+            for copy in group:
+                if isinstance(copy, HalfCopy):
+                    assert isinstance(self._kv, HalvesBlocks), "a store that halves blocks can copy halves"
+                    self._kv.copy_half(copy.block_id, copy.offset, copy.to_block_id)
+                elif isinstance(copy, StateCopy):
+                    assert self._rows.states is not None, "a plan of a model with states has slots"
+                    _copy_state(self._rows.states, copy)
 
     def _prepare_drafts(
         self, chunks: Sequence[Chunk], step: HostStep, sampled: Tensor | None, hidden: FromHidden
@@ -374,6 +381,11 @@ class ModelExecutor:
                 rows.place_windows(chunk)
             if chunk.drafts:
                 rows.place_drafts(chunk)
+
+
+def _is_to_host(copy: KVCopy) -> bool | None:
+    """Return the direction of a copy of a whole block; None for other copies."""
+    return copy.to_host if isinstance(copy, BlockCopy) else None
 
 
 def _with_ids(samples: Samples, late: LateDrafts) -> Samples:

@@ -40,6 +40,7 @@ class LatentKVStore(TensorKVStore):
         self.latents = torch.zeros(*slots, width, dtype=dtype, device=device)
         self.scales = torch.zeros(slots, dtype=SCALE_TYPE, device=device) if dtype == torch.int8 else None
         self._host = []
+        self._copies = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

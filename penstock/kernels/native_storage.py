@@ -200,13 +200,15 @@ class NativeKVStore:
     def reserve_host(self, num_slots: int) -> None:
         self._slots_address = self._allocate(num_slots * self.block_bytes)
 
-    def copy_to_host(self, block_id: int, slot: int) -> None:
-        for in_slot, in_block in self._pieces(slot, block_id):
-            memmove(in_slot, in_block, self._layer_block_bytes)
+    def copy_to_host(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            for in_slot, in_block in self._pieces(slot, block_id):
+                memmove(in_slot, in_block, self._layer_block_bytes)
 
-    def copy_from_host(self, slot: int, block_id: int) -> None:
-        for in_slot, in_block in self._pieces(slot, block_id):
-            memmove(in_block, in_slot, self._layer_block_bytes)
+    def copy_from_host(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            for in_slot, in_block in self._pieces(slot, block_id):
+                memmove(in_block, in_slot, self._layer_block_bytes)
 
     def read_host(self, slot: int) -> bytes:
         return string_at(self._slots_address + slot * self.block_bytes, self.block_bytes)

@@ -3,18 +3,19 @@
 Keys and values are kept in the type that the backend computes in, in float8, or in int8 with a scale of its own for
 every token and head: entry = code × scale.
 
-On CUDA the host memory is page-locked and copies are asynchronous, on the stream that computes: steps and copies
-cannot overtake each other, and the host waits for neither.
+On CUDA the host memory is page-locked, and copies are asynchronous (`host_copies`).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.host_copies import HostCopies, buffer_bytes
 from penstock.kernels.interface import KVRegion
 
 LARGEST_CODE = 127
@@ -70,6 +71,7 @@ class TensorKVStore:
                 torch.zeros(shape[:-1], dtype=SCALE_TYPE, device=device) for _ in range(2)
             )
         self._host: list[Tensor] = []  # for each of `tensors`
+        self._copies: HostCopies | None = None  # on CUDA
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -98,17 +100,31 @@ class TensorKVStore:
         return sum(tensor[:, 0].numel() * tensor.element_size() for tensor in self.tensors)
 
     def reserve_host(self, num_slots: int) -> None:
-        self._host = [_host_slots(tensor, num_slots) for tensor in self.tensors]
+        tensors = self.tensors
+        self._host = [_host_slots(tensor, num_slots) for tensor in tensors]
+        if tensors[0].device.type == "cuda":
+            num_bytes = buffer_bytes(sum(each.nbytes for each in tensors))
+            self._copies = HostCopies(tensors, self._host, num_bytes)
 
-    def copy_to_host(self, block_id: int, slot: int) -> None:
-        for host, tensor in zip(self._host, self.tensors, strict=True):
-            host[slot].copy_(tensor[:, block_id], non_blocking=True)
+    def copy_to_host(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        if self._copies is not None:
+            self._copies.to_host(block_ids, slots)
+            return
+        for block_id, slot in zip(block_ids, slots, strict=True):
+            for host, tensor in zip(self._host, self.tensors, strict=True):
+                host[slot].copy_(tensor[:, block_id])
 
-    def copy_from_host(self, slot: int, block_id: int) -> None:
-        for host, tensor in zip(self._host, self.tensors, strict=True):
-            tensor[:, block_id].copy_(host[slot], non_blocking=True)
+    def copy_from_host(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        if self._copies is not None:
+            self._copies.from_host(slots, block_ids)
+            return
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            for host, tensor in zip(self._host, self.tensors, strict=True):
+                tensor[:, block_id].copy_(host[slot])
 
     def read_host(self, slot: int) -> bytes:
+        if self._copies is not None:
+            self._copies.finish()
         return b"".join(host[slot].view(torch.uint8).numpy().tobytes() for host in self._host)
 
     def write_block(self, block_id: int, contents: bytes) -> None:

@@ -192,9 +192,9 @@ def test_blocks_go_through_bytes(ops: Any, kv_dtype: torch.dtype | None) -> None
     store.reserve_host(3)
     contents = bytes(index * 7 % 251 for index in range(store.block_bytes))
     store.write_block(1, contents)
-    store.copy_to_host(1, 2)
+    store.copy_to_host([1], [2])
     assert store.read_host(2) == contents
-    store.copy_to_host(0, 2)
+    store.copy_to_host([0], [2])
     assert store.read_host(2) != contents
 
 

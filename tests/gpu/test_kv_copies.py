@@ -30,16 +30,39 @@ def test_copies_take_their_place_among_writes() -> None:
     store.keys.normal_()
     store.values.normal_()
     keys, values = store.keys.clone(), store.values.clone()
-    store.copy_to_host(5, 1)
+    store.copy_to_host([5], [1])
     store.keys[:, 5].zero_()
     store.values[:, 5].zero_()
-    store.copy_from_host(1, 2)
-    store.copy_to_host(6, 1)
-    store.copy_from_host(1, 5)
+    store.copy_from_host([1], [2])
+    store.copy_to_host([6], [1])
+    store.copy_from_host([1], [5])
     for found, before in ((store.keys, keys), (store.values, values)):
         assert torch.equal(found[:, 2], before[:, 5])
         assert torch.equal(found[:, 5], before[:, 6])
         assert torch.equal(found[:, 0], before[:, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_many_blocks_are_copied_beside_what_overwrites_them(dtype: torch.dtype) -> None:
+    """More than the buffer holds, over slots in any order."""
+    store = TritonOps(torch.device("cuda"), torch.bfloat16, dtype).allocate_kv(4, 3000, 16, 4, 128)
+    store.reserve_host(2000)
+    for tensor in store.tensors:
+        tensor.view(torch.uint8).random_(0, 100)
+    before = [tensor.view(torch.uint8).clone() for tensor in store.tensors]
+    blocks, slots = rng.sample(range(3000), 2000), rng.sample(range(2000), 2000)
+    store.copy_to_host(blocks, slots)
+    first = store.read_host(slots[-1])
+    for tensor in store.tensors:
+        tensor.view(torch.uint8).zero_()
+    targets = rng.sample(range(3000), 2000)
+    store.copy_from_host(slots, targets)
+    for tensor, old in zip(store.tensors, before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8)[:, targets], old[:, blocks])
+    store.copy_to_host([blocks[0]], [slots[0]])
+    store.write_block(targets[0], first)
+    for tensor, old in zip(store.tensors, before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8)[:, targets[0]], old[:, blocks[-1]])
 
 
 def test_blocks_go_through_bytes() -> None:
@@ -47,7 +70,7 @@ def test_blocks_go_through_bytes() -> None:
     store.reserve_host(1)
     store.keys.normal_()
     store.values.normal_()
-    store.copy_to_host(5, 0)
+    store.copy_to_host([5], [0])
     torch.cuda.synchronize()
     store.write_block(2, store.read_host(0))
     assert torch.equal(store.keys[:, 2], store.keys[:, 5])

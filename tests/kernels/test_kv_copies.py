@@ -64,12 +64,12 @@ def test_blocks_come_back_bit_for_bit(native: NativeOps, exact: TorchOps, backen
     store.reserve_host(2)
     fill(store)
     first = read(store)
-    store.copy_to_host(3, 1)
-    store.copy_to_host(0, 0)
+    store.copy_to_host([3], [1])
+    store.copy_to_host([0], [0])
     fill(store)
     second = read(store)
-    store.copy_from_host(1, 2)
-    store.copy_from_host(0, 4)
+    store.copy_from_host([1], [2])
+    store.copy_from_host([0], [4])
     assert read(store) == [second[0], second[1], first[3], second[3], first[0]]
 
 

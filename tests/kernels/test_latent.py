@@ -168,8 +168,8 @@ def test_blocks_go_to_host_memory_and_back() -> None:
         tensor.copy_(torch.randint(1, 100, tensor.shape))
     before = [tensor[:, 1].clone() for tensor in store.tensors]
     store.reserve_host(2)
-    store.copy_to_host(1, 0)
-    store.copy_from_host(0, 2)
+    store.copy_to_host([1], [0])
+    store.copy_from_host([0], [2])
     for tensor, expected in zip(store.tensors, before, strict=True):
         assert torch.equal(tensor[:, 2], expected)
     regions = store.regions(1)

@@ -50,11 +50,11 @@ class WatchedKVStore:
     def reserve_host(self, num_slots: int) -> None:
         self._store.reserve_host(num_slots)
 
-    def copy_to_host(self, block_id: int, slot: int) -> None:
-        self._store.copy_to_host(block_id, slot)
+    def copy_to_host(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
+        self._store.copy_to_host(block_ids, slots)
 
-    def copy_from_host(self, slot: int, block_id: int) -> None:
-        self._store.copy_from_host(slot, block_id)
+    def copy_from_host(self, slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        self._store.copy_from_host(slots, block_ids)
 
     def read_host(self, slot: int) -> bytes:
         return self._store.read_host(slot)
