@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Microseconds of CUDA kernels beside what they replace: sampling against a sort, int8 products against bfloat16
 products, the products of a layer of Llama-8B in every format, attention over prompts on Hopper against the kernel
-for every GPU, and against FlashInfer where that is installed, and attention of tokens that verify drafts, together and
-as decodes of their own.
+for every GPU, and against FlashInfer where that is installed, and attention of tokens that verify drafts, together
+and as decodes of their own.
 
     python -m bench.gpu_kernels [sampling] [products] [layers] [attention] [drafts]
 """

@@ -344,3 +344,22 @@ def test_a_step_with_drafts_is_no_plain_decode() -> None:
     assert (step.token_ids.tolist(), step.samples.at.tolist()) == ([9, 9, 7, 8], [0, 1, 2, 3])
     assert (step.num_decodes, step.samples.rows.tolist()) == (1, [0, 1, 1, 1])
     assert rows.num_tokens("1") == 10
+
+
+def test_tokens_of_a_draft_are_neighbours_on_a_gpu() -> None:
+    rows = BatchRows(4, 64, 16, torch.device("cpu"), Staging(torch.device("cpu"), 0))
+    rows._splits_drafts = True
+    for n in range(3):
+        row = rows.begin(f"{n}", range(10))
+        rows.place_blocks(row, Chunk(f"{n}", 0, 10, False, (n,), begins=True))
+    plain, drafted = Chunk("0", 9, 1, True, ()), Chunk("1", 9, 3, True, (), drafts=(7, 8))
+    rows.place_drafts(drafted)
+    step = rows.build([plain, drafted, Chunk("2", 2, 8, True, ())])
+    assert step.num_decodes == 4
+    assert step.context_lens.tolist() == [10, 10, 11, 12, 10]
+    assert step.neighbours is not None
+    assert step.neighbours.tolist() == [[0, 0, 1, 2], [1, 3, 2, 1]]
+    batch = rows.attention_batch(step)
+    assert batch.neighbours is not None
+    assert batch.neighbours.tolist() == step.neighbours.tolist()
+    assert rows.build([plain]).neighbours is None

@@ -50,14 +50,19 @@ def questions() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("spoiled", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("num_requests", [1, 10])
-def test_answers_are_the_same(tmp_path: Path, spoiled: float, num_requests: int) -> None:
+@pytest.mark.parametrize(
+    ("num_requests", "spoiled", "kv_cache_dtype"),
+    [
+        *((count, spoiled, "auto") for count in (1, 10) for spoiled in (0.0, 0.3, 1.0)),
+        *((10, 0.3, dtype) for dtype in ("fp8", "int8")),
+    ],
+)
+def test_answers_are_the_same(tmp_path: Path, num_requests: int, spoiled: float, kv_cache_dtype: str) -> None:
     asked = questions()[:num_requests]
-    plain_engine = engine_of(tmp_path)
+    plain_engine = engine_of(tmp_path, kv_cache_dtype=kv_cache_dtype)
     plain = answers(plain_engine, asked)
     plain_engine.close()
-    engine = engine_of(tmp_path)
+    engine = engine_of(tmp_path, kv_cache_dtype=kv_cache_dtype)
     right = {request_id: found[0] for request_id, found in plain.items()}
     late = num_late(speculate(engine, KnowingDrafter(right, spoiled)))
     drafted = answers(engine, asked)

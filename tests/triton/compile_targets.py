@@ -324,7 +324,7 @@ def variants(case: Case) -> list[Variant]:
     ):
         ops = TritonOps(META, case.dtype, case.kv_dtype)
         model = load_model(write_tiny_model(Path(folder), **case.settings), ops, load_format="random")
-        warm_up(model, ops, block_size=16, max_rows=256, max_tokens=8192)
+        warm_up(model, ops, block_size=16, max_rows=256, max_tokens=8192, verifies=True)
         if case.matrix is dense and case.kv_dtype is None:
             adapted = adaptable_products(model.products)
             adapters = ops.batched_adapters(
