@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.core.errors import ModelLoadError
+from penstock.core.errors import ModelLoadError, PenstockError
 from penstock.kernels.interface import Ops
 from penstock.models.config import Fields, axes_of_pairs
 from penstock.models.vision import Gemma3Vision, LlavaVision, PaliGemmaVision, TransformersVision
@@ -198,12 +198,37 @@ def load_vision(
         return None
     config = _config(path)
     with quiet_transformers():
-        processor = family.load_processor(path)
+        with _named_errors(path):
+            processor = family.load_processor(path)
         tower = _tower(path, config, ops, is_random=is_random)
     spellings = {
         token["id"]: token["content"] for token in json.loads(tokenizer_json).get("added_tokens", ())
     }
-    return family(config, processor, tower, ops, spellings)
+    with _named_errors(path):
+        return family(config, processor, tower, ops, spellings)
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Turn what transformers raises over settings of an image processor into an error that names their file."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except (
+        AttributeError,
+        KeyError,
+        OSError,
+        PenstockError,
+        TypeError,
+        ValueError,
+        ZeroDivisionError,
+    ) as error:
+        name = next(name for name in _PROCESSOR_FILES if (path / name).is_file())
+        raise ModelLoadError(
+            f"{path / name} has no settings of an image processor that can be used: {str(error).split('. ')[0]:.200}.",
+            hint="Fetch the file again, or take it out of the folder to serve the model for texts.",
+        ) from error
 
 
 def _release(version: str) -> tuple[int, ...]:
