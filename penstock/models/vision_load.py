@@ -226,7 +226,8 @@ def _named_errors(path: Path) -> Iterator[None]:
     ) as error:
         name = next(name for name in _PROCESSOR_FILES if (path / name).is_file())
         raise ModelLoadError(
-            f"{path / name} has no settings of an image processor that can be used: {str(error).split('. ')[0]:.200}.",
+            f"{path / name} has no settings of an image processor that can be used: "
+            f"{str(error).split('. ')[0]:.200}.",
             hint="Fetch the file again, or take it out of the folder to serve the model for texts.",
         ) from error
 
