@@ -260,6 +260,18 @@ class CacheUse(msgspec.Struct, frozen=True, array_like=True):
     read_tokens: int
     written_tokens: tuple[int, ...]
 
+    def reading(self, num_tokens: int) -> CacheUse:
+        """Return the same use with writes within the first `num_tokens` counted as reads: the prefix was kept
+        elsewhere, and the client has paid for it."""
+        start, num_moved = self.read_tokens, 0
+        written = []
+        for num_written in self.written_tokens:
+            moved = max(0, min(start + num_written, num_tokens) - start)
+            written.append(num_written - moved)
+            num_moved += moved
+            start += num_written
+        return CacheUse(self.read_tokens + num_moved, tuple(written)) if num_moved else self
+
 
 class DraftUse(msgspec.Struct, frozen=True, array_like=True):
     """The drafted tokens of one request that one step verified, and how many of them became part of the answer."""

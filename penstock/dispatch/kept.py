@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.messages import KeptEntry
-from penstock.core.plan import CacheUse, TokenEvent
+from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 
 _MAX_ENTRIES = 100_000
@@ -80,10 +80,10 @@ class KeptPrefixes:
         digests = _digests(request)
         found = [entry for digest in digests.values() if (entry := self._find(digest, arrived_s)) is not None]
         elsewhere = [entry.num_tokens for entry in found if replica_id not in entry.holders]
-        corrected = _with_read(use, max(elsewhere, default=0))
+        corrected = use.reading(max(elsewhere, default=0))
         if self._told and any(corrected.written_tokens):
             num_told = self._told_elsewhere(request, replica_id, arrived_s, model, block_size)
-            corrected = _with_read(use, max(num_told, *elsewhere, 0))
+            corrected = use.reading(max(num_told, *elsewhere, 0))
         for entry in found:  # a read prolongs the entry and the shorter ones that it passes
             if entry.num_tokens <= corrected.read_tokens:
                 entry.expires_s = max(entry.expires_s, arrived_s + entry.ttl_s)
@@ -135,19 +135,6 @@ class KeptPrefixes:
         entry.holders.add(replica_id)
         if len(self._entries) > self._max_entries:
             self._entries.popitem(last=False)
-
-
-def _with_read(use: CacheUse, num_promised: int) -> CacheUse:
-    """Count writes within the first `num_promised` tokens as reads."""
-    start = use.read_tokens
-    num_moved = 0
-    written = []
-    for num_tokens in use.written_tokens:
-        moved = max(0, min(start + num_tokens, num_promised) - start)
-        written.append(num_tokens - moved)
-        num_moved += moved
-        start += num_tokens
-    return CacheUse(use.read_tokens + num_moved, tuple(written)) if num_moved else use
 
 
 def _digests(request: Request) -> dict[int, bytes]:

@@ -166,6 +166,14 @@ class RequestLifecycle:
     def num_waiting(self) -> int:
         return len(self._queue)
 
+    def sequence_of(self, request_id: str) -> Sequence | None:
+        """Return the record of a request that has not ended, for other ranks."""
+        return self._sequences.get(request_id)
+
+    def num_kept_tokens(self, sequence: Sequence, now: float) -> int:
+        """Return how many leading tokens another rank's request could read here at its breakpoints."""
+        return self._breakpoints.num_kept_tokens(sequence, now)
+
     @property
     def has_decodes(self) -> bool:
         """Say whether a running request waits for its next token."""

@@ -271,6 +271,11 @@ class Breakpoints:
             return CacheUse(0, (0,) * len(sequence.request.cache_breakpoints))
         return CacheUse(marks.num_read_blocks * self._cache.block_size, tuple(marks.written_tokens))
 
+    def num_kept_tokens(self, sequence: Sequence, now: float) -> int:
+        """Return how many leading tokens of a request, which may be another rank's, are kept here and end at one of
+        its breakpoints."""
+        return max(self._readable(sequence, now), default=0) * self._cache.block_size
+
     def _num_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         asked = sequence.request.min_cacheable_tokens
         min_tokens = self._min_tokens if asked is None else asked

@@ -34,6 +34,8 @@ class RankSchedulers:
         # Of requests in no plan yet: the tokens that were not cached when they came. And their sum for each rank.
         self._to_compute: dict[str, int] = {}
         self._waiting_tokens = [0] * len(schedulers)
+        # Of requests with breakpoints: the leading tokens that another rank keeps, which the client has paid for.
+        self._kept_elsewhere: dict[str, int] = {}
         self._index = IndexUnion(len(schedulers))
         self._steps: deque[int] = deque()  # planned, not yet committed
         self._num_steps = 0
@@ -56,6 +58,8 @@ class RankSchedulers:
                 self._rank_of[request.id] = rank
                 self._to_compute[request.id] = num_tokens - cached[rank]
                 self._waiting_tokens[rank] += num_tokens - cached[rank]
+                if request.cache_breakpoints:
+                    self._note_kept(request.id, rank, now)
                 return
         assert refusal is not None, "there are ranks"
         raise refusal
@@ -169,12 +173,33 @@ class RankSchedulers:
             assert waiting == self._waiting_tokens[rank]
 
     def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        if self._kept_elsewhere:
+            events = [self._settled(event) for event in events]
         for event in events:
             if event.finish_reason is not None:
                 self._forget(event.request_id)
         return events
 
+    def _note_kept(self, request_id: str, rank: int, now: float) -> None:
+        sequence = self.schedulers[rank].sequence_of(request_id)
+        if sequence is None:
+            return
+        others = (scheduler for other, scheduler in enumerate(self.schedulers) if other != rank)
+        most = max((scheduler.num_kept_tokens(sequence, now) for scheduler in others), default=0)
+        if most:
+            self._kept_elsewhere[request_id] = most
+
+    def _settled(self, event: TokenEvent) -> TokenEvent:
+        """Count what another rank keeps as read, not as written once more."""
+        most = self._kept_elsewhere.get(event.request_id)
+        if event.cache_use is None or most is None:
+            return event
+        use = event.cache_use.reading(most)
+        num_cached = max(event.num_cached_tokens or 0, use.read_tokens)
+        return msgspec.structs.replace(event, cache_use=use, num_cached_tokens=num_cached)
+
     def _forget(self, request_id: str) -> None:
+        self._kept_elsewhere.pop(request_id, None)
         self._no_longer_waits(request_id)
         self._rank_of.pop(request_id, None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest, Overloaded
-from penstock.core.plan import SampledToken, StepPlan, StepResult
+from penstock.core.plan import CacheUse, SampledToken, StepPlan, StepResult
 from penstock.core.plan_log import (
     AbortCall,
     AddCall,
@@ -22,7 +23,7 @@ from penstock.core.plan_log import (
     PlanCall,
     encode_record,
 )
-from penstock.core.request import FinishReason
+from penstock.core.request import CacheBreakpoint, FinishReason
 from penstock.scheduler.build import build_scheduler
 from penstock.scheduler.ranks import RankSchedulers, config_of_rank
 from penstock.scheduler.scheduler import Scheduler
@@ -160,6 +161,27 @@ def test_a_full_queue_of_one_rank_leaves_room_on_the_other() -> None:
         driver.add(make_request("one too many", prefix))
     assert sorted(driver.rank_of(f"r{index}") for index in range(4)) == [0, 0, 1, 1]
     driver.run()
+
+
+def test_a_prefix_that_another_rank_keeps_is_not_written_twice() -> None:
+    driver = driver_of(num_blocks=100)
+    prefix = tuple(range(40))
+    marks = (CacheBreakpoint(40, 100.0, ()),)
+    driver.add(make_request("first", (*prefix, 1), breakpoints=marks))
+    driver.run()
+    for rank in (0, 1):  # the second lacks the prefix
+        name = f"again on {rank}"
+        request = make_request(name, (*prefix, 2), breakpoints=marks)
+        driver.requests[name], driver.answers[name], driver.scores[name] = request, [], []
+        driver.executor.prompts[name] = request.prompt_token_ids
+        order = [rank, 1 - rank]
+        with patch("penstock.scheduler.ranks.ranks_by_cost", lambda *_, order=order: order):
+            driver.ranks.add(request, driver.now)
+    driver.run()
+    uses = [driver.first_events[name].cache_use for name in ("first", "again on 0", "again on 1")]
+    assert uses == [CacheUse(0, (40,)), CacheUse(40, (0,)), CacheUse(40, (0,))]
+    assert driver.first_events["again on 1"].num_cached_tokens == 40
+    assert not driver.ranks._kept_elsewhere
 
 
 def test_an_id_is_refused_while_any_rank_serves_it() -> None:
