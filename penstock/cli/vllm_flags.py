@@ -19,10 +19,12 @@ _GRAMMARS = "Structured output needs no flag."
 _CORS = "Only origins are configured: --allowed-origins."
 _DOWNLOAD = "Use the environment variable PENSTOCK_CACHE."
 _IMAGES = "Use --max-images, --max-image-bytes and --max-image-pixels."
+_ONE_COMMAND = "One command starts all ranks of --data-parallel-size, on one machine; leave the flag out."
 _PRIORITY = "Use service tiers and --tier-shares."
 
 # By the name without --no-: `--no-enable-log-requests` has the answer of `--enable-log-requests`.
 ANSWERS = {
+    "--all2all-backend": "Ranks exchange tokens through NCCL, or gloo on CPUs; leave the flag out.",
     "--allow-credentials": _CORS,
     "--allowed-headers": _CORS,
     "--allowed-local-media-path": "Images come from URLs (--allowed-image-hosts) or inside the request.",
@@ -37,8 +39,14 @@ ANSWERS = {
     "--convert": _KIND,
     "--cpu-offload-gb": "Weights stay on the device; --quantization makes them smaller.",
     "--cuda-graph-sizes": _GRAPHS,
+    "--data-parallel-address": _ONE_COMMAND,
     "--data-parallel-backend": "Use --cluster.",
-    "--data-parallel-size-local": "Use --replicas.",
+    "--data-parallel-external-lb": _ONE_COMMAND,
+    "--data-parallel-hybrid-lb": _ONE_COMMAND,
+    "--data-parallel-rank": _ONE_COMMAND,
+    "--data-parallel-rpc-port": _ONE_COMMAND,
+    "--data-parallel-size-local": "Use --data-parallel-size, or --replicas.",
+    "--data-parallel-start-rank": _ONE_COMMAND,
     "--default-mm-loras": "Use --lora-modules.",
     "--disable-fastapi-docs": "There are no such pages; /openapi.json describes the API.",
     "--disable-frontend-multiprocessing": "Use --api-workers.",

@@ -346,11 +346,14 @@ def refuse_too_large(
     if largest and needed > largest:
         num_stages = spec.engine.parallel.pipeline_parallel_size
         part = f"Each of {num_stages} stages of {spec.model}" if num_stages > 1 else spec.model
+        hint = "Add a larger node"
+        if spec.engine.parallel.data_parallel_size == 1:  # else there can be no stages
+            hint += ", or share the layers out over nodes: --pipeline-parallel-size "
+            hint += f"{_num_stages(spec, int(largest))}"
         raise ConfigError(
             f"{part} needs {format_bytes(int(needed))} of memory, and the largest node of the Ray cluster has "
             f"{format_bytes(int(largest))}.",
-            hint=f"Add a larger node, or share the layers out over nodes: --pipeline-parallel-size "
-            f"{_num_stages(spec, int(largest))}.",
+            hint=f"{hint}.",
         )
 
 

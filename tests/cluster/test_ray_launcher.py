@@ -24,13 +24,20 @@ from tests.cluster.control_stage import ENGINE, SPEC
         ("cuda", {"CPU": 8.0}, {"CPU": 3.0, "GPU": 2.0}),  # it waits for a node that has them
     ],
 )
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(tensor_parallel_size=2),
+        ParallelConfig(data_parallel_size=2, enable_expert_parallel=True),
+    ],
+)
 def test_what_a_replica_takes_of_a_node(
-    device: str, cluster: dict[str, float], expected: dict[str, float]
+    device: str, cluster: dict[str, float], expected: dict[str, float], parallel: ParallelConfig
 ) -> None:
     engine = replace(
         ENGINE,
         model=ModelConfig(model="echo", device=device),  # type: ignore[arg-type]
-        parallel=ParallelConfig(tensor_parallel_size=2),
+        parallel=parallel,
         num_threads=3,
     )
     assert resources(replace(SPEC, engine=engine), cluster) == expected
@@ -60,6 +67,10 @@ def test_a_stage_that_no_node_holds_is_refused_with_the_number_of_stages_that_fi
     needs = resources(in_three, {"CPU": 8.0})
     assert needs == {"CPU": 2.0, "memory": 500_000.0}
     refuse_too_large(in_three, needs, nodes)
+    own = replace(spec, engine=replace(engine, parallel=ParallelConfig(data_parallel_size=2)))
+    with pytest.raises(ConfigError, match="large needs") as refused:  # whose ranks are on one node
+        refuse_too_large(own, resources(own, {"CPU": 8.0}), nodes)
+    assert refused.value.hint == "Add a larger node."
     refuse_too_large(spec, resources(spec, {"GPU": 1.0}), [])  # nothing is known of the nodes
 
 
