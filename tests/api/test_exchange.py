@@ -82,3 +82,13 @@ async def test_messages_out_of_order_are_refused() -> None:
         await sent(body(b"a"))
     with pytest.raises(RuntimeError, match="not expected"):
         await sent(start(), body(b"a"), body(b"b"))
+
+
+async def test_nothing_is_written_to_a_connection_that_has_ended() -> None:
+    """uvloop raises an error then, and any client could fill the log with it."""
+    wire = Wire()
+    cycle = exchange(wire)
+    await cycle.send(start())  # type: ignore[arg-type]
+    wire.close()
+    await cycle.send(body(b"a"))  # type: ignore[arg-type]
+    assert wire.packets == []

@@ -113,3 +113,31 @@ def test_curl(served: BoundedServed, option: str) -> None:
     else:
         assert done.returncode != 0 or json.loads(done.stdout)["object"] == "text_completion"
         assert done.returncode != 28, "curl does not wait for its time limit"
+
+
+WEBSOCKET = (
+    b" /v1/stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
+)
+
+
+def test_a_post_that_offers_a_websocket_is_a_post(served: BoundedServed) -> None:
+    offer = b"POST" + WEBSOCKET.replace(b"/v1/stream", b"/v1/completions")
+    with dial(served) as connection:
+        for _ in range(2):
+            connection.sendall(offer + LENGTH + b"\r\n" + BODY)
+            assert read_answer(connection)["object"] == "text_completion"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET" + WEBSOCKET + LENGTH,
+        b"GET" + WEBSOCKET + b"Transfer-Encoding: chunked\r\n",
+    ],
+)
+def test_a_handshake_that_is_none_is_refused_and_not_kept_waiting(served: BoundedServed, head: bytes) -> None:
+    with dial(served) as connection:
+        connection.sendall(head + b"\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+    served.wait_until(lambda: served.connections.num_open == 0)

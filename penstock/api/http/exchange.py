@@ -22,7 +22,7 @@ class Exchange(RequestResponseCycle):
     async def send(self, message: ASGISendEvent) -> None:
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
-        if self.disconnected:
+        if self.disconnected or self.transport.is_closing():
             return
         if message["type"] == "http.response.start" and not self.response_started:
             self._start(message)

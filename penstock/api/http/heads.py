@@ -6,13 +6,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from penstock.core.errors import InvalidRequest
+from penstock.api.http.errors import error_body
+from penstock.core.errors import InvalidRequest, PenstockError
 
 # Headers that a request may have once only: a proxy might have checked the other one.
 SINGLE_HEADERS = frozenset({b"host", b"transfer-encoding", b"authorization", b"x-api-key", b"api-key"})
 _HOST_BYTES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~:[]%!$&'()*+;="
 _UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+
+
+def last_answer(error: PenstockError) -> bytes:
+    """Return the whole answer that refuses a request below ASGI, and after which the connection ends."""
+    body = error_body(error)
+    head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    return STATUS_LINE[error.status] + head + body
 
 
 def is_plain_target(target: bytes) -> bool:

@@ -15,16 +15,21 @@ import httptools
 from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from penstock.api.http.answer_transports import HeldHead, UnframedBody
 from penstock.api.http.bodies import MAX_DISCARDED_BYTES, ArrivingBody
 from penstock.api.http.connections import ClientTimer, ConnectionLimits, IdleTimer, StallTimer
 from penstock.api.http.context import ON_DEPARTURE
-from penstock.api.http.errors import error_body
 from penstock.api.http.exchange import Exchange
-from penstock.api.http.heads import SINGLE_HEADERS, check_head, head_without_upgrade, is_plain_target
+from penstock.api.http.heads import (
+    SINGLE_HEADERS,
+    check_head,
+    head_without_upgrade,
+    is_plain_target,
+    last_answer,
+)
 from penstock.api.http.places import TAKE_PLACE, Place
 from penstock.api.http.request_worker import RequestWorker
 from penstock.api.http.turns import (
@@ -199,10 +204,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             elif self._offers_upgrade:
                 self._go_on_without_upgrade(data[upgrade.args[0] :])
 
+    def _should_upgrade(self) -> bool:
+        """Say whether the request begins a WebSocket, which only a GET can."""
+        return self.parser.get_method() == b"GET" and super()._should_upgrade()
+
     @property
     def _offers_upgrade(self) -> bool:
-        """Say whether the request offers an upgrade to an unsupported protocol, such as HTTP/2 over plain TCP."""
-        return bool(self.parser.should_upgrade()) and self._get_upgrade() not in (None, b"websocket")
+        """Say whether the request offers an upgrade that is ignored, such as to HTTP/2 over plain TCP."""
+        is_offer = bool(self.parser.should_upgrade()) and self._get_upgrade() is not None
+        return is_offer and not self._should_upgrade()
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
         """Parse the request again without its offer to change the protocol. A server may ignore the offer (RFC 9110),
@@ -366,6 +376,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._place.leave()
         super().handle_websocket_upgrade()
 
+    def eof_received(self) -> None:
+        """The client has gone: the connection closes with the return of this method, and takes no answer any more."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stall.start(self.loop, self.transport)
@@ -436,11 +451,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             and (self._awaits_body or not self.cycle.response_complete)
         )
         if not is_answered:
-            body = error_body(error)
-            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
-                body
-            )
-            self.transport.write(STATUS_LINE[error.status] + head + body)
+            self.transport.write(last_answer(error))
         self._close()
 
     def _close(self) -> None:

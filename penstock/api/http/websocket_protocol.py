@@ -14,9 +14,10 @@ from websockets.frames import Frame
 from websockets.http11 import Request
 
 from penstock.api.http.connections import ConnectionLimits, StallTimer
+from penstock.api.http.heads import last_answer
 from penstock.api.http.places import TAKE_PLACE, Place
 from penstock.api.http.turns import MAX_TURN_PARTS, MIN_PIECE_BYTES, TURN_BYTES
-from penstock.core.errors import PenstockError
+from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 
 FRAME_BYTES = 100  # that a fragment of a message costs beside its content
@@ -71,6 +72,8 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
             size = self._piece_bytes
             piece, self._unread = bytes(self._unread[:size]), self._unread[size:]
             super().data_received(piece)
+            if self.conn.handshake_exc is not None and not self.handshake_initiated:
+                self._refuse_handshake()
             # Large frames are read in large pieces.
             self._piece_bytes = MIN_PIECE_BYTES if self._num_frames else min(2 * size, TURN_BYTES)
             try:
@@ -90,6 +93,15 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
         elif self.read_paused and self._may_read and not self._unread and not self.transport.is_closing():
             self.read_paused = False
             self.transport.resume_reading()
+
+    def _refuse_handshake(self) -> None:
+        """Answer a request that is no handshake, such as one with a body. Uvicorn would keep it waiting for ever."""
+        self.limits.metrics.num_malformed += 1
+        error = InvalidRequest(
+            "The request is no valid WebSocket handshake.", hint="It is a GET without a body."
+        )
+        self.transport.write(last_answer(error))
+        self.transport.close()
 
     def _pause(self) -> None:
         if not self.read_paused:
