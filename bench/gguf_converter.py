@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import logging
@@ -176,7 +177,7 @@ def main() -> None:
     sys.path.append(str(options.llama_cpp))
     for name in [name for name in sys.modules if name.split(".")[0] == "gguf"]:
         del sys.modules[name]  # the converter needs the package beside it
-    import conversion
+    conversion = importlib.import_module("conversion")
 
     logging.disable(logging.WARNING)
     for name in options.only.split(",") if options.only else list(TINY):
