@@ -233,8 +233,13 @@ class ChatTemplate:
         messages: Sequence[ChatMessage] = prompt.messages
         tools = prompt.tools if offers_tools(prompt) else ()
         variables: dict[str, Any] = {"documents": None}
-        if prompt.thinks is not None:  # templates know it by either name
-            variables |= {"enable_thinking": prompt.thinks, "thinking": prompt.thinks}
+        if prompt.thinks is not None:  # templates know it by one of these names
+            mode = "enabled" if prompt.thinks else "disabled"
+            variables |= {
+                "enable_thinking": prompt.thinks,
+                "thinking": prompt.thinks,
+                "thinking_mode": mode,
+            }
         # What a client adds must not take the place of what is checked elsewhere: special tokens, tools, messages.
         variables |= _marked(prompt.template_options, self._marks.mark) | self._special_tokens
         variables["tools"] = None  # absent tools are None, as transformers has them

@@ -22,6 +22,7 @@ from penstock.gateway.tools.tagged_formats import (
     KIMI_K2,
     MINICPM5,
     MINIMAX_M2,
+    MINIMAX_M3,
     QWEN3_CODER,
     SEED_OSS,
     SOLAR_OPEN,
@@ -197,7 +198,7 @@ FORMATS = {
         *(HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, GEMMA, GRANITE, DEEPSEEK_V3, DEEPSEEK_V31),
         *(KIMI_K2, GLM, QWEN3_CODER, MINIMAX_M2, HARMONY, SEED_OSS, LFM2, NEMOTRON, GEMMA4),
         *(DEEPSEEK_V32, COMMAND, JAMBA, OLMO3, APERTUS, FUNCTION_GEMMA, FUNCTION_TAGS, MINICPM5, HUNYUAN3),
-        *(SOLAR_OPEN, INTERNLM2, PHI4, GIGACHAT3, LONGCAT, COMMAND_R),
+        *(SOLAR_OPEN, MINIMAX_M3, INTERNLM2, PHI4, GIGACHAT3, LONGCAT, COMMAND_R),
     )
 }
 # Other servers' names for the same formats.
@@ -220,6 +221,7 @@ _SIGNS = (
     ("｜DSML｜", DEEPSEEK_V32),
     ("<|tool_calls_section_begin|>", KIMI_K2),
     ("<minimax:tool_call>", MINIMAX_M2),
+    ("]<]minimax[>[", MINIMAX_M3),
     ("<arg_key>", GLM),
     ("<seed:tool_call>", SEED_OSS),
     ("<parameter=", QWEN3_CODER),

@@ -223,11 +223,14 @@ class ReasoningSplitter:
         self._then.finish()
 
     def _push_start(self, text: str) -> str:
-        begun = text.lstrip()
-        if begun.startswith(self._marks.start):
+        begun, marks = text.lstrip(), self._marks
+        if begun.startswith(marks.start):
             self._state = "inside"
-            return begun[len(self._marks.start) :]
-        if self._marks.start.startswith(begun):
+            return begun[len(marks.start) :]
+        if begun.startswith(marks.end):  # some models close thoughts that they have not opened
+            self._state = "behind"
+            return begun[len(marks.end) :]
+        if marks.start.startswith(begun) or marks.end.startswith(begun):
             self._held = text
             return ""
         self._state = "outside"

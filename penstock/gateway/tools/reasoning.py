@@ -30,6 +30,7 @@ REASONING = {
     ),
     "apertus": ReasoningMarks("<|inner_prefix|>", "<|inner_suffix|>", stops=("<|tools_prefix|>",)),
     "responses": ReasoningMarks(THINK.start, THINK.end, wrappers=(("<response>", "</response>"),)),
+    "minimax_m3": ReasoningMarks("<mm:think>", "</mm:think>"),
     "hy_v3": ReasoningMarks("<think:opensource>", "</think:opensource>"),
     "solar_open": ReasoningMarks(
         "<|think|>", "<|end|><|begin|>assistant", wrappers=(("<|content|>", "<|end|>"),)
@@ -52,7 +53,7 @@ _REASONING_ALIASES = {
 }
 _THINKING_SIGNS = (
     *("harmony", "gemma4", "seed_oss", "mistral", "granite", "command", "apertus", "hunyuan", "responses"),
-    *("hy_v3", "solar_open", "apriel", "think"),
+    *("minimax_m3", "hy_v3", "solar_open", "apriel", "think"),
 )
 
 

@@ -17,6 +17,7 @@ import msgspec
 from penstock.gateway.tools.bare_objects import bare_to_json
 from penstock.gateway.tools.json_calls import ValueSpan
 from penstock.gateway.tools.parser import AnswerSink, SectionParser, first_marker, held_length
+from penstock.gateway.tools.typed_texts import json_of, tree_to_json, types_of
 
 MAX_HEAD_CHARS = 512  # no name of a tool, with its tags, is longer
 _WHITE_SPACE = " \t\r\n"
@@ -58,6 +59,9 @@ class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()  # tags between the calls of a section
     parameters: ParameterTags | None = None  # None: the arguments are one JSON object
     hides_markers: bool = True  # they are control tokens, which do not belong into a text
+    tree_mark: str = (
+        ""  # in front of each tag of arguments that are a tree of tags; empty: arguments are no such tree
+    )
     quote: str = ""  # around texts in arguments whose keys are bare; empty: arguments are plain JSON
     tokens: tuple[str, ...] = ()  # within tags, of which some may be control tokens
 
@@ -78,6 +82,7 @@ class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
             *self.ignored,
             *self.head_ends,
             self.quote,
+            self.tree_mark,
             *self.tokens,
             *tags,
         )
@@ -90,6 +95,7 @@ class TaggedCallParser(SectionParser):
             "head": self._step_head,
             "json": self._step_json,
             "bare": self._step_bare,
+            "tree": self._step_tree,
             "parameters": self._step_parameters,
             "value": self._step_value,
         }
@@ -109,6 +115,8 @@ class TaggedCallParser(SectionParser):
             self._add_text("".join(self._raw) + self._buffer)
         elif self._state == "parameters":
             self._sink.add_arguments("}")
+        elif self._state == "tree":
+            self._sink.add_arguments(tree_to_json(self._buffer, self._tags.tree_mark, self._schema))
         elif self._state == "bare":
             self._sink.add_arguments(bare_to_json(self._buffer, self._tags.quote) or self._buffer)
         self._buffer = ""
@@ -153,7 +161,10 @@ class TaggedCallParser(SectionParser):
         self._raw = []
         self._note_call()
         self._sink.begin_call(head["name"])
-        if self._tags.quote:
+        if self._tags.tree_mark:
+            self._schema = self._schemas[head["name"]]
+            self._state = "tree"
+        elif self._tags.quote:
             self._state = "bare"
         elif self._tags.parameters is None:
             self._span = ValueSpan()
@@ -187,6 +198,17 @@ class TaggedCallParser(SectionParser):
             return False
         written = self._take(position)
         self._sink.add_arguments(bare_to_json(written, quote) or written)
+        self._state = "section"
+        return True
+
+    def _step_tree(self) -> bool:
+        """Take a tree of tags, up to the tag that closes the call."""
+        end = f"{self._tags.tree_mark}</invoke>"
+        position = self._buffer.find(end)
+        if position < 0:
+            return False
+        self._sink.add_arguments(tree_to_json(self._take(position), self._tags.tree_mark, self._schema))
+        self._take(len(end))
         self._state = "section"
         return True
 
@@ -253,11 +275,12 @@ class _ParameterValue:
     """One value, translated from tagged text to JSON piece by piece. A value that is certainly a string is passed on
     as it arrives."""
 
-    __slots__ = ("_has_begun", "_held", "_tags", "_types", "is_complete")
+    __slots__ = ("_has_begun", "_held", "_schema", "_tags", "_types", "is_complete")
 
     def __init__(self, tags: ParameterTags, schema: Any) -> None:
         self._tags = tags
-        self._types = _types_of(schema)
+        self._schema = schema
+        self._types = types_of(schema)
         self._held = ""
         self._has_begun = False
         self.is_complete = False
@@ -273,7 +296,7 @@ class _ParameterValue:
         if position < 0:
             return 0, ""
         self.is_complete = True
-        return position + len(end), self._converted(self._trimmed(text[:position]))
+        return position + len(end), json_of(self._trimmed(text[:position]), self._schema)
 
     def _push_literal(self, text: str, start: str, stop: str) -> tuple[int, str]:
         """Take a text that stands between marks of its own, once it is whole."""
@@ -306,49 +329,3 @@ class _ParameterValue:
 
     def _trimmed(self, text: str) -> str:
         return text.removeprefix("\n").removesuffix("\n") if self._tags.trims_lines else text
-
-    def _converted(self, text: str) -> str:
-        """Return JSON: a text where the schema allows texts and not the type that is written, or where no JSON is
-        written. Other values that the schema does not allow stay as they are, for the client to judge."""
-        try:
-            value = json.loads(text.strip(), parse_constant=_no_constant)
-        except (ValueError, RecursionError):
-            value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
-        fits = "string" not in self._types or _type_name(value) in self._types
-        fits = fits or ("number" in self._types and isinstance(value, int) and not isinstance(value, bool))
-        return json.dumps(value if fits and not isinstance(value, str) else text, ensure_ascii=False)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(name)
-
-
-def _type_name(value: Any) -> str:
-    for kind, name in (
-        (bool, "boolean"),
-        (int, "integer"),
-        (float, "number"),
-        (str, "string"),
-        (list, "array"),
-    ):
-        if isinstance(value, kind):
-            return name
-    return "null" if value is None else "object"
-
-
-def _types_of(schema: Any) -> set[str]:
-    """Return the types that a schema allows; empty where it does not say."""
-    if not isinstance(schema, dict):
-        return set()
-    given = schema.get("type")
-    if isinstance(given, str):
-        return {given}
-    if isinstance(given, list):
-        return {each for each in given if isinstance(each, str)}
-    if isinstance(values := schema.get("enum"), list) and values:
-        return {_type_name(value) for value in values}
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(branches := schema.get(keyword), list):
-            types = [_types_of(branch) for branch in branches]
-            return set().union(*types) if all(types) else set()
-    return set()

@@ -166,6 +166,24 @@ APERTUS = ToolFormat(
     list_start="<|tools_prefix|>[",
     list_end="]<|tools_suffix|>",
 )
+_MINIMAX_MARK = "]<]minimax[>["
+MINIMAX_M3 = ToolFormat(  # written with JSON where calls are forced, which its parser reads, too
+    name="minimax_m3",
+    markers=TaggedCalls(
+        opening=(f"{_MINIMAX_MARK}<tool_call>",),
+        closing=f"{_MINIMAX_MARK}</tool_call>",
+        head=r"(?P<name>[\w.-]+)\">",
+        head_ends=(">",),
+        keeps_head_end=False,
+        call_start=f'{_MINIMAX_MARK}<invoke name="',
+        tree_mark=_MINIMAX_MARK,
+        hides_markers=False,
+    ),
+    head=f'{_MINIMAX_MARK}<invoke name="{NAME}">',
+    call_tail=f"{_MINIMAX_MARK}</invoke>",
+    list_start=f"{_MINIMAX_MARK}<tool_call>\n",
+    list_end=f"\n{_MINIMAX_MARK}</tool_call>",
+)
 FUNCTION_GEMMA = ToolFormat(
     name="functiongemma",
     markers=TaggedCalls(

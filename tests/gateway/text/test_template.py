@@ -36,6 +36,15 @@ def test_messages_special_tokens_and_generation_prompt() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("thinks", "expected"), [(True, "True enabled"), (False, "False disabled"), (None, "- -")]
+)
+def test_templates_know_by_several_names_whether_to_think(thinks: bool | None, expected: str) -> None:
+    template = "{{ enable_thinking | default('-') }} {{ thinking_mode | default('-') }}"
+    prompt = ChatPrompt(messages=HELLO, thinks=thinks)
+    assert ChatTemplate(model_card(chat_template=template)).render(prompt).text == expected
+
+
 def test_text_parts_are_joined() -> None:
     assert (
         render("{{ messages[0].content }}", (ChatMessage("user", (TextPart("a"), TextPart("b"))),)) == "a\nb"

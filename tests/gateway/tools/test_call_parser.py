@@ -35,6 +35,7 @@ from penstock.gateway.tools.tool_format import ToolFormat
 from tests.gateway.tools.recorder import SCHEMAS, Recorder, parse_calls
 
 PARIS = '{"city": "Paris"}'
+M3 = "]<]minimax[>["
 ONE_CALL = Recorder(calls=[("weather", PARIS)])
 
 ANSWERS: list[tuple[ToolFormat, str, Recorder]] = [
@@ -180,6 +181,13 @@ ANSWERS: list[tuple[ToolFormat, str, Recorder]] = [
                        "</arg_value:opensource>\n</tool_call:opensource>\n<tool_call:opensource>get_time"
                        "<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
      Recorder(calls=[("weather", PARIS), ("get_time", "{}")])),
+    (FORMATS["minimax_m3"], f'Well.{M3}<tool_call>\n{M3}<invoke name="weather">{M3}<city>1 < 2{M3}</city>{M3}<days>2'
+                            f'{M3}</days>{M3}<at>{M3}<item>{M3}<x>1.5{M3}</x>{M3}</item>{M3}</at>{M3}</invoke>\n'
+                            f'{M3}<invoke name="get_time">{M3}</invoke>\n{M3}</tool_call>',
+     Recorder(text="Well.", calls=[("weather", '{"city": "1 < 2", "days": 2, "at": [{"x": 1.5}]}'),
+                                   ("get_time", "{}")])),
+    (FORMATS["minimax_m3"], f'{M3}<tool_call>{M3}<invoke name="weather">{M3}<city>Paris{M3}<',
+     Recorder(calls=[("weather", PARIS)])),
     (FORMATS["solar_open"], f"<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>weather<|tool_call:args|>{PARIS}"
                             "<|tool_call:end|><|tool_call:begin|>b2<|tool_call:name|>get_time<|tool_call:args|>{}"
                             "<|tool_call:end|>",
@@ -248,6 +256,7 @@ TEXTS: list[tuple[ToolFormat, str]] = [
     (OLMO3, "<function_calls>\nnothing(a=1)\n</function_calls>"),
     (LLAMA3_JSON, "[1, 2] is a list"),
     (FORMATS["functionary"], "<function=nothing>{}</function>"),
+    (FORMATS["minimax_m3"], f'{M3}<tool_call>\n{M3}<invoke name="nothing">{M3}</invoke>'),
     (FORMATS["minicpm5"], '<function name="nothing"></function> and more'),
     (FORMATS["command_r"], 'Action: ```json\n[{"tool_name": "directly-answer", "parameters": {}}]```'),
     (FORMATS["hy_v3"], "<tool_calls:opensource>none</tool_calls:opensource>"),

@@ -27,6 +27,8 @@ def split(*pieces: str, is_open: bool = False, with_tools: bool = False) -> Reco
         ("<think>\nhm, so\n</think>\n\nYes. ", False, Recorder(reasoning="hm, so", text="Yes. ")),
         ("hm, so\n</think>\n\nYes.", True, Recorder(reasoning="hm, so", text="Yes.")),
         ("\n<think></think>Yes.", False, Recorder(text="Yes.")),
+        ("</think>\n\nYes.", False, Recorder(text="Yes.")),
+        (" </thi", False, Recorder(text=" </thi")),
         ("<think>cut of", False, Recorder(reasoning="cut of")),
         ("cut off </thi", True, Recorder(reasoning="cut off </thi")),
         ("No thoughts <think>here</think>", False, Recorder(text="No thoughts <think>here</think>")),
