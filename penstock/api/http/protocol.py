@@ -30,6 +30,7 @@ from penstock.api.http.heads import (
     is_plain_target,
     last_answer,
 )
+from penstock.api.http.late_writes import LateWrites
 from penstock.api.http.places import TAKE_PLACE, Place
 from penstock.api.http.request_worker import RequestWorker
 from penstock.api.http.turns import (
@@ -57,6 +58,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     flow: HeldFlow
     _worker: RequestWorker
     _idle: IdleTimer
+    _writes: LateWrites
     _place: Place
 
     def __init__(
@@ -79,6 +81,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._extensions: dict[str, dict[object, object]] = {ON_DEPARTURE: {"watch": self.watch_departure}}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport = self._writes = LateWrites(transport, self.loop)
         super().connection_made(transport)
         self.flow = HeldFlow(transport)
         self._worker = RequestWorker(self.loop, transport, self.tasks)
@@ -369,6 +372,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def handle_websocket_upgrade(self) -> None:
+        self.transport = self._writes.unwrap()
         self._disarm()
         self._worker.wake()
         self._idle.cancel()

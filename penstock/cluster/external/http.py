@@ -104,6 +104,7 @@ class Answer(asyncio.Protocol):
         self._silence_s = self._body_silence_s = SILENCE_TIMEOUT_S  # allowed from then on
         self._is_kept = False
         self._is_busy = False
+        self._unsent = b""  # the request, until the event loop's turn ends
         self._error: HttpError | None = None
         self._reset()
 
@@ -143,7 +144,15 @@ class Answer(asyncio.Protocol):
         self._is_busy = True
         self._body_silence_s = silence_s
         self._allow_silence(silence_s)
-        self._transport.write(request)
+        self._unsent = request
+        self._loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        """Send the request at the end of the event loop's turn. Sending wakes the server, which may run on this
+        processor at once: all that arrived together is worked on before."""
+        request, self._unsent = self._unsent, b""
+        if request and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(request)
 
     async def wait_head(self) -> None:
         """Raises AnswerBroken."""
@@ -260,7 +269,7 @@ class Answer(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their type
 
     def data_received(self, data: bytes) -> None:
-        if not self._is_busy or self._is_complete:
+        if not self._is_busy or self._is_complete or self._unsent:
             self._fail("it sent more than was asked for")
             self._client.forget(self)
             return

@@ -170,6 +170,20 @@ async def test_what_comes_between_requests_ends_the_connection() -> None:
     assert server.num_connections == 2
 
 
+async def test_an_answer_before_its_request_was_sent_is_nobodys() -> None:
+    """Requests leave at the end of a turn. What came before is no answer to them."""
+    server = ScriptedServer(OK, OK)
+    async with client_of(server) as client:
+        first = await client.post("/v1/x", b"1")
+        assert await first.read_all(10) == b"hi"
+        first.release()
+        asking = asyncio.ensure_future(ask(client, b"2"))
+        asyncio.get_running_loop().call_soon(first.data_received, OK.replace(b"hi", b"no"))
+        assert await asking == (200, b"hi")
+    assert server.num_connections == 2
+    assert [request[-1:] for request in server.requests] == [b"1", b"2"]
+
+
 async def test_a_kept_connection_that_the_server_closes_costs_no_request() -> None:
     server = ScriptedServer(OK, OK, OK, closes_after=1)
     async with client_of(server) as client:
