@@ -96,8 +96,7 @@ class Gateway:
         self._is_leaving = False
         self._is_draining = False
         self._has_stopped = False
-        self._nothing_live = asyncio.Event()
-        self._nothing_live.set()
+        self._nothing_live = asyncio.Event()  # set during a drain only
         if engine.ready is not None:
             self.model()  # now, and not at the expense of the first request
 
@@ -224,7 +223,7 @@ class Gateway:
             await work.admission.move_to(work.claim())
 
     async def _prepare(self, work: PreparedRequest) -> None:
-        work.time_left_s(self.clock.now())
+        work.time_left_s(self.clock)
         if isinstance(work.model, ServedModel):
             if work.model.card.vision is not None:
                 work.request = await self.images.load_request(work.request)
@@ -234,7 +233,7 @@ class Gateway:
         else:
             work.request = await self.images.relay_request(work.request, work.model.name)
             prepare_for_server(work, work.model)
-        work.time_left_s(self.clock.now())
+        work.time_left_s(self.clock)
 
     async def _reserve(self, work: PreparedRequest) -> Account:
         assert work.admission is not None
@@ -254,9 +253,7 @@ class Gateway:
             is_read_whole = work.request.is_read_whole
             self._begin(
                 elsewhere,
-                lambda: elsewhere.start(
-                    pool, work.time_left_s(self.clock.now()), is_read_whole=is_read_whole
-                ),
+                lambda: elsewhere.start(pool, work.time_left_s(self.clock), is_read_whole=is_read_whole),
             )
             return elsewhere
         if work.request.beams is None:
@@ -264,15 +261,12 @@ class Gateway:
         else:
             generation = BeamGeneration(work.request.beams, account, work.choices, n, self, self._forget)
         generation.warnings = work.warnings
-        self._begin(
-            generation, lambda: generation.start(work.engine_requests, work.time_left_s(self.clock.now()))
-        )
+        self._begin(generation, lambda: generation.start(work.engine_requests, work.time_left_s(self.clock)))
         return generation
 
     def _begin(self, answer: Generation | ExternalAnswer, start: Callable[[], None]) -> None:
         """Start an answer, which lives from then on."""
         self._live.add(answer)
-        self._nothing_live.clear()
         try:
             self.check_accepting(is_admitted=True)
             start()
@@ -293,6 +287,7 @@ class Gateway:
         try:
             async with asyncio.timeout(timeout_s):
                 while self._live or self._on_the_way:
+                    self._nothing_live.clear()
                     await self._nothing_live.wait()
         except TimeoutError:
             return False
@@ -324,7 +319,6 @@ class Gateway:
         generation."""
         self.check_accepting(is_admitted=True)
         self._live.add(work)
-        self._nothing_live.clear()
         try:
             yield
         finally:
@@ -343,7 +337,6 @@ class Gateway:
         """Keep a drain waiting until the returned function is called."""
         hold = object()
         self._on_the_way.add(hold)
-        self._nothing_live.clear()
         return partial(self._let_go, hold)
 
     def _let_go(self, hold: object) -> None:
@@ -360,7 +353,7 @@ class Gateway:
         self._note_end()
 
     def _note_end(self) -> None:
-        if not self._live and not self._on_the_way:
+        if self._is_draining and not self._live and not self._on_the_way:
             self._nothing_live.set()
 
 

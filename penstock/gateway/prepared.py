@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.cluster.external.wire import ExternalCall
+from penstock.core.clock import Clock
 from penstock.core.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
 from penstock.core.request import Request, SamplingParams, Tier
 from penstock.gateway.accounts import Admission, Claim
@@ -91,13 +92,14 @@ class PreparedRequest:
             user=self.request.user,
         )
 
-    def time_left_s(self, now: float) -> float | None:
+    def time_left_s(self, clock: Clock) -> float | None:
         """Until the client's own timeout or the server's, whichever ends first; None when there is neither."""
         if self.deadline is None:
             return None
-        if self.deadline <= now:
+        left_s = self.deadline - clock.now()
+        if left_s <= 0:
             raise DeadlineExceeded("The request's deadline passed before an engine could begin with it.")
-        return self.deadline - now
+        return left_s
 
 
 async def prepare_for_engine(
@@ -209,7 +211,7 @@ def prepare_for_server(work: PreparedRequest, model: ExternalModel) -> None:
         is_whole=_may_ask_whole(work),
     )
     asked = request.sampling.max_tokens or ASSUMED_MAX_TOKENS
-    work.warnings = _warnings(request, min(call.max_tokens or asked for call in work.calls))
+    work.warnings = _warnings(request, min([call.max_tokens or asked for call in work.calls]))
 
 
 def _may_ask_whole(work: PreparedRequest) -> bool:

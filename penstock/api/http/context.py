@@ -144,13 +144,13 @@ def _text(value: bytes | None) -> str | None:
 def with_context(
     connection: HTTPConnection, request: GenerationRequest, *, is_read_whole: bool = False
 ) -> GenerationRequest:
-    headers = headers_of(connection)
+    headers, state = headers_of(connection), connection.scope["state"]
     note_model(connection, request.model)
     if _OWN_HEADERS.isdisjoint(headers):
         return msgspec.structs.replace(
             request,
-            principal=principal_of(connection),
-            request_id=request_id_of(connection),
+            principal=state.get("principal", OPEN_PRINCIPAL),
+            request_id=state["request_id"],
             is_read_whole=is_read_whole,
         )
     return msgspec.structs.replace(

@@ -6,6 +6,8 @@ every answer, which costs as much as the look-up of the caller's key and limits 
 
 from __future__ import annotations
 
+from itertools import chain
+
 from uvicorn._types import ASGISendEvent, HTTPResponseBodyEvent, HTTPResponseStartEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
@@ -33,9 +35,9 @@ class Exchange(RequestResponseCycle):
 
     def _start(self, message: HTTPResponseStartEvent) -> None:
         headers = [*self.default_headers, *message.get("headers", ())]
-        lines = [b": ".join(header) for header in headers]
-        head = STATUS_LINE[message["status"]] + b"\r\n".join([*lines, b""])
         num_lines = len(headers) + 1
+        lines = b"%b: %b\r\n" * len(headers) % tuple(chain.from_iterable(headers))
+        head = STATUS_LINE[message["status"]] + lines
         if head.count(b"\n") != num_lines or head.count(b"\r") != num_lines:
             raise RuntimeError("A header of an answer has a line break.")
         self.response_started = True

@@ -30,6 +30,7 @@ SILENCE_TIMEOUT_S = 600.0  # between two pieces of an answer; the wait for the f
 HEAD_TIMEOUT_S = 30.0  # from the first byte of a head to its last
 IDLE_TIMEOUT_S = 30.0  # of a connection that is kept for the next request
 MAX_IDLE_CONNECTIONS = 64
+MAX_KEPT_HEADS = 64
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 200
 
@@ -366,6 +367,7 @@ class HttpClient:
                     f"The header {name!r} for {self.address.authority} has forbidden characters."
                 )
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode("latin-1")
+        self._heads: dict[tuple[str, str, str | None], bytes] = {}
         self._tls = _trusting(trusts) if self.address.is_tls else None
         self._idle: list[Answer] = []
         self._open: set[Answer] = set()
@@ -403,11 +405,27 @@ class HttpClient:
         silence_s: float = SILENCE_TIMEOUT_S,
     ) -> Coroutine[Any, Any, Answer]:
         """As `post`, with any method and content type."""
-        request = b"%b %b HTTP/1.1\r\n%b" % (method.encode("ascii"), self._path(path), self._head)
         if body is None:
-            return self._send(request + b"\r\n", silence_s)
-        head = b"content-type: %b\r\ncontent-length: %d\r\n\r\n" % (content_type.encode("ascii"), len(body))
-        return self._send(request + head + body, silence_s)
+            return self._send(self._head_of(method, path) + b"\r\n", silence_s)
+        request = b"%bcontent-length: %d\r\n\r\n%b" % (
+            self._head_of(method, path, content_type),
+            len(body),
+            body,
+        )
+        return self._send(request, silence_s)
+
+    def _head_of(self, method: str, path: str, content_type: str | None = None) -> bytes:
+        """Return the lines of a head that depend on no body. Most requests to a server have the same."""
+        key = method, path, content_type
+        head = self._heads.get(key)
+        if head is None:
+            typed = "" if content_type is None else f"content-type: {content_type}\r\n"
+            line = f"{method} {self.address.path}{path} HTTP/1.1\r\n"
+            head = line.encode("ascii") + self._head + typed.encode("ascii")
+            if len(self._heads) >= MAX_KEPT_HEADS:
+                self._heads.clear()
+            self._heads[key] = head
+        return head
 
     async def close(self) -> None:
         self._is_closed = True
@@ -425,9 +443,6 @@ class HttpClient:
             self._open.discard(answer)
             if answer in self._idle:
                 self._idle.remove(answer)
-
-    def _path(self, path: str) -> bytes:
-        return f"{self.address.path}{path}".encode("ascii")
 
     async def _send(self, request: bytes, silence_s: float = SILENCE_TIMEOUT_S) -> Answer:
         while True:

@@ -203,8 +203,10 @@ class WireUsage(msgspec.Struct, frozen=True):
     @property
     def can_be(self) -> bool:
         """Say whether a request can have used these tokens. Nobody is charged for others, or credited."""
-        told = (self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.reasoning_tokens)
-        return all(number is None or 0 <= number <= MAX_TOLD_TOKENS for number in told)
+        for number in (self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.reasoning_tokens):
+            if number is not None and not 0 <= number <= MAX_TOLD_TOKENS:
+                return False
+        return True
 
 
 class WireTimings(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 async def off_loop_if_large(deltas: Sequence[Delta], work: Callable[[], Result]) -> Result:
     """Return the result of `work` on the deltas. Many log-probabilities are worked on in a thread, which gives the
     event loop its turns."""
-    if sum(delta.num_logprobs for delta in deltas) <= DIRECT_LOGPROBS:
+    if sum([delta.num_logprobs for delta in deltas if delta.details]) <= DIRECT_LOGPROBS:
         return work()
     return await asyncio.to_thread(work)
 

@@ -207,7 +207,8 @@ class MeteredAnswer(Generic[ChoiceT]):
 
     def cancel(self) -> None:
         """Cancel for a reader that has gone: free all resources at once."""
-        self._end_early(ReaderGone())
+        if self._num_open:
+            self._end_early(ReaderGone())
 
     def fail(self, error: PenstockError) -> None:
         """End every answer with an error that the reader will see."""
@@ -275,7 +276,7 @@ class MeteredAnswer(Generic[ChoiceT]):
             first_token_s=min(begun) - self._arrived_at if begun else None,
             queue_s=self._queue_s,
             prefill=self._prefill,
-            finish_reasons=tuple(choice.finish_reason for choice in self._choices if choice.finish_reason),
+            finish_reasons=tuple([each.finish_reason for each in self._choices if each.finish_reason]),
         )
 
     def _end_early(self, error: PenstockError | ReaderGone) -> None:

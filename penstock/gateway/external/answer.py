@@ -82,14 +82,22 @@ class ExternalChoice:
         self._stop_sequence: str | None = None
 
     @property
-    def cached_tokens(self) -> int:
-        told = None if self._usage is None else self._usage.cached_tokens
-        return min(self.num_prompt_tokens, self._cached_tokens if told is None else told)
-
-    @property
-    def num_reasoning_tokens(self) -> int:
-        told = None if self._usage is None else self._usage.reasoning_tokens
-        return min(self.num_tokens, self._num_reasoning_chunks if told is None else told)
+    def usage(self) -> Usage:
+        """Return the usage as the server reports it, or as it is estimated."""
+        cached_tokens, reasoning_tokens = self._cached_tokens, self._num_reasoning_chunks
+        if (told := self._usage) is not None:
+            cached, reasoned = told.prompt_tokens_details, told.completion_tokens_details
+            if cached is not None and cached.cached_tokens is not None:
+                cached_tokens = cached.cached_tokens
+            if reasoned is not None and reasoned.reasoning_tokens is not None:
+                reasoning_tokens = reasoned.reasoning_tokens
+        prompt_tokens, num_tokens = self.num_prompt_tokens, self.num_tokens
+        return Usage(
+            prompt_tokens,
+            num_tokens,
+            cached_tokens if cached_tokens < prompt_tokens else prompt_tokens,
+            reasoning_tokens=reasoning_tokens if reasoning_tokens < num_tokens else num_tokens,
+        )
 
     def push(self, chunk: StreamChunk) -> bool:
         """Take in a chunk; whether it has anything new for the reader."""
@@ -297,19 +305,14 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
         share it."""
         choices = self._choices
         if len(choices) == 1:
-            only = choices[0]
-            return Usage(
-                only.num_prompt_tokens,
-                only.num_tokens,
-                only.cached_tokens,
-                reasoning_tokens=only.num_reasoning_tokens,
-            )
-        leaders = choices[:: self._n]
+            return choices[0].usage
+        usages = [choice.usage for choice in choices]
+        leaders = usages[:: self._n]
         return Usage(
-            prompt_tokens=sum(leader.num_prompt_tokens for leader in leaders),
-            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            prompt_tokens=sum(leader.prompt_tokens for leader in leaders),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
             cached_tokens=sum(leader.cached_tokens for leader in leaders),
-            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
         )
 
     def _abandon(self, choices: Sequence[ExternalChoice]) -> None:

@@ -402,14 +402,20 @@ def _text_of(prompt: Prompt) -> str:
         return prompt.text
     if not isinstance(prompt, ChatPrompt):
         return " ".join(map(str, prompt.token_ids))
+    texts = _texts_of(prompt.messages)
+    if not prompt.tools:
+        return "\n".join(texts)
     tools = [msgspec.json.encode(tool.parameters).decode() for tool in prompt.tools]
     names = [f"{tool.name} {tool.description or ''}" for tool in prompt.tools]
-    return "\n".join([*names, *tools, *_texts_of(prompt.messages)])
+    return "\n".join([*names, *tools, *texts])
 
 
 def _texts_of(messages: Sequence[ChatMessage]) -> list[str]:
     texts = []
     for message in messages:
+        if isinstance(message.content, str) and not message.tool_calls:
+            texts.append(f"{message.role}\n{message.content}")
+            continue
         calls = [f"{call.name} {call.arguments}" for call in message.tool_calls]
         parts = [message.content] if isinstance(message.content, str) else map(_told, message.content)
         texts.append("\n".join([message.role, *parts, *calls]))

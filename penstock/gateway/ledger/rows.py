@@ -69,7 +69,7 @@ def begun_request(claim: Claim, started_at: float) -> BegunRequest:
         _bounded(principal.key_id),
         claim.model,
         claim.endpoint,
-        claim.tier.value,
+        str(claim.tier),
         None if claim.user is None else _bounded(claim.user),
     )
 

@@ -268,7 +268,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def allows(self, principal: Principal, names: tuple[str, ...]) -> bool:
         """Return whether a caller may use a model that goes by these names. The key itself, its table here and its
         workspace's must all allow it."""
-        if not any(map(principal.may_use, names)):
+        if principal.allowed_models is not None and not any(map(principal.may_use, names)):
             return False
         if not self.keys and not self.workspaces:
             return True

@@ -54,7 +54,7 @@ def test_reasons_for_an_end() -> None:
 def test_reasoning_by_either_name() -> None:
     choice = fed(chunk({"reasoning_content": "Hm"}), chunk({"reasoning": "m."}), chunk({"content": "Yes"}))
     assert choice.take()[0] == Delta(0, "Yes", reasoning="Hmm.")
-    assert choice.num_reasoning_tokens == 2
+    assert choice.usage.reasoning_tokens == 2
 
 
 def test_tool_calls_grow_and_have_ids() -> None:
@@ -104,21 +104,21 @@ def test_log_probabilities_of_a_completion() -> None:
 
 def test_usage_is_estimated_until_it_is_told() -> None:
     choice = fed(chunk({"content": "a"}), chunk({"content": "b"}))
-    assert (choice.num_prompt_tokens, choice.num_tokens, choice.cached_tokens) == (11, 2, 0)
+    assert (choice.num_prompt_tokens, choice.num_tokens, choice.usage.cached_tokens) == (11, 2, 0)
     details = {
         "prompt_tokens_details": {"cached_tokens": 16},
         "completion_tokens_details": {"reasoning_tokens": 1},
     }
     choice.push(told(usage={"prompt_tokens": 20, "completion_tokens": 3, "total_tokens": 23, **details}))
-    assert (choice.num_prompt_tokens, choice.num_tokens, choice.cached_tokens) == (20, 3, 16)
-    assert choice.num_reasoning_tokens == 1
+    assert (choice.num_prompt_tokens, choice.num_tokens, choice.usage.cached_tokens) == (20, 3, 16)
+    assert choice.usage.reasoning_tokens == 1
 
 
 def test_llama_cpp_tells_cached_tokens_in_its_own_way() -> None:
     choice = fed(
         told(usage={"prompt_tokens": 20, "completion_tokens": 3}, timings={"cache_n": 12, "prompt_n": 8})
     )
-    assert choice.cached_tokens == 12
+    assert choice.usage.cached_tokens == 12
 
 
 def test_calls_of_tools_count_as_bytes_that_wait() -> None:
