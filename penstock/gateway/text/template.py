@@ -142,6 +142,9 @@ class ChatTemplate:
             ):  # some templates go through tools without a look whether there are any
                 with contextlib.suppress(InvalidRequest):
                     return self._render(chosen, prompt, says_none=False)
+            if offers_tools(prompt) and not chosen.knows_tools:  # some templates refuse a turn of the system
+                with contextlib.suppress(InvalidRequest):
+                    return self._render(chosen, prompt, has_system=False)
             for retold, arguments_as_text in self._retold(chosen, prompt):
                 with contextlib.suppress(InvalidRequest):
                     return self._render(chosen, retold, arguments_as_text=arguments_as_text)
@@ -210,9 +213,12 @@ class ChatTemplate:
         *,
         arguments_as_text: bool = False,
         says_none: bool = True,
+        has_system: bool = True,
     ) -> RenderedChat:
         try:
-            variables = self._variables(chosen, prompt, arguments_as_text=arguments_as_text)
+            variables = self._variables(
+                chosen, prompt, arguments_as_text=arguments_as_text, has_system=has_system
+            )
             if not says_none:
                 variables = {name: value for name, value in variables.items() if value is not None}
             text = _ENVIRONMENT.render(chosen.template, variables)
@@ -229,7 +235,9 @@ class ChatTemplate:
                 param="messages",
             ) from error
 
-    def _variables(self, chosen: _Compiled, prompt: ChatPrompt, *, arguments_as_text: bool) -> dict[str, Any]:
+    def _variables(
+        self, chosen: _Compiled, prompt: ChatPrompt, *, arguments_as_text: bool, has_system: bool
+    ) -> dict[str, Any]:
         messages: Sequence[ChatMessage] = prompt.messages
         tools = prompt.tools if offers_tools(prompt) else ()
         variables: dict[str, Any] = {"documents": None}
@@ -244,7 +252,7 @@ class ChatTemplate:
         variables |= _marked(prompt.template_options, self._marks.mark) | self._special_tokens
         variables["tools"] = None  # absent tools are None, as transformers has them
         if not chosen.knows_tools:
-            messages = described_in_words(messages, tools, self._tool_format)
+            messages = described_in_words(messages, tools, self._tool_format, has_system=has_system)
         elif tools:
             variables["tools"] = _marked([tool_schema(tool) for tool in tools], self._marks.mark)
         as_dict = _TurnWriter(

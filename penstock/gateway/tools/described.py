@@ -12,10 +12,15 @@ from penstock.gateway.tools.tool_format import ToolFormat
 
 
 def described_in_words(
-    messages: Sequence[ChatMessage], tools: tuple[Tool, ...], tool_format: ToolFormat
+    messages: Sequence[ChatMessage],
+    tools: tuple[Tool, ...],
+    tool_format: ToolFormat,
+    *,
+    has_system: bool = True,
 ) -> tuple[ChatMessage, ...]:
-    """Describe tools at the end of the system prompt. Earlier calls stand in the model's turns as the model would
-    write them, and results come back as a user's turn."""
+    """Describe tools at the end of the system prompt, or, for templates without such a turn, at the beginning of the
+    user's first turn. Earlier calls stand in the model's turns as the model would write them, and results come back
+    as a user's turn."""
     told: list[ChatMessage] = []
     for message in messages:
         if message.role == "tool":
@@ -25,7 +30,7 @@ def described_in_words(
         else:
             told.append(message)
     if tools:
-        _instruct(told, tool_format.instructions(tools))
+        _instruct(told, tool_format.instructions(tools), has_system=has_system)
     return tuple(told)
 
 
@@ -51,8 +56,10 @@ def with_single_calls(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...
     return tuple(told)
 
 
-def _instruct(told: list[ChatMessage], instructions: str) -> None:
-    if told and told[0].role == "system":
+def _instruct(told: list[ChatMessage], instructions: str, *, has_system: bool) -> None:
+    if told and told[0].role == "user" and not has_system:
+        told[0] = msgspec.structs.replace(told[0], content=(TextPart(instructions + "\n"), *_parts(told[0])))
+    elif told and told[0].role == "system":
         system = told[0]
         told[0] = msgspec.structs.replace(
             system, content=(*_parts(system), TextPart("\n" + instructions)), cache=None

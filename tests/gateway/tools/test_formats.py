@@ -144,6 +144,21 @@ def test_the_template_tells_whether_a_model_thinks() -> None:
     assert [each for each in FORMATS.values() if each not in named] == []
 
 
+# As Gemma 2's.
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+)
+
+
+def test_tools_stand_in_the_users_turn_where_a_template_has_no_other() -> None:
+    text = render(NO_SYSTEM, USER)
+    assert text.startswith("<user># Tools\n\nYou may call")
+    assert text.endswith("<tool_response></tool_response>.\n\nWeather?")
+    with pytest.raises(InvalidRequest, match="System role not supported"):
+        render(NO_SYSTEM, ChatMessage("system", "Be kind."), USER)
+
+
 def render(template: str, *messages: ChatMessage, tool_format: ToolFormat = HERMES) -> str:
     prompt = ChatPrompt(messages=messages, tools=(WEATHER,))
     return ChatTemplate(model_card(chat_template=template), tool_format).render(prompt).text
