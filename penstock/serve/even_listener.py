@@ -1,8 +1,12 @@
-"""Accepts connections on a socket that several processes share, so that all processes hold about as many.
+"""Accepts connections on a socket that several processes share, so that all processes hold about as many, and bounds
+the TLS handshakes that have not ended.
 
 The kernel wakes all processes for a new connection, and the process that is awake takes whatever has arrived: 32
 connections that come at once would all be served by one core. A process that holds more connections than another
 therefore leaves a new connection alone for a moment, and takes it if nobody else has.
+
+No protocol knows of a connection before its handshake has ended: without a bound here, clients that begin none would
+take all files of the process.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -59,21 +64,28 @@ class ConnectionCounts:
 
 class EvenListener:
     """Accepts connections from `listener` in the running event loop, until `close`, which leaves the socket open for
-    its owner."""
+    its owner. Without `counts` the socket is not shared. When as many handshakes have begun as `num_free` says that
+    there are free places, the oldest makes room for the next."""
 
     def __init__(
         self,
         listener: socket.socket,
-        counts: ConnectionCounts,
+        counts: ConnectionCounts | None,
         make_protocol: Callable[[], asyncio.Protocol],
         ssl_context: ssl.SSLContext | None = None,
+        *,
+        num_free: Callable[[], float] = lambda: math.inf,
+        handshake_timeout_s: float = 20.0,
     ) -> None:
         self._listener = listener
         self._counts = counts
         self._make_protocol = make_protocol
-        self._ssl = ssl_context
+        self._tls: dict[str, Any] = {}
+        if ssl_context is not None:
+            self._tls = {"ssl": ssl_context, "ssl_handshake_timeout": handshake_timeout_s}
+        self._num_free = num_free
         self._loop = asyncio.get_running_loop()
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._pause: asyncio.TimerHandle | None = None
         self._impatient_until_s = 0.0
         self._waited_until_s = -math.inf
@@ -100,7 +112,7 @@ class EvenListener:
         has_waited = now < self._waited_until_s + PATIENCE_S  # and the connection is still there
         if not has_waited and now >= self._impatient_until_s and self._holds_more():
             self._waited_until_s = now + PATIENCE_S
-            self._fewest_then = self._counts.fewest
+            self._fewest_then = self._fewest
             self._stop_for(PATIENCE_S)
             return
         if has_waited:
@@ -116,24 +128,37 @@ class EvenListener:
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._starting and len(self._starting) >= self._num_free():
+            oldest = next(iter(self._starting))
+            del self._starting[oldest]
+            oldest.cancel()
         task = self._loop.create_task(self._connect(connection))
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+        self._starting[task] = None
+        task.add_done_callback(lambda _: self._starting.pop(task, None))
 
     def _holds_more(self) -> bool:
-        return self._counts.own + len(self._starting) > self._counts.fewest + SLACK
+        return (
+            self._counts is not None and self._counts.own + len(self._starting) > self._counts.fewest + SLACK
+        )
+
+    @property
+    def _fewest(self) -> int:
+        return 0 if self._counts is None else self._counts.fewest
 
     def _note_failed_wait(self, now: float) -> None:
         """Count a wait in which no other process took the connection, and the process with the fewest connections
         took no other one."""
         self._waited_until_s = -math.inf
-        self._num_vain_waits = self._num_vain_waits + 1 if self._counts.fewest == self._fewest_then else 0
+        self._num_vain_waits = self._num_vain_waits + 1 if self._fewest == self._fewest_then else 0
         if self._num_vain_waits == MAX_VAIN_WAITS:
             self._num_vain_waits = 0
             self._impatient_until_s = now + IMPATIENCE_S
 
     async def _connect(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._ssl)
+            await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._tls)
         except OSError:  # the client is gone, or its TLS handshake failed
             connection.close()
+        except asyncio.CancelledError:  # it made room
+            connection.close()
+            raise

@@ -66,10 +66,14 @@ CLOSE_TIMEOUT_S = 5
 
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: SIGTERM must drain before the server stops. With `counts`, the listening
-    socket is shared with other processes, and connections are accepted evenly."""
+    socket is shared with other processes, and connections are accepted evenly. TLS handshakes are bounded by
+    `limits`, as connections are."""
 
-    def __init__(self, config: uvicorn.Config, counts: ConnectionCounts | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, limits: ConnectionLimits, counts: ConnectionCounts | None
+    ) -> None:
         super().__init__(config)
+        self._limits = limits
         self._counts = counts
         self._listeners: list[EvenListener] = []
 
@@ -78,12 +82,21 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._counts is None:
+        if self._counts is None and self.config.ssl is None:
             await super().startup(sockets)
             return
         await super().startup([])
-        for listener in sockets or ():
-            self._listeners.append(EvenListener(listener, self._counts, self._make_protocol, self.config.ssl))
+        limits = self._limits
+        for each in sockets or ():
+            listener = EvenListener(
+                each,
+                self._counts,
+                self._make_protocol,
+                self.config.ssl,
+                num_free=lambda: limits.config.max_connections - limits.metrics.num_open,
+                handshake_timeout_s=limits.config.header_timeout_s,
+            )
+            self._listeners.append(listener)
 
     def _make_protocol(self) -> asyncio.Protocol:
         make: Callable[..., asyncio.Protocol] = self.config.http_protocol_class
@@ -225,7 +238,7 @@ async def open_gateway(
                 siblings.folder / "connections", siblings.num_processes, siblings.number
             )
             connections.on_count = counts.publish
-        server = _build_server(app, config.server, http, websocket, counts)
+        server = _build_server(app, http, websocket, connections, counts)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         work.runner.start()
         settle_memory()
@@ -240,11 +253,12 @@ def _simulation_choices() -> SimulationChoices:
 
 def _build_server(
     app: ASGIApp,
-    config: ServerConfig,
     http: type[asyncio.Protocol],
     websocket: type[asyncio.Protocol],
+    limits: ConnectionLimits,
     counts: ConnectionCounts | None,
 ) -> _Server:
+    config = limits.config
     return _Server(
         uvicorn.Config(
             app,
@@ -266,5 +280,6 @@ def _build_server(
             timeout_keep_alive=75,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         ),
+        limits,
         counts,
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from penstock.serve.even_listener import IMPATIENCE_S, ConnectionCounts, EvenListener
+from tests.certificates import self_signed
 
 NUM_CONNECTIONS = 40
 
@@ -96,3 +98,30 @@ async def test_a_new_process_starts_with_no_connections(tmp_path: Path) -> None:
     other.publish(9)
     assert other.fewest == 7
     assert (ConnectionCounts(path, 2, 0).own, other.fewest, other.own) == (0, 0, 9)
+
+
+async def test_handshakes_that_do_not_end_make_room(listener: socket.socket, tmp_path: Path) -> None:
+    context, client = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    certificate, key = self_signed(tmp_path)
+    context.load_cert_chain(certificate, key)
+    client.load_verify_locations(certificate)
+    held: list[asyncio.BaseTransport] = []
+
+    class Taken(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            held.append(transport)
+
+    accepting = EvenListener(listener, None, Taken, context, num_free=lambda: 3 - len(held))
+    port = listener.getsockname()[1]
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+    async with asyncio.timeout(60):
+        assert [await reader.read() for reader, _ in silent[:2]] == [b"", b""], "the oldest made room"
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=client)
+        assert await silent[2][0].read() == b""
+        while not held:
+            await asyncio.sleep(0)
+    accepting.close()
+    for open_one in (writer, *(each for _, each in silent)):
+        open_one.close()
+    for transport in held:
+        transport.close()
