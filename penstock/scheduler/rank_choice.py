@@ -18,8 +18,6 @@ from penstock.scheduler.scheduler import Scheduler
 _LOOKUP_BLOCKS = 64  # hashed and looked up at a time
 # A request that runs takes a row of every step until it ends: as much as this many tokens of a prompt.
 _TOKENS_PER_REQUEST = 16
-# Tokens without a block wait until other requests end.
-_TOKENS_PER_LACKING_TOKEN = 4
 
 
 def ranks_by_cost(
@@ -36,16 +34,9 @@ def ranks_by_cost(
 
 
 def _cost(num_uncached: int, num_waiting: int, scheduler: Scheduler) -> int:
-    num_ahead = num_waiting + scheduler.num_prefill_tokens()
     num_requests = scheduler.num_running + scheduler.num_waiting
-    cache = scheduler.cache
-    num_lacking = max(0, num_waiting + num_uncached - cache.num_available * cache.block_size)
-    return (
-        num_ahead
-        + num_uncached
-        + _TOKENS_PER_REQUEST * num_requests
-        + _TOKENS_PER_LACKING_TOKEN * num_lacking
-    )
+    num_ahead = num_waiting + scheduler.num_prefill_tokens()
+    return num_ahead + num_uncached + _TOKENS_PER_REQUEST * num_requests
 
 
 def cached_tokens(request: Request, caches: Sequence[KVCache]) -> list[int]:
