@@ -93,7 +93,7 @@ class Bert(Encoder):
             norm_eps=fields.number("layer_norm_eps", 1e-12),
             activation=fields.text("hidden_act", "gelu"),
             num_positions=num_positions,
-            num_token_types=fields.integer("type_vocab_size", 2),
+            num_token_types=0 if fields.raw("type_vocab_size") == 0 else fields.integer("type_vocab_size", 2),
             padding_id=padding_id,
         )
 

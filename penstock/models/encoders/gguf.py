@@ -39,11 +39,12 @@ class GGUFEncoder:
 
 def _bert_settings(file: GGUFFile, fields: Fields) -> dict[str, Any]:
     """Read the settings of BERT. Files of RoBERTa and XLM-RoBERTa have no rows for positions of padding, so that they
-    are as those of BERT."""
+    are as those of BERT. Files of DistilBERT name BERT, and have no kinds of tokens."""
+    types = "token_types.weight"
     return {
         "max_position_embeddings": _rows(file, "position_embd.weight"),
         "hidden_act": "gelu",
-        "type_vocab_size": _rows(file, "token_types.weight"),
+        "type_vocab_size": _rows(file, types) if types in file.tensors else 0,
     }
 
 
