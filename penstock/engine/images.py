@@ -8,8 +8,8 @@ a preemption.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -21,8 +21,10 @@ from torch import Tensor
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, PenstockError
 from penstock.core.plan import Chunk, Encoding
 from penstock.core.request import ImageInput, Request
+from penstock.core.shares import Shares
 from penstock.engine.batch import HostStep
 from penstock.engine.collaborator import Arrival, Collaborator
+from penstock.engine.fair_thread import FairThread
 from penstock.engine.image_steps import RopePlaces, seeing_both_ways, with_rope_places, write_spare_rows
 from penstock.engine.staging import Staging
 from penstock.kernels.interface import AttentionBatch, KVStore
@@ -41,14 +43,16 @@ _NOWHERE = np.empty(0, dtype=np.int64)
 
 
 class ImageQueue(Collaborator):
-    """Holds requests until their images are decoded. Other requests do not wait with them."""
+    """Holds requests until their images are decoded: an image of each tenant in turn. Other requests do not wait with
+    them."""
 
     def __init__(self, encoder: ImageEncoder, *, max_waiting: int = 1024) -> None:
         self._encoder = encoder
-        self._max_waiting = max_waiting
-        self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
+        self._decoder: FairThread[dict[bytes, Pixels]] = FairThread("images")
+        self._requests = Shares(max_waiting)  # that wait, by tenant
+        self._bytes = Shares(_MAX_FILE_BYTES)  # of the files of live requests, by tenant
         self._waiting: dict[str, tuple[Arrival, Future[dict[bytes, Pixels]]]] = {}
-        self._bytes_of: dict[str, int] = {}  # of the files of live requests
+        self._bytes_of: dict[str, tuple[str, int]] = {}  # tenants and bytes of live requests
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -62,20 +66,26 @@ class ImageQueue(Collaborator):
             raise InvalidRequest(f"A request with the id {request.id!r} is already being served.")
         self._encoder.check(request)
         num_bytes = sum(len(image.data) for image in request.images)
-        is_full = num_bytes + sum(self._bytes_of.values()) > _MAX_FILE_BYTES and bool(self._bytes_of)
-        if is_full or len(self._waiting) >= self._max_waiting:
+        tenant = request.tenant
+        is_full = num_bytes + self._bytes.used > self._bytes.capacity and bool(self._bytes_of)
+        is_full |= len(self._waiting) >= self._requests.capacity
+        if is_full or self._bytes.is_full_for(tenant) or self._requests.is_full_for(tenant):
             raise Overloaded("Too many requests wait for their images.", retry_after_s=_RETRY_AFTER_S)
         wanted = [image for image in request.images if image.digest not in self._encoder]
-        self._bytes_of[request.id] = num_bytes
-        self._waiting[request.id] = arrival, self._decoder.submit(self._prepare, request, wanted)
+        self._bytes_of[request.id] = tenant, num_bytes
+        self._bytes.add(tenant, num_bytes)
+        self._requests.add(tenant)
+        self._waiting[request.id] = arrival, self._decoder.submit(tenant, self._prepare(request, wanted))
 
     def forget(self, request_id: str) -> None:
-        self._bytes_of.pop(request_id, None)
+        tenant, num_bytes = self._bytes_of.pop(request_id, ("", 0))
+        self._bytes.add(tenant, -num_bytes)
         self._leave(request_id)
 
     def _leave(self, request_id: str) -> None:
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
+            self._requests.add(waiting[0].request.tenant, -1)
             waiting[1].cancel()
 
     def ready(self, now: float, *, is_idle: bool) -> Iterator[tuple[Arrival, PenstockError | None]]:
@@ -100,11 +110,13 @@ class ImageQueue(Collaborator):
 
     def close(self) -> None:
         self._waiting.clear()
-        self._decoder.shutdown(wait=False, cancel_futures=True)
+        self._decoder.close()
 
-    def _prepare(self, request: Request, images: Sequence[ImageInput]) -> dict[bytes, Pixels]:
-        """Decode images, on the thread. Raises InvalidRequest if the prompt's image tokens do not match the image
-        processor's output."""
+    def _prepare(
+        self, request: Request, images: Sequence[ImageInput]
+    ) -> Generator[None, None, dict[bytes, Pixels]]:
+        """Decode images, on the thread, one in each step. Raises InvalidRequest if the prompt's image tokens do not
+        match the image processor's output."""
         prepared = {}
         for image in images:
             pixels = self._encoder.vision.prepare(image.data)
@@ -115,6 +127,7 @@ class ImageQueue(Collaborator):
                     param="messages",
                 )
             prepared[image.digest] = pixels
+            yield
         return prepared
 
 
