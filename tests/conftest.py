@@ -29,6 +29,7 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+settings.register_profile("exhaustive", settings.get_profile("patient"), max_examples=1000)
 settings.load_profile("patient")
 
 # Collecting imports millions of objects that all stay. See `pytest_collection`.
@@ -137,6 +138,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
             return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000)  # tests make many objects, and few cycles
         gc.enable()
         atexit.register(gc.unfreeze)  # native libraries report what is still alive after that
 
@@ -144,8 +146,15 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--workers", type=int, default=0, help="run the tests in this many processes")
     parser.addoption(
-        "--exhaustive", action="store_true", help="try every combination, and compile kernels on record again"
+        "--exhaustive",
+        action="store_true",
+        help="try ten times as many examples, and compile recorded kernels",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("exhaustive"):
+        settings.load_profile("exhaustive")
 
 
 @pytest.hookimpl(tryfirst=True)

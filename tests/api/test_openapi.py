@@ -69,7 +69,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.slow
 @schema.parametrize()
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(
+    max_examples=settings.default.max_examples // 30,  # of each of a hundred operations
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
 def test_nothing_makes_the_server_fail(case: schemathesis.Case, url: str) -> None:
     response = case.call(base_url=url)
     case.validate_response(response, checks=[not_a_server_error])
