@@ -51,11 +51,16 @@ $(STAMPS)/venv:
 	$(BIN)/python -m pip install -q --upgrade pip
 	@mkdir -p $(STAMPS) && touch $@
 
-# Installs Penstock with the extras in $(1) and pip's options $(2). One installation compiles the kernels once.
+# Installs Penstock with the extras in $(1) and pip's options $(2). The kernels are compiled while pip fetches packages;
+# pip's own build waits for them, and takes them (setup.py). If they do not compile, pip's build finds that out again.
 define install
 	@echo "Installing Penstock and its dependencies into $(VENV), and compiling the CPU kernels: some minutes, once."
-$(if $(TORCH_INDEX),$(BIN)/python -m pip install $(2) --index-url $(TORCH_INDEX) -c constraints.txt torch,$(no_gpu_hint))
-	$(BIN)/python -m pip install $(2) -c constraints.txt -e '.$(1)'
+	$(if $(TORCH_INDEX),,$(no_gpu_hint))
+	$(BIN)/python -m pip install -q 'setuptools>=77'
+	@mkdir -p build
+	$(BIN)/python setup.py -q build_ext --inplace >build/log 2>&1 & \
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install $(2) --index-url $(TORCH_INDEX) -c constraints.txt torch &&) \
+	$(BIN)/python -m pip install $(2) -c constraints.txt -e '.$(1)'; installed=$$?; wait; exit $$installed
 endef
 
 define no_gpu_hint

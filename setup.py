@@ -17,6 +17,11 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing is compiled
+    fcntl = None
+
 SOURCES = sorted(str(path) for path in Path("penstock/kernels/cpu").glob("*.cpp"))
 HEADERS = sorted(str(path) for path in Path("penstock/kernels/cpu").glob("*.h"))
 
@@ -46,7 +51,27 @@ def interface_stamp() -> int:
 
 
 class ParallelBuild(build_ext):
-    """Compiles the sources of an extension side by side: the compiler takes them one after the other."""
+    """Compiles the sources of an extension side by side: the compiler takes them one after the other. Takes the
+    library that is there if nothing has changed since: the Makefile compiles while pip fetches packages, and pip then
+    builds as well."""
+
+    def run(self):
+        Path("build").mkdir(exist_ok=True)
+        with open("build/lock", "w") as lock:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            super().run()
+
+    def build_extension(self, extension):
+        there = Path(self.get_ext_filename(extension.name))  # below this folder, as with --inplace
+        made = Path(self.get_ext_fullpath(extension.name))
+        sources = [*extension.sources, *extension.depends, "setup.py"]
+        changed_s = max(Path(each).stat().st_mtime for each in sources)
+        if not self.force and there.exists() and there.stat().st_mtime > changed_s:
+            made.parent.mkdir(parents=True, exist_ok=True)
+            self.copy_file(str(there), str(made))
+        else:
+            super().build_extension(extension)
 
     def build_extensions(self):
         compile_sources = self.compiler.compile
