@@ -14,7 +14,7 @@ from penstock.simulator.cost import StepWork
 _OVERLAP = 1.8
 _ACTIVATION_SHARE = 0.1  # of a device's memory: activations, graphs, the allocator's gaps
 # Attention over prompts reaches less of the peak than matrix products do.
-_ATTENTION_EFFICIENCY = 0.6
+_ATTENTION_EFFICIENCY = 0.8
 _EXPERT_LAYER = 1.8  # least times of a layer that experts add: choosing, sorting, grouped products
 
 
