@@ -100,7 +100,7 @@ def usage(
         return
     rows = _rows(found)
     if as_csv:
-        csv.writer(sys.stdout, lineterminator="\n").writerows(rows)
+        csv.writer(sys.stdout, lineterminator="\n").writerows(map(_without_formulas, rows))
     elif len(rows) > 1:
         print_rows(rows[0], rows[1:])
     else:
@@ -123,6 +123,11 @@ def _read(config: StoreConfig, query: UsageQuery) -> UsagePage:
         return usage_page(query, totals)
     finally:
         database.close()
+
+
+def _without_formulas(row: list[str]) -> list[str]:
+    """Put an apostrophe before cells that a spreadsheet would take for formulas."""
+    return [f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell for cell in row]
 
 
 def _rows(page: UsagePage) -> list[list[str]]:

@@ -57,6 +57,16 @@ def test_csv(data_dir: Path) -> None:
     ]
 
 
+def test_no_cell_of_a_csv_is_a_formula(data_dir: Path) -> None:
+    """Subjects of identity providers are ids of keys."""
+    row = usage_row(begun_request(claim("e", key='=HYPERLINK("x")'), time.time()), outcome(), 0)
+    database = Database(sqlite_url(data_dir))
+    database.run_now(lambda connection: insert_rows(connection, [row]))
+    database.close()
+    found = list(csv.DictReader(io.StringIO(run(data_dir, "--by", "key", "--csv").stdout)))
+    assert [row["key"] for row in found] == ['\'=HYPERLINK("x")', "key_1", "key_2"]
+
+
 def test_json_pages_and_filters(data_dir: Path) -> None:
     first = run(data_dir, "--by", "key", "--limit", "1", "--json")
     page = json.loads(first.stdout)
