@@ -21,6 +21,7 @@ from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, P
 from penstock.core.grammar_text import grammar_text, token_ids_by_number
 from penstock.core.messages import ModelCard
 from penstock.core.request import Grammar
+from penstock.core.shares import Shares
 from penstock.engine.collaborator import Arrival, Collaborator
 from penstock.engine.grammar_masks import CompiledGrammar, GrammarLimits, Words, first_line
 
@@ -42,20 +43,26 @@ class GrammarCompiler:
         self._end_words = _words_of(card.eos_token_ids, self._tokenizer.vocab_size)
         self._pool = ThreadPoolExecutor(self.limits.compile_threads, thread_name_prefix="grammar")
         # Least recently used first, with unfinished compilations, so that requests with one grammar share them.
-        self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        # Tenants share no compilations.
+        self._compiled: OrderedDict[tuple[str, Grammar], Future[CompiledGrammar]] = OrderedDict()
 
-    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """Compile a grammar, or return its known compilation. Raises Overloaded when too many grammars are being
-        compiled. The future raises InvalidRequest."""
-        known = self._compiled.get(grammar)
+    def compile(self, grammar: Grammar, tenant: str = "") -> Future[CompiledGrammar]:
+        """Compile a grammar, or return the tenant's known compilation. Raises Overloaded when too many grammars are
+        being compiled, in all or of the tenant. The future raises InvalidRequest."""
+        key = grammar.owner(tenant), grammar
+        known = self._compiled.get(key)
         if known is not None and not _failed(known):
-            self._compiled.move_to_end(grammar)
+            self._compiled.move_to_end(key)
             return known
-        if sum(not future.done() for future in self._compiled.values()) >= self.limits.max_compiling:
+        compiling = Shares(self.limits.max_compiling)
+        for (owner, _), future in self._compiled.items():
+            if not future.done():
+                compiling.add(owner)
+        if compiling.used >= compiling.capacity or compiling.is_full_for(tenant):
             raise Overloaded("Too many grammars are being compiled.", retry_after_s=1.0)
         future = self._pool.submit(self._compile, grammar)
-        self._compiled[grammar] = future
-        self._compiled.move_to_end(grammar)
+        self._compiled[key] = future
+        self._compiled.move_to_end(key)
         self._forget_oldest()
         return future
 
@@ -72,8 +79,8 @@ class GrammarCompiler:
 
     def _forget_oldest(self) -> None:
         excess = len(self._compiled) - self.limits.max_cached
-        for grammar in [known for known, future in self._compiled.items() if future.done()][: max(0, excess)]:
-            del self._compiled[grammar]
+        for key in [known for known, future in self._compiled.items() if future.done()][: max(0, excess)]:
+            del self._compiled[key]
 
 
 def build_compiler(card: ModelCard, limits: GrammarLimits | None = None) -> GrammarCompiler | None:
@@ -137,7 +144,7 @@ class GrammarQueue(Collaborator):
         assert grammar is not None
         if request.id in self._waiting:
             raise InvalidRequest(f"A request with the id {request.id!r} is already being served.")
-        compiled = self._compiler.compile(grammar)
+        compiled = self._compiler.compile(grammar, request.tenant)
         gives_up_s = now + self._compiler.limits.compile_timeout_s
         self._waiting[request.id] = _Waiting(arrival, compiled, gives_up_s)
 

@@ -226,7 +226,14 @@ def test_only_the_least_recently_used_grammars_are_forgotten(
     compiled(engine, Grammar("regex", "third"))
     assert compiled(engine, QUICK) is first
     compiler = grammar_compiler(engine)
-    assert list(compiler._compiled) == [Grammar("regex", "third"), QUICK]
+    assert [grammar for _, grammar in compiler._compiled] == [Grammar("regex", "third"), QUICK]
+
+
+def test_tenants_share_no_compilation(model: Path) -> None:
+    compiler = grammar_compiler(tiny_engine(model))
+    assert compiler.compile(QUICK, "a") is compiler.compile(QUICK, "a")
+    assert compiler.compile(QUICK, "a") is not compiler.compile(QUICK, "b")
+    assert compiler.compile(Grammar("json"), "a") is compiler.compile(Grammar("json"), "b")
 
 
 def test_a_grammar_that_explodes_ends_its_own_request_only(

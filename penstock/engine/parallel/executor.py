@@ -235,7 +235,7 @@ class LocalRank:
         """Compile the request's grammar. The first rank has compiled it before, so it is known to be good."""
         if self._compiler is None or request.sampling.grammar is None:
             return None
-        return self._compiler.compile(request.sampling.grammar).result()
+        return self._compiler.compile(request.sampling.grammar, request.tenant).result()
 
 
 class FirstRank:

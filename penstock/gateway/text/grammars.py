@@ -191,15 +191,16 @@ class GrammarChecker:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._free_threads = asyncio.Semaphore(_CHECK_THREADS)
         self._pool = ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="grammar-check")
-        # By what was asked; oldest use first.
-        self._good: OrderedDict[Grammar, CheckedGrammar] = OrderedDict()
+        # By the workspace and what it asked; oldest use first.
+        self._good: OrderedDict[tuple[str, Grammar], CheckedGrammar] = OrderedDict()
         self._num_good_bytes = 0
 
     async def check(
         self, grammar: Grammar, special_token_ids: Mapping[str, int], workspace_id: str = "default"
     ) -> CheckedGrammar:
         """Raises InvalidRequest when no engine could compile the grammar, and Overloaded when too many wait."""
-        if (known := self._remembered(grammar)) is not None:
+        key = grammar.owner(workspace_id), grammar
+        if (known := self._remembered(key)) is not None:
             return known
         param = _USUAL_PARAMS[grammar.kind]
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
@@ -209,7 +210,7 @@ class GrammarChecker:
         has_begun = False
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S) as limit, turn:
-                if (known := self._remembered(grammar)) is not None:  # the request before had the same
+                if (known := self._remembered(key)) is not None:  # the request before had the same
                     return known
                 async with self._free_threads:
                     has_begun = True
@@ -223,20 +224,21 @@ class GrammarChecker:
             ) from None
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param) from None
-        self._remember(grammar, good)
+        self._remember(key, good)
         return good
 
-    def _remember(self, grammar: Grammar, good: CheckedGrammar) -> None:
-        if grammar not in self._good:  # another workspace may have sent the same
-            self._good[grammar] = good
-            self._num_good_bytes += _num_bytes(grammar, good)
+    def _remember(self, key: tuple[str, Grammar], good: CheckedGrammar) -> None:
+        if key not in self._good:  # all workspaces share grammars without a text
+            self._good[key] = good
+            self._num_good_bytes += _num_bytes(key[1], good)
         while self._num_good_bytes > _MAX_REMEMBERED_BYTES:
-            self._num_good_bytes -= _num_bytes(*self._good.popitem(last=False))
+            (_, grammar), dropped = self._good.popitem(last=False)
+            self._num_good_bytes -= _num_bytes(grammar, dropped)
 
-    def _remembered(self, grammar: Grammar) -> CheckedGrammar | None:
-        good = self._good.get(grammar)
+    def _remembered(self, key: tuple[str, Grammar]) -> CheckedGrammar | None:
+        good = self._good.get(key)
         if good is not None:
-            self._good.move_to_end(grammar)
+            self._good.move_to_end(key)
         return good
 
 

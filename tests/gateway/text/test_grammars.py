@@ -197,6 +197,14 @@ async def test_as_many_grammars_are_remembered_as_fit_into_memory(monkeypatch: p
     )
 
 
+async def test_no_workspace_can_time_the_grammars_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, checker = SlowChecks(monkeypatch), GrammarChecker()
+    for workspace_id in ("a", "a", "b"):
+        await checker.check(Grammar("regex", "secret"), {}, workspace_id)
+        await checker.check(Grammar("json"), {}, workspace_id)
+    assert checks.begun == ["secret", "", "secret"], "all share what says nothing about them"
+
+
 async def test_a_grammar_that_waits_too_long_for_others_is_not_called_bad(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
