@@ -17,7 +17,14 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
-from penstock.core.engine_config import CacheConfig, Device, EngineConfig, ModelConfig, SchedulerConfig
+from penstock.core.engine_config import (
+    CacheConfig,
+    Device,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.plan import StepPlan
 from penstock.core.request import FinishReason, Request, SamplingParams
@@ -37,16 +44,22 @@ from tests.models.tiny_vision import TinyVision, picture, png
 from tests.models.vision_checkpoints import CHECKPOINTS, make_vision
 
 NUM_TOKENS = 8
+ONE_RANK = ParallelConfig()
 PICTURES = (picture(90, 60, 1), picture(40, 100, 2))
 
 
 def vision_engine(
-    model: TinyVision, num_kv_blocks: int = 256, device: Device = "cpu", **scheduler: Any
+    model: TinyVision,
+    num_kv_blocks: int = 256,
+    device: Device = "cpu",
+    parallel: ParallelConfig = ONE_RANK,
+    **scheduler: Any,
 ) -> Engine:
     config = EngineConfig(
         model=ModelConfig(model=str(model.folder), device=device, dtype="float32"),
         cache=CacheConfig(num_kv_blocks=num_kv_blocks),
         scheduler=SchedulerConfig(**{"itl_target_ms": None, **scheduler}),
+        parallel=parallel,
         speculate="off",
         num_threads=1,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -14,15 +15,19 @@ import pytest
 
 from penstock.core.engine_config import EngineConfig, ParallelConfig
 from penstock.core.errors import ConfigError, EngineUnavailable
+from penstock.core.gateway_config import GatewayConfig
 from penstock.core.plan import StepPlan
 from penstock.core.request import FinishReason, Grammar, Request, SamplingParams
 from penstock.engine.parallel.limits import check_data_parallel
+from penstock.gateway.models.served_model import ServedModel
 from penstock.simulator.replay import replay
 from tests.copies import copied_ranks
 from tests.engine.byte_model import END, constrained, text_of, write_byte_model
 from tests.engine.drafting import KnowingDrafter, num_accepted, speculate
 from tests.engine.parallel.test_balancing import DEEPSEEK_V3, QWEN3_MOE
 from tests.engine.parallel.test_engine import PROMPTS, SETTINGS, answers, rank_pids, step_for_a_while
+from tests.engine.test_images import PICTURES, chat, vision_engine
+from tests.engine.test_images import request as about_images
 from tests.engine.tiny import (
     request,
     teach_short_answers,
@@ -31,6 +36,7 @@ from tests.engine.tiny import (
     unpacked,
     write_tiny_adapter,
 )
+from tests.models.vision_checkpoints import make_vision
 
 TWO = ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)
 BALANCED = msgspec.structs.replace(TWO, enable_eplb=True, num_redundant_experts=2, eplb_step_interval=7)
@@ -74,6 +80,24 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     made = Pair(tmp_path_factory.mktemp("model"), *CASES[request.param])
     yield made
     made.several.close()
+
+
+def test_images_are_encoded_on_the_rank_of_their_request(tmp_path: Path) -> None:
+    """The first test: one process has one group of ranks at a time."""
+    model = make_vision("glm4.5v", tmp_path / "model")
+    one = vision_engine(model)
+    with copied_ranks():
+        several = vision_engine(model, parallel=TWO)
+    try:
+        served = ServedModel(several.ready, GatewayConfig())
+        prompts = [asyncio.run(served.prepare(chat(images))) for images in (PICTURES[:1], PICTURES[1:], ())]
+        requests = [about_images(f"{n}", prompt, max_tokens=4) for n, prompt in enumerate(prompts)]
+        expected, given = answers(one, requests), answers(several, requests)
+        for each in requests:
+            assert tokens(given[each.id]) == tokens(expected[each.id])
+        assert several.loop.stats().num_images_encoded == 2
+    finally:
+        several.close()
 
 
 def test_the_model_is_described_as_a_whole_and_the_cache_is_that_of_all_ranks(pair: Pair) -> None:
