@@ -228,7 +228,7 @@ _SIGNS = (
     ("<function=", FUNCTION_TAGS),
     ('<function name="', MINICPM5),
     ("<start_function_call>", FUNCTION_GEMMA),
-    ("<tool_calls:opensource>", HUNYUAN3),
+    (":opensource", HUNYUAN3),  # its template adds this to the names of tags
     ("<|tool_call:begin|>", SOLAR_OPEN),
     ("<longcat_tool_call>", LONGCAT),
     ("<|plugin|>", INTERNLM2),

@@ -57,6 +57,10 @@ _THINKING_SIGNS = (
 )
 
 
+# Of templates that put the marks together from parts.
+_OTHER_SIGNS = {"harmony": harmony.CHANNEL, "hy_v3": ":opensource"}
+
+
 def reasoning_of(card: ModelCard, setting: str = AUTO) -> ReasoningMarks | None:
     """Return the marks around a model's thoughts: as configured, else as its template shows. None for a model that
     does not think, or whose thoughts stay in the text."""
@@ -68,7 +72,8 @@ def reasoning_of(card: ModelCard, setting: str = AUTO) -> ReasoningMarks | None:
     for name in _THINKING_SIGNS:
         marks = REASONING[name]
         wraps = not marks.wrappers or any(opening in template for opening, _ in marks.wrappers)
-        if (marks.start in template and wraps) or (name == "harmony" and harmony.CHANNEL in template):
+        sign = _OTHER_SIGNS.get(name, marks.start)
+        if (marks.start in template or sign in template) and wraps:
             return marks
     # Templates of DeepSeek R1 only take the thoughts out of earlier turns.
     return THINK if THINK.end in template else None

@@ -118,7 +118,7 @@ class TaggedCallParser(SectionParser):
         elif self._state == "tree":
             self._sink.add_arguments(tree_to_json(self._buffer, self._tags.tree_mark, self._schema))
         elif self._state == "bare":
-            self._sink.add_arguments(bare_to_json(self._buffer, self._tags.quote) or self._buffer)
+            self._sink.add_arguments(self._from_bare(self._buffer))
         self._buffer = ""
         self._raw = []
 
@@ -165,17 +165,21 @@ class TaggedCallParser(SectionParser):
             self._schema = self._schemas[head["name"]]
             self._state = "tree"
         elif self._tags.quote:
+            self._schema = self._properties(head["name"])
             self._state = "bare"
         elif self._tags.parameters is None:
             self._span = ValueSpan()
             self._state = "json"
         else:
-            properties = self._schemas[head["name"]].get("properties")
-            self._schema = properties if isinstance(properties, dict) else {}
+            self._schema = self._properties(head["name"])
             self._num_parameters = 0
             self._sink.add_arguments("{")
             self._state = "parameters"
         return True
+
+    def _properties(self, name: str) -> Mapping[str, Any]:
+        properties = self._schemas[name].get("properties")
+        return properties if isinstance(properties, dict) else {}
 
     def _step_json(self) -> bool:
         span = self._span
@@ -197,9 +201,27 @@ class TaggedCallParser(SectionParser):
         if position < 0:
             return False
         written = self._take(position)
-        self._sink.add_arguments(bare_to_json(written, quote) or written)
+        self._sink.add_arguments(self._from_bare(written))
         self._state = "section"
         return True
+
+    def _from_bare(self, written: str) -> str:
+        """Return an object with bare keys as JSON, in which texts for numbers become numbers: some templates quote
+        all values. What is no such object stays as it is."""
+        found = bare_to_json(written, self._tags.quote)
+        if found is None:
+            return written
+        types = {name: types_of(schema) for name, schema in self._schema.items() if isinstance(schema, dict)}
+        values = json.loads(found)
+        texts = [
+            name
+            for name, value in values.items()
+            if isinstance(value, str) and types.get(name) and "string" not in types[name]
+        ]
+        if not texts:
+            return found
+        typed = {name: json.loads(json_of(values[name], self._schema[name])) for name in texts}
+        return json.dumps({**values, **typed}, ensure_ascii=False, separators=(",", ":"))
 
     def _step_tree(self) -> bool:
         """Take a tree of tags, up to the tag that closes the call."""

@@ -166,6 +166,8 @@ ANSWERS: list[tuple[ToolFormat, str, Recorder]] = [
     (FORMATS["functiongemma"], "<start_function_call>call:weather{city:<escape>Pa{\"<escape>,days:3}"
                                "<end_function_call><start_function_call>call:get_time{}<end_function_call>",
      Recorder(calls=[("weather", '{"city":"Pa{\\"","days":3}'), ("get_time", "{}")])),
+    (FORMATS["functiongemma"], "<start_function_call>call:weather{city:<escape>3<escape>,days:<escape>3<escape>}",
+     Recorder(calls=[("weather", '{"city":"3","days":3}')])),
     (FORMATS["functionary"], f"I look.<function=weather>{PARIS}</function><function=get_time>{{}}</function>",
      Recorder(text="I look.", calls=[("weather", PARIS), ("get_time", "{}")])),
     (FORMATS["minicpm5"], '<function name="weather"><param name="city">Paris</param><param name="days">2</param>'

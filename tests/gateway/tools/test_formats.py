@@ -86,7 +86,7 @@ RESULT = ChatMessage("tool", "sunny", tool_call_id="call_1")
         ("… <function={name}>{…}</function> …", "llama", FORMATS["functionary"]),
         ('… <function name="…"><param name=… …', "llama", FORMATS["minicpm5"]),
         ("… <start_function_call>call: …", "gemma3", FORMATS["functiongemma"]),
-        ("… <tool_calls:opensource> …", "hy_v3", FORMATS["hy_v3"]),
+        ("… set end = ':opensource' … '<tool_calls{}>'.format(end) …", "hy_v3", FORMATS["hy_v3"]),
         ("… <|tool_calls|><|tool_call:begin|> …", "solar_open", FORMATS["solar_open"]),
         ("… ]<]minimax[>[ … <tool_call> …", "minimax_m3", FORMATS["minimax_m3"]),
         ("… <|action_start|><|plugin|> …", "internlm2", FORMATS["internlm"]),
@@ -130,7 +130,7 @@ def test_the_template_tells_whether_a_model_thinks() -> None:
     assert reasoning_of(model_card(chat_template="…<think>…<answer>…")) == REASONING["hunyuan"]
     assert reasoning_of(model_card(chat_template="…<think>…<response>…")) == REASONING["responses"]
     assert reasoning_of(model_card(chat_template="…<mm:think>…")) == REASONING["minimax_m3"]
-    assert reasoning_of(model_card(chat_template="…<think:opensource>…")) == REASONING["hy_v3"]
+    assert reasoning_of(model_card(chat_template="…':opensource'…<think{}>…")) == REASONING["hy_v3"]
     assert reasoning_of(model_card(chat_template="…<|think|>…<|content|>…")) == REASONING["solar_open"]
     reasons = "…'Here are my reasoning steps:\\n'…[BEGIN FINAL RESPONSE]…"
     assert reasoning_of(model_card(chat_template=reasons)) == REASONING["apriel"]
