@@ -178,7 +178,7 @@ class Plant:
         assert all(size >= 1 for size in self.sizes.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3, deadline=None)
 @given(
     prompt_tokens_per_s=st.floats(0, 8000),
     kv_needed=st.floats(0, 6),

@@ -276,4 +276,6 @@ class DispatchMachine(RuleBasedStateMachine):
 
 
 TestDispatch = DispatchMachine.TestCase
-TestDispatch.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestDispatch.settings = settings(
+    max_examples=settings.default.max_examples * 3 // 4, stateful_step_count=40, deadline=None
+)

@@ -402,5 +402,7 @@ def chain_of(root: BlockHash, letters: str) -> list[BlockHash]:
     return chain
 
 
-CacheMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+CacheMachine.TestCase.settings = settings(
+    max_examples=settings.default.max_examples * 3 // 5, stateful_step_count=50, deadline=None
+)
 TestRandomOperations = CacheMachine.TestCase

@@ -115,7 +115,7 @@ def run(seed: int) -> Driver:
     return driver
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_clients_that_leave_at_any_point_break_nothing(seed: int) -> None:
     run(seed)

@@ -29,7 +29,7 @@ def late_driver(seed: int, share: float, **settings: object) -> Driver:
     return driver
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     depth=st.integers(1, 3),

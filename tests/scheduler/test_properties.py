@@ -200,7 +200,7 @@ def live(driver: Driver) -> set[str]:
     return {i for i in driver.requests if i not in driver.finished and i not in driver.aborted}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings.default.max_examples * 3 // 4, deadline=None)
 @given(config=configs, script=operations)
 def test_random_operations_keep_every_promise(config: dict[str, Any], script: list[tuple[str, Any]]) -> None:
     driver = Driver(**config)
