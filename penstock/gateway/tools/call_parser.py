@@ -33,9 +33,10 @@ class CallMarkers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        return tuple(
-            text for text in (*self.opening, self.closing, self.name_end, self.id_mark) if text is not None
-        )
+        """Texts of which some may be control tokens; a marker may be such a token and more."""
+        markers = [*self.opening, self.closing, self.name_end, self.id_mark]
+        texts = [text for text in markers if text is not None]
+        return (*texts, *(token for text in texts for token in re.findall(r"<[^<>\s]+>", text)))
 
 
 class CallParser(SectionParser):

@@ -160,11 +160,7 @@ PHI4 = ToolFormat(  # Phi 4 mini
 )
 GIGACHAT3 = ToolFormat(
     name="gigachat3",
-    markers=CallMarkers(
-        opening=("<|function_call|>", "function call<|role_sep|>"),
-        closing="<|message_sep|>",
-        hides_markers=True,
-    ),
+    markers=CallMarkers(opening=("<|function_call|>", "function call<|role_sep|>"), hides_markers=True),
     head=f'<|function_call|>{{"name": "{NAME}", "arguments": ',
     call_tail="}",
     separator="",

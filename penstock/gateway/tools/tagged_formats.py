@@ -218,6 +218,7 @@ MINICPM5 = ToolFormat(
         keeps_head_end=False,
         parameters=ParameterTags('<param name="', '">', "</param>", literal=("<![CDATA[", "]]>")),
         hides_markers=False,
+        tokens=("<function", "</function>", "<param", "</param>"),
     ),
     head=f'<function name="{NAME}">',
     call_tail="</function>",
@@ -240,6 +241,10 @@ HUNYUAN3 = ToolFormat(
             call_end="</tool_call:opensource>",
         ),
         hides_markers=False,
+        tokens=tuple(
+            f"<{name}:opensource>"
+            for name in ("/tool_call", "arg_key", "/arg_key", "arg_value", "/arg_value")
+        ),
     ),
     head=f"<tool_call:opensource>{NAME}<tool_sep:opensource>\n",
     call_tail="</tool_call:opensource>",

@@ -201,9 +201,8 @@ ANSWERS: list[tuple[ToolFormat, str, Recorder]] = [
                            '"arguments": {}}]',
      Recorder(calls=[("weather", PARIS), ("get_time", "{}")])),
     (FORMATS["phi4_mini"], f'<|tool_call|>[{{"name": "weather", "arguments": {PARIS}}}]<|/tool_call|>', ONE_CALL),
-    (FORMATS["gigachat3"], f'function call<|role_sep|>\n{{"name": "weather", "arguments": {PARIS}}}'
-                           "<|message_sep|>\n\n",
-     ONE_CALL),
+    (FORMATS["gigachat3"], f'I look.\n\nfunction call<|role_sep|>\n{{"name": "weather", "arguments": {PARIS}}}',
+     Recorder(text="I look.", calls=[("weather", PARIS)])),
     (FORMATS["longcat"], f'<longcat_tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</longcat_tool_call>',
      ONE_CALL),
     (FORMATS["command_r"], 'Action: ```json\n[\n    {\n        "tool_name": "weather",\n        "parameters": '

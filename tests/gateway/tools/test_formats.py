@@ -456,6 +456,22 @@ async def test_a_server_that_parses_no_calls_cannot_force_them() -> None:
         await model.prepare(choosing("required", WEATHER))
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("internlm", {"<|action_start|>", "<|plugin|>", "<|action_end|>"}),
+        ("gigachat3", {"<|function_call|>", "<|role_sep|>"}),
+        ("hy_v3", {"<tool_call:opensource>", "<tool_sep:opensource>", "<arg_key:opensource>"}),
+        ("solar_open", {"<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>"}),
+        ("minicpm5", {"<function", "</param>"}),
+        ("mistral_args", {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}),
+        ("minimax_m3", {"]<]minimax[>["}),
+    ],
+)
+def test_tokens_within_markers_are_shown_to_the_parser(name: str, tokens: set[str]) -> None:
+    assert tokens <= set(FORMATS[name].control_texts)
+
+
 async def test_markers_that_are_control_tokens_reach_the_parser() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["[TOOL_CALLS]", "<|eom|>"])
