@@ -421,7 +421,8 @@ def check(
         "variants": len(asked),
         "kernels": kernels,
         "problems": problems,
-        "compiled": [] if problems else sorted(record.added),
+        "recorded": sorted(record.asked),
+        "compiled": sorted(record.added),
         "enumerated_s": round(enumerated - started, 1),
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -433,19 +434,19 @@ def main() -> int:
     parser.add_argument("--representative", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--record", type=Path, help="a file of variants that compile")
-    parser.add_argument("--write", action="store_true", help="compile everything and write the record anew")
+    parser.add_argument("--write", action="store_true", help="bring the record up to date")
     arguments = parser.parse_args()
     names = arguments.targets.split(",")
     has_all = [not arguments.representative or name == names[0] for name in names]
-    read = None if arguments.write else arguments.record
-    work = (check, names, [arguments.representative] * len(names), has_all, [read] * len(names))
+    read = [arguments.record] * len(names)
+    work = (check, names, [arguments.representative] * len(names), has_all, read)
     if arguments.jobs == 1:
         reports = list(map(*work))
     else:
         with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
             reports = list(pool.map(*work))
-    if arguments.write:
-        Record({line for report in reports for line in report["compiled"]}).write(arguments.record)
+    if arguments.write and not any(report["problems"] for report in reports):
+        Record({line for report in reports for line in report["recorded"]}).write(arguments.record)
     for report in reports:
         print(json.dumps(report))
     return 1 if any(report["problems"] for report in reports) else 0

@@ -22,11 +22,12 @@ from penstock.kernels.triton import targets
 class Record:
     def __init__(self, lines: set[str]) -> None:
         self._lines = lines
+        self.asked: set[str] = set()
         self.added: set[str] = set()
 
     @classmethod
     def read(cls, path: Path | None) -> Record:
-        return cls(set() if path is None else set(path.read_text().splitlines()))
+        return cls(set() if path is None or not path.exists() else set(path.read_text().splitlines()))
 
     def write(self, path: Path) -> None:
         path.write_text("".join(f"{line}\n" for line in sorted(self._lines)))
@@ -41,6 +42,7 @@ class Record:
 
     def _knows(self, *, fn: Any, compile: dict[str, Any], **_: object) -> bool:
         line = describe(fn.jit_function, compile["specialization_data"])
+        self.asked.add(line)
         if line in self._lines:
             return True
         self.added.add(line)

@@ -72,4 +72,5 @@ def test_only_what_a_record_lacks_is_compiled(tmp_path: Path) -> None:
     assert is_known("source")
     assert not is_known("changed source")
     assert record.added == {line(ASKED, "changed source")}
+    assert record.asked == {line(ASKED), line(ASKED, "changed source")}
     assert Record.read(None).added == set()
