@@ -37,6 +37,7 @@ from penstock.core.engine_config import (
 from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams
+from penstock.dispatch.kv_sources import TransferConfig
 from penstock.router import ReplicaState
 from tests.cluster.test_disaggregation import answers_alone
 from tests.cluster.test_fleet_control import TOKENS, view_of
@@ -314,6 +315,8 @@ async def test_a_prefill_host_with_two_ranks_computes_for_decode_hosts_with_one(
     await asyncio.gather(machines.host("wide", "prefill", num_ranks=2), machines.host("narrow", "decode"))
     gateway = await machines.gateway("gateway")
     await until(lambda: gateway.num_ready() == 2)
+    # Times that a busy machine measures do not decide.
+    gateway.fleet.dispatcher.kv_sources._config = TransferConfig(allowed_delay_s=WAIT_S)
     requests = [make_request(f"long-{number}", 20 + number, 50) for number in range(4)]
     for request in requests:
         gateway.ask(request)
