@@ -61,7 +61,7 @@ def takes_all_drafts(engine: Engine, num_tokens: int) -> Engine:
     speculation = engine.loop.scheduler._speculation
 
     def take_all(offers: list[tuple[Any, Draft]], load: object, max_tokens: int) -> list[int]:
-        return [min(len(draft.token_ids), num_tokens) for _, draft in offers]
+        return [min(len(offer.draft.token_ids), num_tokens) for offer in offers]
 
     speculation._best_lengths = take_all  # type: ignore[method-assign]
     speculation._plain_steps.is_due = lambda num_decodes: False  # type: ignore[method-assign]
