@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from penstock.engine.device import allocate_kv, with_spare_states
-from penstock.kernels.interface import AttentionBatch, KVStore, Ops, SamplingBatch
+from penstock.kernels.interface import AttentionBatch, KVStore, MovesTokens, Ops, SamplingBatch
 from penstock.models.model import Model
 
 LONG_CONTEXT = 1024  # attention splits it over the chip when requests are few
@@ -37,6 +37,7 @@ class WarmUpStep:
     tokens_each: int
     span: int
     verifies: bool = False  # drafts, as a decode for each token
+    has_trees: bool = False  # of drafts
 
 
 # The longest compilations come first: prompts, their ends after long cached beginnings, a few tokens over a long
@@ -54,16 +55,24 @@ PREFILLS = (
 DECODES = tuple(WarmUpStep(count, 1, LONG_CONTEXT) for count in (1, 2, 8, 32, 64, 128))
 # Attention splits contexts of the first step over the chip. The second has too short ones, the third too many.
 VERIFICATIONS = tuple(
-    WarmUpStep(count, 1, span, verifies=True)
+    WarmUpStep(count, 1, span, verifies=True, has_trees=has_trees)
+    for has_trees in (False, True)
     for count, span in ((8, LONG_CONTEXT), (8, 64), (1024, LONG_CONTEXT))
 )
 
 
 def warm_up(
-    model: Model, ops: Ops, *, block_size: int, max_rows: int, max_tokens: int, verifies: bool = False
+    model: Model,
+    ops: Ops,
+    *,
+    block_size: int,
+    max_rows: int,
+    max_tokens: int,
+    verifies: bool = False,
+    verifies_trees: bool = False,
 ) -> None:
     """Compile all kernels that steps of at most this many requests and tokens need, also steps that verify drafts if
-    the engine `verifies`."""
+    the engine `verifies`, and trees of drafts if it `verifies_trees`."""
     model = model.with_distinct_layers()
     kv = allocate_kv(model, ops, 1, block_size)
     many = min(MANY_TOKENS, max_tokens)
@@ -80,9 +89,16 @@ def warm_up(
         if step.num_requests <= max_rows and step.num_requests * step.tokens_each <= max_tokens
     ]
     if verifies:
-        steps += [step for step in VERIFICATIONS if step.num_requests <= max_tokens]
+        steps += [
+            step
+            for step in VERIFICATIONS
+            if step.num_requests <= max_tokens and (verifies_trees or not step.has_trees)
+        ]
     with _compiling(ops.device), torch.inference_mode():
         _sample(ops, model.config.vocab_size)
+        if verifies_trees and isinstance(kv, MovesTokens):
+            nothing = torch.zeros(1, 1, dtype=torch.int64, device=ops.device)
+            kv.move_tokens(nothing, nothing)
         for step in steps:
             run_step(model, ops, kv, step)
 
@@ -150,6 +166,7 @@ def run_step(model: Model, ops: Ops, kv: KVStore, step: WarmUpStep) -> None:
         max_context_len=step.span,
         num_decodes=requests if each == 1 else 0,
         neighbours=int32([0] * requests + [1] * requests).view(2, -1) if step.verifies else None,
+        ancestors=int32([-1] * requests) if step.has_trees else None,
     )
     hidden = model.forward(int32([0] * requests * each), with_spare_states(batch, model, ops), kv)
     model.logits(hidden[:requests])

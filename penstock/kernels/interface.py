@@ -21,7 +21,9 @@ from torch import Tensor
 
 from penstock.kernels.operands import SWIGLU_ALPHA as SWIGLU_ALPHA
 from penstock.kernels.operands import SWIGLU_LIMIT as SWIGLU_LIMIT
+from penstock.kernels.operands import TREE_PLACES as TREE_PLACES
 from penstock.kernels.operands import Activation as Activation
+from penstock.kernels.operands import AttendsToTrees as AttendsToTrees
 from penstock.kernels.operands import AttentionBatch as AttentionBatch
 from penstock.kernels.operands import AttentionLayer as AttentionLayer
 from penstock.kernels.operands import ExpertGroups as ExpertGroups
@@ -31,6 +33,7 @@ from penstock.kernels.operands import IndexLayer as IndexLayer
 from penstock.kernels.operands import KVRegion as KVRegion
 from penstock.kernels.operands import KVStore as KVStore
 from penstock.kernels.operands import LatentLayer as LatentLayer
+from penstock.kernels.operands import MovesTokens as MovesTokens
 from penstock.kernels.operands import PackedEmbedding as PackedEmbedding
 from penstock.kernels.operands import PackedExperts as PackedExperts
 from penstock.kernels.operands import PackedLinear as PackedLinear

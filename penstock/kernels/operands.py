@@ -15,6 +15,8 @@ from torch import Tensor
 from penstock.kernels.states import StateBatch
 from penstock.kernels.weights import WeightData
 
+TREE_PLACES = 32  # of the bits of `AttentionBatch.ancestors`
+
 # "clamped_swiglu" is gpt-oss's: gate × sigmoid(1.702 × gate) × (up + 1), both clamped at 7.
 # "relu" squares positive values where gate and up are one matrix, as in experts without a gate.
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu"]
@@ -170,6 +172,9 @@ class AttentionBatch:
     # Of steps that verify drafts: the tokens of a request are decodes side by side, over the same blocks. int32 [2,
     # num_decodes]: how many of them come before each decode, and how many from it on, itself included.
     neighbours: Tensor | None = None
+    # Of steps that verify trees of drafts, in layers that see everything: bit n of each decode says whether it sees
+    # the key n places in front of its own. It sees all keys from the 31st on. int32 [num_decodes].
+    ancestors: Tensor | None = None
     halves_blocks: bool = True  # the last tokens of a request may begin in the middle of a block
     lengths: tuple[Tensor, Tensor] | None = None  # `query_starts` and `context_lens` once more, on the host
     states: StateBatch | None = None  # of models whose layers have a fixed state
@@ -249,6 +254,23 @@ class KVStore(Protocol):
 
     def write_block(self, block_id: int, contents: bytes) -> None:
         """Overwrite a block, in turn with copies and steps, with what `read_host` returned for another block."""
+        ...
+
+
+@runtime_checkable
+class AttendsToTrees(Protocol):
+    """Backends whose attention knows `AttentionBatch.ancestors`."""
+
+    attends_to_trees: bool
+
+
+@runtime_checkable
+class MovesTokens(Protocol):
+    """KV stores in which single tokens can be copied from slot to slot."""
+
+    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy tokens of all layers from slot to slot, int64 [N, n] on the device: the tokens of N requests. Of one
+        request's, no source is the target of a pair in front, unless both are the same."""
         ...
 
 

@@ -36,7 +36,7 @@ from penstock.kernels.interface import (
     WeightData,
 )
 from penstock.kernels.latent import rotate
-from penstock.kernels.operands import bytes_of
+from penstock.kernels.operands import TREE_PLACES, bytes_of
 from penstock.kernels.tensor_kv import TensorKVStore, TorchKVPart
 
 # Rows of a half-precision head that are converted to float32 at a time for exact logits.
@@ -106,6 +106,7 @@ class TorchKVStore(TensorKVStore):
 
 class TorchOps(ComposedOps):
     name = "torch"
+    attends_to_trees = True
 
     def __init__(
         self,
@@ -182,7 +183,10 @@ class TorchOps(ComposedOps):
         for request in range(batch.num_requests):
             rows = slice(starts[request], starts[request + 1])
             table = batch.block_tables[request]
-            output[rows] = _attend_one_request(query[rows], layer, cache, table, context_lens[request])
+            sees = None
+            if batch.ancestors is not None and request < batch.num_decodes:
+                sees = batch.ancestors[request]
+            output[rows] = _attend_one_request(query[rows], layer, cache, table, context_lens[request], sees)
         return output.view(-1, heads * width)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -208,9 +212,15 @@ def gated_reference(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def _attend_one_request(
-    query: Tensor, layer: AttentionLayer, cache: TorchKVLayer, table: Tensor, context_len: int
+    query: Tensor,
+    layer: AttentionLayer,
+    cache: TorchKVLayer,
+    table: Tensor,
+    context_len: int,
+    sees: Tensor | None,
 ) -> Tensor:
-    """[n, H, D] → [n, H, D] for the last n tokens of one request's context."""
+    """[n, H, D] → [n, H, D] for the last n tokens of one request's context. `sees` is of `AttentionBatch.ancestors`,
+    for one token."""
     num_queries = query.shape[0]
     first_position = context_len - num_queries
     block_size = cache.keys.entries.shape[1]
@@ -232,6 +242,8 @@ def _attend_one_request(
     hidden = key_at > query_at
     if layer.window is not None:
         hidden |= key_at <= query_at - layer.window
+    if sees is not None:
+        hidden |= (sees.long() >> (query_at - key_at).clamp(0, TREE_PLACES - 1)) & 1 == 0
     scores = scores.masked_fill(hidden, float("-inf"))
     if layer.sinks is not None:  # one more key, without a value
         sinks = layer.sinks.float().view(layer.num_kv_heads, group, 1, 1).expand(-1, -1, num_queries, 1)

@@ -99,6 +99,14 @@ class TensorKVStore:
     def block_bytes(self) -> int:
         return sum(tensor[:, 0].numel() * tensor.element_size() for tensor in self.tensors)
 
+    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
+        sources, targets = sources.flatten(), targets.flatten()
+        for tensor in self.tensors:
+            # As bytes, because torch cannot assign float8 by index.
+            stored = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+            size = stored.shape[2]
+            stored[:, targets // size, targets % size] = stored[:, sources // size, sources % size]
+
     def reserve_host(self, num_slots: int) -> None:
         tensors = self.tensors
         self._host = [_host_slots(tensor, num_slots) for tensor in tensors]

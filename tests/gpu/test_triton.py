@@ -35,6 +35,7 @@ from tests.triton.cases import (
     assert_elementwise,
     attention_error,
     block_error,
+    check_moves,
     latent_error,
     packed_experts,
     placed_expert_error,
@@ -79,6 +80,32 @@ def test_attend(
 ) -> None:
     error = attention_error(bench, Heads(heads, kv_heads, size, window, softcap, norms), lengths)
     assert error < (1e-2 if bench is NARROW else 1e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [
+        Heads(32, 8, 128),
+        Heads(9, 3, 64),
+        Heads(14, 2, 64, softcap=30.0),
+        Heads(64, 1, 128),
+        Heads(8, 8, 96, sinks=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "lengths", [[(700, 16)], [(33, 1), (900, 16), (0, 7), (5000, 32)], [(30, 16)] * 40], ids=str
+)
+def test_nodes_of_trees(heads: Heads, lengths: Lengths, kv_dtype: torch.dtype | None) -> None:
+    bench = Bench(DEVICE, torch.bfloat16, kv_dtype=kv_dtype)
+    assert attention_error(bench, heads, lengths, trees=True) < 2e-2
+    assert attention_error(bench, heads, lengths, drafts=True) < 2e-2
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_tokens_of_paths_move(kv_dtype: torch.dtype | None) -> None:
+    check_moves(Bench(DEVICE, torch.bfloat16, kv_dtype=kv_dtype).ops)
 
 
 @pytest.mark.parametrize("bench", [NARROW, Bench(DEVICE, torch.float16)], ids=["bfloat16", "float16"])

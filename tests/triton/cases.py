@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.interface import (
+    TREE_PLACES,
     Activation,
     AttentionBatch,
     AttentionLayer,
@@ -134,9 +136,37 @@ def as_decodes(batch: AttentionBatch) -> AttentionBatch:
     )
 
 
-def attention_error(bench: Bench, heads: Heads, lengths: Lengths, *, drafts: bool = False) -> float:
+def as_trees(batch: AttentionBatch) -> AttentionBatch:
+    """The same tokens as decodes, of which those of a request with 2 to 32 are a random tree: the first is its
+    root."""
+    made = as_decodes(batch)
+    ancestors, positions = [-1] * made.num_decodes, made.positions.tolist()
+    starts = batch.query_starts.tolist()
+    for first, end in pairwise(starts):
+        if end - first > TREE_PLACES:
+            continue
+        paths: list[list[int]] = [[0]]
+        for node in range(1, end - first):
+            parent = int(torch.randint(node, ()))
+            paths.append([*paths[parent], node])
+        for node, path in enumerate(paths):
+            ancestors[first + node] = sum(1 << (node - each) for each in path) + (-1 << (node + 1))
+            positions[first + node] = positions[first] + len(path) - 1
+    to_int32 = [(each + 2**31) % 2**32 - 2**31 for each in ancestors]
+    device = made.positions.device
+    return replace(
+        made,
+        positions=torch.tensor(positions, dtype=torch.int32, device=device),
+        ancestors=torch.tensor(to_int32, dtype=torch.int32, device=device),
+    )
+
+
+def attention_error(
+    bench: Bench, heads: Heads, lengths: Lengths, *, drafts: bool = False, trees: bool = False
+) -> float:
     """Relative, of the result and of what the cache holds afterwards; with the same keys and values in both backends'
-    caches, each in its own layout. With `drafts`, our backend gets each token as a decode of its own."""
+    caches, each in its own layout. With `drafts`, our backend gets each token as a decode of its own; with
+    `trees`, both get random trees."""
     torch.manual_seed(0)
     num_blocks = sum(-(-(before + count) // BLOCK_SIZE) for before, count in lengths) + 3
     layer = heads.layer(bench, max(before + count for before, count in lengths) + 1)
@@ -151,6 +181,8 @@ def attention_error(bench: Bench, heads: Heads, lengths: Lengths, *, drafts: boo
             theirs.abs_().div_(50)
         ours[:, :num_blocks] = theirs.transpose(2, 3)
     qkv = bench.normal(batch.positions.shape[0], width)
+    if trees:
+        batch = as_trees(batch)
     batches = (as_decodes(batch) if drafts else batch, batch)
     got, wanted = (
         ops.attend(qkv, layer, store.layer(0), each).float()
@@ -161,6 +193,29 @@ def attention_error(bench: Bench, heads: Heads, lengths: Lengths, *, drafts: boo
         for ours, theirs in zip(stores[0].tensors, stores[1].tensors, strict=True)
     ]
     return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in [(got, wanted), *cached])
+
+
+def check_moves(ops: TritonOps | TorchOps) -> None:
+    """Tokens of all layers move to their places, in the order of each request's pairs."""
+    store = ops.allocate_kv(2, 7, BLOCK_SIZE, 2, 40)
+    token_axis = 3 if isinstance(ops, TritonOps) else 2
+    for tensor in store.tensors:
+        is_coded = tensor.element_size() == 1
+        made = torch.randint(-99, 99, tensor.shape) if is_coded else torch.randn(tensor.shape)
+        tensor.copy_(made.to(tensor.device))
+    sources = [[17, 19, 22, 40], [60, 61, 70, 63], [100, 104, 104, 104]]
+    targets = [[17, 18, 19, 20], [60, 61, 62, 63], [100, 101, 104, 104]]
+    expected = [tensor.float().movedim(token_axis, 2).clone() for tensor in store.tensors]
+    for each in expected:
+        by_slot = each.flatten(1, 2)
+        for moved in zip(sources, targets, strict=True):
+            for source, target in zip(*moved, strict=True):
+                by_slot[:, target] = by_slot[:, source].clone()
+        each.copy_(by_slot.view(each.shape))
+    device = store.tensors[0].device
+    store.move_tokens(torch.tensor(sources, device=device), torch.tensor(targets, device=device))
+    for tensor, wanted in zip(store.tensors, expected, strict=True):
+        assert torch.equal(tensor.float().movedim(token_axis, 2), wanted)
 
 
 @dataclass(frozen=True, slots=True)

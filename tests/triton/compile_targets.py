@@ -47,6 +47,7 @@ from penstock.kernels.triton import float8_blocks as block_products
 from penstock.kernels.triton.ops import TritonOps
 from penstock.models.load import load_model
 from penstock.models.lora import adaptable_products
+from penstock.models.model import layer_windows
 from penstock.models.random_weights import RandomSource
 from tests.engine.tiny import write_tiny_model
 from tests.triton.compiled import Record
@@ -324,7 +325,15 @@ def variants(case: Case) -> list[Variant]:
     ):
         ops = TritonOps(META, case.dtype, case.kv_dtype)
         model = load_model(write_tiny_model(Path(folder), **case.settings), ops, load_format="random")
-        warm_up(model, ops, block_size=16, max_rows=256, max_tokens=8192, verifies=True)
+        warm_up(
+            model,
+            ops,
+            block_size=16,
+            max_rows=256,
+            max_tokens=8192,
+            verifies=True,
+            verifies_trees=not any(layer_windows(model)),
+        )
         if case.matrix is dense and case.kv_dtype is None:
             adapted = adaptable_products(model.products)
             adapters = ops.batched_adapters(

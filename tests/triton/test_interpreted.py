@@ -55,6 +55,7 @@ from tests.triton.cases import (
     assert_elementwise,
     attention_error,
     block_error,
+    check_moves,
     latent_error,
     packed_experts,
     placed_expert_error,
@@ -113,6 +114,31 @@ def test_tokens_that_verify_drafts_read_keys_together(
     if is_split:
         lengths.append((500, 2))
     assert attention_error(WHOLE, heads, lengths, drafts=True) < 1e-5
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_tokens_of_paths_move(kv_dtype: torch.dtype | None) -> None:
+    bench = Bench(torch.device("cpu"), torch.float32, kv_dtype=kv_dtype)
+    check_moves(bench.ops)
+    check_moves(bench.definition)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(4, 2, 16), Heads(14, 2, 16, softcap=3.0), Heads(2, 2, 40, sinks=True), Heads(64, 1, 16)],
+    ids=str,
+)
+def test_a_node_of_a_tree_sees_its_ancestors(
+    heads: Heads, kv_dtype: torch.dtype | None, is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_attention, "num_processors", lambda index: 100)
+    bench = Bench(torch.device("cpu"), torch.float32, kv_dtype=kv_dtype)
+    lengths = [(126, 16), (0, 7), (40, 1), (100, 32)]  # trees lie across the ends of tiles and splits
+    if is_split:
+        lengths.append((500, 16))
+    assert attention_error(bench, heads, lengths, trees=True) < 1e-5
 
 
 @pytest.mark.parametrize("lengths", [[(40, 1), (0, 1)], [(170, 1), (16, 9), (0, 17)]], ids=str)

@@ -27,7 +27,7 @@ from penstock.kernels.triton import decode_attention, prefill_attention
 from penstock.kernels.triton.ops import TritonOps
 from penstock.models.load import load_model
 from tests.engine.tiny import write_tiny_model
-from tests.triton.cases import Bench, Lengths, as_decodes, sampling_batch
+from tests.triton.cases import Bench, Lengths, as_decodes, as_trees, sampling_batch
 from tests.triton.sampling_cases import mixed_batch
 
 Variant = tuple[Any, ...]
@@ -79,18 +79,22 @@ def test_serving_meets_no_new_variant(
     ops = TritonOps(torch.device("cpu"), torch.bfloat16)
     model = load_model(model_path, ops, load_format="random", quantization=quantization)
     kv = ops.allocate_kv(model.num_layers, 64, 16, model.num_kv_heads, model.head_dim)
-    warm_up(model, ops, block_size=16, max_rows=256, max_tokens=2048, verifies=True)
+    sizes = {"block_size": 16, "max_rows": 256, "max_tokens": 2048}
+    warm_up(model, ops, **sizes, verifies=True)
+    without_trees = set(launched)
+    warm_up(model, ops, **sizes, verifies=True, verifies_trees=True)
     known = set(launched)
-    assert 20 < len(known) < 40  # each costs a start some tenths of a second of one core
+    assert 0 < len(known - without_trees) <= 3
+    assert 20 < len(without_trees) < 40  # each costs a start some tenths of a second of one core
 
     bench = Bench(torch.device("cpu"), torch.bfloat16)
-    for drafts, lengths in (
-        *((True, each) for each in ([(700, 2)], [(30, 7)] * 3, [(30, 5)] * 100)),
-        *((False, each) for each in PLAIN_STEPS),
+    drafts: list[Lengths] = [[(700, 2)], [(30, 7)] * 3, [(30, 5)] * 100]
+    for arranged, lengths in (
+        *((as_trees, each) for each in drafts),
+        *((as_decodes, each) for each in drafts),
+        *((lambda batch: batch, each) for each in PLAIN_STEPS),
     ):
-        batch = bench.batch(lengths, num_blocks=1300)
-        if drafts:
-            batch = as_decodes(batch)
+        batch = arranged(bench.batch(lengths, num_blocks=1300))
         hidden = model.forward(torch.zeros(len(batch.positions), dtype=torch.int32), batch, kv)
         for rows in {1, min(8, len(lengths)), len(lengths)}:
             logits = model.logits(hidden[:rows])

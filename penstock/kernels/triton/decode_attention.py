@@ -2,7 +2,8 @@
 are merged by a second, small kernel.
 
 Tokens that verify the drafts of one request are decodes side by side, over the same blocks. One program computes
-several of them, so that keys and values are read once for all.
+several of them, so that keys and values are read once for all. The nodes of a tree of drafts are such tokens
+too: each sees the keys of its ancestors only, and not those of all nodes before it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels import operands
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.attention_parts import Partials, absorb, finish, load_tile
 from penstock.kernels.triton.device import num_processors
@@ -30,13 +32,14 @@ LONGEST_SPLIT = 4096
 PROGRAMS_PER_PROCESSOR = 1.5
 # Query rows of a program that computes several tokens of a request. With more, steps over short contexts take longer.
 MOST_ROWS = 32
+TREE_PLACES = tl.constexpr(operands.TREE_PLACES)
 
 
 # Numbers that change from step to step are not specialized, nor is where its small arrays lie: each new kind would
 # compile the kernel again.
 @triton.jit(
     do_not_specialize=["table_stride", "window", "split_keys", "splits"],
-    do_not_specialize_on_alignment=["block_tables", "context_lens", "neighbours"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens", "neighbours", "ancestors"],
 )
 def _decode_kernel(
     q,
@@ -52,6 +55,7 @@ def _decode_kernel(
     block_tables,
     context_lens,
     neighbours,
+    ancestors,
     table_stride,
     scale,
     softcap,
@@ -72,6 +76,7 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_TREE: tl.constexpr,
 ):
     """A program computes the query heads of one KV head, in one split, for up to TOKENS neighbours."""
     first = tl.program_id(1).to(tl.int64)
@@ -95,6 +100,11 @@ def _decode_kernel(
     row_inside = token < count
     head = (first + token) * H + group * per_group + row % per_group
     seen = length + token - skipped  # keys, from the beginning of the split, that each row sees
+    whole = length  # keys that all rows see
+    bits = token
+    if IS_TREE:
+        bits = tl.load(ancestors + first + token, mask=row_inside, other=0)
+        whole = length - TREE_PLACES
     if IS_SPLIT:  # noqa: SIM102 (decided when compiled, unlike what follows)
         if end <= 0:
             tl.store(partial_max + head * splits + split, float("-inf"), mask=row_inside)
@@ -110,7 +120,7 @@ def _decode_kernel(
     weighted = tl.zeros((ROWS, D_PAD), tl.float32)
     num_whole = 0  # tiles in which every key is present and seen by all rows
     if not HAS_WINDOW:
-        num_whole = tl.maximum(tl.minimum(length - skipped, split_keys), 0) // KEYS
+        num_whole = tl.maximum(tl.minimum(whole - skipped, split_keys), 0) // KEYS
         for index in tl.range(0, num_whole, num_stages=STAGES):
             at = index * KEYS + tl.arange(0, KEYS)
             present = at < end
@@ -129,6 +139,9 @@ def _decode_kernel(
             visible = visible & (at[None, :] < seen[:, None])
             if HAS_WINDOW:
                 visible = visible & (at[None, :] >= seen[:, None] - window)
+        if IS_TREE:
+            distance = tl.maximum(tl.minimum(seen[:, None] - 1 - at[None, :], TREE_PLACES - 1), 0)
+            visible = visible & (((bits[:, None] >> distance) & 1) != 0)
         highest, total, weighted = absorb(
             highest, total, weighted, queries, tile, visible, scale, softcap, True, HAS_CAP, HAS_SCALES
         )
@@ -142,6 +155,8 @@ def decode_attention(
     q: Tensor, cache: PagedLayer, out: Tensor, layer: AttentionLayer, batch: AttentionBatch
 ) -> None:
     """Writes the first `batch.num_decodes` rows of `out`."""
+    is_tree = batch.ancestors is not None
+    assert not (is_tree and layer.window), "trees are for layers that see everything"
     heads, kv_heads, size = layer.num_heads, layer.num_kv_heads, layer.head_dim
     count = batch.num_decodes
     tokens = 1 if batch.neighbours is None else tokens_together(heads // kv_heads)
@@ -169,6 +184,7 @@ def decode_attention(
         batch.block_tables,
         batch.context_lens,
         batch.context_lens if batch.neighbours is None else batch.neighbours,
+        batch.context_lens if batch.ancestors is None else batch.ancestors,
         batch.block_tables.stride(0),
         layer.scale,
         layer.softcap or 1.0,
@@ -189,6 +205,7 @@ def decode_attention(
         HAS_WINDOW=layer.window is not None,
         HAS_SCALES=cache.key_scales is not None,
         HAS_SINKS=layer.sinks is not None,
+        IS_TREE=is_tree,
         num_warps=tile.num_warps,
         **launch_options(),
     )

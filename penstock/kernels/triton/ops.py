@@ -77,6 +77,7 @@ def attention(
 class TritonOps:
     name = "triton"
     rounding = ""
+    attends_to_trees = True
     short_conv = staticmethod(short_conv)
     selective_scan = staticmethod(selective_scan)
     channel_scan = staticmethod(channel_scan)

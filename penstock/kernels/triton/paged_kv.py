@@ -6,9 +6,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.tensor_kv import TensorKVStore
+
+
+@triton.jit(do_not_specialize=["count", "blocks"], do_not_specialize_on_alignment=["sources", "targets"])
+def _move_kernel(
+    keys, values, key_scales, value_scales, sources, targets, count, blocks,
+    G: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Move tokens of one request, in one head of one layer: one after the other, so that a thread has read a source
+    before it writes there."""
+    layer, group = tl.program_id(0).to(tl.int64) // G, tl.program_id(0) % G
+    dims = tl.arange(0, D_PAD)
+    inside = dims < D
+    for index in range(count):
+        source = tl.load(sources + tl.program_id(1) * count + index)
+        target = tl.load(targets + tl.program_id(1) * count + index)
+        if source != target:
+            old = ((layer * blocks + source // BLOCK_SIZE) * G + group) * BLOCK_SIZE + source % BLOCK_SIZE
+            new = ((layer * blocks + target // BLOCK_SIZE) * G + group) * BLOCK_SIZE + target % BLOCK_SIZE
+            key = tl.load(keys + old * D + dims, mask=inside)
+            value = tl.load(values + old * D + dims, mask=inside)
+            tl.store(keys + new * D + dims, key, mask=inside)
+            tl.store(values + new * D + dims, value, mask=inside)
+            if HAS_SCALES:
+                tl.store(key_scales + new, tl.load(key_scales + old))
+                tl.store(value_scales + new, tl.load(value_scales + old))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +68,27 @@ class PagedKV(TensorKVStore):
         layers, blocks, *rest = shape
         super().__init__((layers, blocks + 1, *rest), dtype, device)
         self.num_blocks, self.block_size = blocks, shape[3]
+
+    def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
+        layers, blocks, groups, size, dim = self.keys.shape
+        parts = [
+            each.view(torch.uint8) if each.element_size() == 1 else each for each in (self.keys, self.values)
+        ]
+        scales = (self.key_scales, self.value_scales)
+        _move_kernel[(layers * groups, len(sources))](
+            *parts,
+            *(part if scale is None else scale for part, scale in zip(parts, scales, strict=True)),
+            sources.contiguous(),
+            targets.contiguous(),
+            sources.shape[1],
+            blocks,
+            G=groups,
+            D=dim,
+            D_PAD=triton.next_power_of_2(dim),
+            BLOCK_SIZE=size,
+            HAS_SCALES=self.key_scales is not None,
+            num_warps=1,
+        )
 
     def layer(self, index: int) -> PagedLayer:
         key_scales, value_scales = (
