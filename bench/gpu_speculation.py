@@ -43,6 +43,8 @@ from penstock.core.plan import ON_DEVICE, Draft
 from penstock.core.request import Request, SamplingParams
 from penstock.engine.batch import DEVICE_DRAFTS, Samples
 from penstock.engine.build import Engine, build_engine
+from penstock.engine.drafters.combination import Drafters
+from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.loop import EngineLoop
@@ -209,6 +211,9 @@ def build(
     engine = build_engine(config, folder)
     if max_draft_tokens and speculate == "lookup":
         engine.loop.drafter = RandomDrafter(read_vocabulary(folder))
+    for drafter in engine.loop.drafter._drafters if isinstance(engine.loop.drafter, Drafters) else ():
+        if isinstance(drafter, ModelDrafter):
+            drafter._choice.trees = None  # the lots are those of chains: `bench.gpu_trees` has trees
     assert isinstance(engine.loop.executor, ModelExecutor)
     drafts_on_device = bool(max_draft_tokens) and speculate != "lookup"
     return engine, SetAcceptance(engine.loop.executor, acceptance, drafts_on_device=drafts_on_device)

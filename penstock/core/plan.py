@@ -69,6 +69,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     `unsettled` counts the drafts of the request that the step before verifies, where that step is not committed yet.
     `start` is where the chunk starts if all of them are accepted. The executor starts the chunk earlier, by one token
     for each that is rejected. `in_flight` is 1 then.
+
+    With `tree_depth`, the drafts are the nodes of a tree of this depth, all of them ON_DEVICE. A node lies behind its
+    parent, which comes before the node. The answer follows a path of nodes from the first level on.
     """
 
     request_id: str
@@ -84,15 +87,20 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     state_slot: int | None = None
     window_blocks: tuple[WindowBlocks, ...] = ()
     unsettled: int = 0
+    tree_depth: int | None = None
 
 
 class Draft(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that a drafter expects next. `grade` is a class of confidence that the drafter defines: drafts of one
-    drafter and one grade are accepted about equally often."""
+    drafter and one grade are accepted about equally often.
+
+    With `tree_depth`, they are the nodes of a tree of this depth, the most likely ones first: any number of the first
+    ones is a tree too."""
 
     token_ids: tuple[int, ...]
     drafter: str
     grade: int = 0
+    tree_depth: int | None = None
 
 
 ON_DEVICE = -1  # stands for a drafted token whose id only the executor's device knows so far
@@ -239,6 +247,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     accepted: tuple[int, ...] = ()
     accepted_logprobs: tuple[TokenLogprobs, ...] = ()
     is_callers_fault: bool = False
+    nodes: tuple[int, ...] = ()  # of `accepted`, where the drafts are a tree: their indices in it
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -9,7 +9,7 @@ Ownership: a row belongs to one request from the plan in which it `begins` to th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from penstock.engine.windows import WindowContexts, WindowRows, WindowTokens, wi
 from penstock.kernels.interface import AttentionBatch
 from penstock.kernels.states import StateBatch, StateStore
 
-DEVICE_DRAFTS = 8  # most drafted tokens of a row that stay on the device
+DEVICE_DRAFTS = 16  # most drafted tokens of a row that stay on the device
 
 
 Int32Array = NDArray[np.int32]
@@ -43,6 +43,8 @@ class Samples:
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # by index in N
     late: frozenset[int] = frozenset()  # indices in N of requests that start late (`LateTokens`)
     in_flight: frozenset[int] = frozenset()  # indices in N of requests whose newest token is not committed
+    # [S], the index in `BatchRows.draft_lags` of the node of a tree that is sampled at; -1 for other samples
+    nodes: Int64Array | None = None
 
     def firsts(self) -> Sequence[int]:
         """Return the index of each request's first sample."""
@@ -103,6 +105,9 @@ class HostStep:
     windows: WindowTokens | None = None  # of models whose layers have windows
     late: LateTokens | None = None
     neighbours: Int32Array | None = None  # of `AttentionBatch`, where tokens of chunks are separate sequences
+    # The drafts that only the device knows are nodes of trees. Their positions are laid out as if they were a chain,
+    # and the device moves them back (`place_trees`).
+    has_trees: bool = False
 
 
 class BatchRows:
@@ -137,6 +142,9 @@ class BatchRows:
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # Drafts of each row that were made on the device.
         self.draft_tokens = torch.zeros(max_rows * DEVICE_DRAFTS, dtype=torch.int32, device=device)
+        # Of drafts that are trees: how many places a node lies behind its position, and `AttentionBatch.ancestors`.
+        self.draft_lags = torch.zeros_like(self.draft_tokens)
+        self.draft_ancestors = torch.zeros_like(self.draft_tokens)
         # How many drafts of the latest step that verified some were rejected, for steps that start late.
         self.num_rejected = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
@@ -252,8 +260,17 @@ class BatchRows:
             late = self._late_tokens(chunks, chunk_starts, query_starts, token_rows)
         num_decodes = len(lengths) if total == len(lengths) else int(np.argmax(lengths > 1))
         token_ids = self._tokens[token_rows, positions]
-        drafts_at = self._drafts_on_device(chunks, chunk_starts)
+        # A token in flight may have the place of a draft of an earlier step.
+        drafts_at = np.flatnonzero(token_ids == ON_DEVICE)
+        if drafts_at.size:
+            drafts_at = np.setdiff1d(drafts_at, in_flight_at, assume_unique=True)
         places = positions[drafts_at] - self._num_tokens[token_rows[drafts_at]]
+        drafts_from = token_rows[drafts_at] * DEVICE_DRAFTS + np.minimum(places, DEVICE_DRAFTS - 1)
+        has_trees = drafts_at.size > 0 and any(c.tree_depth is not None for c in chunks)
+        if has_trees:
+            nodes = np.full(total, -1, dtype=np.int64)
+            nodes[drafts_at] = drafts_from
+            samples = replace(samples, nodes=nodes[samples.at])
         return HostStep(
             chunk_starts=chunk_starts,
             rows=sequence_rows,
@@ -265,7 +282,7 @@ class BatchRows:
             in_flight_at=in_flight_at,
             in_flight_rows=rows[in_flight],
             drafts_at=drafts_at,
-            drafts_from=token_rows[drafts_at] * DEVICE_DRAFTS + np.minimum(places, DEVICE_DRAFTS - 1),
+            drafts_from=drafts_from,
             samples=samples,
             max_query_len=int(lengths.max()),
             max_context_len=int(context_lens.max()),
@@ -273,6 +290,7 @@ class BatchRows:
             windows=None if self.windows is None else self.windows.tokens(token_rows, positions),
             late=late,
             neighbours=None if neighbours is None else neighbours[:, :num_decodes],
+            has_trees=has_trees,
         )
 
     def _late_tokens(
@@ -323,7 +341,11 @@ class BatchRows:
 
     def num_taken_back(self, samples: Samples) -> Tensor | None:
         """Return by how many positions each sample lies before the position that the host expects: int64 [S] on the
-        device; None if no request starts late."""
+        device; None if all lie where the host expects."""
+        if samples.nodes is not None:
+            places = self._staging.to_device(samples.nodes)
+            lags = self.draft_lags[places.clamp(min=0)].to(torch.int64)
+            return torch.where(places >= 0, lags, 0)
         if not samples.late:
             return None
         is_late = np.zeros(len(samples.request_ids), dtype=np.bool_)
@@ -334,17 +356,13 @@ class BatchRows:
         rows, counted = self._staging.all_to_device(samples.rows, np.repeat(is_late, counts))
         return torch.where(counted, self.num_rejected[rows].to(torch.int64), 0)
 
-    def _drafts_on_device(self, chunks: Sequence[Chunk], chunk_starts: Int32Array) -> Int64Array:
-        """Return the positions in T of drafts that only the device knows."""
-        if int(chunk_starts[-1]) == len(chunks):  # one token each
-            return NO_SAMPLES.at
-        found = [
-            int(end) - len(chunk.drafts) + index
-            for chunk, end in zip(chunks, chunk_starts[1:], strict=True)
-            for index, token_id in enumerate(chunk.drafts)
-            if token_id == ON_DEVICE
-        ]
-        return np.array(found, dtype=np.int64)
+    def place_trees(self, step: HostStep, positions: Tensor, ancestors: Tensor | None = None) -> None:
+        """Move the nodes of a step's trees to their positions, and write what they see: int32 [T] and
+        [num_decodes] on the device, in place."""
+        at, places = self._staging.all_to_device(step.drafts_at, step.drafts_from)
+        positions[at] -= self.draft_lags[places]
+        if ancestors is not None:
+            ancestors[at] = self.draft_ancestors[places]
 
     def token_ids(self, step: HostStep) -> Tensor:
         """Return int32 [T] on the device, with tokens in flight and drafts on the device filled in."""
@@ -380,6 +398,11 @@ class BatchRows:
         )
         if step.late is not None:
             self.start_late(step.late, positions, slots, context_lens, block_tables)
+        ancestors = None
+        if step.has_trees:
+            ancestors = torch.full((step.num_decodes,), -1, dtype=torch.int32, device=positions.device)
+            positions = positions.clone()  # on a CPU the array of the step
+            self.place_trees(step, positions, ancestors)
         batch = AttentionBatch(
             positions=positions,
             slots=slots,
@@ -392,6 +415,7 @@ class BatchRows:
             max_context_len=step.max_context_len,
             num_decodes=step.num_decodes,
             neighbours=others.pop() if step.neighbours is not None else None,
+            ancestors=ancestors,
             lengths=(torch.from_numpy(step.query_starts), torch.from_numpy(step.context_lens)),
             states=self._state_batch(step),
         )

@@ -28,7 +28,7 @@ from penstock.engine.device import (
 )
 from penstock.engine.drafters.combination import GrammarDrafter
 from penstock.engine.drafters.interface import Drafter
-from penstock.engine.drafters.loading import load_drafter
+from penstock.engine.drafters.loading import LoadedDrafter, load_drafter
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.forward import ForwardPass
 from penstock.engine.grammar import GrammarQueue
@@ -42,7 +42,7 @@ from penstock.engine.staging import Staging
 from penstock.engine.transfer.sharing import share
 from penstock.engine.warmup import warm_up
 from penstock.engine.windows import WindowRows
-from penstock.kernels.interface import CutsAtAttention, HalvesBlocks, Ops
+from penstock.kernels.interface import AttendsToTrees, CutsAtAttention, HalvesBlocks, MovesTokens, Ops
 from penstock.models.decoder import Decoder as NativeDecoder
 from penstock.models.load import (
     load_model,
@@ -51,7 +51,7 @@ from penstock.models.load import (
     pooling_settings,
 )
 from penstock.models.mmproj import mmproj_path
-from penstock.models.model import Model, state_layers
+from penstock.models.model import HasLatents, Model, layer_windows, state_layers
 from penstock.models.vision import VisionModel
 
 logger = logging.getLogger(__name__)
@@ -103,10 +103,12 @@ def load_decoder(
         vision = load_vision_part(
             model_path, whole_ops, load_format=config.model.load_format, mmproj=config.model.mmproj
         )
+    trees = setup.is_alone and _may_have_trees(config, loaded, whole_ops, drafter, vision)
     with ThreadPoolExecutor(1) as helper:
         description = helper.submit(describe, config, model_path, model, ops)
         if is_cuda and setup.is_alone:  # ranks would have to run every step together
-            _warm_up(config, model, ops, clock, verifies=not has_states and _drafts(config))
+            verifies = not has_states and _drafts(config)
+            _warm_up(config, model, ops, clock, verifies=verifies, verifies_trees=verifies and trees)
         memory = allocate_cache(config, model, ops, pooling, drafter, vision, setup)
         card, compiler = description.result()
     kv, sizes, layout, states = memory.kv, memory.sizes, memory.layout, memory.states
@@ -155,7 +157,14 @@ def load_decoder(
     follower, taps = None, drafter.states.taps if drafter is not None and drafter.states is not None else ()
     if drafter is not None:
         follows = is_cuda and setup.is_alone
-        built = drafter.build(num_blocks, rows, clock, card.vocab_size, follows_steps=follows)
+        built = drafter.build(
+            num_blocks,
+            rows,
+            clock,
+            card.vocab_size,
+            follows_steps=follows,
+            verifies_trees=trees and isinstance(kv, MovesTokens),
+        )
         drafters.append(built)
         follower = built if follows else None
     images = (
@@ -247,7 +256,26 @@ def _drafts(config: EngineConfig) -> bool:
     return config.scheduler.max_draft_tokens > 0 and parse_speculate(config.speculate).kind != "off"
 
 
-def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock, *, verifies: bool) -> None:
+def _may_have_trees(
+    config: EngineConfig, model: Model, ops: Ops, drafter: LoadedDrafter | None, vision: object | None
+) -> bool:
+    """Say whether steps may verify trees of drafts: attention sees the whole text in every layer, by its own kernels,
+    and nothing else rearranges positions or watches the KV."""
+    return (
+        drafter is not None
+        and drafter.grows_trees
+        and isinstance(ops, AttendsToTrees)
+        and isinstance(model, NativeDecoder)
+        and not isinstance(model, HasLatents)
+        and not any(layer_windows(model))
+        and vision is None
+        and not config.kv_transfer
+    )
+
+
+def _warm_up(
+    config: EngineConfig, model: Model, ops: Ops, clock: Clock, *, verifies: bool, verifies_trees: bool
+) -> None:
     """Compile kernels in parallel, before the measurement of memory, which would compile them one after the other."""
     started_s = clock.now()
     limits = config.scheduler
@@ -258,6 +286,7 @@ def _warm_up(config: EngineConfig, model: Model, ops: Ops, clock: Clock, *, veri
         max_rows=limits.max_num_seqs,
         max_tokens=limits.max_num_batched_tokens,
         verifies=verifies,
+        verifies_trees=verifies_trees,
     )
     torch.cuda.empty_cache()
     logger.info("kernels are ready after %.1f s", clock.now() - started_s)

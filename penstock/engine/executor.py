@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ from penstock.engine.pooling import sampled_vector
 from penstock.engine.sampler import Sampler
 from penstock.engine.staging import Staging
 from penstock.engine.step_timers import CudaTimer, HostTimer, StepTimer
-from penstock.kernels.interface import HalvesBlocks, KVStore
+from penstock.engine.trees import Straightened, straighten
+from penstock.kernels.interface import HalvesBlocks, KVStore, MovesTokens
 from penstock.kernels.states import StateStore
 
 logger = logging.getLogger(__name__)
@@ -233,6 +235,8 @@ class ModelExecutor:
                     num_taken_back = self._rows.num_taken_back(samples)
                     sampled, step.logprobs = self._sampler.sample(made, samples, step.masks, num_taken_back)
                 self._keep_last_tokens(samples, sampled)
+                if host is not None and host.has_trees:
+                    step.drafts = self._straighten(step, host, sampled)
                 step.token_ids = self._to_host(sampled)
             step.timer.stop(self.forward.take_capture_s())
             if host is not None:
@@ -240,6 +244,15 @@ class ModelExecutor:
                 self._prepare_drafts(step.plan.chunks, host, sampled, step.hidden)
         late = step.masks.late if step.masks is not None else ()
         self._late = frozenset(samples.request_ids[index] for index in late)
+
+    def _straighten(self, step: _Submitted, host: HostStep, sampled: Tensor) -> Straightened:
+        """Let what follows a step with trees find chains: the accepted paths."""
+        assert isinstance(self._kv, MovesTokens), "trees are drafted where KV can be moved"
+        parts = step.hidden.states
+        if len(parts) > 1:  # of a step that was computed in pieces, with parts of trees
+            parts.clear()
+        hidden = [part.values for part in parts]
+        return straighten(step.plan.chunks, host, sampled, hidden, self._kv, self._rows, self._staging)
 
     def _void(self, plan: StepPlan) -> frozenset[str]:
         """Return the requests whose newest token was sampled without its mask: later samples are invalid."""
@@ -338,7 +351,12 @@ class ModelExecutor:
         sampled: tuple[SampledToken, ...] = ()
         if step.token_ids is not None:
             samples = step.samples if step.drafts is None else _with_ids(step.samples, step.drafts)
-            sampled = self._sampler.report(samples, step.token_ids.tolist(), step.logprobs, step.masks)
+            logprobs, trees = step.logprobs, step.drafts if isinstance(step.drafts, Straightened) else None
+            if trees is not None and logprobs:
+                logprobs = trees.logprobs(samples, logprobs)
+            sampled = self._sampler.report(samples, step.token_ids.tolist(), logprobs, step.masks)
+            if trees is not None:
+                sampled = tuple(_with_nodes(each, trees) for each in sampled)
         embedded = (
             sampled_vector(request_id, vector) for request_id, vector in step.hidden.embeddings.items()
         )
@@ -395,6 +413,13 @@ def _with_ids(samples: Samples, late: LateDrafts) -> Samples:
         for index, ids in samples.drafts.items()
     }
     return replace(samples, drafts=drafts)
+
+
+def _with_nodes(sampled: SampledToken, trees: Straightened) -> SampledToken:
+    if not sampled.accepted or sampled.request_id not in trees.request_ids:
+        return sampled
+    nodes = trees.nodes_of(sampled.request_id, len(sampled.accepted))
+    return msgspec.structs.replace(sampled, nodes=nodes)
 
 
 def _copy_state(states: StateStore, copy: StateCopy) -> None:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from penstock.kernels.adapted import NO_ADAPTER
 from penstock.kernels.interface import Attend, AttentionBatch, CutsAtAttention, KVStore
 from penstock.kernels.states import StateBatch
 from penstock.models.model import Model, TappedModel
+
+T = TypeVar("T")
 
 MIN_CONTEXT = 1024
 NUM_COLUMNS = 7  # of the inputs of a step, in front of block tables
@@ -48,6 +50,19 @@ def no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def recorded(run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Record a function. It is run once before, to compile kernels."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with no_garbage_collection(), torch.cuda.graph(graph, pool=pool):
+        made = run()
+    return graph, made
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +92,7 @@ class DecodeGraphs:
         self._staging = staging
         self._max_model_len = max_model_len
         self._sizes = _sizes(rows.max_rows)
-        self._captured: dict[tuple[int, int, bool, int | None], _Captured] = {}
+        self._captured: dict[tuple[int, int, bool, bool, int | None], _Captured] = {}
         self._capture_s = 0.0
         self.hidden: Tensor | None = None  # of the latest call, valid until the next one
         self._pool = torch.cuda.graph_pool_handle()
@@ -92,6 +107,7 @@ class DecodeGraphs:
         most = first + (NUM_COLUMNS + self._table_width(max_model_len)) * largest
         self._buffer = torch.zeros(most, dtype=torch.int32, device=device)
         self._inputs = self._buffer[first:]
+        self._ancestors = torch.full((largest,), -1, dtype=torch.int32, device=device)  # of steps with trees
         # States are updated in place: no row of a recording, and no padded row, may have the state of a request.
         self._state_slots: Tensor | None = None
         if rows.states is not None:
@@ -126,17 +142,14 @@ class DecodeGraphs:
         context = self._context_bound(step.max_context_len)
         self._fill(step, count, size, context)
         version = use_adapters(self._lora, slots, size)
-        key = size, context, step.neighbours is not None, version
+        key = size, context, step.neighbours is not None, step.has_trees, version
         captured = self._captured.get(key)
         if captured is None:
             if self._state_slots is not None and self._rows.states is not None:
                 self._state_slots.fill_(self._rows.states.num_slots)
             began_s = perf_counter()
             drop_outdated(self._captured, version)
-            captured = self._capture(
-                size, context, verifies=step.neighbours is not None, adapted=slots is not None
-            )
-            self._captured[key] = captured
+            captured = self._captured[key] = self._capture(step, size, context, adapted=slots is not None)
             torch.cuda.synchronize()
             self._capture_s += perf_counter() - began_s
         if self._state_slots is not None:
@@ -162,6 +175,9 @@ class DecodeGraphs:
                 column[:count] = numbers
         tables.reshape(size, width)[:count] = self._rows.block_tables(step.rows, width)
         self._staging.copy_into(self._inputs, inputs)
+        if step.has_trees:
+            self._ancestors[:size] = -1
+            self._rows.place_trees(step, self._batch(size, context).positions, self._ancestors)
         if step.late is not None:
             batch = self._batch(size, context)
             self._rows.start_late(
@@ -228,12 +244,14 @@ class DecodeGraphs:
             states=self._state_batch(size),
         )
 
-    def _capture(self, size: int, context: int, *, verifies: bool, adapted: bool) -> _Captured:
+    def _capture(self, step: HostStep, size: int, context: int, *, adapted: bool) -> _Captured:
         columns = self._inputs[: NUM_COLUMNS * size].view(NUM_COLUMNS, size)
         sources, neighbours = columns[1], columns[5:]
         batch = self._batch(size, context)
-        if verifies:
+        if step.neighbours is not None:
             batch = replace(batch, neighbours=neighbours)
+        if step.has_trees:
+            batch = replace(batch, ancestors=self._ancestors[:size])
         batch = self._with_windows(batch, size)
         known_tokens = self._buffer[: self._rows.num_device_tokens + size]
         model = self._lora.adapted if adapted and self._lora is not None else self._model
@@ -386,6 +404,8 @@ class PromptGraphs:
         inputs[2:, count:] = self._spare_slot
         self._staging.copy_into(self._inputs, inputs.reshape(-1))
         self._rows.fill_in(step, self._inputs)
+        if step.has_trees:
+            self._rows.place_trees(step, self._inputs[size:])
 
     def _record(self, size: int, *, adapted: bool) -> _Recorded:
         inputs = self._inputs[: self._num_inputs * size].view(self._num_inputs, size)

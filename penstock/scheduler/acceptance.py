@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TypeAlias
 
 Kind: TypeAlias = tuple[str, int]  # a drafter, and one of its grades
@@ -39,6 +40,42 @@ class Tally:
             return prior
         weight = self._prior_weight
         return (self._accepted[position] + weight * prior) / (self._tried[position] + weight)
+
+
+class NodeTally:
+    """Counts how often each node of a tree of drafts was verified, and how often it was accepted: by its rank, since
+    the most likely nodes come first. Old counts decay."""
+
+    __slots__ = ("_accepted", "_decay", "_first_chance", "_prior_weight", "_tried")
+
+    def __init__(self, decay: float, prior_weight: float, first_chance: float) -> None:
+        self._decay, self._prior_weight, self._first_chance = decay, prior_weight, first_chance
+        self._tried: list[float] = []
+        self._accepted: list[float] = []
+
+    def observe(self, num_nodes: int, accepted: Collection[int]) -> None:
+        missing = num_nodes - len(self._tried)
+        self._tried += [0.0] * missing
+        self._accepted += [0.0] * missing
+        for rank in range(len(self._tried)):
+            # Nodes that are left out are forgotten, so that they are verified again after a while.
+            self._tried[rank] = self._decay * self._tried[rank] + (rank < num_nodes)
+            self._accepted[rank] = self._decay * self._accepted[rank] + (rank in accepted)
+
+    def chances(self, count: int) -> list[float]:
+        """Estimate the chance that each of the first nodes is accepted. A node that was never verified is as likely
+        as the node before it. Nodes that were accepted more often than those before them share their mean with these:
+        the scheduler takes all of them or none."""
+        chance, weight, runs = self._first_chance, self._prior_weight, list[tuple[float, int]]()
+        for rank in range(count):
+            if rank < len(self._tried):
+                chance = (self._accepted[rank] + weight * chance) / (self._tried[rank] + weight)
+            mean, size = chance, 1
+            while runs and runs[-1][0] < mean:
+                before, length = runs.pop()
+                mean, size = (before * length + mean * size) / (length + size), length + size
+            runs.append((mean, size))
+        return [mean for mean, size in runs for _ in range(size)]
 
 
 class Drafting:

@@ -7,7 +7,8 @@ little and nearly every guess is taken. Under full load a row costs as much as i
 
 A drafted token counts only if all tokens before it are accepted. Its chance is a product of estimates, one for
 each position, from decayed counts: of the drafter and grade in this engine, and of the same in this request, where
-the first is what the second starts from.
+the first is what the second starts from. A node of a tree counts by its rank in the tree: as often as it was
+accepted of all times that it was verified.
 
 A draft follows from the newest token. So a step with new drafts cannot be planned ahead of the step before it, and
 the executor idles while the host commits and plans. Where steps can be planned ahead, drafts must make up for that.
@@ -33,7 +34,7 @@ from typing import NamedTuple
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.messages import DrafterStats
 from penstock.core.plan import Draft, DraftUse, SampledToken
-from penstock.scheduler.acceptance import Kind, Tally
+from penstock.scheduler.acceptance import Kind, NodeTally, Tally
 from penstock.scheduler.running import RunningSet, Work
 from penstock.scheduler.sequence import Drafted, Sequence, State
 from penstock.scheduler.step_builder import StepLoad, StepTimePredictor
@@ -54,6 +55,7 @@ _PLANS_BETWEEN_PLAIN_STEPS = 48
 _PLANS_AFTER_RISE = 8
 _PLANS_UNTIL_FORGOTTEN = 256
 _MANY_REQUESTS = 16  # with more requests, a request whose draft was rejected pauses for a while
+_MOST_NODES = 31  # of a tree
 _LATE_STEPS = 4  # for which a long draft has tokens, besides the first
 
 
@@ -140,6 +142,7 @@ class Speculation:
         self._predictor = predictor
         self._running = running
         self._tallies: dict[Kind, Tally] = {}
+        self._nodes: dict[Kind, NodeTally] = {}  # of trees
         self._counts: dict[str, _Counts] = {}
         self._plain_steps = _PlainSteps()
         self._num_plans_without = 0  # plans since the last draft that seemed to pay
@@ -185,7 +188,7 @@ class Speculation:
         offers = []
         for sequence in work.decodes if drafts else ():
             draft = drafts.get(sequence.request_id)
-            room = self._room(sequence)
+            room = self._room(sequence, draft)
             if draft is not None and draft.token_ids and room > 0 and not sequence.num_in_flight:
                 offers.append(_Offer(sequence, draft, room))
         max_tokens = self._max_step_tokens - len(work.decodes)
@@ -268,7 +271,7 @@ class Speculation:
         if num_rejected < 0:
             raise ValueError(f"{num_accepted} of {drafted.count} drafts were accepted")
         if not sampled.is_postponed:
-            self._observe(sequence, drafted, num_accepted)
+            self._observe(sequence, drafted, sampled)
         sequence.num_expected -= num_rejected
         if sequence.state is State.RUNNING:
             self._running.take_back(sequence, num_rejected)
@@ -299,10 +302,17 @@ class Speculation:
                 lengths[index] = 1
         return lengths
 
-    def _observe(self, sequence: Sequence, drafted: Drafted, num_accepted: int) -> None:
-        """Count a draft that was verified. Later tokens of a draft say nothing about its first ones."""
-        draft = drafted.draft
+    def _observe(self, sequence: Sequence, drafted: Drafted, sampled: SampledToken) -> None:
+        """Count a draft that was verified. Later tokens of a draft say nothing about its first ones. A tree counts as
+        a draft of as many tokens as it is deep."""
+        draft, num_accepted = drafted.draft, len(sampled.accepted)
         kind = (draft.drafter, draft.grade)
+        if draft.tree_depth is not None:
+            self._nodes_of(kind).observe(drafted.count, sampled.nodes)
+            num_levels = min(draft.tree_depth, drafted.count)
+            counts = self._counts.setdefault(draft.drafter, _Counts())
+            counts.observe(num_levels, num_accepted)
+            return
         if not drafted.first:
             self._tally(kind).observe(drafted.count, num_accepted)
             sequence.drafting.observe(kind, drafted.count, num_accepted)
@@ -318,9 +328,12 @@ class Speculation:
     def _is_trial_due(self) -> bool:
         return self._num_plans_without >= _PATIENCE + self._plans_between_trials
 
-    def _room(self, sequence: Sequence) -> int:
-        """Return the most tokens that may be drafted for a request, which gets one more token in any case."""
-        return min(self._max_draft_tokens, sequence.length_limit - sequence.num_expected - 1)
+    def _room(self, sequence: Sequence, draft: Draft | None = None) -> int:
+        """Return the most tokens that may be drafted for a request, which gets one more token in any case. A drafter
+        keeps to the setting by the depth of its trees, which have more nodes."""
+        is_tree = draft is not None and draft.tree_depth is not None
+        most = _MOST_NODES if is_tree else self._max_draft_tokens
+        return min(most, sequence.length_limit - sequence.num_expected - 1)
 
     def _best_lengths(self, offers: list[_Offer], load: StepLoad, max_tokens: int) -> list[int]:
         """Return how many tokens of each draft raise the rate of a step that is not planned ahead."""
@@ -357,6 +370,8 @@ class Speculation:
         """Return the chance of each token to be accepted, with all before it in the draft."""
         sequence, draft, room, first, known = offer
         kind = (draft.drafter, draft.grade)
+        if draft.tree_depth is not None:
+            return self._nodes_of(kind).chances(min(room, len(draft.token_ids)))
         ours, own = self._tally(kind), sequence.drafting.tallies.get(kind)
         chances = []
         prior, product = _FIRST_CHANCE, 1.0
@@ -367,6 +382,12 @@ class Speculation:
             if position >= first:
                 chances.append(product)
         return chances
+
+    def _nodes_of(self, kind: Kind) -> NodeTally:
+        tally = self._nodes.get(kind)
+        if tally is None:
+            tally = self._nodes[kind] = NodeTally(_DECAY, _PRIOR_WEIGHT, _FIRST_CHANCE)
+        return tally
 
     def _tally(self, kind: Kind) -> Tally:
         tally = self._tallies.get(kind)

@@ -263,6 +263,7 @@ class StepBuilder:
                 drafts=drafts,
                 window_blocks=() if table.windows is None else table.windows.take_new(),
                 unsettled=sequence.num_drafted,
+                tree_depth=drafted.draft.tree_depth,
             )
         )
         self.sampling[sequence.request_id] = sequence

@@ -372,7 +372,7 @@ def test_drafts_that_the_scheduler_did_not_take_do_not_count_as_wrong(model: Pat
         lambda offers, *_: [min(num_taken, offer.room) for offer in offers]
     )
     run(engine, [request(f"r{n}", [3 + n, *SHARED], 30) for n in range(3)])
-    chooser = drafter_of(engine)._length
+    chooser = drafter_of(engine)._choice.chains
     for position in range(num_taken + 1):
         assert chooser._tried[position] > 20
         assert chooser._accepted[position] > 0.9 * chooser._tried[position]

@@ -16,9 +16,11 @@ if not torch.cuda.is_available():
 
 from penstock.core.request import Request
 from penstock.engine.build import Engine, build_engine
+from penstock.engine.drafters.choice import DraftChoice
 from penstock.engine.drafters.length import DraftLength
 from tests.engine.drafting import KnowingDrafter, answers, num_accepted, num_late, speculate
 from tests.engine.tiny import VOCAB_SIZE, request, write_tiny_model
+from tests.engine.trees import KnowingTrees, drafter_of
 from tests.models.heads import eagle_tensors, write_folder
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8}
@@ -71,6 +73,62 @@ def test_answers_are_the_same(tmp_path: Path, num_requests: int, spoiled: float,
     assert {name: found[0] for name, found in drafted.items()} == right
     assert bool(accepted) == (spoiled < 1.0)
     assert late[0] > 0, "steps are planned while drafts are in flight"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("num_requests", "kv_cache_dtype", "spoiled"),
+    [
+        *((count, "auto", spoiled) for count in (1, 5) for spoiled in (None, 0.2)),
+        (5, "fp8", 0.2),
+        (5, "int8", 0.2),
+    ],
+)
+def test_trees_change_no_answer(
+    tmp_path: Path,
+    num_requests: int,
+    kv_cache_dtype: str,
+    spoiled: float | None,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `spoiled`, trees have the tokens of known answers; else a random head grows them."""
+    monkeypatch.setattr(DraftLength, "begin", lambda self, *_: 4)
+    monkeypatch.setattr(DraftChoice, "_next", lambda self, *_: True)
+    monkeypatch.setattr("tests.models.heads.SIZE", SIZES["hidden_size"])
+    rng = random.Random(5)
+    asked = [
+        request(
+            f"r{n}",
+            [rng.randrange(3, VOCAB_SIZE) for _ in range(5 + 11 * n)],
+            60,
+            temperature=temperature,
+            seed=n,
+        )
+        for n in range(num_requests)
+    ]
+    plain_engine = engine_of(tmp_path, kv_cache_dtype=kv_cache_dtype)
+    plain = {name: found[0] for name, found in answers(plain_engine, asked).items()}
+    plain_engine.close()
+    head = write_folder(
+        tmp_path / "head",
+        eagle_tensors(VOCAB_SIZE, third=False, draft_vocab=100),
+        VOCAB_SIZE,
+        hidden_size=SIZES["hidden_size"],
+    )
+    engine = engine_of(tmp_path, f"heads={head}", kv_cache_dtype=kv_cache_dtype)
+    assert engine.loop.drafter is not None
+    if spoiled is not None:
+        texts = {each.id: [*each.prompt_token_ids, *plain[each.id]] for each in asked}
+        drafter_of(engine)._trees = KnowingTrees(texts, spoiled, monkeypatch)
+    drafted = answers(speculate(engine, engine.loop.drafter, 8), asked)
+    (stats,) = (each for each in engine.loop.stats().drafters if each.drafter != "grammar")
+    engine.close()
+    assert {name: found[0] for name, found in drafted.items()} == plain
+    assert stats.drafted[0] > 10
+    assert len(stats.drafted) <= 4
+    if spoiled is not None:
+        assert sum(stats.accepted) > 25 * num_requests
 
 
 @pytest.mark.parametrize("kind", ["draft", "eagle", "eagle3"])

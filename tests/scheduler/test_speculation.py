@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.engine_config import SchedulerConfig
-from penstock.core.plan import Draft, DraftUse, SampledToken, StepResult
+from penstock.core.plan import ON_DEVICE, Draft, DraftUse, SampledToken, StepResult
 from penstock.core.request import FinishReason
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler import Scheduler
-from penstock.scheduler.acceptance import Drafting, Tally
+from penstock.scheduler.acceptance import Drafting, NodeTally, Tally
 from penstock.scheduler.step_builder import StepLoad
 from penstock.scheduler.tenants import OUTPUT_TOKEN_WEIGHT, PROMPT_TOKEN_WEIGHT
 from tests.scheduler.strict import Driver, expected_answer, make_request
@@ -389,3 +389,68 @@ def test_the_rest_of_a_draft_is_dropped_once_a_token_differs(spoiled_share: floa
         num_in_a_row = num_in_a_row + 1 if any(chunk.unsettled for chunk in plan.chunks) else 0
         found = max(found, num_in_a_row)
     assert found >= longest if longest > 1 else found == 1
+
+
+def test_a_tree_is_cut_by_what_its_nodes_bring() -> None:
+    """Nodes count by their rank, and a tree may have more of them than a chain may have tokens."""
+    cache = KVCache(64, block_size=16, enable_prefix_caching=True)
+    config = SchedulerConfig(max_draft_tokens=3)
+    scheduler = Scheduler(config, cache, max_model_len=512, eos_token_ids=frozenset())
+    scheduler.add(make_request("r", 5, 400), 0.0)
+    scheduler._speculation._row_s = 1e-5  # before that is known, drafts are short
+    for count in range(400):
+        load = StepLoad(decode_sequences=1, draft_tokens=count % 16)
+        scheduler._predictor.observe(load, 0.005 + 0.0002 * load.decode_rows)
+    lengths = []
+    tree = Draft((ON_DEVICE,) * 15, "heads", tree_depth=3)
+    for number in range(120):
+        plan = scheduler.plan(0.0, {"r": tree} if number else {})
+        assert plan is not None
+        (chunk,) = plan.chunks
+        accepted: dict[str, tuple[int, ...]] = {}
+        if chunk.drafts:
+            assert chunk.tree_depth == 3
+            lengths.append(len(chunk.drafts))
+            if lengths[-1] > 2 and number % 2:  # the first node and a child of it
+                accepted = {"accepted": (7, 8), "nodes": (0, 2)}
+        sampled = SampledToken("r", 5, **accepted)
+        elapsed_s = 0.005 + 0.0002 * chunk.num_tokens
+        scheduler.commit(plan, StepResult(plan.step_id, (sampled,), elapsed_s), elapsed_s)
+        scheduler.check_integrity()
+    assert max(lengths) == 15
+    assert set(lengths[-20:]) <= {3, 4}, "now and then a node that was left out is tried again"
+    (stats,) = scheduler.stats().drafters
+    assert len(stats.drafted) == 3
+    assert stats.accepted[:3] == (stats.accepted[0], stats.accepted[0], 0)[: len(stats.accepted)]
+
+
+def test_a_tree_has_room_in_the_answer() -> None:
+    cache = KVCache(64, block_size=16, enable_prefix_caching=True)
+    scheduler = Scheduler(
+        SchedulerConfig(max_draft_tokens=3), cache, max_model_len=64, eos_token_ids=frozenset()
+    )
+    scheduler.add(make_request("r", 5, 6), 0.0)
+    scheduler._speculation._row_s = 1e-5
+    tree = Draft((ON_DEVICE,) * 15, "heads", tree_depth=3)
+    for most in (0, 4):
+        plan = scheduler.plan(0.0, {"r": tree} if most else {})
+        assert plan is not None
+        assert len(plan.chunks[0].drafts) == most
+        sampled = (SampledToken("r", 1),)
+        scheduler.commit(plan, StepResult(plan.step_id, sampled, 0.01), 0.0)
+
+
+def test_nodes_are_as_likely_as_they_were_accepted() -> None:
+    tally = NodeTally(decay=0.99, prior_weight=6.0, first_chance=0.6)
+    assert tally.chances(3) == [0.6] * 3
+    for number in range(300):
+        tally.observe(3, (0, 2) if number % 2 else ())
+    first, second, third = tally.chances(3)
+    assert first == pytest.approx(0.5, abs=0.05)
+    assert second == third == pytest.approx(0.25, abs=0.05), (
+        "the third is accepted, and comes with the second"
+    )
+    assert tally.chances(1) == [first]
+    for _ in range(400):
+        tally.observe(1, (0,))
+    assert tally.chances(3)[2] > 0.6, "nodes that are left out are tried again"

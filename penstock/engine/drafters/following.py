@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.core.plan import Chunk
 from penstock.engine.batch import HostStep, Int64Array
 from penstock.engine.drafters.guessers import Guesser
-from penstock.engine.graphs import MIN_CONTEXT, no_garbage_collection, padded_rows
+from penstock.engine.graphs import MIN_CONTEXT, padded_rows, recorded
 from penstock.engine.staging import Staging
 from penstock.kernels.interface import AttentionBatch, KVStore
 
@@ -50,7 +50,10 @@ def verified(
     ]
     if not found:
         return None
-    num_drafts = np.array([len(chunk.drafts) for chunk, _ in found], dtype=np.int64)
+    # No path of a tree is longer than the tree is deep.
+    num_drafts = np.array(
+        [min(len(chunk.drafts), chunk.tree_depth or len(chunk.drafts)) for chunk, _ in found], dtype=np.int64
+    )
     offsets = np.arange(int(num_drafts.max()) + 1)
     index = np.array([first for _, first in found])[:, None] + np.minimum(offsets, num_drafts[:, None])
     at = samples.at[index]
@@ -90,6 +93,7 @@ class OnTheWay:
     blind: Collection[str] = ()
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # the beginning and the end, on a GPU
     has_recorded: bool = False  # a graph was recorded meanwhile, so that the time is not representative
+    tree_depth: int | None = None  # of drafts that are trees
 
     @property
     def length(self) -> int:
@@ -121,6 +125,7 @@ def send(
     began: torch.cuda.Event | None = None,
     *,
     has_recorded: bool = False,
+    tree_depth: int | None = None,
 ) -> OnTheWay:
     """Start the copy of new drafts to the host: int64 [N, most]."""
     made, events = torch.cat([step.num_accepted[:, None], drafted], dim=1), None
@@ -130,7 +135,16 @@ def send(
         done = torch.cuda.Event(enable_timing=True)
         done.record()
         events = (began or done, done)
-    return OnTheWay(step.request_ids, step.positions.tolist(), made, blind, events, has_recorded)
+    return OnTheWay(step.request_ids, step.positions.tolist(), made, blind, events, has_recorded, tree_depth)
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """What drafts follow from, of N requests: the states behind their newest tokens, and the positions of the next
+    inputs."""
+
+    states: Tensor  # [N, hidden]
+    positions: Tensor  # int64 [N]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,29 +176,38 @@ class DraftSteps:
     ) -> None:
         """The last block of `kv` must belong to no request: padding rows write to it."""
         self._guesser, self._kv = guesser, kv
-        self._max_rows, self._max_positions = max_rows, max_positions
+        self.max_rows, self._max_positions = max_rows, max_positions
         self._spare_slot = (kv.num_blocks - 1) * kv.block_size
-        self._records_graphs = records_graphs
+        self.records_graphs = records_graphs
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._has_recorded = False
-        self._pool = torch.cuda.graph_pool_handle() if records_graphs else None
+        self.graph_pool = torch.cuda.graph_pool_handle() if records_graphs else None
 
     def take_has_recorded(self) -> bool:
         """Say whether a graph was recorded since the last call."""
         has_recorded, self._has_recorded = self._has_recorded, False
         return has_recorded
 
+    def note_recording(self) -> None:
+        self._has_recorded = True
+
     def width(self, max_context: int) -> int:
         """Return the number of blocks in a table for contexts of up to this many tokens."""
-        return -(-self._bound(max_context) // self._kv.block_size)
+        return -(-self.bound(max_context) // self._kv.block_size)
 
     def draft(
         self, step: Verified, states: Tensor | None, tables: Tensor, max_context: int, count: int
     ) -> Tensor:
-        """Draft `count` tokens after the accepted ones: int64 [N, count]. `states` is the input of a head for each
-        token of the step, [N, K + 1, ...]. `tables` is int32 [N, width(max_context)]."""
+        """Draft `count` tokens after the accepted ones: int64 [N, count]. The arguments are those of `catch_up`."""
+        newest = self.catch_up(step, states, tables, max_context)
+        first = self._guesser.argmax(newest.states)
+        return self.extend(first, newest.states, newest.positions, tables, max_context, count)
+
+    def catch_up(self, step: Verified, states: Tensor | None, tables: Tensor, max_context: int) -> Newest:
+        """Compute the verified tokens. `states` is the input of a head for each token of the step, [N, K + 1, ...].
+        `tables` is int32 [N, width(max_context)]."""
         lag, num_rows = self._guesser.lag, len(tables)
-        device, bound = tables.device, self._bound(max_context)
+        device, bound = tables.device, self.bound(max_context)
         starts, rows = step.starts, torch.arange(num_rows, device=device)
         offsets = torch.arange(step.tokens.shape[1], device=device)
         positions = starts[:, None] + offsets
@@ -208,17 +231,15 @@ class DraftSteps:
         hidden = self._guesser.forward(tokens.reshape(-1).to(torch.int32), flat, batch, self._kv)
         hidden = hidden.view(num_rows, per_row, -1)
         newest_state = hidden[rows, step.num_accepted] if lag else hidden[:, -1]
-        first = self._guesser.argmax(newest_state)
-        behind = starts + step.num_accepted + 2 - lag
-        return self.extend(first, newest_state, behind, tables, max_context, count)
+        return Newest(newest_state, starts + step.num_accepted + 2 - lag)
 
     def extend(
         self, tokens: Tensor, states: Tensor, positions: Tensor, tables: Tensor, max_context: int, count: int
     ) -> Tensor:
         """Return drafts of `count` tokens, of which the first are known: int64 [N] → [N, count]. `states` are those
         behind which the first tokens follow, and the next inputs are at `positions`."""
-        bound = self._bound(max_context)
-        if count > 1 and self._records_graphs:
+        bound = self.bound(max_context)
+        if count > 1 and self.records_graphs:
             return self._graph(tokens, states, positions, tables, bound).draft(
                 tokens, states, positions, count
             )
@@ -235,21 +256,21 @@ class DraftSteps:
         self, tokens: Tensor, states: Tensor, positions: Tensor, tables: Tensor, bound: int
     ) -> _Recorded:
         num_rows = len(tokens)
-        size = padded_rows(num_rows, self._max_rows)
-        recorded = self._recorded.get((size, bound))
-        if recorded is None:
-            self._has_recorded = True
-            recorded = self._recorded[size, bound] = self._record(
+        size = padded_rows(num_rows, self.max_rows)
+        found = self._recorded.get((size, bound))
+        if found is None:
+            self.note_recording()
+            found = self._recorded[size, bound] = self._record(
                 tokens.new_zeros(size),
                 states.new_zeros(size, states.shape[1]),
                 positions.new_zeros(size),
                 tables.new_full((size, tables.shape[1]), self._kv.num_blocks - 1),
                 bound,
             )
-        recorded.tables[:num_rows] = tables
-        recorded.tables[num_rows:] = self._kv.num_blocks - 1
-        recorded.positions[num_rows:] = 0
-        return recorded
+        found.tables[:num_rows] = tables
+        found.tables[num_rows:] = self._kv.num_blocks - 1
+        found.positions[num_rows:] = 0
+        return found
 
     def _record(
         self, tokens: Tensor, states: Tensor, positions: Tensor, tables: Tensor, bound: int
@@ -263,18 +284,14 @@ class DraftSteps:
             made = self._guesser.forward(tokens.to(torch.int32), states, batch, self._kv)
             return made, self._guesser.argmax(made)
 
-        # The first run compiles kernels. It writes KV to the spare block.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            forward()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool):
+        def advance() -> None:
             made, chosen = forward()
             states.copy_(made)
             tokens.copy_(chosen)
             positions.add_(1)
+
+        # The first run writes KV to the spare block.
+        graph, _ = recorded(advance, self.graph_pool)
         return _Recorded(graph, tokens, states, positions, tables)
 
     def _batch(self, positions: Tensor, is_used: Tensor, tables: Tensor, bound: int) -> AttentionBatch:
@@ -299,7 +316,11 @@ class DraftSteps:
             lengths=(query_starts, context_lens) if on_host else None,
         )
 
-    def _bound(self, max_context: int) -> int:
+    def batch(self, positions: Tensor, tables: Tensor, bound: int) -> AttentionBatch:
+        """Return a batch of single tokens: int64 [N], with a table for each."""
+        return self._batch(positions, torch.ones_like(positions, dtype=torch.bool), tables, bound)
+
+    def bound(self, max_context: int) -> int:
         bound = MIN_CONTEXT
         while bound < max_context:
             bound *= 2

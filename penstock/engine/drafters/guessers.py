@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -28,6 +28,18 @@ class Guesser(Protocol):
         ...
 
 
+@runtime_checkable
+class TreeGuesser(Guesser, Protocol):
+    """A guesser that ranks several guesses for one place. It knows `num_guesses` tokens."""
+
+    num_guesses: int
+
+    def top(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Guess the `count` most likely next tokens: [S, hidden] → their log-probabilities [S, count], best first,
+        and the tokens, int64 [S, count]."""
+        ...
+
+
 class ModelGuesser:
     lag = 0
 
@@ -43,7 +55,7 @@ class ModelGuesser:
         return chosen if chosen is not None else self._model.logits(hidden).argmax(dim=1)
 
 
-class EagleGuesser:
+class HeadGuesser:
     lag = 1
 
     def __init__(self, head: EagleHead | MtpHead) -> None:
@@ -54,3 +66,9 @@ class EagleGuesser:
     def forward(self, token_ids: Tensor, states: Tensor | None, batch: AttentionBatch, kv: KVStore) -> Tensor:
         assert states is not None, "a head reads hidden states"
         return self._head.forward(token_ids, states, batch, kv)
+
+
+class EagleGuesser(HeadGuesser):
+    def __init__(self, head: EagleHead) -> None:
+        super().__init__(head)
+        self.top, self.num_guesses = head.top, head.num_guesses

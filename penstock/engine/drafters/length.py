@@ -56,6 +56,10 @@ class DraftLength:
             self._num_idle = 0
         return length
 
+    def resume(self) -> None:
+        """Leave out the time since the last call, in which another kind of drafts was used."""
+        self._ended_s = None
+
     def end(self, num_drafted: int, num_known: int, num_requests: int) -> None:
         """End a call that drafted this many tokens for this many requests, and computed this many known tokens
         before."""

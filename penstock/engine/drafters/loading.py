@@ -14,7 +14,7 @@ from penstock.core.engine_config import OWN_HEADS, EngineConfig, parse_speculate
 from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes
 from penstock.engine.batch import BatchRows
-from penstock.engine.drafters.guessers import EagleGuesser, Guesser, ModelGuesser
+from penstock.engine.drafters.guessers import EagleGuesser, Guesser, HeadGuesser, ModelGuesser, TreeGuesser
 from penstock.engine.drafters.hidden_states import HiddenStates
 from penstock.engine.drafters.medusa import MedusaDrafter
 from penstock.engine.drafters.model import (
@@ -22,6 +22,7 @@ from penstock.engine.drafters.model import (
     SCRATCH_BLOCKS,
     ModelDrafter,
 )
+from penstock.engine.drafters.trees import TREE_WIDTH
 from penstock.kernels.interface import KVStore, Ops
 from penstock.models.drafters.heads import EagleHead, MedusaHeads, Target, load_heads
 from penstock.models.drafters.mtp import MtpHead
@@ -50,6 +51,10 @@ class LoadedDrafter:
     heads: MedusaHeads | None = None
     has_latents: bool = False  # the KV is one vector of the head size for each token
 
+    @property
+    def grows_trees(self) -> bool:
+        return isinstance(self.guesser, TreeGuesser) and self.guesser.num_guesses >= TREE_WIDTH
+
     def block_bytes(self, block_size: int) -> int:
         """Return the bytes of the drafter's KV for one block of the served model."""
         return self._allocate(1, block_size).block_bytes if self.kv_sizes[0] else 0
@@ -64,10 +69,17 @@ class LoadedDrafter:
         return self.block_bytes(block_size) * (SCRATCH_BLOCKS * max_rows + 1)
 
     def build(
-        self, num_blocks: int, rows: BatchRows, clock: Clock, vocab_size: int, *, follows_steps: bool
+        self,
+        num_blocks: int,
+        rows: BatchRows,
+        clock: Clock,
+        vocab_size: int,
+        *,
+        follows_steps: bool,
+        verifies_trees: bool = False,
     ) -> ModelDrafter | MedusaDrafter:
         """Take memory for the KV of this many blocks, and connect the drafter. With `follows_steps` the executor lets
-        it draft after each step, on the device."""
+        it draft after each step, on the device, and with `verifies_trees` trees too."""
         if self.guesser is None:
             assert self.heads is not None
             assert self.states is not None
@@ -92,6 +104,7 @@ class LoadedDrafter:
             max_positions=self.max_positions,
             states=self.states,
             follows_steps=follows_steps,
+            grows_trees=follows_steps and verifies_trees and self.grows_trees,
         )
 
 
@@ -178,4 +191,5 @@ def _load_heads(config: EngineConfig, model_path: Path, path: Path, model: Model
         return LoadedDrafter(None, (0, 0, 0), ops, max_positions, states, heads)
     sizes = (heads.num_layers, heads.num_kv_heads, heads.head_dim)
     has_latents = isinstance(heads, MtpHead) and isinstance(model, HasLatents)
-    return LoadedDrafter(EagleGuesser(heads), sizes, ops, max_positions, states, has_latents=has_latents)
+    guesser = EagleGuesser(heads) if isinstance(heads, EagleHead) else HeadGuesser(heads)
+    return LoadedDrafter(guesser, sizes, ops, max_positions, states, has_latents=has_latents)

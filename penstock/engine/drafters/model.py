@@ -12,7 +12,7 @@ front (`following.py`), for all requests whose KV it has.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from penstock.core.clock import Clock
 from penstock.core.plan import ON_DEVICE, Chunk, Draft
 from penstock.core.request import Request
 from penstock.engine.batch import DEVICE_DRAFTS, BatchRows, HostStep, Int32Array, Int64Array
+from penstock.engine.drafters.choice import DraftChoice, Wanted
 from penstock.engine.drafters.following import (
     DraftSteps,
     OnTheWay,
@@ -30,13 +31,14 @@ from penstock.engine.drafters.following import (
     send,
     verified,
 )
-from penstock.engine.drafters.guessers import Guesser
+from penstock.engine.drafters.guessers import Guesser, TreeGuesser
 from penstock.engine.drafters.hidden_states import NOTHING, HiddenStates
-from penstock.engine.drafters.length import DraftLength
+from penstock.engine.drafters.trees import TREE_DEPTH, TreeSteps, num_nodes, num_places
 from penstock.engine.staging import Staging
 from penstock.kernels.interface import AttentionBatch, HalvesBlocks, KVStore
 
 MAX_TOKENS = 8  # of a draft
+NO_DRAFTS = Wanted(0)
 SCRATCH_BLOCKS = 3  # of a row: a shared block, and the drafts after it
 CATCH_UP_TOKENS = 1024  # most known tokens in one call; requests with more wait for the next call
 MOST_UNASKED = 32  # steps without a question for drafts, after which prompts are not followed any more
@@ -53,6 +55,7 @@ class _Followed:
     num_noted: int = 0
     num_known: int = 0  # tokens of the request when it was drafted for
     draft: tuple[int, ...] = ()  # may be ON_DEVICE, and is then among the drafts in use
+    tree_depth: int | None = None  # of a draft that is a tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,11 @@ class ModelDrafter:
         max_positions: int,
         states: HiddenStates | None = None,
         follows_steps: bool = False,
+        grows_trees: bool = False,
     ) -> None:
-        """`kv` has SCRATCH_BLOCKS blocks for each row after the blocks of the served model, and a spare block."""
+        """`kv` has SCRATCH_BLOCKS blocks for each row after the blocks of the served model, and a spare block. With
+        `grows_trees`, which needs `follows_steps` and a guesser that ranks guesses, it may draft trees behind
+        steps."""
         self._name, self._guesser, self._kv, self._rows = name, guesser, kv, rows
         self._staging = Staging(device, 1 << 20)
         self._vocab_size, self._max_positions = vocab_size, max_positions
@@ -88,11 +94,15 @@ class ModelDrafter:
             self._first_scratch, dtype=np.int64
         )  # a hash of the text up to the end of a block
         self._followed: dict[str, _Followed] = {}
-        self._length = DraftLength(clock, MAX_TOKENS)
+        self._choice = DraftChoice(clock, MAX_TOKENS, TREE_DEPTH if grows_trees else 0)
         records_graphs = device.type == "cuda" and guesser.records_graphs
         self._steps = DraftSteps(guesser, kv, rows.max_rows, max_positions, records_graphs=records_graphs)
+        self._trees: TreeSteps | None = None
+        if grows_trees:
+            assert isinstance(guesser, TreeGuesser)
+            self._trees = TreeSteps(guesser, kv, self._steps)
         self.follows_steps = follows_steps
-        self._num_wanted = 0  # tokens to draft after the next step
+        self._wanted = NO_DRAFTS  # after the next step
         self._num_unasked = 0  # steps since drafts were last asked for
         self._on_the_way: OnTheWay | None = None
         self._is_latest = False  # no step has been submitted since
@@ -102,10 +112,14 @@ class ModelDrafter:
     def add(self, request: Request) -> None: ...
 
     def append(self, request_id: str, token_ids: tuple[int, ...], num_verified: int = 0) -> None:
+        self._choice.note_tokens(len(token_ids))
         followed = self._followed.get(request_id)
         if followed is None or not followed.draft:
             return
         draft, followed.draft = followed.draft, ()
+        if followed.tree_depth is not None:
+            self._note_tree(followed, token_ids, num_verified)
+            return
         if ON_DEVICE in draft:
             assert self.in_use is not None
             draft = self.in_use.of(request_id)[: len(draft)]
@@ -116,7 +130,16 @@ class ModelDrafter:
         # The last draft was never an input, so its KV is not there.
         kept = followed.num_known - self._guesser.lag + min(agreed, len(draft) - 1)
         followed.num_computed = min(followed.num_computed, kept)
-        self._length.observe(len(draft), num_verified, num_compared, agreed)
+        self._choice.chains.observe(len(draft), num_verified, num_compared, agreed)
+
+    def _note_tree(self, followed: _Followed, token_ids: tuple[int, ...], num_verified: int) -> None:
+        depth, followed.tree_depth = followed.tree_depth or 0, None
+        # KV of nodes lies in other places than that of the answer.
+        followed.num_computed = min(followed.num_computed, followed.num_known - self._guesser.lag)
+        if self._choice.trees is not None:
+            num_known = min(depth, len(token_ids)) if num_verified else 0
+            taken = depth if num_verified else 0
+            self._choice.trees.observe(depth, taken, num_known, len(token_ids) - 1)
 
     def remove(self, request_id: str) -> None:
         self._followed.pop(request_id, None)
@@ -134,31 +157,49 @@ class ModelDrafter:
 
     def _propose(self, wanted: Mapping[str, int]) -> dict[str, Draft]:
         drafting_s = self.in_use.elapsed_s if self.in_use is not None else None
-        most = min(self._length.begin(drafting_s or 0.0, self._num_unasked), max(wanted.values()))
+        asked = self._choice.begin(
+            drafting_s or 0.0, self._num_unasked, len(wanted), was_tree=self._round_had_trees()
+        )
+        most = min(asked.count, max(wanted.values()))
         self._num_unasked = 0
         if self.in_use is not None and drafting_s is not None and not self.in_use.has_recorded:
-            self._length.note_seconds(drafting_s / self.in_use.length)
+            if self.in_use.tree_depth is None:
+                self._choice.chains.note_seconds(drafting_s / self.in_use.length)
+            elif self._choice.trees is not None:
+                self._choice.trees.note_seconds(drafting_s / self.in_use.tree_depth)
         self.in_use = None
         found = self._take_followed(wanted)
-        self._num_wanted = most if self.follows_steps else 0
+        self._wanted = replace(asked, count=most) if self.follows_steps else NO_DRAFTS
         rest = [each for each in wanted if each in self._rows and each not in found] if most > 0 else []
         if rest:
             self._staging.next_step()
             with torch.inference_mode():
                 request_ids, drafted, num_tokens = self._draft(rest, most)
             is_usual = not self._steps.take_has_recorded()
-            self._length.end(most, num_tokens, len(request_ids) if is_usual else 0)
+            self._choice.chains.end(most, num_tokens, len(request_ids) if is_usual else 0)
             found.update(zip(request_ids, drafted, strict=True))
         elif found:
-            self._length.end(0, 0, 0)
+            self._choice.chains.end(0, 0, 0)
         drafts: dict[str, Draft] = {}
         for request_id, token_ids in found.items():
-            draft = tuple(token_ids[: wanted[request_id]])
+            tree_depth = self._followed[request_id].tree_depth
+            # The scheduler cuts a tree, which has more nodes than levels.
+            draft = tuple(token_ids if tree_depth is not None else token_ids[: wanted[request_id]])
             unknown = next((at for at, token_id in enumerate(draft) if token_id >= self._vocab_size), None)
             if draft := draft[:unknown]:
                 self._followed[request_id].draft = draft
-                drafts[request_id] = Draft(draft, self._name)
+                drafts[request_id] = Draft(draft, self._name, tree_depth=tree_depth)
         return drafts
+
+    def _round_had_trees(self) -> bool | None:
+        """Say whether the step since the last call verified trees and was followed by the growth of trees; None if
+        only one is true, or graphs were recorded."""
+        kinds = set()
+        for each in (self.in_use, self._on_the_way):
+            if each is not None and each.has_recorded:
+                return None
+            kinds.add(each is not None and each.tree_depth is not None)
+        return kinds.pop() if len(kinds) == 1 else None
 
     def follow(
         self,
@@ -173,7 +214,8 @@ class ModelDrafter:
         without the drafts of `blind` requests. Returns how many states of a request are no longer needed."""
         self._is_latest = False
         self._num_unasked += 1
-        most, self._num_wanted = min(self._num_wanted, DEVICE_DRAFTS), 0
+        asked, self._wanted = self._wanted, NO_DRAFTS
+        most = min(asked.count, DEVICE_DRAFTS)
         if self._error is not None or (states is None) != (self.states is None):
             return NOTHING
         try:
@@ -181,27 +223,41 @@ class ModelDrafter:
             read = self._follow_prompts(chunks, step, states) if self._num_unasked < MOST_UNASKED else {}
             if most <= 0:
                 return read
+            reach = max(most, num_places(most) if asked.is_tree else 0)
             ready = {
                 request_id: chunk
                 for request_id, chunk in followed_chunks(chunks).items()
-                if self._is_ready(chunk, most)
+                if self._is_ready(chunk, reach)
             }
             began = recorded_event(sampled.device)
             found = verified(ready, step, sampled, self._rows.draft_tokens, self._staging)
             if found is None:
                 return read
-            context = max(chunk.start + chunk.num_tokens for chunk in ready.values()) + most + 1
+            context = max(chunk.start + chunk.num_tokens for chunk in ready.values()) + reach + 1
             tables = self._tables(found.request_ids, self._steps.width(context))
             inputs = None
             if self.states is not None and states is not None:
                 inputs = self.states.features(states[found.at.view(-1)])
             rows = [self._followed[each].row for each in found.request_ids]
-            places = np.array(rows, dtype=np.int64)[:, None] * DEVICE_DRAFTS + np.arange(most)
+            # The host knows no tokens of trees, which others than blind requests need.
+            trees = self._trees if asked.is_tree and all(each in blind for each in ready) else None
+            count = most if trees is None else num_nodes(most)
+            places = np.array(rows, dtype=np.int64)[:, None] * DEVICE_DRAFTS + np.arange(count)
             placed, at = self._staging.all_to_device(tables.astype(np.int32), places)
-            drafted = self._steps.draft(found, inputs, placed, context, most)
+            if trees is None:
+                drafted = self._steps.draft(found, inputs, placed, context, most)
+            else:
+                newest = self._steps.catch_up(found, inputs, placed, context)
+                tree = trees.grow(newest, placed, context, most)
+                drafted = tree.tokens
+                self._rows.draft_lags[at] = tree.lags.to(torch.int32)
+                self._rows.draft_ancestors[at] = tree.ancestors.to(torch.int32)
             self._rows.draft_tokens[at] = drafted.to(torch.int32)
             has_recorded = self._steps.take_has_recorded()
-            self._on_the_way = send(found, drafted, blind, began, has_recorded=has_recorded)
+            tree_depth = None if trees is None else most
+            self._on_the_way = send(
+                found, drafted, blind, began, has_recorded=has_recorded, tree_depth=tree_depth
+            )
             self._is_latest = True
         except Exception as error:  # the next call of `propose` reports the error
             self._error = error
@@ -264,8 +320,10 @@ class ModelDrafter:
                 num_seen = start + num_accepted + 2
             end = min(num_seen, num_known) - lag
             self._note(_Chunk(request_id, start, end - start))
+            if sent.tree_depth is not None and not self._is_latest:
+                continue  # only the device knows them
             if num_seen == num_known and request_id in wanted:  # else cut short, or more steps have followed
-                followed.num_known = num_known
+                followed.num_known, followed.tree_depth = num_known, sent.tree_depth
                 found[request_id] = drafted
         return found
 
@@ -298,6 +356,7 @@ class ModelDrafter:
             followed = self._followed[chunk.request_id]
             followed.num_computed = chunk.start + chunk.count + most - 1
             followed.num_known = chunk.start + chunk.count + lag
+            followed.tree_depth = None
         return [each.request_id for _, each in ready], drafted, num_tokens
 
     def _missing(self, request_ids: list[str], most: int) -> list[_Chunk]:

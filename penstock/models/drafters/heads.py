@@ -118,6 +118,11 @@ class EagleHead:
         weight = folder.matrix("embed_tokens.weight", model.vocab_size, self.config.hidden_size)
         return loader.ops.pack_embedding(weight)
 
+    @property
+    def num_guesses(self) -> int:
+        """Return the number of tokens that the head can draft."""
+        return self._target.model.config.vocab_size if self._token_ids is None else len(self._token_ids)
+
     def features(self, hidden: Tensor) -> Tensor:
         """Turn the hidden states of the model, joined side by side where there are several, into the head's input."""
         if not self.is_third:
@@ -154,6 +159,15 @@ class EagleHead:
             ops.argmax(rows, head) if isinstance(ops, FindsArgmax) else ops.logits(rows, head).argmax(dim=1)
         )
         return chosen if self._token_ids is None else self._token_ids[chosen]
+
+    def top(self, features: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the `count` tokens that the features are most likely to lead to, and their log-probabilities among
+        the tokens that the head drafts: [S, hidden] → float32 and int64 [S, count]."""
+        ops, head = self._ops, self._head
+        rows = features if self._norm is None else ops.rms_norm(features, self._norm, self.config.norm_eps)
+        logits = self._target.model.logits(rows) if head is None else ops.logits(rows, head)
+        shares, chosen = logits.log_softmax(dim=1).topk(count, dim=1)
+        return shares, chosen if self._token_ids is None else self._token_ids[chosen]
 
 
 class MedusaHeads:
