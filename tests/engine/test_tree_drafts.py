@@ -21,7 +21,7 @@ from penstock.engine.batch import DEVICE_DRAFTS, BatchRows
 from penstock.engine.build import Engine
 from penstock.engine.drafters.choice import Contest
 from penstock.engine.drafters.following import Newest
-from penstock.engine.drafters.trees import TREE_NODES, TREE_WIDTH, num_nodes
+from penstock.engine.drafters.trees import TREE_NODES, TREE_WIDTH, Tree, num_nodes
 from penstock.engine.graphs import NUM_COLUMNS, DecodeGraphs
 from penstock.engine.staging import Staging
 from penstock.engine.trees import accepted_paths
@@ -162,6 +162,28 @@ def test_preempted_requests(model: Path, head: Path, monkeypatch: pytest.MonkeyP
     teach_short_answers(engine)
     assert answered(engine, requests) == {each.id: known[each.id] for each in requests}
     assert engine.loop.stats().num_preemptions > 0
+
+
+def test_trees_that_fail_become_chains(
+    model: Path, head: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests = some_requests(3)
+    engine = tree_engine(model, head, monkeypatch)
+    drafter = drafter_of(engine)
+    grow, count = drafter._trees.grow, [0]
+
+    def fail(*args: Any) -> Tree:
+        count[0] += 1
+        if count[0] > 4:
+            raise torch.OutOfMemoryError("injected")
+        return grow(*args)  # type: ignore[no-any-return]
+
+    drafter._trees.grow = fail
+    assert answered(engine, requests) == texts(model, requests)
+    assert count == [5]
+    assert "drafts are chains from now on" in caplog.text
+    (stats,) = engine.loop.stats().drafters
+    assert stats.drafted[0] > 20
 
 
 def test_cancelled_requests_and_small_steps(model: Path, head: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,14 +195,6 @@ class DraftSteps:
         """Return the number of blocks in a table for contexts of up to this many tokens."""
         return -(-self.bound(max_context) // self._kv.block_size)
 
-    def draft(
-        self, step: Verified, states: Tensor | None, tables: Tensor, max_context: int, count: int
-    ) -> Tensor:
-        """Draft `count` tokens after the accepted ones: int64 [N, count]. The arguments are those of `catch_up`."""
-        newest = self.catch_up(step, states, tables, max_context)
-        first = self._guesser.argmax(newest.states)
-        return self.extend(first, newest.states, newest.positions, tables, max_context, count)
-
     def catch_up(self, step: Verified, states: Tensor | None, tables: Tensor, max_context: int) -> Newest:
         """Compute the verified tokens. `states` is the input of a head for each token of the step, [N, K + 1, ...].
         `tables` is int32 [N, width(max_context)]."""

@@ -11,6 +11,7 @@ front (`following.py`), for all requests whose KV it has.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ from penstock.engine.batch import DEVICE_DRAFTS, BatchRows, HostStep, Int32Array
 from penstock.engine.drafters.choice import DraftChoice, Wanted
 from penstock.engine.drafters.following import (
     DraftSteps,
+    Newest,
     OnTheWay,
     followed_chunks,
     recorded_event,
@@ -33,9 +35,11 @@ from penstock.engine.drafters.following import (
 )
 from penstock.engine.drafters.guessers import Guesser, TreeGuesser
 from penstock.engine.drafters.hidden_states import NOTHING, HiddenStates
-from penstock.engine.drafters.trees import TREE_DEPTH, TreeSteps, num_nodes, num_places
+from penstock.engine.drafters.trees import TREE_DEPTH, Tree, TreeSteps, num_nodes, num_places
 from penstock.engine.staging import Staging
 from penstock.kernels.interface import AttentionBatch, HalvesBlocks, KVStore
+
+logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 8  # of a draft
 NO_DRAFTS = Wanted(0)
@@ -244,17 +248,18 @@ class ModelDrafter:
             count = most if trees is None else num_nodes(most)
             places = np.array(rows, dtype=np.int64)[:, None] * DEVICE_DRAFTS + np.arange(count)
             placed, at = self._staging.all_to_device(tables.astype(np.int32), places)
-            if trees is None:
-                drafted = self._steps.draft(found, inputs, placed, context, most)
+            newest = self._steps.catch_up(found, inputs, placed, context)
+            tree = None if trees is None else self._grown(trees, newest, placed, context, most)
+            if tree is None:
+                first, at = self._guesser.argmax(newest.states), at[:, :most]
+                drafted = self._steps.extend(first, newest.states, newest.positions, placed, context, most)
             else:
-                newest = self._steps.catch_up(found, inputs, placed, context)
-                tree = trees.grow(newest, placed, context, most)
                 drafted = tree.tokens
                 self._rows.draft_lags[at] = tree.lags.to(torch.int32)
                 self._rows.draft_ancestors[at] = tree.ancestors.to(torch.int32)
             self._rows.draft_tokens[at] = drafted.to(torch.int32)
             has_recorded = self._steps.take_has_recorded()
-            tree_depth = None if trees is None else most
+            tree_depth = None if tree is None else most
             self._on_the_way = send(
                 found, drafted, blind, began, has_recorded=has_recorded, tree_depth=tree_depth
             )
@@ -263,6 +268,17 @@ class ModelDrafter:
             self._error = error
             return NOTHING
         return read | {request_id: chunk.num_tokens for request_id, chunk in ready.items()}
+
+    def _grown(
+        self, trees: TreeSteps, newest: Newest, tables: Tensor, context: int, depth: int
+    ) -> Tree | None:
+        """Grow trees. After an error, such as too little memory for a graph, there are no trees any more."""
+        try:
+            return trees.grow(newest, tables, context, depth)
+        except Exception:
+            self._trees = self._choice.trees = None
+            logger.warning("trees of drafts have failed; drafts are chains from now on", exc_info=True)
+            return None
 
     def _follow_prompts(
         self, chunks: Sequence[Chunk], step: HostStep, states: Tensor | None
