@@ -25,6 +25,7 @@ from penstock.engine.drafters.trees import TREE_NODES, TREE_WIDTH, Tree, num_nod
 from penstock.engine.graphs import NUM_COLUMNS, DecodeGraphs
 from penstock.engine.staging import Staging
 from penstock.engine.trees import accepted_paths
+from penstock.simulator.replay import replay
 from tests.models.heads import eagle_tensors, write_folder
 
 from .tiny import VOCAB_SIZE, request, run, teach_short_answers, tiny_engine, tokens, write_tiny_model
@@ -117,6 +118,19 @@ def test_trees_of_a_head(model: Path, head: Path, monkeypatch: pytest.MonkeyPatc
     assert len(stats.drafted) == 4
     # With a request that needs to know drafts, all get chains.
     assert answered(engine, requests) == texts(model, requests)
+
+
+def test_a_record_with_trees_replays(
+    model: Path, head: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    requests = some_requests(2, 60)
+    known, log = texts(model, requests), tmp_path / "plans"
+    engine = tree_engine(model, head, monkeypatch, takes_all=False, record_plans=str(log))
+    knowing(engine, known, 0.1, monkeypatch)
+    assert answered(engine, requests) == known
+    engine.close()
+    with log.open("rb") as lines:
+        assert replay(lines).num_plans > 10
 
 
 def test_log_probabilities_are_those_of_the_path(

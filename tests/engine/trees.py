@@ -27,9 +27,16 @@ CACHE_TYPES = {"auto": None, "int8": torch.int8}
 
 
 def tree_engine(
-    model: Path, heads: Path, monkeypatch: pytest.MonkeyPatch, *, trees: bool = True, **settings: Any
+    model: Path,
+    heads: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    trees: bool = True,
+    takes_all: bool = True,
+    **settings: Any,
 ) -> Engine:
-    """Build an engine that takes every draft of a head. With `trees` these are trees wherever they can be."""
+    """Build an engine that takes every draft of a head. With `trees` these are trees wherever they can be.
+    Without `takes_all` the scheduler takes what it wants."""
 
     def torch_ops(config: EngineConfig) -> TorchOps:
         return TorchOps("cpu", torch.float32, CACHE_TYPES[config.cache.kv_cache_dtype])
@@ -45,7 +52,7 @@ def tree_engine(
     executor: Any = engine.loop.executor
     executor._follower = drafter
     executor._rows._splits_drafts = True
-    return speculate(engine, engine.loop.drafter, most=8)  # type: ignore[arg-type]
+    return speculate(engine, engine.loop.drafter, most=8) if takes_all else engine  # type: ignore[arg-type]
 
 
 def drafter_of(engine: Engine) -> Any:
