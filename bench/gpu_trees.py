@@ -58,6 +58,7 @@ MODES = ("chains", "trees", "chosen")
 MOST_SAMPLES = 16  # of a request
 WARM_UP_TOKENS = 400  # of each request, before a measurement: graphs are recorded, and both kinds are tried
 TIMED_TOKENS = 400  # of each request of a model with random weights
+CHOOSING_RUNS = 4  # before the one that counts: a trial of trees takes some hundred steps
 
 
 @triton.jit
@@ -279,7 +280,9 @@ def main() -> None:
         without, found, share = measure(plain), dict[str, Measured](), 0.0
         for mode in MODES:
             choice = drafter._choice = ModeChoice(mode)
-            measure(engine)  # graphs of all sizes that these drafts lead to
+            # Graphs of all sizes that these drafts lead to are recorded, and the choice has tried both.
+            for _ in range(CHOOSING_RUNS if mode == "chosen" else 1):
+                measure(engine)
             choice.num_asked = choice.num_trees = 0
             found[mode] = measure(engine)
             share = choice.num_trees / max(choice.num_asked, 1)

@@ -17,12 +17,14 @@ from penstock.core.clock import Clock
 from penstock.engine.drafters.length import DraftLength
 
 MOST_REQUESTS = 8  # that get trees: with more, the rows of a step are dearer than what they can bring
-_DECAY = 0.99  # of rates, per round
-_TRIAL_ROUNDS = 48
-_ROUNDS_TO_JUDGE = 12  # after which a trial may end early
-_HOPELESS = 0.8  # of the other rate
-_MIN_GAIN = 1.03  # of what takes the place of what is in use
-_ROUNDS_BEFORE_TRIAL, _ROUNDS_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 64, 1024, 8192
+# The tokens of a round vary by half of their mean, so the mean of 500 rounds is known to about 2 %.
+_DECAY = 0.998  # of rates, per round
+_TRIAL_ROUNDS = 512
+_MIN_GAIN = 1.02  # of what takes the place of what is in use
+# A trial ends early where its rate is less than this share of the other, after this many rounds.
+_HOPELESS = ((12, 0.7), (48, 0.85), (192, 0.95))
+_ROUNDS_TO_JUDGE = 12
+_ROUNDS_BEFORE_TRIAL, _ROUNDS_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 256, 1024, 8192
 _RECENT_ROUNDS, _FEWEST_ROUNDS = 31, 9  # whose median is the usual time of a round
 _LONGEST = 3.0  # times the usual time: in longer rounds graphs were recorded, or the engine was idle
 
@@ -72,7 +74,9 @@ class Contest:
         used, other = self._rates[self._is_tree], self._rates[not self._is_tree]
         if self._num_left:
             self._num_left -= 1
-            is_hopeless = other.num_rounds >= _ROUNDS_TO_JUDGE and used.beats(other, 1.0 / _HOPELESS)
+            is_hopeless = any(
+                other.num_rounds >= rounds and used.beats(other, 1.0 / share) for rounds, share in _HOPELESS
+            )
             if self._num_left and not is_hopeless:
                 return not self._is_tree
             self._num_left = 0
