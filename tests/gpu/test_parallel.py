@@ -27,12 +27,18 @@ def pool() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.mark.parametrize("has_own_tokens", [False, True])
 @pytest.mark.parametrize("experts", ["sliced", "placed", "balanced"])
-def test_two_ranks_give_what_one_gives(pool: RankPool, experts: str, tmp_path: Path) -> None:
+def test_two_ranks_give_what_one_gives(
+    pool: RankPool, experts: str, has_own_tokens: bool, tmp_path: Path
+) -> None:
+    if has_own_tokens and experts == "sliced":
+        pytest.skip("ranks with tokens of their own place experts whole")
     names = ("llama", "gemma3", "mixtral", "qwen2-moe") if experts == "sliced" else ("mixtral",)
     models = {name: make_reference(name, tmp_path / name).folder for name in names}
     parallel = ParallelConfig(
-        tensor_parallel_size=2,
+        tensor_parallel_size=1 if has_own_tokens else 2,
+        data_parallel_size=2 if has_own_tokens else 1,
         enable_expert_parallel=experts != "sliced",
         enable_eplb=experts == "balanced",
         num_redundant_experts=2 if experts == "balanced" else 0,
