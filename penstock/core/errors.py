@@ -272,13 +272,14 @@ class ModelLoadError(UsageError):
     code = "model_load_error"
 
 
-def _tree(root: type[PenstockError]) -> dict[str, type[PenstockError]]:
-    found = {root.code: root}
+def _by_code(root: type[PenstockError]) -> dict[str, type[PenstockError]]:
+    """Return the classes of errors that have a code of their own. Others stand for the class above them."""
+    found = {root.code: root} if "code" in vars(root) else {}
     for child in root.__subclasses__():
-        found.update(_tree(child))
+        found = _by_code(child) | found
     return found
 
 
 def error_from_code(code: str, message: str, *, retry_after_s: float | None = None) -> PenstockError:
     """Rebuild an error that crossed a process boundary as (code, message)."""
-    return _tree(PenstockError).get(code, PenstockError)(message, retry_after_s=retry_after_s)
+    return _by_code(PenstockError).get(code, PenstockError)(message, retry_after_s=retry_after_s)
