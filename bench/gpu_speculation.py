@@ -281,6 +281,10 @@ def follow_load(
             num_drafted, num_accepted = (now - then for now, then in zip(drafted(), before, strict=True))
             length = num_drafted / max(num_tokens - num_accepted, 1)
             samples.append((now_s - began_s, wanted, length, num_tokens / (now_s - before_s)))
+    for request_id in live:
+        loop.abort(request_id)
+    while loop.has_work:
+        loop.step()
     return samples
 
 

@@ -94,25 +94,22 @@ def test_attend(heads: Heads, lengths: Lengths) -> None:
         assert attention_error(HALF, heads, lengths) < 2e-3
 
 
-@pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize(
-    "heads",
+    ("heads", "lengths"),
     [
-        Heads(4, 2, 16),
-        Heads(14, 2, 16, softcap=3.0),  # 8 tokens of 7 heads each
-        Heads(2, 2, 40, window=21, sinks=True),
-        Heads(64, 1, 16),
-        Heads(2, 1, 16, chunk=32),
+        (Heads(4, 2, 16), [(20, 18), (0, 3), (40, 1)]),  # more than one program computes
+        (Heads(2, 1, 16), [(126, 5), (3, 2)]),  # on both sides of a split's end
+        (Heads(14, 2, 16, softcap=3.0), [(20, 5), (5, 1)]),  # 7 heads of a token, of 8 places
+        (Heads(2, 2, 40, window=21, sinks=True), [(30, 5), (0, 3)]),
+        (Heads(64, 1, 16), [(3, 2)]),  # one token fills a program
+        (Heads(2, 1, 16, chunk=32), [(30, 4)]),
     ],
     ids=str,
 )
 def test_tokens_that_verify_drafts_read_keys_together(
-    heads: Heads, is_split: bool, monkeypatch: pytest.MonkeyPatch
+    heads: Heads, lengths: Lengths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_attention, "num_processors", lambda index: 100)
-    lengths = [(126, 5), (0, 3), (40, 1), (70, 18)]  # tokens on both sides of a tile's and of a split's end
-    if is_split:
-        lengths.append((500, 2))
     assert attention_error(WHOLE, heads, lengths, drafts=True) < 1e-5
 
 
@@ -123,21 +120,22 @@ def test_tokens_of_paths_move(kv_dtype: torch.dtype | None) -> None:
     check_moves(bench.definition)
 
 
-@pytest.mark.parametrize("is_split", [False, True])
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize(
-    "heads",
-    [Heads(4, 2, 16), Heads(14, 2, 16, softcap=3.0), Heads(2, 2, 40, sinks=True), Heads(64, 1, 16)],
+    ("heads", "lengths", "kv_dtype"),
+    [
+        (Heads(4, 2, 16), [(100, 32), (0, 7), (40, 1)], None),  # across the end of a split
+        (Heads(2, 1, 16), [(126, 16), (30, 4)], torch.int8),
+        (Heads(14, 2, 16, softcap=3.0), [(20, 6)], None),
+        (Heads(2, 2, 40, sinks=True), [(70, 9), (3, 2)], None),
+        (Heads(64, 1, 16), [(5, 4)], None),
+    ],
     ids=str,
 )
 def test_a_node_of_a_tree_sees_its_ancestors(
-    heads: Heads, kv_dtype: torch.dtype | None, is_split: bool, monkeypatch: pytest.MonkeyPatch
+    heads: Heads, lengths: Lengths, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_attention, "num_processors", lambda index: 100)
     bench = Bench(torch.device("cpu"), torch.float32, kv_dtype=kv_dtype)
-    lengths = [(126, 16), (0, 7), (40, 1), (100, 32)]  # trees lie across the ends of tiles and splits
-    if is_split:
-        lengths.append((500, 16))
     assert attention_error(bench, heads, lengths, trees=True) < 1e-5
 
 

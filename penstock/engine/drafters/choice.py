@@ -24,6 +24,7 @@ _MIN_GAIN = 1.02  # of what takes the place of what is in use
 # A trial ends early where its rate is less than this share of the other, after this many rounds.
 _HOPELESS = ((12, 0.7), (48, 0.85), (192, 0.95))
 _ROUNDS_TO_JUDGE = 12
+_ROUNDS_TO_LEARN = 64  # at the beginning of a trial, which do not count: lengths follow acceptance
 _ROUNDS_BEFORE_TRIAL, _ROUNDS_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 256, 1024, 8192
 _RECENT_ROUNDS, _FEWEST_ROUNDS = 31, 9  # whose median is the usual time of a round
 _LONGEST = 3.0  # times the usual time: in longer rounds graphs were recorded, or the engine was idle
@@ -60,13 +61,16 @@ class Contest:
         self._rates = {False: _Rate(), True: _Rate()}
         self._is_tree = False  # what is in use
         self._num_left = 0  # rounds of a trial of the other
+        self._num_to_learn = 0  # of these, before any count
         self._num_until_trial = _ROUNDS_BEFORE_TRIAL
         self._pause = _ROUNDS_BETWEEN_TRIALS
         self._recent_s = deque[float](maxlen=_RECENT_ROUNDS)
 
     def note(self, num_tokens: int, seconds: float, *, is_tree: bool) -> None:
         self._recent_s.append(seconds)
-        if len(self._recent_s) >= _FEWEST_ROUNDS and seconds <= _LONGEST * median(self._recent_s):
+        if self._num_to_learn and is_tree is not self._is_tree:
+            self._num_to_learn -= 1
+        elif len(self._recent_s) >= _FEWEST_ROUNDS and seconds <= _LONGEST * median(self._recent_s):
             self._rates[is_tree].note(num_tokens, seconds)
 
     def choose(self) -> bool:
@@ -85,7 +89,7 @@ class Contest:
             self._num_until_trial -= 1
             if self._num_until_trial <= 0:
                 self._rates[not self._is_tree] = _Rate()
-                self._num_left = _TRIAL_ROUNDS
+                self._num_left, self._num_to_learn = _TRIAL_ROUNDS + _ROUNDS_TO_LEARN, _ROUNDS_TO_LEARN
                 return not self._is_tree
         return self._is_tree
 
