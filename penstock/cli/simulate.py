@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import json_option, print_json, stderr_console, stdout_console
-from penstock.cli.simulations import PROGRESS_S, SimulationRuns, duration
+from penstock.cli.fault_search import run_case, search
+from penstock.cli.simulations import GatewayLimits, SimulationRuns, duration
 from penstock.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.core.request import Request
-    from penstock.gateway.ratelimits.meters import CallerMeters
-    from penstock.gateway.ratelimits.spend import Demand
     from penstock.planner.scenario import Scenario
     from penstock.simulator import Report, SimulationConfig
     from penstock.simulator.report import Outcome
-    from penstock.simulator.search import FaultCase
 
 _LONG_RUN_S = 60.0
 _GUESSED_REQUEST_S = 2e-3  # before anything was measured
@@ -44,6 +40,8 @@ _GUESSED_BEAT_S = 1e-4
               help="Run N random fleets with random faults, and check every request.")  # fmt: skip
 @click.option("--fault-case", "case_file", type=click.Path(path_type=Path, dir_okay=False, exists=True),
               help="Run the case in this file, which --fault-search wrote.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(min=1), metavar="N",
+              help="Processes that share the fleets of --fault-search. Default: 1.")  # fmt: skip
 @click.option("--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE",
               help="Draw times to the first token and between tokens; needs the extra `plot`.")  # fmt: skip
 @json_option
@@ -55,6 +53,7 @@ def simulate(
     seed: int | None,
     num_cases: int | None,
     case_file: Path | None,
+    workers: int | None,
     plot_file: Path | None,
     as_json: bool,
 ) -> None:
@@ -67,18 +66,24 @@ def simulate(
       penstock simulate fleet.toml
       penstock simulate fleet.toml --replicas 8 --plot fleet.png
       penstock simulate one.toml other.toml
-      penstock simulate --fault-search 1000
+      penstock simulate --fault-search 1000 --workers 4
     """
     from penstock.planner.scenario import Scenario, load_scenario, simulation_of
 
     if num_cases is not None or case_file is not None:
-        if scenarios or replicas or rate or plot_file or as_json or None not in (num_cases, case_file):
+        many = case_file is not None and (num_cases or workers)
+        if scenarios or replicas or rate or plot_file or as_json or many:
             raise UsageError(
                 "--fault-search and --fault-case have fleets of their own.",
-                hint="Give one of the two, with --seed and --requests at most.",
+                hint="Give --fault-case alone, or --fault-search with --seed, --requests and --workers at most.",
             )
-        _search(num_cases, case_file, seed or 0, num_requests)
+        if case_file is not None:
+            run_case(case_file)
+        elif num_cases is not None:
+            search(num_cases, seed or 0, num_requests or 100, workers or 1)
         return
+    if workers:
+        raise UsageError("--workers shares the fleets of --fault-search.", hint="Leave --workers out.")
     if plot_file:
         from penstock.bench.summary import check_plot
 
@@ -90,7 +95,7 @@ def simulate(
     for name, scenario in loaded.items():
         changed = _changed(scenario, replicas, rate, num_requests, seed)
         config = simulation_of(changed, Path(name).parent, warn)
-        limits = _Limits(scenario.limits, name) if scenario.limits else None
+        limits = GatewayLimits(scenario.limits, name) if scenario.limits else None
         reports[name], times[name] = _run(name, config, limits)
     if plot_file:
         _plot(plot_file, times)
@@ -125,54 +130,8 @@ def _changed(
     )
 
 
-class _Limits:
-    """The limits of a scenario, counted by the meters that serve. Implements `simulator.driver.Admission`."""
-
-    def __init__(self, settings: dict[str, Any], name: str) -> None:
-        from penstock.gateway.ratelimits.meters import Meters
-        from penstock.gateway.ratelimits.settings import LimitSettings
-
-        try:
-            self._settings = msgspec.convert(settings, LimitSettings)
-        except msgspec.ValidationError as error:
-            raise UsageError(f"The limits of {name} are wrong: {error}.") from error
-        self._settings.check()
-        self._meters = Meters(self._settings)
-        self._leases: dict[str, tuple[CallerMeters, Demand]] = {}
-
-    def admit(self, request: Request, now: float) -> str | None:
-        from penstock.core.errors import RateLimited
-        from penstock.core.identity import Principal
-        from penstock.gateway.ratelimits.spend import Demand
-
-        caller = Principal(workspace_id=request.tenant, key_id=request.tenant)
-        meters = self._meters.of_caller(caller, request.model or None, now)
-        if meters.limits.has_budget:
-            raise UsageError(
-                "Budgets in dollars are not simulated.", hint="Leave dollars_per_day and _month out."
-            )
-        most = min(request.sampling.max_tokens, meters.limits.max_reserved_output_tokens)
-        demand = Demand(len(request.prompt_token_ids), most, 0.0)
-        if not meters.admits(now) or not meters.fits(demand, now):
-            return RateLimited.code
-        meters.admit()
-        meters.take(demand)
-        self._leases[request.id] = meters, demand
-        return None
-
-    def ended(self, outcome: Outcome, now: float) -> None:
-        from penstock.gateway.ratelimits.spend import Demand
-
-        lease = self._leases.pop(outcome.arrival.request.id, None)
-        if lease is not None:
-            meters, reserved = lease
-            num_prompt = len(outcome.arrival.request.prompt_token_ids) - outcome.num_cached_tokens
-            used = Demand(num_prompt if outcome.queue_s is not None else 0, len(outcome.token_ids), 0.0)
-            meters.settle(reserved, used, now)
-
-
 def _run(
-    name: str, config: SimulationConfig, limits: _Limits | None
+    name: str, config: SimulationConfig, limits: GatewayLimits | None
 ) -> tuple[Report, list[tuple[float, float]]]:
     """Run one scenario. Return its report, and the time to the first token and between tokens of each answer."""
     runs, seen = SimulationRuns(name, config), list[tuple[float, float]]()
@@ -217,58 +176,6 @@ def _compare(reports: dict[str, Report]) -> None:
     for name, figure in rows.items():
         table.add_row(name, *(figure(report) for report in reports.values()))
     stdout_console().print(table)
-
-
-def _search(num_cases: int | None, case_file: Path | None, first_seed: int, num_requests: int | None) -> None:
-    from penstock.simulator.search import CASE_DECODER, random_case
-
-    if case_file is not None:
-        try:
-            case = CASE_DECODER.decode(case_file.read_bytes())
-        except msgspec.MsgspecError as error:
-            raise UsageError(f"{case_file} holds no case: {error}.") from error
-        _report_case(case, _violation(case))
-        return
-    assert num_cases is not None
-    console, shown_s = stderr_console(), time.monotonic()
-    size = num_requests or 100
-    for number in range(num_cases):
-        case = random_case(first_seed + number, size)
-        broken = _violation(case)
-        if broken is not None:
-            _found(case, broken)
-        if time.monotonic() - shown_s >= PROGRESS_S:
-            shown_s = time.monotonic()
-            console.print(f"{number + 1:,} of {num_cases:,} fleets, {(number + 1) * size:,} requests")
-    click.echo(f"{num_cases:,} fleets and {num_cases * size:,} requests: no promise was broken.")
-
-
-def _violation(case: FaultCase) -> str | None:
-    """Run a case with the limits of the gateway that serves."""
-    from penstock.simulator.search import violation
-
-    return violation(case, lambda limits: _Limits({"workspace": msgspec.to_builtins(limits)}, "the case"))
-
-
-def _found(case: FaultCase, broken: str) -> None:
-    """Make a failing case smaller, write the case to a file, and raise an error."""
-    from penstock.simulator.search import shrink
-
-    stderr_console().print(f"Seed {case.seed} broke a promise ({broken}); making the case smaller.")
-    smallest = shrink(case, lambda each: _violation(each) is not None)
-    path = Path(f"fault-case-{case.seed}.json")
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(smallest)))
-    raise UsageError(
-        f"Seed {case.seed}: {_violation(smallest)}, with {smallest.num_requests} requests, {smallest.num_replicas} "
-        f"replicas and {smallest.num_faults} faults.",
-        hint=f"Run it again: penstock simulate --fault-case {path}",
-    )
-
-
-def _report_case(case: FaultCase, broken: str | None) -> None:
-    if broken is not None:
-        raise UsageError(f"{broken}, with {case.num_requests} requests and {case.num_faults} faults.")
-    click.echo(f"{case.num_requests} requests and {case.num_faults} faults: no promise was broken.")
 
 
 def _plot(path: Path, times: dict[str, list[tuple[float, float]]]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from penstock.cli import fault_search
 from penstock.cli.app import penstock
 from penstock.core.errors import UsageError
 from penstock.planner.scenario import read_scenario, scenario_of, simulation_of
@@ -224,7 +227,40 @@ def test_the_command(tmp_path: Path) -> None:
 def test_search_finds_nothing_where_nothing_is_wrong() -> None:
     code, output, _ = run("--fault-search", "4", "--requests", "30", "--seed", "7")
     assert code == 0
-    assert "4 fleets and 120 requests: no promise was broken." in output
+    assert "4 fleets and 120 requests, seeds 7 to 10: no promise was broken." in output
+
+
+def test_search_with_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes find what one process finds: nothing, or the same first seed."""
+    monkeypatch.setattr("penstock.cli.fault_search._SEEDS_PER_TASK", 2)
+    options = ("--requests", "10", "--workers", "2")
+    code, output, errors = run("--fault-search", "6", "--seed", "7", *options)
+    assert code == 0, errors
+    assert "6 fleets and 60 requests, seeds 7 to 12: no promise was broken." in output
+    assert run("--workers", "2")[0] != 0  # there is nothing to share
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_broken_promise_with_the_lowest_seed_is_reported(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fault_search, "_SEEDS_PER_TASK", 2)
+    monkeypatch.setattr(fault_search, "ProcessPoolExecutor", lambda size, *_: ThreadPoolExecutor(size))
+    monkeypatch.setattr(
+        fault_search, "_violation", lambda case: "a fault" if case.seed >= 5 and case.seed % 2 else None
+    )
+    code, output, errors = run("--fault-search", "12", "--requests", "3", "--workers", str(workers))
+    assert (code != 0, output) == (True, "")
+    assert "Seed 5: a fault, with 1 requests" in " ".join(errors.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["fault-case-5.json"]
+
+
+def test_a_killed_process_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_search, "_follow_parent", os.abort)
+    code, _, errors = run("--fault-search", "16", "--requests", "1", "--workers", "2")
+    assert code != 0
+    assert "A process of the search was killed" in errors
 
 
 def test_search_finds_and_shrinks_a_repeated_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
