@@ -22,6 +22,7 @@ from penstock.api.http.access_log import AccessLog, RequestLog
 from penstock.api.http.application import (
     Application,
     CallerLimits,
+    RequestCounts,
     RequestIds,
     answer_unknown_path,
     posted_endpoints,
@@ -30,7 +31,6 @@ from penstock.api.http.authenticate import Authenticate
 from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.browsers import AllowedOrigins, Cors
 from penstock.api.http.errors import on_http_exception, on_penstock_error, on_reader_gone
-from penstock.api.http.request_counts import RequestCounts
 from penstock.api.models import ModelsEndpoints
 from penstock.api.ollama.endpoints import OllamaEndpoints
 from penstock.api.openai.batches import KIND as OPENAI

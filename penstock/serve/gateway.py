@@ -17,10 +17,9 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
+from penstock.api.admin.console import HistoryEndpoints, SimulationEndpoints
 from penstock.api.admin.experiments import ExperimentEndpoints
 from penstock.api.admin.fleet import ClusterEndpoints
-from penstock.api.admin.history import HistoryEndpoints
-from penstock.api.admin.simulations import SimulationEndpoints
 from penstock.api.app import create_app
 from penstock.api.http.connections import ConnectionLimits
 from penstock.api.http.protocol import bounded_protocols

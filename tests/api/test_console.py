@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from penstock.api.admin.history import HistoryEndpoints
+from penstock.api.admin.console import HistoryEndpoints
 from penstock.api.app import create_app
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from penstock.api.http.answer_transports import HeldHead, UnframedBody
+from penstock.api.http.exchange import HeldHead, UnframedBody
 
 HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
 

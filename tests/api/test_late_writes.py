@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.api.http.late_writes import MAX_HELD_BYTES, LateWrites
+from penstock.api.http.exchange import MAX_HELD_BYTES, LateWrites
 
 
 class Wire(asyncio.Transport):

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest_asyncio
 
-from penstock.api.admin.simulations import SimulationEndpoints
+from penstock.api.admin.console import SimulationEndpoints
 from penstock.api.app import create_app
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope

@@ -18,11 +18,10 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from penstock.api.http.answer_transports import HeldHead, UnframedBody
 from penstock.api.http.bodies import MAX_DISCARDED_BYTES, ArrivingBody
 from penstock.api.http.connections import ClientTimer, ConnectionLimits, IdleTimer, StallTimer
 from penstock.api.http.context import ON_DEPARTURE
-from penstock.api.http.exchange import Exchange
+from penstock.api.http.exchange import Exchange, HeldHead, LateWrites, RequestWorker, UnframedBody
 from penstock.api.http.heads import (
     SINGLE_HEADERS,
     check_head,
@@ -30,9 +29,7 @@ from penstock.api.http.heads import (
     is_plain_target,
     last_answer,
 )
-from penstock.api.http.late_writes import LateWrites
 from penstock.api.http.places import TAKE_PLACE, Place
-from penstock.api.http.request_worker import RequestWorker
 from penstock.api.http.turns import (
     MAX_PIECE_PARTS,
     MAX_TURN_PARTS,

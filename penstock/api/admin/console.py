@@ -1,10 +1,12 @@
-"""Endpoints for the console: /admin/console, and /admin/history and /admin/requests for the recent past.
+"""Endpoints for the console: /admin/console, /admin/history and /admin/requests for the recent past, and
+/admin/simulations.
 
 The middleware has checked that the caller has the scope `admin`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal
 
 import msgspec
@@ -12,12 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.api.http.answers import private_json
+from penstock.api.http.answers import Departure, private_json
 from penstock.api.http.parsing import choice_of, integer_of
 from penstock.api.http.routes import Operation
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.history.history import SPANS, History, HistoryView
 from penstock.gateway.history.requests import RecentRequests, RequestView
+from penstock.gateway.simulations import SimulationChoices, SimulationObject, SimulationOrder, Simulations
 
 HISTORY_PARAMETERS = ("span", "model", "tier")
 REQUEST_PARAMETERS = ("limit", "status", "model")
@@ -79,3 +82,29 @@ def check_parameters(request: Request, known: tuple[str, ...]) -> None:
             param=unknown[0][:40],
             hint=f"There are: {', '.join(known)}.",
         )
+
+
+class SimulationEndpoints:
+    """The simulator: GET and POST /admin/simulations."""
+
+    def __init__(self, simulations: Simulations) -> None:
+        self._simulations = simulations
+
+    def routes(self) -> list[Operation]:
+        return [
+            Operation("GET /admin/simulations", self.show_choices, SimulationChoices),
+            Operation("POST /admin/simulations", self.run, SimulationObject, reads=SimulationOrder),
+        ]
+
+    async def show_choices(self, request: Request) -> Response:
+        return private_json(self._simulations.choices)
+
+    async def run(self, request: Request, order: SimulationOrder) -> Response:
+        departure = Departure(request)  # a reader that goes ends the simulation
+        try:
+            return private_json(await self._simulations.run(order))
+        except asyncio.CancelledError:
+            departure.check()
+            raise
+        finally:
+            departure.stop()
