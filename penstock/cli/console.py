@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 _NOISY_LIBRARIES = (
-    "alembic",
     "uvicorn",
     "uvicorn.access",
     "uvicorn.error",

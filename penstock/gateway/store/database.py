@@ -2,8 +2,7 @@
 
 Work is a plain function of a SQLAlchemy connection. It runs in one transaction, in a thread of a small pool, so that
 the event loop never waits for a disk: `await database.run(work)`. Commands without a loop use `run_now`. Nothing is
-touched before the first work: a server that stores nothing leaves no file behind. `migrate` brings the tables to what
-this release needs, and `read_page` reads lists page by page.
+touched before the first work: a server that stores nothing leaves no file behind.
 """
 
 from __future__ import annotations
@@ -18,75 +17,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import sqlalchemy
 from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, Table, and_, event, or_
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.pool import StaticPool
 
-from penstock import __version__
 from penstock.core.errors import ConfigError, InvalidRequest, StoreUnavailable
 from penstock.core.installation import install_command
-from penstock.gateway.store.tables import create_tables
-
-if TYPE_CHECKING:
-    from alembic.config import Config
-    from alembic.script import ScriptDirectory
+from penstock.gateway.store.migrations import migrate, version_table
 
 logger = logging.getLogger(__name__)
-
-_MIGRATIONS = Path(__file__).parent / "migrations"
-_LOCK_NUMBER = 0x70656E73746F636B  # "penstock": any number that all our processes agree on
-
-
-def migrate(connection: Connection) -> None:
-    """Create the tables of a new database, or migrate the tables of an older one. The transaction locks out
-    other migrations, so that several starting gateways take turns."""
-    # Alembic is slow to import, and most commands touch no database.
-    from alembic import command
-    from alembic.migration import MigrationContext
-
-    if connection.dialect.name == "postgresql":
-        connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:number)"), {"number": _LOCK_NUMBER})
-    config, script = _migrations()
-    config.attributes["connection"] = connection
-    heads, current = script.get_heads(), MigrationContext.configure(connection).get_current_heads()
-    if current == tuple(heads):
-        return
-    if not current:
-        create_tables(connection)
-        command.stamp(config, "head")
-    else:
-        refuse_unknown(current[0])
-        command.upgrade(config, "head")
-        logger.info("the tables of the database were migrated from %s to %s", current[0], heads[0])
-
-
-def _migrations() -> tuple[Config, ScriptDirectory]:
-    from alembic.config import Config
-    from alembic.script import ScriptDirectory
-
-    config = Config()
-    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
-    return config, ScriptDirectory.from_config(config)
-
-
-def refuse_unknown(current: str) -> None:
-    """Raise ConfigError for tables of a version that this release does not know."""
-    _, script = _migrations()
-    known = {revision.revision for revision in script.walk_revisions()}
-    if current in known:
-        return
-    age = (
-        "a newer Penstock than this one" if current > max(known) else "an unreleased version before Penstock"
-    )
-    raise ConfigError(
-        f"The database was written by {age} ({__version__}): its tables are at '{current}', which this release does "
-        "not know.",
-        hint="Upgrade Penstock, or choose another database.",
-    )
-
 
 T = TypeVar("T")
 Work = Callable[[Connection], T]
@@ -149,7 +91,7 @@ class Database:
     def has_tables(self) -> bool:
         """Say whether there are tables. Creates none."""
         return self.exists and self._transaction(
-            lambda connection: sqlalchemy.inspect(connection).has_table("alembic_version"), reads_only=True
+            lambda connection: sqlalchemy.inspect(connection).has_table(version_table.name), reads_only=True
         )
 
     @property

@@ -41,7 +41,7 @@ from penstock.serve.database_registry import DatabaseRegistry
 from tests.gateway.responses.test_objects import thing
 from tests.gateway.responses.test_store import response
 from tests.gateway.store.postgres_server import PostgresServer, running_postgres
-from tests.gateway.store.test_migrations import differences
+from tests.gateway.store.test_migrations import check_migration, differences
 from tests.gateway.tenants.conftest import ACTOR, Time, World
 
 pytest.importorskip("psycopg", reason="needs the extra postgres")
@@ -90,6 +90,10 @@ def test_a_setting_that_the_server_refuses_is_one_warning(
 
 def test_the_migrations_make_the_tables_that_the_code_describes(world: World) -> None:
     assert world.database.run_now(differences) == []
+
+
+def test_a_database_of_the_oldest_version_gets_the_same_tables(world: World, url: str) -> None:
+    check_migration(world.database, Database(url))
 
 
 async def test_the_registry_of_a_shared_fleet(url: str) -> None:
