@@ -107,7 +107,12 @@ class NamesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_stream_buffer_bytes: Annotated[
-        int, Meta(description="Text held for a slow reader before its request is aborted.", ge=1024)
+        int,
+        Meta(
+            description="Text of all answers to a request that is held for a slow reader before the request is "
+            "aborted. All slow readers have 256 times as much, those of a workspace up to three quarters of this.",
+            ge=1024,
+        ),
     ] = 1 << 20
     default_max_tokens: (
         Annotated[
@@ -340,6 +345,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             description="Bytes of all request bodies that have not arrived in full or wait to be decoded; a "
             "workspace may hold a quarter. More are refused with 503 or 429.",
+            ge=1024,
+        ),
+    ] = 1 << 30
+    max_unread_bytes: Annotated[
+        int,
+        Meta(
+            description="Bytes of answers that wait for slow readers, on all connections. A workspace may hold three "
+            "quarters; beyond that, its connections that read nothing end.",
             ge=1024,
         ),
     ] = 1 << 30

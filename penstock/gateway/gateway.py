@@ -20,10 +20,11 @@ from penstock.core.errors import PenstockError, ShuttingDown
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
+from penstock.core.shares import Shares
 from penstock.gateway.accounts import Account, Accounts
 from penstock.gateway.answers.beams import BeamGeneration
 from penstock.gateway.answers.generation import Generation
-from penstock.gateway.answers.stream import AnswerStream
+from penstock.gateway.answers.stream import MAX_FULL_BUFFERS, AnswerStream
 from penstock.gateway.checks import check_fits_queues, check_names, check_tokens_fit_queues
 from penstock.gateway.documents import DocumentReader
 from penstock.gateway.external.answer import ExternalAnswer
@@ -84,6 +85,7 @@ class Gateway:
         self.on_request: Callable[[GenerationRequest], None] | None = None
         self.turns = Turns()
         self.max_buffer_bytes = config.max_stream_buffer_bytes
+        self.buffers = Shares(MAX_FULL_BUFFERS * self.max_buffer_bytes)
         self.catalogue = Catalogue(engine, config)
         self.auto = AutoModel(self.ask, self.catalogue, self.clock)
         self.metrics.register(self.auto)

@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 from penstock.api.http.connections import ClientTimer
 from penstock.api.http.protocol import BoundedHttpProtocol, bounded_protocols
 from penstock.core.gateway_config import ServerConfig
+from penstock.core.identity import Principal
 
 BODY = b'{"prompt": "hi", "max_tokens": 4}'
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
@@ -116,20 +117,26 @@ Served: TypeAlias = tuple[VirtualLoop, BoundedHttpProtocol, OpenConnection]
 def served() -> Iterator[Served]:
     """A connection that a server has just taken, with time limits of 10 s."""
     http, _, _ = bounded_protocols(
-        ServerConfig(header_timeout_s=10.0, body_timeout_s=10.0, write_timeout_s=10.0)
+        ServerConfig(header_timeout_s=10.0, body_timeout_s=10.0, write_timeout_s=10.0, max_unread_bytes=1000)
     )
-    config = uvicorn.Config(Starlette(), timeout_keep_alive=10, log_config=None)
-    config.load()
     loop = VirtualLoop()
-    protocol = http(config, ServerState(), {}, _loop=loop)
-    connection = OpenConnection()
-    connection.protocol = protocol
-    protocol.connection_made(connection)
-    yield loop, protocol, connection
+    yield loop, *accept(http, loop)
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.run_once()
     loop.close()
+
+
+def accept(
+    http: type[BoundedHttpProtocol], loop: asyncio.AbstractEventLoop
+) -> tuple[BoundedHttpProtocol, OpenConnection]:
+    config = uvicorn.Config(Starlette(), timeout_keep_alive=10, log_config=None)
+    config.load()
+    protocol = http(config, ServerState(), {}, _loop=loop)
+    connection = OpenConnection()
+    connection.protocol = protocol
+    protocol.connection_made(connection)
+    return protocol, connection
 
 
 @pytest.mark.parametrize("first", [b"", REQUEST[:30], REQUEST[:-5]])
@@ -234,3 +241,60 @@ def test_a_client_that_reads_a_long_answer_slowly_is_not_dropped(served: Served)
         assert not connection.is_aborted
     pass_seconds(loop, 10)
     assert connection.is_aborted, "the client reads no more"
+
+
+class SlowReaders:
+    """The connections of workspaces whose clients do not read what is written."""
+
+    def __init__(self, loop: VirtualLoop, http: type[BoundedHttpProtocol]) -> None:
+        self.loop = loop
+        self.http = http
+        self.protocols: list[BoundedHttpProtocol] = []
+
+    def write(self, workspace: str, num_bytes: int) -> OpenConnection:
+        protocol, connection = accept(self.http, self.loop)
+        self.protocols.append(protocol)
+        protocol._place.take(Principal(workspace_id=workspace, key_id="key"))
+        connection.num_unread_bytes = num_bytes
+        protocol.pause_writing()
+        return connection
+
+
+@pytest.fixture
+def slow_readers(served: Served) -> SlowReaders:
+    loop, protocol, _ = served
+    return SlowReaders(loop, type(protocol))
+
+
+def test_a_workspace_that_reads_nothing_leaves_room_to_others(slow_readers: SlowReaders) -> None:
+    write = slow_readers.write
+    greedy = [write("greedy", 250) for _ in range(2)]
+    assert not any(each.is_aborted for each in greedy)
+    greedy.append(write("greedy", 300))
+    assert [each.is_aborted for each in greedy] == [True, False, False], "the one that has waited the longest"
+    other = write("other", 300)
+    assert not any(each.is_aborted for each in (other, *greedy[1:]))
+    for protocol in slow_readers.protocols:
+        if not protocol.transport.is_closing():
+            protocol.resume_writing()
+    unread = slow_readers.protocols[0].limits.unread
+    assert unread.shares.used == 0
+    assert not unread._waiting
+
+
+def test_one_answer_may_have_more_than_the_share(slow_readers: SlowReaders) -> None:
+    first = slow_readers.write("greedy", 5000)
+    assert not first.is_aborted
+    second = slow_readers.write("greedy", 5000)
+    assert first.is_aborted
+    assert not second.is_aborted
+
+
+def test_readers_that_read_are_spared(slow_readers: SlowReaders) -> None:
+    reading = slow_readers.write("greedy", 20_000)
+    reading.num_unread_bytes = 300
+    assert not slow_readers.write("greedy", 300).is_aborted
+    assert not reading.is_aborted
+    limits = slow_readers.protocols[0].limits
+    assert limits.unread.shares.of("greedy") == 600
+    assert limits.metrics.num_stalled == 0

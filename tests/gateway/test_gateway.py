@@ -20,11 +20,13 @@ from penstock.core.errors import (
     ShuttingDown,
 )
 from penstock.core.gateway_config import GatewayConfig
+from penstock.core.identity import Principal
 from penstock.core.plan import TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request, Tier
+from penstock.core.shares import Shares
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.generation import Generation
-from penstock.gateway.answers.stream import ReaderGone
+from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import (
     ChatMessage,
@@ -329,6 +331,52 @@ class TestReaders:
         assert gateway.num_live == 0
         with pytest.raises(Overloaded, match="1024 bytes behind"):
             await anext(generation)
+
+    async def test_the_limit_is_for_all_answers_of_a_request(self) -> None:
+        engine = FakeEngine()
+        generation = await gateway_for(engine, max_stream_buffer_bytes=1024).submit(request_for(n=4))
+        for request in engine.added[:3]:
+            engine.emit(request.id, *b"x" * 300)
+        await anext(generation)
+        for request in engine.added[:3]:
+            engine.emit(request.id, *b"x" * 300)
+        assert engine.aborted == []
+        engine.emit(engine.added[3].id, *b"x" * 300)
+        assert len(engine.aborted) == 4
+
+    async def test_readers_of_a_workspace_leave_buffers_to_others(self) -> None:
+        engine = FakeEngine(ready=engine_ready(model_card(max_model_len=1 << 20), 1 << 19))
+        gateway = gateway_for(engine, max_stream_buffer_bytes=100_000)
+        gateway.buffers = Shares(400_000)
+
+        async def ask(workspace: str) -> AnswerStream:
+            principal = Principal(workspace_id=workspace, key_id="key")
+            request = msgspec.structs.replace(request_for(max_tokens=1 << 18), principal=principal)
+            return await gateway.submit(request)
+
+        def write(place: int) -> None:
+            for _ in range(8):
+                if engine.added[place].id in engine.streams:
+                    engine.emit(engine.added[place].id, *b"x" * 10_000)
+
+        slow = [await ask("slow") for _ in range(4)]
+        for place in range(3):
+            write(place)
+        assert engine.aborted == []
+        write(3)
+        assert engine.aborted == [engine.added[3].id], "it has three quarters of the room"
+        with pytest.raises(Overloaded, match="of this workspace's answers"):
+            await anext(slow[3])
+        other = await ask("other")
+        write(4)
+        assert len((await anext(other))[0].text) == 80_000
+        assert len((await anext(slow[0]))[0].text) == 80_000
+        write(0)
+        engine.emit(engine.added[1].id, ord("y"), finish_reason=FinishReason.LENGTH)
+        assert len(engine.aborted) == 1
+        for each in slow:
+            each.cancel()
+        assert gateway.buffers.used == 0
 
     async def test_logprobs_count_against_the_limit(self) -> None:
         engine = FakeEngine()

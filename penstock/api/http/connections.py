@@ -14,6 +14,7 @@ from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.places import Places
 from penstock.api.http.turns import Turns
 from penstock.core.gateway_config import ServerConfig
+from penstock.core.shares import Shares
 from penstock.gateway.metrics.table import metrics
 
 MIN_READ_BYTES = 16 << 10  # that a client must read in each `write_timeout_s` while bytes wait for it
@@ -92,6 +93,7 @@ class ConnectionLimits:
     config: ServerConfig
     pending_bodies: PendingBodies
     places: Places
+    unread: UnreadAnswers
     metrics: ConnectionMetrics = field(default_factory=ConnectionMetrics)
     turns: Turns = field(default_factory=Turns)
     is_leaving: bool = False  # while draining, each connection ends after its next answer
@@ -101,7 +103,7 @@ class ConnectionLimits:
     @classmethod
     def of(cls, config: ServerConfig) -> ConnectionLimits:
         bodies = PendingBodies(config.max_pending_body_bytes, config.max_body_bytes)
-        return cls(config, bodies, Places(config.max_connections))
+        return cls(config, bodies, Places(config.max_connections), UnreadAnswers(config.max_unread_bytes))
 
     def admit(self) -> bool:
         """Count a new connection, and return whether there is a place for it. One that rests gives its place away."""
@@ -121,6 +123,42 @@ class ConnectionLimits:
         return num_open
 
 
+class UnreadAnswers:
+    """The bytes that wait for clients to read them, on connections that have more than a few, by workspace. Each
+    workspace leaves room to others. A single answer always fits: only its connection may hold more."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.shares = Shares(max_bytes)
+        self._waiting: dict[str, dict[StallTimer, int]] = {}  # the one that waits the longest first
+
+    def add(self, holder: str, connection: StallTimer, num_bytes: int) -> None:
+        """Count the bytes that wait on a connection. Aborts connections of the holder that read nothing if its
+        connections hold too many bytes, and the one that has waited the longest if all of them read."""
+        waiting = self._waiting.setdefault(holder, {})
+        waiting[connection] = num_bytes
+        self.shares.add(holder, num_bytes)
+        for each in list(waiting):
+            if len(waiting) == 1 or not self._is_full_for(holder):
+                return
+            num_left = each.num_left
+            if each is connection or waiting[each] - num_left >= MIN_READ_BYTES:
+                self.shares.add(holder, num_left - waiting.pop(each))
+                waiting[each] = num_left
+            else:
+                each.abort()
+        if len(waiting) > 1 and self._is_full_for(holder):
+            next(iter(waiting)).abort()
+
+    def remove(self, holder: str, connection: StallTimer) -> None:
+        waiting = self._waiting[holder]
+        self.shares.add(holder, -waiting.pop(connection))
+        if not waiting:
+            del self._waiting[holder]
+
+    def _is_full_for(self, holder: str) -> bool:
+        return self.shares.used > self.shares.capacity or self.shares.is_full_for(holder)
+
+
 class StallTimer:
     """Aborts a connection whose client reads too little of the bytes that wait for it. A plain close would wait for
     the client."""
@@ -128,31 +166,48 @@ class StallTimer:
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._timer: ClientTimer | None = None
+        self._transport: asyncio.Transport | None = None  # while the bytes on it are counted
+        self._holder = ""
 
-    def start(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
-        """Expect the client to read. Nothing but pings may be written until `stop`."""
-        num_waiting = transport.get_write_buffer_size()
+    @property
+    def num_left(self) -> int:
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+    def start(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, holder: str = "") -> None:
+        """Expect the client to read an answer to a workspace, the holder. Nothing but pings may be written until
+        `stop`."""
+        self.stop()
+        self._transport, self._holder = transport, holder
+        num_waiting = self.num_left
 
         def look() -> None:
-            num_left = transport.get_write_buffer_size()
-            if num_waiting - num_left >= MIN_READ_BYTES:
-                self.start(loop, transport)
-            elif num_left:
-                self._limits.metrics.num_stalled += 1
-                transport.abort()
+            if num_waiting - self.num_left >= MIN_READ_BYTES:
+                self.start(loop, transport, holder)
+            elif self.num_left:
+                self.abort()
 
-        self.stop()
         self._timer = ClientTimer(loop, self._limits.config.write_timeout_s, look)
+        self._limits.unread.add(holder, self, num_waiting)
 
     def start_at_close(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
         """Bound the time that a closing connection waits for its client."""
         if self._timer is None and transport.get_write_buffer_size():
             self.start(loop, transport)
 
+    def abort(self) -> None:
+        transport = self._transport
+        self.stop()
+        if transport is not None:
+            self._limits.metrics.num_stalled += 1
+            transport.abort()
+
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._transport is not None:
+            self._transport = None
+            self._limits.unread.remove(self._holder, self)
 
 
 class IdleTimer:

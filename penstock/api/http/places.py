@@ -46,6 +46,11 @@ class Place:
         self._holder: str | None = None  # the workspace that uses it
 
     @property
+    def holder(self) -> str:
+        """Return the workspace that uses the connection; empty where none does."""
+        return self._holder or ""
+
+    @property
     def is_silent(self) -> bool:
         return not self._transport.get_write_buffer_size()
 

@@ -384,7 +384,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall.start(self.loop, self.transport)
+        self._stall.start(self.loop, self.transport, self._place.holder)
 
     def resume_writing(self) -> None:
         self._stall.stop()

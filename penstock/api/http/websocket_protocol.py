@@ -166,7 +166,7 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall.start(self.loop, self.transport)
+        self._stall.start(self.loop, self.transport, self._place.holder)
 
     def resume_writing(self) -> None:
         self._stall.stop()

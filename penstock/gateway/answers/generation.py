@@ -100,9 +100,10 @@ class Generation(MeteredAnswer[Choice]):
             choice, event
         ):
             return
-        num_tokens = -choice.num_tokens
+        num_tokens, num_bytes = -choice.num_tokens, -choice.buffered_bytes
         choice.push(event)
         num_tokens += choice.num_tokens
+        num_bytes += choice.buffered_bytes
         if event.logprobs:
             self._count_logprobs(num_tokens * (1 + len(event.logprobs[0].top_token_ids)))
         if num_tokens or (is_beginning and event.finish_reason is FinishReason.LENGTH):  # the prompt alone
@@ -111,12 +112,12 @@ class Generation(MeteredAnswer[Choice]):
             self._count_drafts(event.draft_use, num_tokens)
         if choice.prompt_scores is not None:
             self._end_scores(choice)
+        self._num_unread_bytes += num_bytes
         if choice.finish_reason is not None:
             if event.finish_reason is None:  # a stop string: the engine does not know yet
                 self._context.engine.abort(choice.request_id)
             self._close(choice, choice.finish_reason)
-        elif choice.buffered_bytes > self._context.max_buffer_bytes and self._is_far_behind(choice):
-            self._give_up_on_reader()
+        elif self._num_unread_bytes > self._unchecked_bytes and not self._may_wait():
             return
         if choice.has_news:
             self._tell(choice)

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Generic, Literal, Protocol, Self, TypeAlias, TypeVar
 
 from penstock.cluster.replica import EngineClient
 from penstock.core.clock import Clock
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, PenstockError
+from penstock.core.identity import OPEN_PRINCIPAL
 from penstock.core.plan import Prefill
 from penstock.core.request import FinishReason, Tier
+from penstock.core.shares import Shares
 from penstock.gateway.accounts import NOTHING_USED, Account, Outcome, RateLimits
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.large import MAX_WHOLE_LOGPROBS, merged_later, too_many_logprobs
@@ -27,6 +30,9 @@ from penstock.gateway.turns import Turns
 
 # The engine ends a request at its deadline; this much later the gateway does it for an engine that hangs.
 ENGINE_GRACE_S = 1.0
+# Output that waits for a reader counts for the workspace in steps: most readers never have so much waiting.
+SHARE_STEP_BYTES = 16 << 10
+MAX_FULL_BUFFERS = 256  # that the readers of all workspaces may have, each of `max_stream_buffer_bytes`
 
 CacheStatus: TypeAlias = Literal["hit", "similar", "miss"]
 
@@ -43,6 +49,7 @@ class StreamContext(Protocol):
     clock: Clock
     turns: Turns
     max_buffer_bytes: int
+    buffers: Shares  # the bytes of all workspaces that wait for readers
 
     def queue_drain_s(self) -> float:
         """Return how many seconds the engine will need for the requests that wait now."""
@@ -151,6 +158,11 @@ class MeteredAnswer(Generic[ChoiceT]):
         self._waiter: asyncio.Future[None] | None = None
         self._wants_all_at_once = False
         self._num_logprobs = 0
+        principal = account.claim.principal
+        self._holder = "" if principal is OPEN_PRINCIPAL else principal.workspace_id
+        self._num_unread_bytes = 0
+        self._num_shared_bytes = 0  # of them, counted in the share of the workspace
+        self._unchecked_bytes: float = min(SHARE_STEP_BYTES, context.max_buffer_bytes)
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -200,6 +212,7 @@ class MeteredAnswer(Generic[ChoiceT]):
         """Return all answers in order, whole. Their reader is not woken before the end, and has no byte limit for
         their text."""
         self._wants_all_at_once = True
+        self._unchecked_bytes = math.inf
         deltas = await anext(self)
         if self._error is not None:
             raise copy.copy(self._error)
@@ -207,6 +220,7 @@ class MeteredAnswer(Generic[ChoiceT]):
 
     def cancel(self) -> None:
         """Cancel for a reader that has gone: free all resources at once."""
+        self._note_read(self._num_unread_bytes)
         if self._num_open:
             self._end_early(ReaderGone())
 
@@ -222,24 +236,49 @@ class MeteredAnswer(Generic[ChoiceT]):
         if not (self._wants_all_at_once and self._num_open):
             self._wake()
 
-    def _is_far_behind(self, choice: ChoiceT) -> bool:
-        return choice.buffered_bytes > self._context.max_buffer_bytes and not self._wants_all_at_once
+    def _may_wait(self) -> bool:
+        """Count the output that waits for the reader, and return whether the request goes on. A reader that is too
+        far behind, or whose workspace leaves too many bytes unread, loses the request."""
+        buffers, limit, num_unread = (
+            self._context.buffers,
+            self._context.max_buffer_bytes,
+            self._num_unread_bytes,
+        )
+        buffers.add(self._holder, num_unread - self._num_shared_bytes)
+        self._num_shared_bytes = num_unread
+        self._unchecked_bytes = min(num_unread + SHARE_STEP_BYTES, limit)
+        if num_unread > limit:
+            self._give_up_on_reader(f"The reader fell more than {limit} bytes behind")
+        elif buffers.used > buffers.capacity or buffers.is_full_for(self._holder):
+            self._give_up_on_reader("Too many bytes of this workspace's answers wait for readers")
+        return self._error is None
+
+    def _note_read(self, num_bytes: int) -> None:
+        """Count output that the reader has taken, or that is dropped."""
+        self._num_unread_bytes -= num_bytes
+        num_shared = min(self._num_shared_bytes, max(0, self._num_unread_bytes))
+        if num_shared < self._num_shared_bytes:
+            self._context.buffers.add(self._holder, num_shared - self._num_shared_bytes)
+            self._num_shared_bytes = num_shared
+            if not self._wants_all_at_once:
+                self._unchecked_bytes = min(num_shared + SHARE_STEP_BYTES, self._context.max_buffer_bytes)
 
     def _count_logprobs(self, num_new: int) -> None:
         """End an answer that is read whole and has got too many log-probabilities."""
         self._num_logprobs += num_new
         if self._wants_all_at_once and self._num_logprobs > MAX_WHOLE_LOGPROBS:
-            for choice in self._choices:
-                choice.drop_buffer()
-            self._dirty.clear()
+            self._drop_buffers()
             self.fail(too_many_logprobs())
 
-    def _give_up_on_reader(self) -> None:
+    def _give_up_on_reader(self, reason: str) -> None:
+        self._drop_buffers()
+        self.fail(Overloaded(f"{reason}, so the request was aborted."))
+
+    def _drop_buffers(self) -> None:
         for choice in self._choices:
             choice.drop_buffer()
         self._dirty.clear()
-        limit = self._context.max_buffer_bytes
-        self.fail(Overloaded(f"The reader fell more than {limit} bytes behind, so the request was aborted."))
+        self._note_read(self._num_unread_bytes)
 
     def _close(self, choice: ChoiceT, reason: FinishReason) -> None:
         metrics = self._metrics
@@ -293,9 +332,13 @@ class MeteredAnswer(Generic[ChoiceT]):
     def _take(self) -> list[Delta]:
         dirty, self._dirty = self._dirty, []
         deltas: list[Delta] = []
+        num_read = 0
         for choice in dirty:
             choice.is_dirty = False
+            num_read += choice.buffered_bytes
             deltas += choice.take()
+        if num_read:
+            self._note_read(num_read)
         return deltas
 
     def _wake(self) -> None:

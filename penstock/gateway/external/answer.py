@@ -349,8 +349,9 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
         self, pool: ExternalPool, call: ExternalCall, choice: ExternalChoice
     ) -> Coroutine[Any, Any, None]:
         def take(chunks: list[StreamChunk]) -> None:
-            num_logprobs = -choice.num_logprobs
+            num_logprobs, num_bytes = -choice.num_logprobs, -choice.buffered_bytes
             num_new = sum([choice.push(chunk) for chunk in chunks])
+            self._num_unread_bytes += num_bytes + choice.buffered_bytes
             self._count_logprobs(num_logprobs + choice.num_logprobs)
             if choice.num_bytes > MAX_ANSWER_BYTES:
                 choice.drop_buffer()
@@ -384,9 +385,7 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
     def _pass_on(self, choice: ExternalChoice) -> None:
         if self._error is not None:
             return
-        if self._is_far_behind(choice):
-            self._give_up_on_reader()
-        else:
+        if self._num_unread_bytes <= self._unchecked_bytes or not self._num_open or self._may_wait():
             self._tell(choice)
 
     def _finish(self, choice: ExternalChoice, reason: FinishReason) -> None:
