@@ -8,8 +8,8 @@
 `edits`: one stream, "return this file with one name changed", for the ten files in `edits/`, greedy. `chat`: one
 stream, questions without repetition. `streams`: the same questions, many at once. The servers take turns with every
 request (or batch of requests); those whose turn it is not are stopped (SIGSTOP). Rates count from the first token on,
-so that prompts do not matter. With one stream, the table also has the CPU time of a token, of all the server's
-processes, which other programs on the machine change less than they change its rate. `load`: the number of streams
+so that prompts do not matter; with many streams, prompts count. The table also has the CPU time of a token, of all
+the server's processes, which other programs on the machine change less than they change its rate. `load`: the number of streams
 rises to 64 and falls again; the picture shows the mean draft length. Its text is that of `chat`, or one sentence
 repeated, whose drafts are always right and pay at any load.
 
@@ -181,12 +181,12 @@ async def counters(client: httpx.AsyncClient, server: Server) -> Drafts:
 async def measure(server: Server, prompts: Sequence[str], max_tokens: int, salt: str) -> float:
     """Ask all prompts at once. Returns the tokens per second, and notes what was drafted."""
     async with httpx.AsyncClient(timeout=3600) as client:
-        before = await counters(client, server)
+        before, cpu_s = await counters(client, server), cpu_seconds(server)
         began_s = time.perf_counter()
         answers = await asyncio.gather(
             *(ask(client, server, prompt, max_tokens, f"{salt}-{n}") for n, prompt in enumerate(prompts))
         )
-        elapsed_s = time.perf_counter() - began_s
+        elapsed_s, cpu_s = time.perf_counter() - began_s, cpu_seconds(server) - cpu_s
         await asyncio.sleep(SAMPLE_S)  # until the engine has reported
         drafted = (await counters(client, server)).since(before)
     noted = {}
@@ -194,7 +194,9 @@ async def measure(server: Server, prompts: Sequence[str], max_tokens: int, salt:
         rate = answers[0].tokens_per_s
         noted["CPU ms per token"] = 1e3 * answers[0].rest_cpu_s / (answers[0].num_tokens - 1)
     else:
-        rate = sum(answer.num_tokens for answer in answers) / elapsed_s
+        num_tokens = sum(answer.num_tokens for answer in answers)
+        rate = num_tokens / elapsed_s
+        noted["CPU ms per token"] = 1e3 * cpu_s / num_tokens
     noted |= {
         "tokens/s": rate,
         "tokens": sum(answer.num_tokens for answer in answers),

@@ -12,6 +12,7 @@ accepted of all times that it was verified.
 
 A draft follows from the newest token. So a step with new drafts cannot be planned ahead of the step before it, and
 the executor idles while the host commits and plans. Where steps can be planned ahead, drafts must make up for that.
+Where they cannot, and many requests run, the host rarely looks for drafts while none pays.
 A long draft has tokens for several steps. A step with later tokens of such a draft is planned while the first ones
 are in flight (it *starts late*): those tokens count only if all before them are accepted, but the executor does not
 idle. Otherwise such a step brings one token for each request. The rates of both ways are compared.
@@ -43,10 +44,11 @@ _FIRST_CHANCE = 0.6  # before the first draft
 _DECAY = 0.99  # of counts in the engine, per draft
 _PRIOR_WEIGHT = 6.0  # the estimate of the previous position counts as this many tries
 _MARGIN = 1.1  # the required ratio of a drafted token's value to its cost, because both are estimates
-_MIN_GAIN = 1.05  # of a step with drafts over a step that is planned ahead
+_MIN_GAIN = 1.02  # of a step with drafts over a step without: the best of many guesses are overestimated
+_MIN_GAIN_AHEAD = 1.05  # of a step with drafts over a step that is planned ahead
 _GAIN = 0.2  # of the newest step in averages of costs
 _OUTLIER = 1.5  # a step's time is clipped to this multiple of its prediction
-_PATIENCE = 8  # plans without a draft, after which steps are planned ahead again
+_PATIENCE = 8  # plans without a draft, after which steps are planned ahead again, or few plans ask for drafts
 _FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 16, 256  # plans; each failed trial doubles the number
 _TRIAL_SHARE = 4  # a trial drafts one token for one of this many requests
 _FIRST_TOKENS = 2  # of each draft, before the cost of a drafted token is known
@@ -165,9 +167,9 @@ class Speculation:
     def wanted(self) -> dict[str, int]:
         """Return the requests for which drafts are wanted, and the most tokens for each. None of their samples may be
         in flight."""
-        if not self._max_draft_tokens:
-            return {}
         many = len(self._running) > _MANY_REQUESTS
+        if not self._max_draft_tokens or (many and self._rests):
+            return {}
         wanted: dict[str, int] = {}
         num_steps = 1 + _LATE_STEPS if self._starts_late and self.plans_ahead else 1
         for sequence in self._running.sequences:
@@ -219,7 +221,7 @@ class Speculation:
     def _pays_late(self, choice: _Choice) -> bool:
         """Say whether a step that starts late has a higher rate than a step like the latest one that waited."""
         waiting = self._latest
-        return choice.num_tokens * waiting.step_s > _MIN_GAIN * waiting.num_tokens * choice.step_s
+        return choice.num_tokens * waiting.step_s > _MIN_GAIN_AHEAD * waiting.num_tokens * choice.step_s
 
     def _fitted(self, offers: list[_Offer], lengths: list[int], work: Work) -> dict[int, Drafted]:
         """Return as much of the chosen drafts as there are slots for."""
@@ -328,6 +330,12 @@ class Speculation:
     def _is_trial_due(self) -> bool:
         return self._num_plans_without >= _PATIENCE + self._plans_between_trials
 
+    @property
+    def _rests(self) -> bool:
+        """Say whether drafts have not been paying, so that the host only looks for them in one of some plans."""
+        num_plans = self._num_plans_without
+        return num_plans >= _PATIENCE and num_plans % _PATIENCE != 0 and not self._is_trial_due
+
     def _room(self, sequence: Sequence, draft: Draft | None = None) -> int:
         """Return the most tokens that may be drafted for a request, which gets one more token in any case. A drafter
         keeps to the setting by the depth of its trees, which have more nodes."""
@@ -340,10 +348,10 @@ class Speculation:
         choice = self._best(offers, load, max_tokens, idle_s=self._host_s)
         self._latest = choice
         plain_s = self._plain_ratio * self._predictor.predict(load)
-        if (
-            self.plans_ahead
-            and choice.num_tokens * plain_s <= _MIN_GAIN * load.decode_sequences * choice.step_s
-        ):
+        min_gain = _MIN_GAIN_AHEAD
+        if not self.plans_ahead:
+            plain_s, min_gain = plain_s + self._host_s, _MIN_GAIN
+        if choice.num_tokens * plain_s <= min_gain * load.decode_sequences * choice.step_s:
             return [0] * len(offers)
         return choice.lengths
 
