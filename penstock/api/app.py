@@ -28,7 +28,7 @@ from penstock.api.http.application import (
     posted_endpoints,
 )
 from penstock.api.http.authenticate import Authenticate
-from penstock.api.http.bodies import PendingBodies
+from penstock.api.http.bodies import PendingBodies, WorkspaceLocks
 from penstock.api.http.browsers import AllowedOrigins, Cors
 from penstock.api.http.errors import on_http_exception, on_penstock_error, on_reader_gone
 from penstock.api.models import ModelsEndpoints
@@ -61,6 +61,7 @@ from penstock.gateway.responses.service import Responses
 from penstock.gateway.responses.store import MAX_MEMORY_BYTES, MemoryResponses, ResponseStore
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.authenticator import Authenticator, Tenants
+from penstock.gateway.turns import WorkspaceTurns
 from penstock.gateway.uploads import Uploads
 
 
@@ -144,7 +145,8 @@ def create_app(
     counts.set_routes(app.routes)
     app.max_body_bytes = config.max_body_bytes
     app.pending_bodies = pending_bodies or PendingBodies(config.max_pending_body_bytes, config.max_body_bytes)
-    app.turns = gateway.turns
+    app.body_turns = WorkspaceTurns()
+    app.inflating = WorkspaceLocks()
     app.router.redirect_slashes = False
     app.router.default = answer_unknown_path
     return app

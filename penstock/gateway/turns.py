@@ -7,6 +7,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SLICE = 16  # prompts or answers of one request that are worked on at once
 
@@ -41,6 +44,47 @@ class Turns:
             self._waiting.popleft()
             if self._waiting:
                 asyncio.get_running_loop().call_soon(self._next)
+
+
+class WorkspaceTurns:
+    """Lets workspaces take turns with long pieces of work, such as the decoding of large bodies. After each piece the
+    event loop is free for as long as the piece took, however many wait."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the workspace whose turn is next first
+        self._is_taken = False
+
+    async def run(self, workspace_id: str, work: Callable[[], T]) -> T:
+        """Do the work when it is the workspace's turn."""
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.setdefault(workspace_id, deque()).append(turn)
+        if not self._is_taken:
+            self._is_taken = True
+            loop.call_soon(self._next)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._next()
+            raise
+        began_s = loop.time()
+        try:
+            return work()
+        finally:
+            loop.call_later(loop.time() - began_s, self._next)
+
+    def _next(self) -> None:
+        self._is_taken = False
+        while self._waiting and not self._is_taken:
+            workspace_id = next(iter(self._waiting))
+            turns = self._waiting.pop(workspace_id)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[workspace_id] = turns  # behind the others
+            if not turn.done():
+                self._is_taken = True
+                turn.set_result(None)
 
 
 class Pace:

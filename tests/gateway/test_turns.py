@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from penstock.core.request import Request
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import BeamOptions, GenerationRequest, SamplingOptions, TextPrompt
-from penstock.gateway.turns import SLICE, Turns
+from penstock.gateway.turns import SLICE, Turns, WorkspaceTurns
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text, until
+from tests.loop_time import pass_time, settle
 
 
 def asked(num_prompts: int = 1, n: int = 1, **options: Any) -> GenerationRequest:
@@ -113,3 +115,49 @@ async def test_turns_are_taken_in_order_and_survive_an_error() -> None:
     await asyncio.gather(*going)
     assert order == ["a0", "b0", "a1", "b1"]
     assert [str(error) for error in reported] == ["late"]
+
+
+async def test_workspaces_take_turns_with_long_work() -> None:
+    turns = WorkspaceTurns()
+    done: list[str] = []
+    greedy = [asyncio.create_task(turns.run("greedy", partial(done.append, "greedy"))) for _ in range(3)]
+    other = asyncio.create_task(turns.run("other", partial(done.append, "other")))
+    left = asyncio.create_task(turns.run("left", partial(done.append, "left")))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.gather(*greedy, other)
+    assert done == ["greedy", "other", "greedy", "greedy"]
+    await turns.run("late", partial(done.append, "late"))
+    assert done[-1] == "late"
+
+
+async def test_the_event_loop_is_free_for_as_long_as_the_work_took() -> None:
+    turns = WorkspaceTurns()
+    loop = asyncio.get_running_loop()
+    first = asyncio.create_task(turns.run("one", partial(pass_time, 30.0)))
+    second = asyncio.create_task(turns.run("two", partial(pass_time, 1.0)))
+    await first
+    await settle()
+    assert not second.done()
+    pass_time(30.0)
+    await second
+    ended_s = loop.time()
+    with pytest.raises(ValueError, match="bad"):
+        await turns.run("three", _fail)
+    await turns.run("four", partial(pass_time, 0.0))
+    assert loop.time() - ended_s < 30.0
+
+
+async def test_a_turn_of_work_that_is_cancelled_goes_to_the_next() -> None:
+    turns = WorkspaceTurns()
+    first = asyncio.create_task(turns.run("one", partial(pass_time, 0.0)))
+    second = asyncio.create_task(turns.run("two", partial(pass_time, 0.0)))
+    await asyncio.sleep(0)  # both wait
+    await asyncio.sleep(0)  # the turn is the first one's, which has not begun
+    first.cancel()
+    await second
+    assert first.cancelled()
+
+
+def _fail() -> None:
+    raise ValueError("bad")

@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from penstock.api.http.bodies import PendingBodies
+from penstock.api.http.bodies import PendingBodies, WorkspaceLocks
 from penstock.api.http.context import (
     ON_DEPARTURE,
     are_limits_sent,
@@ -43,7 +43,7 @@ from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.batches.batch import LineAnswer
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.metrics.table import metric_by
-from penstock.gateway.turns import Turns
+from penstock.gateway.turns import WorkspaceTurns
 
 OTHER = "other"
 _OVERLOADED = frozenset({503, ANTHROPIC_OVERLOADED})
@@ -92,7 +92,8 @@ class Application(Starlette):
 
     max_body_bytes = 0  # of requests; set by the code that builds the application, like the next fields
     pending_bodies = PendingBodies(0, 0)
-    turns = Turns()  # of requests that keep the event loop busy
+    body_turns = WorkspaceTurns()  # of large bodies that are decoded
+    inflating = WorkspaceLocks()
 
     def build_middleware_stack(self) -> ASGIApp:
         app: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)

@@ -14,12 +14,14 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.requests import HTTPConnection, Request
 
-from penstock.api.http.bodies import PendingBodies
+from penstock.api.http.bodies import PendingBodies, WorkspaceLocks
 from penstock.api.http.context import deployment_of, has_principal, headers_of, principal_of
 from penstock.core.errors import InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedMediaType, quoted
 from penstock.gateway.answers.stream import ReaderGone
+from penstock.gateway.turns import WorkspaceTurns
 
 Shape = TypeVar("Shape", bound=msgspec.Struct)
+Decoded = TypeVar("Decoded")
 
 _FIELD_IN_MESSAGE = re.compile(r" - at (?:`key` in )?`\$\.([A-Za-z0-9_]+)")
 _SIMILAR_ENOUGH = 0.85
@@ -55,7 +57,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if encoding == "identity":
         return body
     check_encoding(encoding)
-    whole = await asyncio.to_thread(_inflated, body, max_bytes)  # a small body may become a large one
+    whole = await _inflated_in_turn(request, body, max_bytes)
     if len(whole) > max_bytes:
         raise _too_large(max_bytes)
     return whole
@@ -123,13 +125,25 @@ def _pending(connection: HTTPConnection, num_bytes: int) -> Iterator[None]:
         app.pending_bodies.remove(workspace_id, num_bytes)
 
 
-async def _next_turn(connection: HTTPConnection) -> None:
-    """Wait until no other request with a large body works on it in this iteration of the event loop."""
+async def _in_turn(connection: HTTPConnection, work: Callable[[], Decoded]) -> Decoded:
+    """Do work on a large body while no other large body is worked on, and workspaces take turns."""
     app = connection.scope.get("app")
     if app is None:  # a line of a batch
         await asyncio.sleep(0)
-    else:
-        await app.turns.next()
+        return work()
+    turns: WorkspaceTurns = app.body_turns
+    return await turns.run(_holder_of(connection), work)
+
+
+async def _inflated_in_turn(connection: HTTPConnection, body: bytes, max_bytes: int) -> bytes:
+    """Inflate a body, which may be small and become large, in a thread. A workspace has one such thread at a time:
+    others need threads, too."""
+    app = connection.scope.get("app")
+    if app is None:
+        return await asyncio.to_thread(_inflated, body, max_bytes)
+    locks: WorkspaceLocks = app.inflating
+    async with locks.of(_holder_of(connection)):
+        return await asyncio.to_thread(_inflated, body, max_bytes)
 
 
 async def joined(parts: Sequence[bytes], num_bytes: int) -> bytes:
@@ -308,11 +322,9 @@ class BodyDecoder(Generic[Shape]):
         with _pending(connection, len(body)):
             # Each of the two passes over 32 MB takes up to a tenth of a second, and so may the next step.
             await check_num_values_in_turns(body, self._values_factor)
-            await _next_turn(connection)
-            decoded = self._decode(body)
-            await _next_turn(connection)
-            self._check_fields(body)
-            await _next_turn(connection)
+            decoded = await _in_turn(connection, lambda: self._decode(body))
+            await _in_turn(connection, lambda: self._check_fields(body))
+            await _in_turn(connection, _nothing)
         return decoded
 
     def decode(self, body: bytes) -> Shape:
@@ -356,6 +368,10 @@ class BodyDecoder(Generic[Shape]):
                 raise InvalidRequest(
                     f"The field {quoted(field)} is unknown.", param=field, hint=f"Did you mean {close[0]!r}?"
                 )
+
+
+def _nothing() -> None:
+    pass
 
 
 def _small_value(field: msgspec.Raw) -> Any:
