@@ -47,8 +47,14 @@ _MARGIN = 1.1  # the required ratio of a drafted token's value to its cost, beca
 _MIN_GAIN = 1.02  # of a step with drafts over a step without: the best of many guesses are overestimated
 _MIN_GAIN_AHEAD = 1.05  # of a step with drafts over a step that is planned ahead
 _GAIN = 0.2  # of the newest step in averages of costs
+_GAIN_OF_RISE = (
+    0.05  # of a host's time above the average: most such times are of kernels that are compiled or recorded
+)
 _OUTLIER = 1.5  # a step's time is clipped to this multiple of its prediction
 _PATIENCE = 8  # plans without a draft, after which steps are planned ahead again, or few plans ask for drafts
+_PATIENCE_WITH_MANY = (
+    2  # the same, if many requests run: where all lack drafts, they will with the next plan, too
+)
 _FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 16, 256  # plans; each failed trial doubles the number
 _TRIAL_SHARE = 4  # a trial drafts one token for one of this many requests
 _FIRST_TOKENS = 2  # of each draft, before the cost of a drafted token is known
@@ -56,7 +62,7 @@ _FADING = 0.02  # decay of the estimated cost of drafts, per plan without drafts
 _PLANS_BETWEEN_PLAIN_STEPS = 48
 _PLANS_AFTER_RISE = 8
 _PLANS_UNTIL_FORGOTTEN = 256
-_MANY_REQUESTS = 16  # with more requests, a request whose draft was rejected pauses for a while
+_MANY_REQUESTS = 16  # with more, a request whose draft was not taken pauses, and drafts are given up sooner
 _MOST_NODES = 31  # of a tree
 _LATE_STEPS = 4  # for which a long draft has tokens, besides the first
 
@@ -162,12 +168,12 @@ class Speculation:
     def waits_for_commits(self) -> bool:
         """Say whether the next step, which could be planned ahead, is better planned with the newest tokens known:
         drafts have been paying, or a trial is due."""
-        return self._max_draft_tokens > 0 and (self._num_plans_without < _PATIENCE or self._is_trial_due)
+        return self._max_draft_tokens > 0 and (self._num_plans_without < self._patience or self._is_trial_due)
 
     def wanted(self) -> dict[str, int]:
         """Return the requests for which drafts are wanted, and the most tokens for each. None of their samples may be
         in flight."""
-        many = len(self._running) > _MANY_REQUESTS
+        many = self._many_run
         if not self._max_draft_tokens or (many and self._rests):
             return {}
         wanted: dict[str, int] = {}
@@ -243,8 +249,8 @@ class Speculation:
         self._most_requests = max(self._most_requests, num_requests)
         if 0 < 2 * num_requests <= self._most_requests:
             self._most_requests, self._plans_between_trials = num_requests, _FEWEST_BETWEEN_TRIALS
-            if self._num_plans_without >= _PATIENCE:
-                self._num_plans_without = _PATIENCE + _FEWEST_BETWEEN_TRIALS - 1  # this plan counts
+            if self._num_plans_without >= self._patience:
+                self._num_plans_without = self._patience + _FEWEST_BETWEEN_TRIALS - 1  # this plan counts
 
     def observe_step(self, load: StepLoad, waited_s: float, elapsed_s: float) -> None:
         """Learn the costs of drafts from a step that was not planned ahead: the host's time, and without prompts the
@@ -252,7 +258,8 @@ class Speculation:
         idle_s = max(0.0, waited_s - elapsed_s)
         idle_s = min(idle_s, max(2.0 * self._host_s, elapsed_s))  # the host may have compiled kernels
         self._num_observed += 1
-        self._host_s += max(_GAIN, 1.0 / self._num_observed) * (idle_s - self._host_s)
+        gain = _GAIN if idle_s < self._host_s else _GAIN_OF_RISE
+        self._host_s += max(gain, 1.0 / self._num_observed) * (idle_s - self._host_s)
         if load.prefill_tokens or elapsed_s <= 0.0:
             return
         elapsed_s = min(elapsed_s, _OUTLIER * self._predictor.predict(load))
@@ -297,7 +304,7 @@ class Speculation:
         if self._row_s is not None:
             self._row_s += _FADING * (self._predictor.draft_token_s - self._row_s)
         if is_trial:
-            self._num_plans_without = _PATIENCE
+            self._num_plans_without = self._patience
             self._plans_between_trials = min(2 * self._plans_between_trials, _MOST_BETWEEN_TRIALS)
             by_chance = sorted(range(len(offers)), key=lambda index: -self._chances(offers[index])[0])
             for index in by_chance[: min(-(-load.decode_sequences // _TRIAL_SHARE), max_tokens)]:
@@ -328,13 +335,21 @@ class Speculation:
 
     @property
     def _is_trial_due(self) -> bool:
-        return self._num_plans_without >= _PATIENCE + self._plans_between_trials
+        return self._num_plans_without >= self._patience + self._plans_between_trials
+
+    @property
+    def _many_run(self) -> bool:
+        return len(self._running) > _MANY_REQUESTS
+
+    @property
+    def _patience(self) -> int:
+        return _PATIENCE_WITH_MANY if self._many_run else _PATIENCE
 
     @property
     def _rests(self) -> bool:
         """Say whether drafts have not been paying, so that the host only looks for them in one of some plans."""
         num_plans = self._num_plans_without
-        return num_plans >= _PATIENCE and num_plans % _PATIENCE != 0 and not self._is_trial_due
+        return num_plans >= self._patience and num_plans % _PATIENCE != 0 and not self._is_trial_due
 
     def _room(self, sequence: Sequence, draft: Draft | None = None) -> int:
         """Return the most tokens that may be drafted for a request, which gets one more token in any case. A drafter

@@ -365,6 +365,35 @@ def run_with_host(driver: Driver, host_s: float, num_steps: int) -> None:
             driver.commit()
 
 
+@pytest.mark.parametrize(("num_requests", "most_waits"), [(4, 12), (20, 6)])
+def test_few_steps_wait_for_drafts_that_do_not_come(num_requests: int, most_waits: int) -> None:
+    """The GPU idles while a step waits for the commit in front of it. With many requests that costs more tokens."""
+    driver = drafting_driver(
+        depth=2, draft_share=0.0, max_model_len=300, num_blocks=num_requests * 20, block_size=16
+    )
+    for number in range(num_requests):
+        driver.add(make_request(f"r{number}", 5, 280))
+    while driver.scheduler.stats().num_waiting:
+        driver.step()
+    first = len(driver.plans)
+    run_with_host(driver, 0.01, 100)
+    assert (
+        sum(not any(chunk.in_flight for chunk in plan.chunks) for plan in driver.plans[first:]) <= most_waits
+    )
+
+
+def test_recorded_graphs_do_not_put_drafts_off_for_long() -> None:
+    """Steps in which the host records a graph take ten times as long, and come one after the other."""
+    driver = drafting_driver(depth=2, spoiled_share=0.3, num_blocks=100, max_model_len=1000, block_size=16)
+    set_step_cost(driver, 0.010, 0.001)
+    driver.add(make_request("r", 5, 990))
+    run_with_host(driver, 0.001, 30)
+    run_with_host(driver, 0.1, 16)
+    first = len(driver.plans)
+    run_with_host(driver, 0.001, 40)
+    assert sum(bool(chunk.drafts) for plan in driver.plans[first:] for chunk in plan.chunks) > 25
+
+
 @pytest.mark.parametrize(
     ("host_s", "spoiled_share", "is_late"), [(0.02, 0.0, True), (0.0, 0.0, False), (0.005, 0.3, False)]
 )
