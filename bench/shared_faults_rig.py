@@ -19,8 +19,8 @@ from pathlib import Path
 import httpx
 
 from bench.network_namespaces import Network, Node
-from penstock.cluster.documents import opened
 from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.leadership import opened
 from penstock.cluster.ports import free_port
 from penstock.cluster.redis_registry import RedisRegistry
 from penstock.cluster.registry import RegistryError

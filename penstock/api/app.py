@@ -31,6 +31,7 @@ from penstock.api.http.authenticate import Authenticate
 from penstock.api.http.bodies import PendingBodies, WorkspaceLocks
 from penstock.api.http.browsers import AllowedOrigins, Cors
 from penstock.api.http.errors import on_http_exception, on_penstock_error, on_reader_gone
+from penstock.api.http.routes import OpenAPIEndpoint
 from penstock.api.models import ModelsEndpoints
 from penstock.api.ollama.endpoints import OllamaEndpoints
 from penstock.api.openai.batches import KIND as OPENAI
@@ -42,10 +43,8 @@ from penstock.api.openai.moderations import ModerationEndpoints
 from penstock.api.openai.responses_endpoints import ResponsesEndpoints
 from penstock.api.openai.responses_history import StoredBodies
 from penstock.api.openai.stored_chats import StoredChatEndpoints, StoredChats
-from penstock.api.openapi import OpenAPIEndpoint
-from penstock.api.scoring.embed import EmbedEndpoints
+from penstock.api.scoring.cohere import EmbedEndpoints, RerankEndpoints
 from penstock.api.scoring.endpoints import ScoringEndpoints
-from penstock.api.scoring.rerank import RerankEndpoints
 from penstock.api.websocket.endpoint import WebSocketEndpoint
 from penstock.api.websocket.responses import PATH as RESPONSES_PATH
 from penstock.api.websocket.responses import ResponsesSession

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from penstock.api.http.answers import private_json
 from penstock.api.http.routes import Operation
 from penstock.core.errors import NotFound, StoreUnavailable
-from penstock.gateway.tenants.sign_in import Provider, SignIn
+from penstock.gateway.tenants.tokens import Provider, SignIn
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "

@@ -12,8 +12,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.http.answers import json_response
-from penstock.api.http.blobs import blob_response
+from penstock.api.http.answers import blob_response, json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import is_anthropic
 from penstock.api.http.limit_headers import timestamp

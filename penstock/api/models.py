@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.anthropic.answers import model_info, model_page
+from penstock.api.anthropic.endpoints import model_info, model_page
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import is_anthropic

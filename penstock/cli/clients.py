@@ -9,9 +9,8 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from penstock.core.cluster_view import ClusterView, ReleaseView
+from penstock.core.cluster_view import ClusterView, ExperimentView, ReleaseView
 from penstock.core.errors import PenstockError, UsageError
-from penstock.core.experiment_view import ExperimentView
 from penstock.core.machine import is_loopback
 from penstock.serve.environment import API_KEY_VARIABLE
 

@@ -14,7 +14,7 @@ from penstock.cli.options import connect, server_options
 
 if TYPE_CHECKING:
     from penstock.cli.clients import AdminClient
-    from penstock.core.experiment_view import ArmView, ExperimentView
+    from penstock.core.cluster_view import ArmView, ExperimentView
 
 WATCH_INTERVAL_S = 2.0
 

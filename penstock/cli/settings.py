@@ -54,7 +54,7 @@ def show(version: int | None, as_json: bool, config: StoreConfig) -> None:
     if as_json:
         _print_json(found)
         return
-    from penstock.gateway.settings.toml import to_toml
+    from penstock.gateway.settings.settings import to_toml
 
     click.echo(f"# version {found.version} of {shown_time(found.created_at)}, by {found.actor}")
     click.echo(to_toml(found.settings))

@@ -129,7 +129,7 @@ def control(config: ServeConfig) -> None:
       export PENSTOCK_REGISTRY=redis://10.0.0.2:6379/0 PENSTOCK_JOIN_TOKEN=…
       penstock control --control-host 10.0.0.7 --min-replicas 2 --max-replicas 8
     """
-    from penstock.serve import fleet_control, shared_fleet
+    from penstock.serve import shared_fleet
 
     shared_fleet.check_role(config, "control")
     if config.store.database_url is None:
@@ -143,5 +143,5 @@ def control(config: ServeConfig) -> None:
             touch()
             click.echo(f"{name}: ready to lead the fleet.")
 
-        fleet_control.run_control(config, on_ready=on_ready)
+        shared_fleet.run_control(config, on_ready=on_ready)
     logger.info("stopped")

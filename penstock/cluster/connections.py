@@ -10,19 +10,56 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 import zmq
 
 from penstock.cluster.release_record import kv_kind_of
 from penstock.cluster.replica import Connector, Member, ReplicaClient
 from penstock.cluster.transport import KeyPair, ZmqEngineClient
-from penstock.cluster.vocabularies import are_alike
-from penstock.core.added_stats import LATEST, added_up
-from penstock.core.messages import EngineReady, EngineStats, KVEvent
+from penstock.core.messages import LATEST, EngineReady, EngineStats, KVEvent, added_up
 from penstock.core.plan import TokenEvent
 from penstock.dispatch import FleetStatus, ReplicaStatus
 from penstock.router import ReplicaState
 
 logger = logging.getLogger(__name__)
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[Any, ...]]  # ids by token, or in order: a token and its score
+
+
+class _Tokenizer(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_Added] = []
+
+
+_decode = msgspec.json.Decoder(_Tokenizer).decode
+
+
+def are_alike(tokenizer_json: bytes, other_json: bytes) -> bool:
+    """Say whether token ids mean the same to two engines: a gateway tokenizes a request before an engine is chosen.
+    Compares vocabularies, not bytes: versions of Penstock may write the same tokenizer differently. Of a file that
+    cannot be read, only an exact copy is alike."""
+    if tokenizer_json == other_json:
+        return True
+    try:
+        return _ids(tokenizer_json) == _ids(other_json)
+    except (msgspec.MsgspecError, IndexError):
+        return False
+
+
+def _ids(tokenizer_json: bytes) -> dict[str, int]:
+    tokenizer = _decode(tokenizer_json)
+    vocabulary = tokenizer.model.vocab
+    if not isinstance(vocabulary, dict):
+        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+    return vocabulary | {added.content: added.id for added in tokenizer.added_tokens}
+
 
 _LOST = (ReplicaState.UNHEALTHY, ReplicaState.GONE)
 # Figures that rise and fall, as opposed to counters: the value of a replica disappears with the replica.
@@ -232,3 +269,55 @@ class Connections:
 def counters_of(stats: EngineStats) -> EngineStats:
     """Return only the counters, which stay when a replica has gone."""
     return EngineStats(**{name: getattr(stats, name) for name in _COUNTERS})
+
+
+RECONNECT_S = 1.0
+
+
+class EngineWatch:
+    """The leader's connections to all engines of a shared fleet: their heartbeats and the models that they serve.
+    Sends no request. Implements `Listener`."""
+
+    def __init__(self, client_keys: KeyPair) -> None:
+        self._connections = Connections(self, client_keys=client_keys)
+        self._members: tuple[Member, ...] = ()
+        self._lost: dict[str, asyncio.TimerHandle] = {}
+
+    def update(self, members: Sequence[Member]) -> None:
+        self._members = tuple(members)
+        self._connections.update([member for member in members if member.id not in self._lost])
+
+    def stats(self, replica_id: str) -> EngineStats:
+        connection = self._connections.by_id.get(replica_id)
+        return EngineStats() if connection is None else connection.client.stats
+
+    def ready(self, replica_id: str) -> EngineReady | None:
+        connection = self._connections.by_id.get(replica_id)
+        return None if connection is None else connection.client.ready
+
+    def close(self) -> None:
+        for timer in self._lost.values():
+            timer.cancel()
+        self._connections.close()
+
+    def on_ready(self) -> None:
+        pass
+
+    def on_stats(self, replica_id: str, stats: EngineStats) -> None:
+        pass
+
+    def on_events(self, replica_id: str, events: Sequence[TokenEvent]) -> None:
+        pass
+
+    def on_kv_events(self, replica_id: str, events: tuple[KVEvent, ...]) -> None:
+        pass
+
+    def on_lost(self, replica_id: str) -> None:
+        if replica_id not in self._lost:
+            loop = asyncio.get_running_loop()
+            self._lost[replica_id] = loop.call_later(RECONNECT_S, self._try_again, replica_id)
+            loop.call_soon(self.update, self._members)
+
+    def _try_again(self, replica_id: str) -> None:
+        del self._lost[replica_id]
+        self.update(self._members)

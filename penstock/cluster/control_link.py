@@ -34,11 +34,12 @@ from penstock.cluster.control_messages import (
     decode_from_control,
     encode_line,
 )
-from penstock.cluster.experiment_traffic import ExperimentTraffic
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.release_traffic import ReleaseTraffic
+from penstock.cluster.traffic import ExperimentTraffic, ReleaseTraffic
 from penstock.core.cluster_view import (
     ClusterView,
+    ExperimentOrder,
+    ExperimentView,
     HostOrder,
     PoolView,
     ReleaseOrder,
@@ -46,7 +47,6 @@ from penstock.core.cluster_view import (
     ReplicaOrder,
 )
 from penstock.core.errors import EngineUnavailable, error_from_code
-from penstock.core.experiment_view import ExperimentOrder, ExperimentView
 from penstock.core.request import Request
 from penstock.core.tasks import running
 

@@ -18,13 +18,14 @@ from penstock.control.experiment import Arm
 from penstock.control.release import ReleaseConfig, ReleaseState
 from penstock.core.cluster_view import (
     ClusterView,
+    ExperimentOrder,
+    ExperimentView,
     HostOrder,
     PoolView,
     ReleaseOrder,
     ReleaseView,
     ReplicaOrder,
 )
-from penstock.core.experiment_view import ExperimentOrder, ExperimentView
 from penstock.core.figures import percentile
 from penstock.core.policy import RoutingWeights
 from penstock.core.request import Tier

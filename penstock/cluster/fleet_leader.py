@@ -14,22 +14,23 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from penstock import __version__
+from penstock.cluster.connections import EngineWatch
 from penstock.cluster.control_socket import ControlServer
-from penstock.cluster.documents import (
+from penstock.cluster.fleet_term import LeaderSettings, Stores, Term
+from penstock.cluster.host_record import HostRecord
+from penstock.cluster.hosts import Hosts
+from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.leadership import (
     HOST_PREFIX,
     LEADER,
     SCALING,
     DocumentReader,
     HostOrders,
     LeaderDocument,
+    Leadership,
     ScalingDocument,
+    Writer,
 )
-from penstock.cluster.engine_watch import EngineWatch
-from penstock.cluster.fleet_term import LeaderSettings, Stores, Term
-from penstock.cluster.host_record import HostRecord
-from penstock.cluster.hosts import Hosts
-from penstock.cluster.join_tokens import JoinTokens
-from penstock.cluster.leadership import Leadership, Writer
 from penstock.cluster.registry import Follower, Registry, RegistryError
 from penstock.core.cluster_view import LeaderView
 from penstock.core.errors import PenstockError

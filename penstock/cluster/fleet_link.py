@@ -16,11 +16,13 @@ from penstock.cluster.control_link import ControlLink
 from penstock.cluster.control_messages import Channel, Directive
 from penstock.cluster.control_plane import ReplicaTimes, replica_view
 from penstock.cluster.control_socket import CurveChannel
-from penstock.cluster.documents import DIRECTIVE, LEADER, DocumentReader, LeaderDocument
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.leadership import DIRECTIVE, LEADER, DocumentReader, LeaderDocument
 from penstock.core.cluster_view import (
     ClusterView,
+    ExperimentOrder,
+    ExperimentView,
     HostOrder,
     PoolView,
     ReleaseOrder,
@@ -29,7 +31,6 @@ from penstock.core.cluster_view import (
     RoutingView,
 )
 from penstock.core.errors import EngineUnavailable
-from penstock.core.experiment_view import ExperimentOrder, ExperimentView
 from penstock.core.messages import EngineStats
 
 logger = logging.getLogger(__name__)

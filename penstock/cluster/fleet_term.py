@@ -17,11 +17,10 @@ from msgspec.structs import replace
 
 from penstock.cluster.control_messages import Directive
 from penstock.cluster.control_plane import ControlPlane, ReplicaTimes, replica_view
-from penstock.cluster.documents import DIRECTIVE, SCALING, SERVING, ScalingDocument, Serving
 from penstock.cluster.experiment_record import ExperimentStore
 from penstock.cluster.host_record import Offer
 from penstock.cluster.hosts import Hosts
-from penstock.cluster.leadership import Writer
+from penstock.cluster.leadership import DIRECTIVE, SCALING, SERVING, ScalingDocument, Serving, Writer
 from penstock.cluster.release_record import ReleaseStore
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.role_scaling import autoscaling, scaling_of_role

@@ -1,6 +1,6 @@
 """The hosts of a shared fleet, as the leader commands them: which replicas run where, started, moved and ended by
-orders in the registry (`documents`). Implements `replica.ReplicaManager`, so that pools and releases scale a fleet of
-machines as they scale one machine. Decides nothing but the place of a new replica."""
+orders in the registry (`leadership`). Implements `replica.ReplicaManager`, so that pools and releases scale a fleet
+of machines as they scale one machine. Decides nothing but the place of a new replica."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from penstock.cluster.documents import HOST_PREFIX, OWN_PREFIX, HostOrders, Slot
-from penstock.cluster.engine_watch import EngineWatch
+from penstock.cluster.connections import EngineWatch
 from penstock.cluster.host_record import HostRecord, Offer, shares_room
-from penstock.cluster.leadership import Writer
+from penstock.cluster.leadership import HOST_PREFIX, OWN_PREFIX, HostOrders, Slot, Writer
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.core.errors import Conflict, EngineUnavailable, NotFound, PenstockError
 from penstock.core.messages import EngineReady, EngineStats

@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from msgspec.structs import replace
 
 from penstock import __version__
-from penstock.cluster.documents import (
+from penstock.cluster.host_record import Offer, shares_room
+from penstock.cluster.leadership import (
     HOST_PREFIX,
     OWN_PREFIX,
     SERVING,
@@ -23,7 +24,6 @@ from penstock.cluster.documents import (
     Serving,
     Slot,
 )
-from penstock.cluster.host_record import Offer, shares_room
 from penstock.cluster.registry import Publisher
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.cluster.supervisor import Supervisor

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from penstock.cluster.control_messages import RecentRate, RecentTimes, Report, Sample
-from penstock.cluster.documents import PoolState
+from penstock.cluster.leadership import PoolState
 from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
 from penstock.control.autoscaler import (
     Action,

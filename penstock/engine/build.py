@@ -179,8 +179,7 @@ def _disk_cache(
     if reason or loaded.kv is None or isinstance(scheduler, RankSchedulers):
         logger.warning("--kv-disk-cache has no effect: %s", reason)
         return None
-    from penstock.engine.disk_cache import DiskCache
-    from penstock.engine.disk_files import BlockFiles, model_digest
+    from penstock.engine.disk_cache import BlockFiles, DiskCache, model_digest
 
     size = parse_bytes(config.cache.kv_disk_cache_size)
     folder, digest = Path(config.cache.kv_disk_cache), model_digest(*loaded.kv_facts)

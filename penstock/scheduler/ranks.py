@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from penstock.core.added_stats import added_up
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.errors import Overloaded
-from penstock.core.messages import EngineStats, KVEvent
+from penstock.core.messages import EngineStats, KVEvent, added_up
 from penstock.core.plan import NO_DRAFTS, Chunk, Draft, StepPlan, StepResult, TokenEvent
 from penstock.core.request import Request
 from penstock.kvcache.union import IndexUnion

@@ -34,9 +34,13 @@ from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError, InvalidRequest, UsageError
 from penstock.core.machine import default_cpu_kv_bytes, usable_cores
 from penstock.dispatch import Role
-from penstock.serve.database_registry import DatabaseRegistry
+from penstock.serve.database_registry import (
+    SERVER_LEASE,
+    DatabaseExperiments,
+    DatabaseRegistry,
+    OwnedReleases,
+)
 from penstock.serve.environment import model_hub, open_database, visible_gpus
-from penstock.serve.staged_store import SERVER_LEASE, DatabaseExperiments, OwnedReleases
 
 logger = logging.getLogger(__name__)
 

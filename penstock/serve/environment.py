@@ -14,7 +14,7 @@ from penstock.core.gateway_config import StoreConfig
 if TYPE_CHECKING:
     from penstock.cluster.external.kubernetes_api import KubernetesApi
     from penstock.gateway.blobs.blobs import Blobs
-    from penstock.gateway.blobs.s3 import S3Access
+    from penstock.gateway.blobs.bucket import S3Access
     from penstock.gateway.store.database import Database
     from penstock.models.hub import ModelHub
 
@@ -142,9 +142,8 @@ def open_database(config: StoreConfig) -> Database:
 
 def open_blobs(config: StoreConfig) -> Blobs:
     """Return the place for the bytes of files and batches. A bucket is looked for. Raises ConfigError."""
-    from penstock.gateway.blobs.bucket import Bucket
-    from penstock.gateway.blobs.folder import FileFolder
-    from penstock.gateway.blobs.s3 import S3Client
+    from penstock.gateway.blobs.blobs import FileFolder
+    from penstock.gateway.blobs.bucket import Bucket, S3Client
 
     url = config.files_url
     if url is None:
@@ -163,7 +162,7 @@ def open_blobs(config: StoreConfig) -> Blobs:
 
 def _s3_access() -> S3Access:
     """Return the credentials in the variables that Amazon's own tools read."""
-    from penstock.gateway.blobs.s3 import S3Access
+    from penstock.gateway.blobs.bucket import S3Access
 
     key_id, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
     if not key_id or not secret:

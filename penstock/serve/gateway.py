@@ -18,26 +18,29 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from penstock.api.admin.console import HistoryEndpoints, SimulationEndpoints
-from penstock.api.admin.experiments import ExperimentEndpoints
-from penstock.api.admin.fleet import ClusterEndpoints
+from penstock.api.admin.fleet import ClusterEndpoints, ExperimentEndpoints
 from penstock.api.app import create_app
 from penstock.api.http.connections import ConnectionLimits
 from penstock.api.http.protocol import bounded_protocols
 from penstock.cluster.control_link import ControlLink
+from penstock.cluster.external.discovery import Discovery
+from penstock.cluster.external.kubernetes import Kubernetes
+from penstock.cluster.external.placements import Placements
+from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.fleet_link import FleetLink
-from penstock.core.config import ServeConfig
+from penstock.core.config import ExternalServerConfig, ServeConfig
+from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.tasks import running
 from penstock.gateway.accounts import Observers
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.history.history import History
+from penstock.gateway.history.history import History, HistoryStore
 from penstock.gateway.history.recorder import RequestRecorder
 from penstock.gateway.history.requests import RecentRequests
 from penstock.gateway.history.siblings import Siblings
-from penstock.gateway.history.store import HistoryStore
 from penstock.gateway.metrics.gateway import PoolMetrics, ReplicaMetrics
 from penstock.gateway.metrics.objective import ObjectiveMetrics
 from penstock.gateway.models.adapters import open_adapters
@@ -49,14 +52,84 @@ from penstock.gateway.simulations import SimulationChoices, Simulations
 from penstock.gateway.tenants.authenticator import Tenants
 from penstock.planner.hardware import HARDWARE, WEIGHT_FORMATS
 from penstock.planner.shapes import KNOWN_MODELS
-from penstock.serve.environment import data_dir, open_blobs, open_database
+from penstock.serve.config import external_servers_of
+from penstock.serve.environment import data_dir, kubernetes_api, open_blobs, open_database
 from penstock.serve.even_listener import ConnectionCounts, EvenListener
-from penstock.serve.external import open_external_pool
 from penstock.serve.gateway_state import open_gateway_state
-from penstock.serve.memory import settle_memory
+from penstock.serve.process import settle_memory
 from penstock.serve.telemetry import build_observer, build_request_log
 
 logger = logging.getLogger(__name__)
+
+
+REFRESH_INTERVAL_S = 5.0
+
+
+class ExternalServers:
+    """Keeps a pool up to date. Tables that cannot be used change nothing, and are logged once."""
+
+    def __init__(self, config: ServeConfig, pool: ExternalPool, discovery: Discovery | None = None) -> None:
+        self._config = config
+        self._pool = pool
+        self._discovery = discovery or _discovery()
+        self._tables: tuple[ExternalServerConfig, ...] = config.external
+        self._stamp = self._read_stamp()
+
+    async def refresh(self) -> None:
+        """Raises ConfigError for tables that cannot be used."""
+        tables = self._tables
+        stamp = await asyncio.to_thread(self._read_stamp)
+        if stamp is not None and stamp != self._stamp:
+            self._stamp = stamp  # also of an invalid file: the file is read again when it changes
+            tables = await asyncio.to_thread(external_servers_of, self._config)
+        await self._pool.replace(await self._discovery.servers(tables), tables)
+        self._tables = tables
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_INTERVAL_S)
+            try:
+                await self.refresh()
+            except ConfigError as error:
+                logger.error("the external servers stay as they were: %s", error.message)
+            except Exception:
+                logger.exception("the external servers could not be refreshed; it is tried again")
+
+    def _read_stamp(self) -> tuple[int, int] | None:
+        """Return a value that changes with the file; None if there is no file."""
+        if self._config.external_file is None:
+            return None
+        try:
+            found = Path(self._config.external_file).stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size
+
+
+@contextlib.asynccontextmanager
+async def open_external_pool(config: ServeConfig, siblings: Siblings) -> AsyncIterator[ExternalPool]:
+    """Probe every external server once, then keep the pool up to date until the context ends. Processes of one server
+    tell each other where they send prompts, and each of them uses its part of `max_concurrent`."""
+    pool = ExternalPool([], num_processes=siblings.num_processes)
+    discovery = _discovery()
+    servers = ExternalServers(config, pool, discovery)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(discovery.close)
+        stack.push_async_callback(pool.close)
+        await servers.refresh()
+        if siblings.folder is not None:
+            placements = Placements(pool, siblings.folder, siblings.num_processes, siblings.number)
+            placements.start()
+            stack.callback(placements.close)
+        await stack.enter_async_context(running(pool.run()))
+        await stack.enter_async_context(running(servers.run()))
+        yield pool
+
+
+def _discovery() -> Discovery:
+    api = kubernetes_api()
+    return Discovery(kubernetes=None if api is None else Kubernetes(api))
+
 
 WEBSOCKET_PING_S = 30.0  # both the time between pings and the time allowed for an answer
 # The time after the drain in which slow clients may receive the last bytes, before their connections are closed.

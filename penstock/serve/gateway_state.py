@@ -39,10 +39,8 @@ from penstock.gateway.ratelimits.table import MeterTable
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.reuse.shared_cache import SharedCaches
-from penstock.gateway.settings.file import SettingsFile
-from penstock.gateway.settings.live import LiveSettings
+from penstock.gateway.settings.live import LiveSettings, SettingsFile, SharedSettings
 from penstock.gateway.settings.settings import Settings
-from penstock.gateway.settings.shared import SharedSettings
 from penstock.gateway.settings.store import SettingsStore
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.versions import Follower

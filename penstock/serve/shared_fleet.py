@@ -16,6 +16,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,14 +24,16 @@ import uvloop
 from msgspec.structs import replace
 
 from penstock.api.http.browsers import check_web_settings
-from penstock.cluster.documents import DocumentReader
 from penstock.cluster.fleet import Fleet, SharedFleet
+from penstock.cluster.fleet_leader import FleetLeader
 from penstock.cluster.fleet_link import FleetLink
+from penstock.cluster.fleet_term import LeaderSettings
 from penstock.cluster.host_record import Offer
 from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.leadership import DocumentReader, Leadership
 from penstock.cluster.local import LocalLauncher, NetworkAddress
 from penstock.cluster.ordered_host import OrderedHost
-from penstock.cluster.registry import Follower, Publisher, Registry
+from penstock.cluster.registry import Follower, Publisher, Registry, RegistryError, unusable
 from penstock.cluster.replica import Launcher, ReplicaSpec
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.config import ClusterConfig, ServeConfig
@@ -38,7 +41,16 @@ from penstock.core.errors import ConfigError, UsageError
 from penstock.core.installation import install_command
 from penstock.core.messages import EngineReady, LoadProgress
 from penstock.dispatch import DispatchConfig
-from penstock.serve.environment import bytecode_dir, kubernetes_api, model_hub, own_pod, visible_gpus
+from penstock.gateway.store.database import Database
+from penstock.serve.database_registry import stores_of_leader
+from penstock.serve.environment import (
+    bytecode_dir,
+    kubernetes_api,
+    model_hub,
+    open_database,
+    own_pod,
+    visible_gpus,
+)
 from penstock.serve.process import prepare_process, until
 from penstock.serve.server import announce_leave, bind, stop_event
 from penstock.serve.telemetry import configure_server_logging
@@ -326,3 +338,42 @@ async def _first_engine(fleet: Fleet) -> EngineReady:
         return await waiting
     finally:
         waiting.cancel()
+
+
+def run_control(config: ServeConfig, *, on_ready: Callable[[str], None] | None = None) -> None:
+    """Campaign for the lead of the fleet, and lead when it is won, until SIGTERM or SIGINT. `on_ready` is called with
+    the name of this process."""
+    configure_server_logging(config.telemetry, process="control")
+    tokens = join_tokens(config.cluster)
+    registry = open_registry(config.cluster)
+    name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
+    leadership = Leadership(registry, name)
+    database = open_database(config.store)
+    settings = LeaderSettings(
+        name, config.cluster.control_host, config.scaling, drain_timeout_s=config.server.drain_timeout
+    )
+
+    leader = FleetLeader(settings, registry, tokens, leadership, partial(stores_of_leader, database))
+    uvloop.run(_run(leader, leadership, registry, database, lambda: on_ready and on_ready(name)))
+
+
+async def _run(
+    leader: FleetLeader,
+    leadership: Leadership,
+    registry: Registry,
+    database: Database,
+    on_ready: Callable[[], object],
+) -> None:
+    stop = stop_event()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(database.close)
+        stack.push_async_callback(registry.close)
+        try:  # everything that leading needs, so that a wrong address or missing rights are reported at once
+            await registry.records()
+            await registry.documents()
+            await leadership.try_once()
+        except RegistryError as error:
+            raise unusable(error) from error
+        await stack.enter_async_context(leadership.running())
+        on_ready()
+        await until(leader.keep_leading(), stop)

@@ -21,8 +21,7 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.batches.runner import BatchesConfig, StoredWork
-from penstock.gateway.blobs.blobs import Blobs
-from penstock.gateway.blobs.folder import FileFolder
+from penstock.gateway.blobs.blobs import Blobs, FileFolder
 from penstock.gateway.files import FilesConfig
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.store.database import Database

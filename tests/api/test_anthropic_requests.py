@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from penstock.api.anthropic import blocks
-from penstock.api.anthropic.answers import message_usage
+from penstock.api.anthropic.endpoints import message_usage
 from penstock.api.anthropic.requests import GUARDED_FIELDS, MessagesRequest
 from penstock.api.http.parsing import BodyDecoder
 from penstock.core.errors import InvalidRequest

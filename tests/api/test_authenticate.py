@@ -30,11 +30,10 @@ from penstock.api.http.context import principal_of
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.batches.runner import StoredWork
-from penstock.gateway.blobs.folder import FileFolder
+from penstock.gateway.blobs.blobs import FileFolder
 from penstock.gateway.history.history import History
 from penstock.gateway.history.requests import RecentRequests
-from penstock.gateway.settings.live import LiveSettings
-from penstock.gateway.settings.shared import SharedSettings
+from penstock.gateway.settings.live import LiveSettings, SharedSettings
 from penstock.gateway.settings.store import SettingsStore
 from penstock.gateway.simulations import SimulationChoices, Simulations
 from penstock.gateway.tenants.authenticator import Authenticator

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from penstock.core.request import Request, Tier
-from penstock.gateway.batches import lines as batch_lines
+from penstock.gateway.batches import batch as batch_module
 from tests.api.stored_work import ServedWork, serving_work
 from tests.api.test_scoring import cross_encoder
 from tests.gateway.fake_engine import FakeEngine, script_text
@@ -252,7 +252,7 @@ def test_no_line_of_a_batch_leaves_work_behind_it(served: ServedWork) -> None:
 def test_a_byte_order_mark_and_a_line_that_is_too_long(
     served: ServedWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_lines, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(batch_module, "MAX_LINE_BYTES", 1000)
     sdk = served.openai()
     short, long = (json.dumps(chat_line(name)).encode() for name in ("a", "b" * 500))
     options: dict[str, Any] = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}

@@ -12,9 +12,8 @@ import httpx
 import openai
 import pytest
 
-from penstock.gateway.blobs import s3
-from penstock.gateway.blobs.bucket import Bucket
-from penstock.gateway.blobs.s3 import S3Client
+from penstock.gateway.blobs import bucket
+from penstock.gateway.blobs.bucket import Bucket, S3Client
 from tests.api.stored_work import ServedWork, serving_work
 from tests.api.test_files_and_batches_sdk import chat_line, read_lines, start, until, until_over, upload
 from tests.gateway.blobs.object_store import BUCKET, ObjectStore, running_store
@@ -42,8 +41,8 @@ def object_store() -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> Line:
-    monkeypatch.setattr(s3, "_FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(s3, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(bucket, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(bucket, "_PAUSE_S", 0.001)
     return Line()
 
 

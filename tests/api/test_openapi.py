@@ -18,11 +18,10 @@ from schemathesis.checks import not_a_server_error
 from starlette.routing import Route
 
 from penstock.api.app import create_app
-from penstock.api.http.routes import Operation
-from penstock.api.openapi import PATH, openapi_document
+from penstock.api.http.routes import PATH, Operation, openapi_document
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.batches.runner import StoredWork
-from penstock.gateway.blobs.folder import FileFolder
+from penstock.gateway.blobs.blobs import FileFolder
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.authenticator import Tenants

@@ -10,7 +10,7 @@ import pytest
 from penstock.api.extensions import EXTENSION_FIELDS
 from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.http.parsing import BodyDecoder
-from penstock.api.openai.plain_chats import plain_chat
+from penstock.api.openai.endpoints import plain_chat
 from penstock.api.openai.requests import ChatCompletionRequest
 
 USER = {"role": "user", "content": "Hello"}

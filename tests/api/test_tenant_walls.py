@@ -14,7 +14,7 @@ from penstock.api.app import create_app
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.batches.runner import StoredWork
-from penstock.gateway.blobs.folder import FileFolder
+from penstock.gateway.blobs.blobs import FileFolder
 from penstock.gateway.responses.store import DatabaseResponses
 from tests.api.tenant_server import ACTOR, TenantServer
 from tests.gateway.fake_engine import FakeEngine, script_text

@@ -22,7 +22,7 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 from penstock.gateway.batches.runner import StoredWork
-from penstock.gateway.blobs.folder import FileFolder
+from penstock.gateway.blobs.blobs import FileFolder
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.store.database import Database
 from tests.api.conftest import Serve

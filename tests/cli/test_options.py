@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.cli import vllm_flags
+from penstock.cli import commands
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.options import config_options, model_argument
 from penstock.core.config import ServeConfig
@@ -128,7 +128,7 @@ def test_flags_of_vllm_that_do_not_exist_are_named_at_once_with_what_to_do() -> 
 
 def test_what_replaces_a_flag_of_vllm_exists_and_the_flag_itself_does_not() -> None:
     flags = {option for parameter in show.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    for flag, answer in vllm_flags.ANSWERS.items():
+    for flag, answer in commands.ANSWERS.items():
         assert flag not in flags
         for named in re.findall(r"--[a-z0-9-]+", answer):
             assert named in flags, flag

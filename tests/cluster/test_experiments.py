@@ -9,9 +9,8 @@ import pytest
 
 from penstock.cluster.experiment_record import MemoryExperiments
 from penstock.control.experiment import ExperimentStage
-from penstock.core.cluster_view import ReleaseOrder
+from penstock.core.cluster_view import ExperimentOrder, ReleaseOrder
 from penstock.core.errors import Conflict, InvalidRequest, NotFound
-from penstock.core.experiment_view import ExperimentOrder
 from penstock.core.objective import ObjectiveSettings, Targets, TierTarget, Weights
 from penstock.core.policy import PolicySet, RoutingWeights
 from tests.cluster.control_stage import SPEC, Stage, open_stage

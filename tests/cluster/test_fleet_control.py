@@ -15,15 +15,6 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cluster.control_socket import CurveChannel
-from penstock.cluster.documents import (
-    HOST_PREFIX,
-    SERVING,
-    DocumentReader,
-    HostOrders,
-    Serving,
-    Slot,
-    sealed,
-)
 from penstock.cluster.experiment_record import MemoryExperiments
 from penstock.cluster.fleet import Fleet, SharedFleet
 from penstock.cluster.fleet_leader import FleetLeader
@@ -31,14 +22,23 @@ from penstock.cluster.fleet_link import FleetLink
 from penstock.cluster.fleet_term import LeaderSettings, Stores
 from penstock.cluster.host_record import Offer
 from penstock.cluster.join_tokens import JoinTokens
-from penstock.cluster.leadership import Leadership, Writer
+from penstock.cluster.leadership import (
+    HOST_PREFIX,
+    SERVING,
+    DocumentReader,
+    HostOrders,
+    Leadership,
+    Serving,
+    Slot,
+    Writer,
+    sealed,
+)
 from penstock.cluster.ordered_host import OrderedHost
 from penstock.cluster.registry import Follower, MemoryRegistry, Publisher, RegistryError
 from penstock.cluster.replica import ReplicaSpec
-from penstock.core.cluster_view import ClusterView, HostOrder, ReleaseOrder
+from penstock.core.cluster_view import ClusterView, ExperimentOrder, HostOrder, ReleaseOrder
 from penstock.core.config import ScalingConfig
 from penstock.core.errors import Conflict, EngineUnavailable, NotFound, Superseded
-from penstock.core.experiment_view import ExperimentOrder
 from penstock.core.objective import ObjectiveSettings
 from penstock.core.policy import PolicySet
 from penstock.router import ReplicaState

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cluster import kubernetes_leases, redis_registry
-from penstock.cluster.documents import LEADER, LeaderDocument, opened
+from penstock.cluster.leadership import LEADER, LeaderDocument, opened
 from penstock.core.config import ClusterConfig
 from penstock.serve.shared_fleet import open_registry
 from tests.cluster.kubernetes_server import running_kubernetes

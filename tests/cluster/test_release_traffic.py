@@ -8,11 +8,10 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from penstock.cluster import release_traffic
+from penstock.cluster import traffic
 from penstock.cluster.control_messages import ActiveRelease
-from penstock.cluster.release_traffic import MAX_MIRRORED, ReleaseTraffic
 from penstock.cluster.replica import Member
-from penstock.cluster.served import is_dropped
+from penstock.cluster.traffic import MAX_MIRRORED, ReleaseTraffic, is_dropped
 from penstock.control.release import ReleaseConfig, ReleaseState, Stage
 from penstock.core.errors import EngineUnavailable, InvalidRequest, PenstockError
 from penstock.core.plan import TokenEvent
@@ -155,7 +154,7 @@ def test_answers_are_compared(tokens: tuple[int, ...], diverged: int) -> None:
 
 
 def test_only_the_beginning_of_answers_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release_traffic, "COMPARED_TOKENS", 2)
+    monkeypatch.setattr(traffic, "COMPARED_TOKENS", 2)
     scene = Scene(Stage.SHADOW)
     original = scene.mirrored()
     scene.traffic.ended(attempt(original, "v1", (5, 6, 7)))
@@ -185,7 +184,7 @@ def test_mirrored_requests_are_bounded_and_lost_ones_make_room(monkeypatch: pyte
     for number in range(1000):
         scene.traffic.arrived(request(f"r{number}"), 1)
     assert len(scene.fleet.added) == MAX_MIRRORED
-    monkeypatch.setattr(release_traffic, "MIRROR_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(traffic, "MIRROR_TIMEOUT_S", 0.0)
     for number in range(1000, 1100):
         scene.traffic.arrived(request(f"r{number}"), 1)
     assert len(scene.fleet.added) > MAX_MIRRORED

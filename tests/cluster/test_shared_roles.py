@@ -15,10 +15,17 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cluster import redis_registry
-from penstock.cluster.documents import HOST_PREFIX, LEADER, DocumentReader, HostOrders, LeaderDocument, opened
 from penstock.cluster.fleet import Fleet, SharedFleet
 from penstock.cluster.fleet_link import FleetLink
 from penstock.cluster.host_record import Offer
+from penstock.cluster.leadership import (
+    HOST_PREFIX,
+    LEADER,
+    DocumentReader,
+    HostOrders,
+    LeaderDocument,
+    opened,
+)
 from penstock.cluster.local import NetworkAddress
 from penstock.cluster.ordered_host import OrderedHost
 from penstock.cluster.redis_registry import RedisRegistry

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from penstock.engine.build import Engine
-from penstock.engine.disk_files import BlockFiles, model_digest
+from penstock.engine.disk_cache import BlockFiles, model_digest
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import select_ops
 from penstock.simulator.replay import replay

@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from penstock.engine.fair_thread import FairThread
+from penstock.engine.images import FairThread
 
 
 @pytest.fixture

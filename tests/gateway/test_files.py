@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import InvalidRequest, NotFound, RequestTooLarge, StoreUnavailable
-from penstock.gateway.blobs import folder
-from penstock.gateway.blobs.folder import FileFolder
+from penstock.gateway.blobs import blobs
+from penstock.gateway.blobs.blobs import FileFolder
 from penstock.gateway.files import FilesConfig, FileStore, StoredFile
 from penstock.gateway.store.database import Database
 
@@ -195,7 +195,7 @@ async def test_a_full_disk_is_an_outage_and_leaves_nothing(
         return io.BufferedWriter(FullDisk(path, mode, opener=opener))
 
     with monkeypatch.context() as patched:
-        patched.setattr(folder, "open", open_on_full_disk, raising=False)
+        patched.setattr(blobs, "open", open_on_full_disk, raising=False)
         for num_bytes in (1, io.DEFAULT_BUFFER_SIZE + 1):  # found out at the end, or at once
             with pytest.raises(StoreUnavailable), store.blobs.writing("blob") as file:
                 file.write(bytes(num_bytes))
@@ -205,7 +205,7 @@ async def test_a_full_disk_is_an_outage_and_leaves_nothing(
             await store.create(upload, filename="a", purpose="batch")
         await upload.abandon()
     assert len(list((tmp_path / "files").iterdir())) == 1
-    told = [record.levelname for record in caplog.records if record.name == folder.__name__]
+    told = [record.levelname for record in caplog.records if record.name == blobs.__name__]
     assert told == ["ERROR"], "one line for one outage"
     assert await store.reserve("w1", "another", 11_000, ahead=0), "the room is free again"
     await keep(store)

@@ -12,8 +12,7 @@ from PIL import Image
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.gateway_config import GatewayConfig
-from penstock.gateway.image_parts import MAX_PARTS, MAX_SCANS, has_too_many_parts
-from penstock.gateway.images import checked_image
+from penstock.gateway.images import MAX_PARTS, MAX_SCANS, checked_image, has_too_many_parts
 from penstock.gateway.prompts import ImagePart
 
 

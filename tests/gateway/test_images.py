@@ -23,7 +23,7 @@ from transformers.image_utils import load_image
 
 from penstock.core.errors import InvalidRequest, NotFound
 from penstock.core.gateway_config import GatewayConfig
-from penstock.gateway.blobs.folder import FileFolder
+from penstock.gateway.blobs.blobs import FileFolder
 from penstock.gateway.external.models import _content
 from penstock.gateway.files import FileStore
 from penstock.gateway.images import ImageFetcher, ImageLoader, check_images, checked_image, decode_data_url

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.messages import EngineStats
-from penstock.gateway.queue_times import MAX_WAIT_S, MIN_WAIT_S, QueueTimes
+from penstock.gateway.gateway import MAX_WAIT_S, MIN_WAIT_S, QueueTimes
 
 
 def stats(tokens_computed: int, num_waiting: int, num_waiting_tokens: int = 0) -> EngineStats:

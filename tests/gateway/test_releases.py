@@ -17,8 +17,7 @@ from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
 from penstock.core.errors import Conflict, Superseded
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.store.tables import releases
-from penstock.serve.database_registry import DatabaseRegistry
-from penstock.serve.staged_store import SERVER_LEASE, DatabaseReleases, OwnedReleases
+from penstock.serve.database_registry import SERVER_LEASE, DatabaseRegistry, DatabaseReleases, OwnedReleases
 from tests.cluster.control_stage import SPEC
 
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli import fault_search
+from penstock.cli import simulate as command
 from penstock.cli.app import penstock
 from penstock.core.errors import UsageError
 from penstock.planner.scenario import read_scenario, scenario_of, simulation_of
@@ -232,7 +232,7 @@ def test_search_finds_nothing_where_nothing_is_wrong() -> None:
 
 def test_search_with_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes find what one process finds: nothing, or the same first seed."""
-    monkeypatch.setattr("penstock.cli.fault_search._SEEDS_PER_TASK", 2)
+    monkeypatch.setattr("penstock.cli.simulate._SEEDS_PER_TASK", 2)
     options = ("--requests", "10", "--workers", "2")
     code, output, errors = run("--fault-search", "6", "--seed", "7", *options)
     assert code == 0, errors
@@ -245,10 +245,10 @@ def test_the_broken_promise_with_the_lowest_seed_is_reported(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fault_search, "_SEEDS_PER_TASK", 2)
-    monkeypatch.setattr(fault_search, "ProcessPoolExecutor", lambda size, *_: ThreadPoolExecutor(size))
+    monkeypatch.setattr(command, "_SEEDS_PER_TASK", 2)
+    monkeypatch.setattr(command, "ProcessPoolExecutor", lambda size, *_: ThreadPoolExecutor(size))
     monkeypatch.setattr(
-        fault_search, "_violation", lambda case: "a fault" if case.seed >= 5 and case.seed % 2 else None
+        command, "_violation", lambda case: "a fault" if case.seed >= 5 and case.seed % 2 else None
     )
     code, output, errors = run("--fault-search", "12", "--requests", "3", "--workers", str(workers))
     assert (code != 0, output) == (True, "")
@@ -257,7 +257,7 @@ def test_the_broken_promise_with_the_lowest_seed_is_reported(
 
 
 def test_a_killed_process_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fault_search, "_follow_parent", os.abort)
+    monkeypatch.setattr(command, "_follow_parent", os.abort)
     code, _, errors = run("--fault-search", "16", "--requests", "1", "--workers", "2")
     assert code != 0
     assert "A process of the search was killed" in errors

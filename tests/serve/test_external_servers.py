@@ -9,7 +9,7 @@ import pytest
 from penstock.cluster.external.pool import ExternalPool
 from penstock.core.errors import ConfigError
 from penstock.serve.config import read_config_file, resolve
-from penstock.serve.external import ExternalServers
+from penstock.serve.gateway import ExternalServers
 
 
 def table(url: str) -> str:

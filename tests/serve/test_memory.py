@@ -11,7 +11,7 @@ import pytest
 # Buffers that go to a heap leave holes between the small ones, which stay.
 SCRIPT = """
 import os
-from penstock.serve.memory import return_large_buffers
+from penstock.serve.process import return_large_buffers
 
 def resident_bytes():
     with open("/proc/self/statm") as file:
@@ -42,7 +42,7 @@ def test_large_buffers_go_back() -> None:
 # Memory of which one page in 512 is in use, and memory that is full of objects.
 LARGE_PAGES_SCRIPT = """
 import mmap
-from penstock.serve.memory import use_large_pages
+from penstock.serve.process import use_large_pages
 
 def kilobytes(field):
     with open("/proc/self/smaps_rollup") as file:

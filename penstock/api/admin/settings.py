@@ -19,10 +19,9 @@ from penstock.api.http.context import headers_of
 from penstock.api.http.parsing import BodyDecoder, integer_of, read_body
 from penstock.api.http.routes import PAGE, Operation
 from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound, PreconditionRequired
-from penstock.gateway.settings.settings import Document
-from penstock.gateway.settings.shared import SharedSettings
+from penstock.gateway.settings.live import SharedSettings
+from penstock.gateway.settings.settings import Document, to_toml
 from penstock.gateway.settings.store import SettingsVersion, encode, parse_json, parse_toml
-from penstock.gateway.settings.toml import to_toml
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.versions import MAX_BODY_BYTES
 

@@ -14,9 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.api.anthropic.endpoints import check_version
-from penstock.api.http.answers import json_response
+from penstock.api.http.answers import blob_response, json_response
 from penstock.api.http.application import Endpoint, call_endpoint
-from penstock.api.http.blobs import blob_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import anthropic_error_body, anthropic_status
 from penstock.api.http.limit_headers import timestamp
@@ -25,8 +24,15 @@ from penstock.api.http.routes import Operation
 from penstock.api.openai.batches import refuse_detached
 from penstock.core.errors import InvalidRequest, PenstockError, quoted
 from penstock.core.request import Tier
-from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Counts, LineAnswer, LineResult
-from penstock.gateway.batches.lines import MAX_LINE_BYTES
+from penstock.gateway.batches.batch import (
+    MAX_LINE_BYTES,
+    Batch,
+    BatchLine,
+    BatchStatus,
+    Counts,
+    LineAnswer,
+    LineResult,
+)
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.blobs.blobs import Blobs
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, Self, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import IO, Protocol, Self, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock.api.http.context import answer_headers, note_limits_sent, watch_of
 from penstock.api.http.errors import is_anthropic
 from penstock.api.http.limit_headers import Headers, limit_headers
-from penstock.core.errors import PenstockError
+from penstock.core.errors import NotFound, PenstockError
 from penstock.core.identity import RateLimits
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.large import off_loop_if_large
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
+from penstock.gateway.blobs.blobs import Blobs
 from penstock.gateway.prompts import Usage
 
 _STREAM_HEADERS = (
@@ -317,3 +319,39 @@ class EventStream:
             self._sign.cancel()
         if self._answer is not None:
             self._answer.cancel()
+
+
+_PIECE_BYTES = 1 << 20
+
+
+async def blob_response(
+    blobs: Blobs,
+    blob_id: str,
+    *,
+    missing: str,
+    media_type: str,
+    filename: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Raises NotFound with the sentence `missing`, and StoreUnavailable, before anything is sent. A store that fails
+    later cuts the answer off, which clients see from its length."""
+    path = blobs.local_path(blob_id)
+    if path is not None:
+        if not await asyncio.to_thread(path.exists):
+            raise NotFound(missing)
+        return FileResponse(path, headers=headers, media_type=media_type, filename=filename)
+    try:
+        num_bytes = await asyncio.to_thread(blobs.num_bytes, blob_id)
+        opened = await asyncio.to_thread(blobs.open, blob_id)
+    except FileNotFoundError as error:
+        raise NotFound(missing) from error
+    all_headers = {**(headers or {}), "content-length": str(num_bytes)}
+    if filename is not None:
+        all_headers["content-disposition"] = f"attachment; filename*=utf-8''{quote(filename)}"
+    return StreamingResponse(_pieces(opened), headers=all_headers, media_type=media_type)
+
+
+async def _pieces(opened: IO[bytes]) -> AsyncIterator[bytes]:
+    with opened:
+        while piece := await asyncio.to_thread(opened.read, _PIECE_BYTES):
+            yield piece

@@ -22,13 +22,6 @@ from penstock.api.http.bodies import MAX_DISCARDED_BYTES, ArrivingBody
 from penstock.api.http.connections import ClientTimer, ConnectionLimits, IdleTimer, StallTimer
 from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.exchange import Exchange, HeldHead, LateWrites, RequestWorker, UnframedBody
-from penstock.api.http.heads import (
-    SINGLE_HEADERS,
-    check_head,
-    head_without_upgrade,
-    is_plain_target,
-    last_answer,
-)
 from penstock.api.http.places import TAKE_PLACE, Place
 from penstock.api.http.turns import (
     MAX_PIECE_PARTS,
@@ -38,7 +31,14 @@ from penstock.api.http.turns import (
     TURN_BYTES,
     HeldFlow,
 )
-from penstock.api.http.websocket_protocol import BoundedWebSocketProtocol
+from penstock.api.http.websocket_protocol import (
+    SINGLE_HEADERS,
+    BoundedWebSocketProtocol,
+    check_head,
+    head_without_upgrade,
+    is_plain_target,
+    last_answer,
+)
 from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
 

@@ -6,14 +6,18 @@ The server routes requests by them, and the OpenAPI document is made from them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from penstock import __version__
+from penstock.api.http.errors import AnthropicErrorBody, CohereErrorBody, ErrorBody, OllamaErrorBody
 from penstock.api.http.parsing import BodyDecoder
 
 JSON = "application/json"
@@ -67,3 +71,114 @@ def _with_body(handler: Handler, decoder: BodyDecoder[Any], default: bytes) -> H
         return await handler(request, await decoder.read(request, default=default))
 
     return read_and_handle
+
+
+PATH = "/openapi.json"
+
+_REFERENCE = "#/components/schemas/{name}"
+_PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+_ERRORS: dict[str, type[msgspec.Struct]] = {
+    "/v1/messages": AnthropicErrorBody,
+    "/api/": OllamaErrorBody,
+    "/v2/": CohereErrorBody,
+}  # others: OpenAI's
+_WITH_BODY = frozenset({"POST", "PATCH", "PUT"})
+
+
+class OpenAPIEndpoint:
+    """Serves the document, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._body: bytes | None = None
+
+    def routes(self) -> list[Route]:
+        return [Route(PATH, self.show, methods=["GET"])]
+
+    async def show(self, request: Request) -> Response:
+        if self._body is None:
+            self._body = msgspec.json.encode(openapi_document(request.app.routes))
+        return Response(self._body, media_type=JSON)
+
+
+def openapi_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
+    operations = [route for route in routes if isinstance(route, Operation)]
+    schemas, components = _schemas(operations)
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        path = _PATH_PARAMETER.sub(r"{\1}", operation.path)
+        paths.setdefault(path, {})[operation.method.lower()] = _described(operation, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{}, {"bearer": []}, {"key": []}],
+    }
+
+
+Schemas = Mapping[type[msgspec.Struct], dict[str, Any]]
+
+
+def _schemas(operations: Sequence[Operation]) -> tuple[Schemas, dict[str, Any]]:
+    """Return a reference to each shape, and what the references stand for."""
+    shapes: list[type[msgspec.Struct]] = [ErrorBody, *_ERRORS.values()]
+    for operation in operations:
+        shapes += [
+            shape
+            for shape in (operation.request, operation.response)
+            if shape is not None and shape not in shapes
+        ]
+    references, components = msgspec.json.schema_components(shapes, ref_template=_REFERENCE)
+    return dict(zip(shapes, references, strict=True)), components
+
+
+def _described(operation: Operation, schemas: Schemas) -> dict[str, Any]:
+    name: str = operation.endpoint.__name__
+    path_in_id = re.sub(r"[^a-z0-9]+", "_", operation.path.lower()).strip("_")
+    path_parameters = [
+        {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
+        for parameter in _PATH_PARAMETER.findall(operation.path.replace(":path", ""))
+    ]
+    query = [
+        {"name": parameter, "in": "query", "schema": {"type": "string"}} for parameter in operation.query
+    ]
+    described: dict[str, Any] = {
+        "operationId": f"{name}_{path_in_id}_{operation.method.lower()}",
+        "summary": name.replace("_", " ").capitalize(),
+        "tags": [_tag(operation.path)],
+        "parameters": path_parameters + query,
+        "responses": _responses(operation, schemas),
+    }
+    if operation.form is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": dict(operation.form)}},
+        }
+    elif operation.method in _WITH_BODY and operation.takes_body:
+        schema = schemas[operation.request] if operation.request else {}
+        described["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    return described
+
+
+def _responses(operation: Operation, schemas: Schemas) -> dict[str, Any]:
+    schema = schemas[operation.response] if operation.response else {}
+    content: dict[str, Any] = {operation.content_type: {"schema": schema}}
+    if operation.streams:
+        content[operation.stream_type] = {"schema": {"type": "string"}}
+    shapes = (shape for prefix, shape in _ERRORS.items() if operation.path.startswith(prefix))
+    error = schemas[next(shapes, ErrorBody)]
+    return {
+        "200": {"description": "The answer.", "content": content},
+        "default": {"description": "A refusal or a failure.", "content": {JSON: {"schema": error}}},
+    }
+
+
+def _tag(path: str) -> str:
+    parts = path.strip("/").split("/")
+    return parts[1] if parts[0] == "v1" and len(parts) > 1 else parts[0] or "page"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -20,7 +20,7 @@ from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.http.answers import EventStream, answer_whole
 from penstock.api.http.context import principal_of, with_context
 from penstock.api.http.errors import error_event
-from penstock.api.http.parsing import BodyDecoder, read_within_bound
+from penstock.api.http.parsing import MAX_MESSAGE_PARTS, UNCOUNTED_BYTES, BodyDecoder, read_within_bound
 from penstock.api.http.routes import Operation
 from penstock.api.http.translation import translated
 from penstock.api.openai.answers import (
@@ -37,16 +37,78 @@ from penstock.api.openai.answers import (
     wire_usage,
 )
 from penstock.api.openai.chat_tools import StreamedCalls
-from penstock.api.openai.plain_chats import PlainChat, plain_chat
 from penstock.api.openai.prompt_echo import EchoedAnswer, ShownPrompts, TokenBytes, prompt_texts
-from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
+from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest, StreamOptions
 from penstock.api.openai.stored_chats import KeptAnswer, StoredChats, kept_metadata
 from penstock.core.errors import PenstockError
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.large import off_loop_if_large
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.prompts import GenerationRequest, Usage
+from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, SamplingOptions, Usage
+
+
+class PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class PlainChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A chat that the full shape would translate into the same `GenerationRequest`: messages of text, and the
+    common options, as in most requests. It is decoded and translated at a fraction of the cost. Whatever does not
+    fit is left to the full shape, which also words the errors."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    messages: Annotated[list[PlainMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGE_PARTS)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] | None = None
+    user: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def to_generation(self) -> GenerationRequest:
+        is_old_name = self.max_completion_tokens is None
+        return GenerationRequest(
+            prompts=(
+                ChatPrompt(
+                    messages=tuple([ChatMessage(message.role, message.content) for message in self.messages])
+                ),
+            ),
+            sampling=SamplingOptions(
+                max_tokens=self.max_tokens if is_old_name else self.max_completion_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                seed=self.seed,
+                stop=self.stop or (),
+            ),
+            model=self.model,
+            max_tokens_param="max_tokens" if is_old_name else "max_completion_tokens",
+            endpoint=ChatCompletionRequest.ENDPOINT,
+            user=self.user,
+        )
+
+
+_decode = msgspec.json.Decoder(PlainChat).decode
+
+
+def plain_chat(body: bytes) -> PlainChat | None:
+    """None for a body that only the full shape can judge, and for one whose values must be counted first."""
+    if len(body) > UNCOUNTED_BYTES:
+        return None
+    try:
+        chat = _decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return None if chat.stream_options is not None and not chat.stream else chat
+
 
 _to_json = msgspec.json.Encoder().encode
 

@@ -27,7 +27,6 @@ from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import CompiledGrammar
 from penstock.engine.parallel.balancer import ExpertBalancer
-from penstock.engine.parallel.data_ops import SharedExperts
 from penstock.engine.parallel.experts import ExpertBalance
 from penstock.engine.parallel.mesh import Mesh
 from penstock.engine.parallel.messages import (
@@ -41,6 +40,7 @@ from penstock.engine.parallel.messages import (
     Sampled,
     Step,
 )
+from penstock.engine.parallel.ops import SharedExperts
 from penstock.engine.parallel.processes import RankProcesses
 from penstock.engine.staging import MAX_STEPS_IN_FLIGHT
 

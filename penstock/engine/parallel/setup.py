@@ -22,11 +22,10 @@ from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.one_rank import OneRank
-from penstock.engine.parallel.data_ops import DataParallelOps, SharedExperts
 from penstock.engine.parallel.executor import LocalRank
 from penstock.engine.parallel.experts import ExpertBalance
 from penstock.engine.parallel.mesh import Mesh, TensorGroup, shard_of
-from penstock.engine.parallel.ops import TensorParallelOps
+from penstock.engine.parallel.ops import DataParallelOps, SharedExperts, TensorParallelOps
 from penstock.engine.parallel.rendezvous import StoreAccess
 from penstock.engine.sampler import Sampler
 from penstock.engine.warmup import WarmUpStep, run_step

@@ -39,8 +39,10 @@ from penstock.gateway.batches.batch import (
     LineError,
     LineResult,
     Outcome,
+    OutputWriter,
+    lines_of,
+    validate,
 )
-from penstock.gateway.batches.lines import OutputWriter, lines_of, validate
 from penstock.gateway.batches.store import BatchStore, ResultWriter
 from penstock.gateway.blobs.blobs import Blobs
 from penstock.gateway.files import StoredFile

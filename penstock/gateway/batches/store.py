@@ -42,7 +42,7 @@ from penstock.gateway.files import StoredFile, insert_file
 from penstock.gateway.store import tables
 from penstock.gateway.store.database import Database, database_time, insert_once, read_page
 from penstock.gateway.store.tables import leases
-from penstock.gateway.tenants.lookups import IS_ARCHIVED
+from penstock.gateway.tenants.keyring import IS_ARCHIVED
 
 LEASE_NAME = "batches"
 

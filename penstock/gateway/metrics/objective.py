@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.served import is_dropped
+from penstock.cluster.traffic import is_dropped
 from penstock.core.objective import ObjectiveSettings, TierSums, added, objective_of, utilisation_of
 from penstock.core.request import Request, Tier
 from penstock.dispatch import Attempt

@@ -16,9 +16,8 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, or_, 
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.responses.store import GrowthCheck, HistoryBound
-from penstock.gateway.store.database import Database, Order, insert_into
+from penstock.gateway.store.database import Database, Order, QueryTurns, insert_into
 from penstock.gateway.store.tables import stored_objects as table
-from penstock.gateway.store.turns import QueryTurns
 
 # What an object counts besides its body, so that a bound in bytes also bounds the number of objects.
 ROW_BYTES = 512

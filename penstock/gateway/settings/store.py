@@ -1,7 +1,7 @@
 """The settings in the database: every change is checked first, and is one transaction with its audit entry.
 
 The admin API and the commands work through `SettingsStore`. It does not decide who may do so, and it knows no running
-gateway: `shared` delivers the changes that are written here to the gateways.
+gateway: `live.SharedSettings` delivers the changes that are written here to the gateways.
 """
 
 from __future__ import annotations

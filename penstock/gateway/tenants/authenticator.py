@@ -16,8 +16,7 @@ from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.directory import Directory
 from penstock.gateway.tenants.keyring import AuthenticationMetrics, KeyRing
 from penstock.gateway.tenants.records import KEY_START, digest_of
-from penstock.gateway.tenants.sign_in import SignIn
-from penstock.gateway.tenants.tokens import PublicKeys, TokenVerifier
+from penstock.gateway.tenants.tokens import PublicKeys, SignIn, TokenVerifier
 
 STATIC_KEY_ID = "static"
 

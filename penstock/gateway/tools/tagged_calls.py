@@ -9,15 +9,138 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-from penstock.gateway.tools.bare_objects import bare_to_json
 from penstock.gateway.tools.json_calls import ValueSpan
 from penstock.gateway.tools.parser import AnswerSink, SectionParser, first_marker, held_length
-from penstock.gateway.tools.typed_texts import json_of, tree_to_json, types_of
+
+
+def bare_to_json(text: str, quote: str) -> str | None:
+    """Return JSON for `{city:<|"|>Rome<|"|>,days:3}`, which may be JSON in part. None for text that is neither."""
+    made, position, pattern = [], 0, _pattern(quote)
+    while position < len(text):
+        found = pattern.match(text, position)
+        if found is None:
+            return None
+        if found["text"] is not None:
+            made.append(json.dumps(found["text"], ensure_ascii=False))
+        else:
+            made.append(json.dumps(found["key"], ensure_ascii=False) if found["key"] else found[0])
+        position = found.end()
+    written = "".join(made).strip()
+    try:
+        json.loads(written)
+    except (ValueError, RecursionError):
+        return None
+    return written
+
+
+@lru_cache(maxsize=8)
+def _pattern(quote: str) -> re.Pattern[str]:
+    mark = re.escape(quote)
+    plain = r'"(?:[^"\\]|\\.)*"|[{}\[\],:\s]|-?\d[\w.+-]*|true|false|null'
+    return re.compile(rf'{mark}(?P<text>.*?){mark}|(?P<key>[^\s{{}}\[\],:"<]+)(?=\s*:)|{plain}', re.DOTALL)
+
+
+_DEEPEST = 64  # tags within each other
+
+
+def json_of(text: str, schema: Any) -> str:
+    """Return JSON: a text where the schema allows texts and not the type that is written, or where no JSON is
+    written. Other values that the schema does not allow stay as they are, for the client to judge."""
+    return json.dumps(_typed(text, types_of(schema)), ensure_ascii=False)
+
+
+def tree_to_json(text: str, mark: str, schema: Any) -> str:
+    """Return JSON for `<city>Rome</city><days><item>1</item></days>`, where `mark` stands in front of each tag. JSON
+    stays as it is, and so does what is not a tree; tags that are open at the end are closed."""
+    if text.lstrip().startswith("{"):
+        return text.strip()
+    root = _Node("")
+    path = [root]
+    for piece in text.split(mark)[1:]:
+        tag, closed, behind = piece.partition(">")
+        if not closed or not tag.startswith("<") or len(path) > _DEEPEST:
+            break
+        if tag.startswith("</"):
+            if len(path) == 1 or path[-1].name != tag[2:]:
+                break
+            path.pop()
+        else:
+            path[-1].children.append(_Node(tag[1:], behind))
+            path.append(path[-1].children[-1])
+    return json.dumps(_value(root, schema, is_object=True), ensure_ascii=False)
+
+
+@dataclass
+class _Node:
+    name: str
+    text: str = ""
+    children: list[_Node] = field(default_factory=list)
+
+
+def _value(node: _Node, schema: Any, *, is_object: bool = False) -> Any:
+    known = schema if isinstance(schema, dict) else {}
+    types = types_of(known)
+    if is_object or (node.children and any(child.name != "item" for child in node.children)):
+        properties = known.get("properties")
+        inner: Mapping[str, Any] = properties if isinstance(properties, dict) else {}
+        return {child.name: _value(child, inner.get(child.name)) for child in node.children}
+    if node.children:
+        return [_value(child, known.get("items")) for child in node.children]
+    if not node.text and types & {"array", "object"}:
+        return [] if "array" in types else {}
+    return _typed(node.text, types)
+
+
+def _typed(text: str, types: set[str]) -> Any:
+    try:
+        value = json.loads(text.strip(), parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+    fits = "string" not in types or _type_name(value) in types
+    fits = fits or ("number" in types and isinstance(value, int) and not isinstance(value, bool))
+    return value if fits and not isinstance(value, str) else text
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _type_name(value: Any) -> str:
+    for kind, name in (
+        (bool, "boolean"),
+        (int, "integer"),
+        (float, "number"),
+        (str, "string"),
+        (list, "array"),
+    ):
+        if isinstance(value, kind):
+            return name
+    return "null" if value is None else "object"
+
+
+def types_of(schema: Any) -> set[str]:
+    """Return the types that a schema allows; empty where it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    given = schema.get("type")
+    if isinstance(given, str):
+        return {given}
+    if isinstance(given, list):
+        return {each for each in given if isinstance(each, str)}
+    if isinstance(values := schema.get("enum"), list) and values:
+        return {_type_name(value) for value in values}
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(keyword), list):
+            types = [types_of(branch) for branch in branches]
+            return set().union(*types) if all(types) else set()
+    return set()
+
 
 MAX_HEAD_CHARS = 512  # no name of a tool, with its tags, is longer
 _WHITE_SPACE = " \t\r\n"

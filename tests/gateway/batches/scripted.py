@@ -13,7 +13,7 @@ from penstock.core.identity import Principal
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Counts, LineAnswer, LineResult
 from penstock.gateway.batches.runner import BatchesConfig, BatchRunner
 from penstock.gateway.batches.store import BatchStore
-from penstock.gateway.blobs.folder import FileFolder
+from penstock.gateway.blobs.blobs import FileFolder
 from penstock.gateway.files import FileStore
 from penstock.gateway.store.database import Database
 

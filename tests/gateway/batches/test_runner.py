@@ -19,8 +19,7 @@ from penstock.core.errors import (
     StoreUnavailable,
 )
 from penstock.core.errors import RateLimited as TooFast
-from penstock.gateway.batches.batch import BatchLine, BatchStatus
-from penstock.gateway.batches.lines import MAX_BLANK_LINES
+from penstock.gateway.batches.batch import MAX_BLANK_LINES, BatchLine, BatchStatus
 from penstock.gateway.batches.run import Backoff, BatchRun
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.store import tables

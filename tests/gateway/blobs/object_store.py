@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from penstock.cluster.ports import free_port
-from penstock.gateway.blobs.s3 import S3Access, S3Client
+from penstock.gateway.blobs.bucket import S3Access, S3Client
 
 BUCKET = "penstock-tests"
 

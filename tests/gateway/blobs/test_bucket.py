@@ -11,10 +11,8 @@ import pytest
 
 from penstock.core.errors import StoreUnavailable
 from penstock.gateway.blobs import bucket as buckets
-from penstock.gateway.blobs.blobs import Blobs
-from penstock.gateway.blobs.bucket import PART_BYTES, Bucket
-from penstock.gateway.blobs.folder import FileFolder
-from penstock.gateway.blobs.s3 import S3Client
+from penstock.gateway.blobs.blobs import Blobs, FileFolder
+from penstock.gateway.blobs.bucket import PART_BYTES, Bucket, S3Client
 from tests.gateway.blobs.object_store import ObjectStore
 
 

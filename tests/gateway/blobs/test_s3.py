@@ -11,10 +11,9 @@ import pytest
 
 from penstock.core.errors import ConfigError, StoreUnavailable
 from penstock.core.gateway_config import StoreConfig
-from penstock.gateway.blobs import s3
-from penstock.gateway.blobs.bucket import Bucket
-from penstock.gateway.blobs.folder import FileFolder
-from penstock.gateway.blobs.s3 import ObjectMissing, S3Access, S3Client
+from penstock.gateway.blobs import bucket
+from penstock.gateway.blobs.blobs import FileFolder
+from penstock.gateway.blobs.bucket import Bucket, ObjectMissing, S3Access, S3Client
 from penstock.serve.environment import open_blobs
 from tests.gateway.blobs.object_store import BUCKET, ObjectStore
 
@@ -23,7 +22,7 @@ ACCESS = S3Access("AKID", "secret", token="token", region="eu-west-1", endpoint=
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "_FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(bucket, "_FIRST_WAIT_S", 0.0)
 
 
 def client_of(answer: Callable[[httpx.Request], httpx.Response], access: S3Access = ACCESS) -> S3Client:

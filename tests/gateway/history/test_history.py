@@ -10,7 +10,7 @@ import pytest
 
 from penstock.core.messages import EngineStats
 from penstock.core.request import Tier
-from penstock.gateway.history.history import SPANS, History, Ring, Span, show
+from penstock.gateway.history.history import SPANS, History, HistoryStore, Ring, Span, show
 from penstock.gateway.history.samples import (
     EngineUse,
     Sample,
@@ -21,7 +21,6 @@ from penstock.gateway.history.samples import (
     together,
 )
 from penstock.gateway.history.siblings import Siblings
-from penstock.gateway.history.store import HistoryStore
 from penstock.gateway.metrics.gateway import GatewayMetrics
 from penstock.gateway.store.database import Database
 from tests.gateway.fake_engine import FakeEngine

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from penstock.gateway.ledger.metrics import TokenMeter, TokensPerHour
+from penstock.gateway.ledger.ledger import TokenMeter, TokensPerHour
 from tests.gateway.ledger.samples import WallClock
 
 

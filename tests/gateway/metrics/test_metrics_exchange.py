@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from penstock.gateway.ledger.metrics import TokensPerHour
+from penstock.gateway.ledger.ledger import TokensPerHour
 from penstock.gateway.metrics import exchange
 from penstock.gateway.metrics.exchange import MetricsExchange, merge
 from penstock.gateway.metrics.table import Metric, metric, metric_by

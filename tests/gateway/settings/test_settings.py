@@ -14,9 +14,8 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.request import Tier
-from penstock.gateway.settings import file as settings_file
-from penstock.gateway.settings.file import SettingsFile
-from penstock.gateway.settings.live import LiveSettings
+from penstock.gateway.settings import live as live_module
+from penstock.gateway.settings.live import LiveSettings, SettingsFile
 from penstock.gateway.settings.settings import (
     Settings,
     TierSettings,
@@ -223,7 +222,7 @@ class TestSettingsFile:
     async def test_a_changed_file_is_noticed_and_a_bad_one_is_tried_once(
         self, file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(settings_file, "POLL_S", 0.001)
+        monkeypatch.setattr(live_module, "POLL_S", 0.001)
         live, source = opened(file)
         num_looks = 0
 
@@ -232,8 +231,8 @@ class TestSettingsFile:
             num_looks += 1
             return stamp_of(path)
 
-        stamp_of = settings_file._stamp_of
-        monkeypatch.setattr(settings_file, "_stamp_of", look)
+        stamp_of = live_module._stamp_of
+        monkeypatch.setattr(live_module, "_stamp_of", look)
         watching = asyncio.create_task(source.watch())
         await until(lambda: num_looks >= 3)
         assert live.num_applied == 0

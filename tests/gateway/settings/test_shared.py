@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import ConfigError, InvalidRequest, NotFound, PreconditionFailed
-from penstock.gateway.settings import file as settings_file
-from penstock.gateway.settings.file import SettingsFile
-from penstock.gateway.settings.live import LiveSettings
-from penstock.gateway.settings.settings import Settings
-from penstock.gateway.settings.shared import SharedSettings
+from penstock.gateway.settings import live as live_module
+from penstock.gateway.settings.live import LiveSettings, SettingsFile, SharedSettings
+from penstock.gateway.settings.settings import Settings, to_toml
 from penstock.gateway.settings.store import KIND, SettingsStore, merged, parse_json
-from penstock.gateway.settings.toml import to_toml
 from penstock.gateway.store import versions
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.store.versions import Follower, append
@@ -224,7 +221,7 @@ class TestFileAndDatabase:
     async def test_a_change_of_an_overruled_file_is_noted_and_not_used(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(settings_file, "POLL_S", 0.001)
+        monkeypatch.setattr(live_module, "POLL_S", 0.001)
         gateway = OneGateway(folder, self.TEXT)
         await gateway.store.replace(ACTOR, cache(5), 0)
         await gateway.start()

@@ -22,12 +22,11 @@ from penstock.core.errors import (
     StoreUnavailable,
 )
 from penstock.core.identity import Scope
-from penstock.gateway.blobs.folder import FileFolder
+from penstock.gateway.blobs.blobs import FileFolder
 from penstock.gateway.files import FileStore
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses
-from penstock.gateway.settings.live import LiveSettings
-from penstock.gateway.settings.shared import SharedSettings
+from penstock.gateway.settings.live import LiveSettings, SharedSettings
 from penstock.gateway.settings.store import SettingsStore
 from penstock.gateway.store import database as database_module
 from penstock.gateway.store import versions

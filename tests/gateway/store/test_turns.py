@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from penstock.core.errors import RateLimited
-from penstock.gateway.store.turns import MAX_QUERIES, MAX_QUERIES_OF_WORKSPACE, QueryTurns
+from penstock.gateway.store.database import MAX_QUERIES, MAX_QUERIES_OF_WORKSPACE, QueryTurns
 
 
 class Asker:

@@ -12,7 +12,7 @@ from penstock.core.errors import AuthenticationFailed, StoreUnavailable
 from penstock.core.identity import Scope
 from penstock.core.request import Tier
 from penstock.gateway.store.database import Database, sqlite_url
-from penstock.gateway.tenants import keyring, lookups, records
+from penstock.gateway.tenants import keyring, records
 from penstock.gateway.tenants.directory import Directory
 from penstock.gateway.tenants.keyring import CHECK_EVERY_S, OUTAGE_GRACE_S, TRUST_S, KeyRing
 from penstock.gateway.tenants.records import KeyChanges, NewKey, new_secret, prefix_of
@@ -133,7 +133,7 @@ async def test_a_database_that_never_answers_holds_nobody_up(
     async with asyncio.timeout(30):
         await ring.identify(issued.secret)
         database.may_speak.clear()
-        for module in (keyring, lookups):
+        for module in (keyring, keyring):
             monkeypatch.setattr(module, "PATIENCE_S", 0.001)
         for _ in range(int(OUTAGE_GRACE_S / TRUST_S) - 1):
             world.time.pass_s(TRUST_S)

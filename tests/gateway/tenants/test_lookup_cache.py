@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import Overloaded, StoreUnavailable
-from penstock.gateway.tenants.lookups import MAX_LOADING, Loaded, LookupCache
+from penstock.gateway.tenants.keyring import MAX_LOADING, Loaded, LookupCache
 
 
 class Source:

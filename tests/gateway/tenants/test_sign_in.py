@@ -22,8 +22,7 @@ from penstock.core.errors import (
 )
 from penstock.core.gateway_config import OidcConfig
 from penstock.core.identity import Scope
-from penstock.gateway.tenants.sign_in import SignIn
-from penstock.gateway.tenants.tokens import PublicKeys, TokenVerifier
+from penstock.gateway.tenants.tokens import PublicKeys, SignIn, TokenVerifier
 from tests.gateway.tenants.conftest import World
 from tests.gateway.tenants.identity_provider import IdentityProvider, running_provider
 
