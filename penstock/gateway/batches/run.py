@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 
 import msgspec
 from prometheus_client.core import Metric
@@ -67,8 +68,57 @@ class BatchMetrics(Collector):
 
 logger = logging.getLogger(__name__)
 
-_LINES_AT_ONCE = 128
+_LINES_AT_ONCE = 128  # that are read from a file, unless they are large
+_BYTES_AT_ONCE = 1 << 20
 _MIN_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
+
+
+class FairSlots:
+    """Slots that workspaces share. A free slot goes to the waiting workspace that has the fewest, and within it to
+    the caller that has waited the longest."""
+
+    def __init__(self, count: int) -> None:
+        self._num_free = count
+        self._num_taken: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the workspace served longest ago first
+
+    async def acquire(self, workspace_id: str) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(workspace_id, deque()).append(turn)
+        self._hand_out()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release(workspace_id)
+            raise
+
+    def release(self, workspace_id: str) -> None:
+        self._num_free += 1
+        self._num_taken[workspace_id] -= 1
+        if not self._num_taken[workspace_id]:
+            del self._num_taken[workspace_id]
+        self._hand_out()
+
+    @asynccontextmanager
+    async def slot(self, workspace_id: str) -> AsyncIterator[None]:
+        await self.acquire(workspace_id)
+        try:
+            yield
+        finally:
+            self.release(workspace_id)
+
+    def _hand_out(self) -> None:
+        while self._num_free and self._waiting:
+            workspace_id = min(self._waiting, key=self._num_taken.__getitem__)
+            turns = self._waiting.pop(workspace_id)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[workspace_id] = turns
+            if not turn.done():
+                self._num_free -= 1
+                self._num_taken[workspace_id] += 1
+                turn.set_result(None)
 
 
 class RunContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +127,8 @@ class RunContext(msgspec.Struct, frozen=True, kw_only=True):
     store: BatchStore
     results: ResultWriter
     blobs: Blobs
-    slots: asyncio.Semaphore  # one per line in flight; waiting batches take turns
+    slots: FairSlots  # one per line in flight
+    passes: FairSlots  # through whole files, each of which keeps a thread busy
     metrics: BatchMetrics
     holder: str
     wall_clock: Callable[[], float]
@@ -123,6 +174,10 @@ class BatchRun:
             for task in self._in_flight:
                 task.cancel()
 
+    @property
+    def is_ending(self) -> bool:
+        return self._ending is not None
+
     def stop(self, ending: Ending) -> None:
         """Start no more lines. Those in flight may finish, unless their time is up."""
         self._ending = self._ending or ending
@@ -143,7 +198,8 @@ class BatchRun:
 
     async def _validate(self) -> None:
         context = self._context
-        num_lines, errors = await asyncio.to_thread(validate, self.batch, context.blobs, self._dialect)
+        async with context.passes.slot(self.batch.workspace_id):
+            num_lines, errors = await asyncio.to_thread(validate, self.batch, context.blobs, self._dialect)
         if errors:
             await self._fail(errors)
             return
@@ -182,14 +238,14 @@ class BatchRun:
     async def _feed(self) -> None:
         recorded = await self._context.store.recorded_lines(self.batch.id)
         pending = self._pending_lines(recorded)
-        slots = self._context.slots
+        slots, workspace_id = self._context.slots, self.batch.workspace_id
         while (upcoming := await self._next_line(pending)) is not None:
             await self._acquire_slot()
             task = asyncio.create_task(self._run_line(*upcoming))
             self._in_flight.add(task)
             # In this order: a free slot means that the line's outcome is known.
             task.add_done_callback(self._on_line_done)
-            task.add_done_callback(lambda _: slots.release())
+            task.add_done_callback(lambda _: slots.release(workspace_id))
 
     async def _next_line(self, pending: AsyncIterator[BatchLine]) -> tuple[BatchLine, int] | None:
         """Return the next line to run and how often it was tried, or None when every line is recorded."""
@@ -207,17 +263,18 @@ class BatchRun:
 
     async def _acquire_slot(self) -> None:
         """Returns with a slot at a moment when the batch need not pause. A pausing batch holds no slot."""
+        slots, workspace_id = self._context.slots, self.batch.workspace_id
         while True:
             await self._backoff.over()
-            await self._context.slots.acquire()
+            await slots.acquire(workspace_id)
             if not self._backoff.is_on():
                 return
-            self._context.slots.release()
+            slots.release(workspace_id)
 
     async def _pending_lines(self, recorded: set[int]) -> AsyncIterator[BatchLine]:
         lines = lines_of(self.batch, self._context.blobs, self._dialect)
         pending = (line for line in lines if line.number not in recorded)
-        while chunk := await asyncio.to_thread(lambda: list(itertools.islice(pending, _LINES_AT_ONCE))):
+        while chunk := await asyncio.to_thread(_next_lines, pending):
             for line in chunk:
                 yield line
 
@@ -266,7 +323,8 @@ class BatchRun:
         counts = Counts()
         writer = OutputWriter(self.batch, context.blobs, self._dialect)
         if self.batch.counts.lines:  # or else it was stopped before it was found to be valid
-            counts = await asyncio.to_thread(writer.write, context.store.read_results)
+            async with context.passes.slot(self.batch.workspace_id):
+                counts = await asyncio.to_thread(writer.write, context.store.read_results)
         await context.store.finish(
             context.holder, self.batch, _final_status(self.batch), counts, self._listed_files(writer)
         )
@@ -290,6 +348,18 @@ class BatchRun:
             )
             for part, num_bytes in writer.num_bytes.items()
         }
+
+
+def _next_lines(lines: Iterator[BatchLine]) -> list[BatchLine]:
+    """Return the next lines, which are few if they are large."""
+    chunk: list[BatchLine] = []
+    num_bytes = 0
+    for line in itertools.islice(lines, _LINES_AT_ONCE):
+        chunk.append(line)
+        num_bytes += len(line.body)
+        if num_bytes >= _BYTES_AT_ONCE:
+            break
+    return chunk
 
 
 class Backoff:

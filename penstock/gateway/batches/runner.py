@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated
 
@@ -17,8 +18,8 @@ import msgspec
 from msgspec import Meta
 
 from penstock.core.errors import PenstockError
-from penstock.gateway.batches.batch import Batch, BatchDialect, BatchStatus
-from penstock.gateway.batches.run import BatchMetrics, BatchRun, RunContext
+from penstock.gateway.batches.batch import Batch, BatchDialect, BatchStatus, Ending
+from penstock.gateway.batches.run import BatchMetrics, BatchRun, FairSlots, RunContext
 from penstock.gateway.batches.store import BatchStore, LeaseLost, ResultWriter, new_holder
 from penstock.gateway.blobs.blobs import Blobs
 from penstock.gateway.files import FilesConfig, FileStore
@@ -27,6 +28,8 @@ from penstock.gateway.store.database import Database
 logger = logging.getLogger(__name__)
 
 _WAIT_AFTER_BUG_S = 60.0
+MAX_RUNS_OF_WORKSPACE = 16  # at a time, and again as many that end early
+MAX_PASSES = 2  # through the lines of whole batches at a time
 
 
 class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,16 +136,23 @@ class BatchRunner:
             return
         active = await self._store.active()
         abandoned = await self._store.abandoned() if active else frozenset()
+        num_running = Counter((run.batch.workspace_id, run.is_ending) for run, _ in self._runs.values())
         for batch in active:
             if batch.kind not in self._dialects or self._wall_clock() < self._begin_at.get(batch.id, 0.0):
                 continue
-            if batch.id not in self._runs:
-                self._begin(batch)
-            run, _ = self._runs[batch.id]
+            ending: Ending | None = None
             if batch.status is BatchStatus.CANCELLING or batch.id in abandoned:
-                run.stop("canceled")
+                ending = "canceled"
             elif self._wall_clock() >= batch.expires_at:
-                run.stop("expired")
+                ending = "expired"
+            if batch.id not in self._runs:
+                kind = batch.workspace_id, ending is not None
+                if num_running[kind] >= MAX_RUNS_OF_WORKSPACE:
+                    continue
+                num_running[kind] += 1
+                self._begin(batch)
+            if ending is not None:
+                self._runs[batch.id][0].stop(ending)
         if self._wall_clock() >= self._next_sweep_at:
             self._next_sweep_at = self._wall_clock() + self._config.sweep_s
             await self._files.remove_expired()
@@ -158,8 +168,8 @@ class BatchRunner:
         if task.cancelled():
             return
         error = task.exception()
-        if isinstance(error, LeaseLost):
-            self.wake()
+        if error is None or isinstance(error, LeaseLost):
+            self.wake()  # another batch of the workspace may wait
         elif isinstance(error, PenstockError):
             logger.warning("batch %s waits: %s", batch_id, error.message)
         elif error is not None:
@@ -182,7 +192,8 @@ class BatchRunner:
             store=self._store,
             results=ResultWriter(self._store, self._holder),
             blobs=self._files.blobs,
-            slots=asyncio.Semaphore(self._config.max_concurrent_lines),
+            slots=FairSlots(self._config.max_concurrent_lines),
+            passes=FairSlots(MAX_PASSES),
             metrics=self.metrics,
             holder=self._holder,
             wall_clock=self._wall_clock,

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 
-from penstock.core.errors import Conflict, NotFound
+from penstock.core.errors import Conflict, NotFound, RateLimited
 from penstock.gateway.batches.batch import (
     ACTIVE,
     CANCELLABLE,
@@ -115,6 +115,10 @@ def _process_namespace() -> str:
 _UNIQUE = secrets.token_hex(16)
 
 
+MAX_ACTIVE = (
+    1000  # batches of a workspace that are not over: the runner looks at all of them every few seconds
+)
+RETRY_AFTER_S = 60.0
 _RESULTS_AT_ONCE = 256
 _MAX_GROUP = 256
 
@@ -137,9 +141,21 @@ class BatchStore:
         return self._database.exists
 
     async def create(self, batch: Batch) -> None:
-        await self._database.run(
-            lambda connection: connection.execute(insert(tables.batches).values(batch_values(batch)))
+        """Raises RateLimited if the workspace has too many batches that are not over."""
+        active = select(func.count()).where(
+            tables.batches.c.workspace_id == batch.workspace_id, tables.batches.c.status.in_(sorted(ACTIVE))
         )
+
+        def add(connection: Connection) -> None:
+            if connection.execute(active).scalar_one() >= MAX_ACTIVE:
+                raise RateLimited(
+                    f"This workspace has {MAX_ACTIVE} batches that are not over, which is the limit.",
+                    hint="Put more requests into each batch.",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            connection.execute(insert(tables.batches).values(batch_values(batch)))
+
+        await self._database.run(add)
 
     async def get(self, workspace_id: str, batch_id: str, kind: str) -> Batch:
         return await self._database.run(

@@ -114,15 +114,16 @@ class Server:
         lines: list[str | bytes],
         batch_id: str = "batch_1",
         status: BatchStatus = BatchStatus.VALIDATING,
+        workspace_id: str = "w1",
     ) -> Batch:
         """A batch of one line for each text, or of raw bytes."""
         batch = Batch(
             id=batch_id,
-            workspace_id="w1",
+            workspace_id=workspace_id,
             kind="scripted",
             endpoint="/v1/echo",
             status=status,
-            principal=Principal(workspace_id="w1"),
+            principal=Principal(workspace_id=workspace_id),
             created_at=self.wall(),
             expires_at=self.wall() + 24 * 3600,
             counts=Counts(),

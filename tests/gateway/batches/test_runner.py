@@ -19,9 +19,10 @@ from penstock.core.errors import (
     StoreUnavailable,
 )
 from penstock.core.errors import RateLimited as TooFast
+from penstock.gateway.batches import store as batch_store
 from penstock.gateway.batches.batch import MAX_BLANK_LINES, BatchLine, BatchStatus
-from penstock.gateway.batches.run import Backoff, BatchRun
-from penstock.gateway.batches.runner import StoredWork
+from penstock.gateway.batches.run import Backoff, BatchRun, FairSlots, _next_lines
+from penstock.gateway.batches.runner import MAX_RUNS_OF_WORKSPACE, StoredWork
 from penstock.gateway.store import tables
 from penstock.gateway.store.database import Database
 from tests.gateway.batches.scripted import ScriptedDialect, Server, Wall
@@ -350,6 +351,74 @@ async def test_batches_share_the_slots(server: Server) -> None:
     released.set()
     await server.until_over("batch_1")
     assert server.dialect.most_in_flight == 4
+
+
+async def test_slots_go_to_the_workspace_that_has_the_fewest() -> None:
+    slots = FairSlots(2)
+    served: list[str] = []
+
+    async def take(workspace_id: str) -> None:
+        await slots.acquire(workspace_id)
+        served.append(workspace_id)
+
+    greedy = [asyncio.create_task(take("greedy")) for _ in range(5)]
+    late = [asyncio.create_task(take("late")) for _ in range(2)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert served == ["greedy"] * 2
+    slots.release("greedy")
+    slots.release("greedy")
+    late[1].cancel()  # at the moment when it may have been given a slot
+    await asyncio.wait(late)
+    assert served[2:] == ["late", "greedy"]
+    for holder in (served[2], served[3]):
+        slots.release(holder)
+    await asyncio.wait_for(greedy[3], 60)
+    slots.release("greedy")
+    slots.release("greedy")
+    await asyncio.gather(*greedy)
+    async with slots.slot("last"):
+        pass
+
+
+async def test_a_workspace_with_many_batches_leaves_room_to_others(server: Server) -> None:
+    released = hold(server, after=0)
+    for number in range(MAX_RUNS_OF_WORKSPACE + 4):
+        await server.hand_in(["a", "b"], f"batch_{number}")
+    await server.hand_in(["c"], "batch_other", workspace_id="w2")
+    server.runner.start()
+    await server.looked()
+    assert server.runner.num_running == MAX_RUNS_OF_WORKSPACE + 1
+    last = f"batch_{MAX_RUNS_OF_WORKSPACE + 3}"
+    await server.store.cancel("w1", last, "scripted")
+    await server.until(lambda batch: batch.status is BatchStatus.CANCELLED, last)
+    released.set()
+    await server.until_over()
+    for number in range(MAX_RUNS_OF_WORKSPACE + 3):
+        assert (await server.get(f"batch_{number}")).status is BatchStatus.COMPLETED
+    other = await server.store.get("w2", "batch_other", "scripted")
+    assert other.status is BatchStatus.COMPLETED
+
+
+async def test_a_workspace_cannot_hand_in_batches_without_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_store, "MAX_ACTIVE", 2)
+    for number in range(2):
+        await server.hand_in(["a"], f"batch_{number}")
+    with pytest.raises(TooFast, match="2 batches that are not over"):
+        await server.hand_in(["a"], "batch_2")
+    await server.hand_in(["a"], "batch_3", workspace_id="w2")
+    server.runner.start()
+    await server.until_over("batch_0")
+    await server.until_over("batch_1")
+    await server.hand_in(["a"], "batch_2")
+
+
+def test_few_large_lines_are_read_at_once() -> None:
+    small, large = BatchLine(1, "s", b"{}"), BatchLine(2, "l", bytes(600 << 10))
+    lines = iter([small] * 200 + [large] * 5)
+    assert [len(_next_lines(lines)) for _ in range(5)] == [128, 74, 2, 1, 0]
 
 
 async def test_a_pause_records_what_is_in_flight_and_leaves_the_rest(tmp_path: Path) -> None:
