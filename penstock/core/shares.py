@@ -6,8 +6,6 @@ get three sevenths each, and there is always room for a tenant that comes later.
 
 from __future__ import annotations
 
-from collections import Counter
-
 _FACTOR = 3
 
 
@@ -20,19 +18,19 @@ class Shares:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used = 0
-        self._by_tenant: Counter[str] = Counter()
+        self._by_tenant: dict[str, int] = {}
 
     def of(self, tenant: str) -> int:
-        return self._by_tenant[tenant]
+        return self._by_tenant.get(tenant, 0)
 
     def is_full_for(self, tenant: str, *, more: int = 0) -> bool:
         """Say whether the tenant has its share. `more` is added to the capacity."""
-        own = self._by_tenant[tenant]
+        own = self._by_tenant.get(tenant, 0)
         return bool(tenant and own) and own >= _FACTOR * (self.capacity + more - self.used)
 
     def add(self, tenant: str, amount: int = 1) -> None:
         """Count more, or less for a negative amount."""
         self.used += amount
-        self._by_tenant[tenant] += amount
-        if not self._by_tenant[tenant]:
+        own = self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + amount
+        if not own:
             del self._by_tenant[tenant]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any
 
 import pytest
@@ -13,20 +12,15 @@ from penstock.api.http.exchange import Exchange
 from tests.api.test_held_head import Wire
 
 
-def exchange(wire: Wire, *, keep_alive: bool = True) -> Exchange:
-    logger = logging.getLogger(__name__)
+def exchange(wire: Wire, *, keep_alive: bool = True, whole_body: bytes | None = None) -> Exchange:
     return Exchange(
-        scope={"type": "http", "method": "POST"},  # type: ignore[typeddict-item]
-        transport=wire,
-        flow=FlowControl(wire),
-        logger=logger,
-        access_logger=logger,
-        access_log=False,
-        default_headers=[(b"date", b"today")],
-        message_event=asyncio.Event(),
-        expect_100_continue=False,
+        {"type": "http", "method": "POST"},  # type: ignore[typeddict-item]
+        wire,
+        FlowControl(wire),
+        [(b"date", b"today")],
+        lambda: None,
         keep_alive=keep_alive,
-        on_response=lambda: None,
+        whole_body=whole_body,
     )
 
 
@@ -92,3 +86,25 @@ async def test_nothing_is_written_to_a_connection_that_has_ended() -> None:
     wire.close()
     await cycle.send(body(b"a"))  # type: ignore[arg-type]
     assert wire.packets == []
+
+
+async def test_a_whole_answer_may_come_as_one_message() -> None:
+    data, _ = await sent(start((b"content-length", b"2")) | {"body": b"ab"})
+    assert data == b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-length: 2\r\n\r\nab"
+
+
+async def test_a_whole_body_is_read_at_once_and_then_the_departure_is_awaited() -> None:
+    cycle = exchange(Wire(), whole_body=b"ab")
+    assert await cycle.receive() == {"type": "http.request", "body": b"ab", "more_body": False}
+    departure = asyncio.create_task(cycle.receive())  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    assert not departure.done()
+    cycle.disconnected = True
+    cycle.message_event.set()
+    assert await departure == {"type": "http.disconnect"}
+
+
+async def test_a_client_that_left_sends_no_body() -> None:
+    cycle = exchange(Wire(), whole_body=b"ab")
+    cycle.disconnected = True
+    assert await cycle.receive() == {"type": "http.disconnect"}

@@ -10,10 +10,11 @@ from urllib.parse import quote
 import msgspec
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from penstock.api.http.context import answer_headers, note_limits_sent, watch_of
 from penstock.api.http.errors import is_anthropic
+from penstock.api.http.exchange import WHOLE_ANSWERS
 from penstock.api.http.limit_headers import Headers, limit_headers
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.identity import RateLimits
@@ -156,8 +157,13 @@ class WholeAnswer:
             *_sent_limits(scope, self._rate_limits),
             *self._more_headers,
         ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": self._body})
+        start: Message = {"type": "http.response.start", "status": 200, "headers": headers}
+        if WHOLE_ANSWERS in (scope.get("extensions") or ()):
+            start["body"] = self._body
+            await send(start)
+        else:
+            await send(start)
+            await send({"type": "http.response.body", "body": self._body})
 
 
 class EventWriter(Protocol):

@@ -242,8 +242,10 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         request_id = self._new_id()
-        set_request_id(scope, request_id)
-        _make_path_plain(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+        path: str = scope["path"]
+        if path[-1:] == "/" or path.startswith(_OTHER_ROOT):
+            _make_path_plain(scope)
         header_name = b"request-id" if is_anthropic(scope) else b"x-request-id"
         has_started = False
 

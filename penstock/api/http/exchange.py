@@ -1,25 +1,141 @@
-"""Requests and answers of a connection, below ASGI: the fast path for plain POST requests, the task that answers
-them, and the transports that the answers pass."""
+"""Requests and answers of a connection, below ASGI: heads that were parsed before, the fast path for plain POST
+requests, the task that answers them, and the transports that the answers pass."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
-from uvicorn._types import ASGI3Application, ASGISendEvent, HTTPResponseBodyEvent, HTTPResponseStartEvent
+from uvicorn._types import ASGI3Application, ASGIReceiveEvent, ASGISendEvent, HTTPScope
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
+_logger = logging.getLogger("uvicorn.error")
+
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
+# An empty SETTINGS frame, and GOAWAY with the code HTTP_1_1_REQUIRED (RFC 9113).
+HTTP2_REFUSAL = bytes.fromhex("000000 04 00 00000000000008 07 00 00000000 00000000 0000000d")
+
 MAX_COPIED_BYTES = 64 << 10  # a larger body is not copied behind the head
+
+
+_LENGTH = b"ength: "  # at its end, "Content-Length: " in the two common spellings
+_MAX_LENGTH_DIGITS = 9
+# What these ask for is the business of the parser.
+_UNPLAIN_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"http2-settings", b"trailer"})
+
+
+class KnownHead:
+    """The head of a POST request that the parser has read, without the length of the body. Clients send the same head
+    again and again over a connection, and parsing a head costs a tenth of a short request."""
+
+    __slots__ = ("_end", "_headers", "_start", "target")
+
+    def __init__(
+        self, start: bytes, end: bytes, target: bytes, headers: Sequence[tuple[bytes, bytes]]
+    ) -> None:
+        self._start = start  # up to the length
+        self._end = end  # from the length to the end of the head
+        self._headers = [each for each in headers if each[0] != b"content-length"]
+        self.target = target
+
+    @classmethod
+    def of(cls, data: bytes, target: bytes, headers: Sequence[tuple[bytes, bytes]]) -> KnownHead | None:
+        """Return the head of the one request that `data` is, as the parser has read it from the first byte on. None
+        for a head whose framing is more than a length, and for several requests."""
+        by_name = dict(headers)
+        is_plain = len(by_name) == len(headers) and _UNPLAIN_HEADERS.isdisjoint(by_name)
+        if not is_plain or by_name.get(b"connection", b"keep-alive").lower() != b"keep-alive":
+            return None
+        end = data.find(b"\r\n\r\n") + 4
+        first = data.find(_LENGTH, 0, end) + len(_LENGTH)
+        last = data.find(b"\r\n", first, end)
+        name = data[data.rfind(b"\n", 0, first) + 1 : first].lower()
+        length = by_name.get(b"content-length", b"")
+        is_length = name == b"content-length: " and data[first:last] == length and length.isdigit()
+        is_alone = is_length and data.startswith(b"POST ") and end + int(length) == len(data)
+        return cls(data[:first], data[last:end], target, headers) if is_alone else None
+
+    def request(self, data: bytes) -> tuple[list[tuple[bytes, bytes]], bytes] | None:
+        """Return the headers and the body of the whole request that `data` is, if it has this head."""
+        start, end = self._start, self._end
+        if not data.startswith(start):
+            return None
+        first = len(start)
+        last = data.find(b"\r\n", first)
+        length = data[first:last]
+        if not data.startswith(end, last) or not length.isdigit() or len(length) > _MAX_LENGTH_DIGITS:
+            return None
+        body = data[last + len(end) :]
+        if int(length) != len(body) or not body:
+            return None
+        return [*self._headers, (b"content-length", length)], body
+
+
+# The ASGI extension of servers that take a whole answer as one message: its start, with the `body`.
+WHOLE_ANSWERS = "penstock.whole_answers"
+
+
+class _Unwatched:
+    """Stands for the event of a cycle while nobody waits for it."""
+
+    def set(self) -> None:
+        pass
+
+
+_UNWATCHED: Any = _Unwatched()
 
 
 class Exchange(RequestResponseCycle):
     """A cycle whose application writes the names of headers in lower case, and leaves the framing of bodies to the
     server. Not for HEAD, nor for statuses without a body. The head leaves with the first piece of the body, in one
     packet: a second packet would double the cost of a short answer. uvicorn's own cycle matches patterns against
-    every header of every answer, which costs as much as the look-up of the caller's key and limits together."""
+    every header of every answer, which costs as much as the look-up of the caller's key and limits together.
+
+    `whole_body` is the body of a request that has arrived whole."""
 
     _head = b""  # until it is sent
+    chunked_encoding = False
+    expected_content_length = 0
+    disconnected = False
+    response_started = False
+    response_complete = False
+
+    def __init__(
+        self,
+        scope: HTTPScope,
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        default_headers: list[tuple[bytes, bytes]],
+        on_response: Callable[[], None],
+        *,
+        keep_alive: bool,
+        whole_body: bytes | None = None,
+        expect_100_continue: bool = False,
+    ) -> None:
+        self.scope = scope
+        self.transport = transport
+        self.flow = flow
+        self.logger = _logger
+        self.default_headers = default_headers
+        self.on_response = on_response
+        self.keep_alive = keep_alive
+        self.waiting_for_100_continue = expect_100_continue
+        self.message_event = asyncio.Event() if whole_body is None else _UNWATCHED
+        self.body = bytearray()
+        self.more_body = whole_body is None
+        self._whole_body = whole_body
+
+    async def receive(self) -> ASGIReceiveEvent:
+        body, self._whole_body = self._whole_body, None
+        if body is not None and not self.disconnected and not self.response_complete:
+            return {"type": "http.request", "body": body, "more_body": False}
+        if self.message_event is _UNWATCHED:
+            self.message_event = asyncio.Event()
+        return await super().receive()
 
     async def send(self, message: ASGISendEvent) -> None:
         if self.flow.write_paused and not self.disconnected:
@@ -28,12 +144,14 @@ class Exchange(RequestResponseCycle):
             return
         if message["type"] == "http.response.start" and not self.response_started:
             self._start(message)
+            if "body" in message:
+                self._write(message)
         elif message["type"] == "http.response.body" and self.response_started and not self.response_complete:
             self._write(message)
         else:
             raise RuntimeError(f"An ASGI message of type {message['type']!r} was not expected now.")
 
-    def _start(self, message: HTTPResponseStartEvent) -> None:
+    def _start(self, message: Any) -> None:
         headers = [*self.default_headers, *message.get("headers", ())]
         num_lines = len(headers) + 1
         lines = b"%b: %b\r\n" * len(headers) % tuple(chain.from_iterable(headers))
@@ -55,7 +173,7 @@ class Exchange(RequestResponseCycle):
             head += b"connection: close\r\n"
         self._head = head + b"\r\n"
 
-    def _write(self, message: HTTPResponseBodyEvent) -> None:
+    def _write(self, message: Any) -> None:
         body, is_last = message.get("body", b""), not message.get("more_body", False)
         head, self._head = self._head, b""
         if self.chunked_encoding:
@@ -183,6 +301,16 @@ class UnframedBody(HeldHead):
         return b"".join(parts)
 
 
+def wrap_transport(cycle: RequestResponseCycle, http_version: str, *, is_post: bool) -> None:
+    """Wrap the transport of answers that uvicorn sends in more than one packet, or frames for HTTP/1.1. Answers to
+    methods other than POST may have no body for the head to wait for."""
+    if http_version == "1.0":
+        cycle.waiting_for_100_continue = False  # HTTP/1.0 has no such response
+        cycle.transport = UnframedBody(cycle.transport)
+    elif is_post and not cycle.waiting_for_100_continue:
+        cycle.transport = HeldHead(cycle.transport)
+
+
 MAX_HELD_BYTES = 16 << 10  # of one connection; more leaves at once, and the transport may pause the writer
 
 
@@ -197,6 +325,7 @@ class LateWrites(asyncio.Transport):
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._transport = transport
+        self.is_closing = transport.is_closing  # type: ignore[method-assign]  # is asked several times by a request
         self._loop = loop
         self._held: list[bytes | bytearray | memoryview[Any]] = []
         self._num_held_bytes = 0
@@ -231,9 +360,6 @@ class LateWrites(asyncio.Transport):
         self._held.clear()
         self._num_held_bytes = 0
         self._transport.abort()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
 
     def get_write_buffer_size(self) -> int:
         return self._num_held_bytes + self._transport.get_write_buffer_size()

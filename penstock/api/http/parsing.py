@@ -8,7 +8,7 @@ import difflib
 import functools
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -96,12 +96,12 @@ async def _rest_of_body(request: Request, first: bytes, max_bytes: int) -> bytes
         pending.remove(workspace_id, num_bytes)
 
 
-async def read_within_bound(request: Request) -> bytes:
+def read_within_bound(request: Request) -> Coroutine[Any, Any, bytes]:
     """Read the body of a request, within the bound of the application."""
     app = request.scope.get("app")
     if app is None:
-        return await read_body(request, MAX_INNER_BYTES)
-    return await read_body(request, app.max_body_bytes if has_principal(request) else MAX_UNKNOWN_BYTES)
+        return read_body(request, MAX_INNER_BYTES)
+    return read_body(request, app.max_body_bytes if has_principal(request) else MAX_UNKNOWN_BYTES)
 
 
 def _holder_of(connection: HTTPConnection) -> str:

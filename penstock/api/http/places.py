@@ -74,9 +74,11 @@ class Place:
 
     def rest(self) -> None:
         """Rest from now on: the connection is new, has a new request, or a request was answered."""
-        self._let_go()
-        self._places.resting.pop(self, None)
-        self._places.resting[self] = None
+        if self._holder is not None:
+            self._let_go()
+        resting = self._places.resting
+        resting.pop(self, None)
+        resting[self] = None
 
     def leave(self) -> None:
         """The connection has ended."""

@@ -21,7 +21,16 @@ from uvicorn.server import ServerState
 from penstock.api.http.bodies import MAX_DISCARDED_BYTES, ArrivingBody
 from penstock.api.http.connections import ClientTimer, ConnectionLimits, IdleTimer, StallTimer
 from penstock.api.http.context import ON_DEPARTURE
-from penstock.api.http.exchange import Exchange, HeldHead, LateWrites, RequestWorker, UnframedBody
+from penstock.api.http.exchange import (
+    HTTP2_PREFACE,
+    HTTP2_REFUSAL,
+    WHOLE_ANSWERS,
+    Exchange,
+    KnownHead,
+    LateWrites,
+    RequestWorker,
+    wrap_transport,
+)
 from penstock.api.http.places import TAKE_PLACE, Place
 from penstock.api.http.turns import (
     MAX_PIECE_PARTS,
@@ -43,9 +52,7 @@ from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, Penst
 from penstock.core.gateway_config import ServerConfig
 
 MAX_HEADERS = 100
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
-# An empty SETTINGS frame, and GOAWAY with the code HTTP_1_1_REQUIRED (RFC 9113).
-HTTP2_REFUSAL = bytes.fromhex("000000 04 00 00000000000008 07 00 00000000 00000000 0000000d")
+MAX_LOOKS_AT_HEADS = 4  # of a connection, in search of one that comes again
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -70,11 +77,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._singles: dict[bytes, bytes] = {}  # values of the request's SINGLE_HEADERS, by name
         self._awaits_body = False
         self._awaits_head = True  # the first request is expected at once
+        self._known_head: KnownHead | None = None  # of the last request that could be read again
+        self._num_looks_left = MAX_LOOKS_AT_HEADS
+        self._is_parsing = False  # whether the parser is within a request
         self._began_in_this_chunk = False
         self._num_chunk_bytes = 0
         self._num_head_bytes = 0
         self._body = ArrivingBody()
         self._on_departure: Callable[[], None] | None = None  # callback of the request that is being answered
+        self._exchange_extensions: dict[str, dict[object, object]] = {}
         self._extensions: dict[str, dict[object, object]] = {ON_DEPARTURE: {"watch": self.watch_departure}}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -90,6 +101,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._place.rest()
         self._extensions[TAKE_PLACE] = {"take": self._place.take}
+        self._exchange_extensions = self._extensions | {WHOLE_ANSWERS: {}}
         self._arm(self.limits.config.header_timeout_s, self._head_timed_out)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -110,13 +122,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.cycle = None  # type: ignore[assignment]
         self.scope = None  # type: ignore[assignment]
         self.pipeline.clear()
-        self._extensions = {}
+        self._extensions = self._exchange_extensions = {}
 
     def watch_departure(self, on_departure: Callable[[], None] | None) -> None:
         """Call `on_departure` when the client disconnects. One request of a connection is answered at a time."""
         self._on_departure = on_departure
         if on_departure is not None:
-            self.flow.resume_reading()  # a large body may have paused reading, without which no disconnect is seen
+            if self.flow.read_paused:  # by a large body: no disconnect would be seen
+                self.flow.resume_reading()
             if self.transport.is_closing():
                 self.loop.call_soon(on_departure)
 
@@ -132,8 +145,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             else:
                 self._read_on_soon()
         else:
-            self._read(data)
+            if self._is_parsing or not self._take_known(data):
+                self._read(data)
             turns.spend(self.loop, self._num_parts)
+
+    def _take_known(self, data: bytes) -> bool:
+        """Answer the request that the data is without the parser, which has read the same head before. Returns False
+        if the parser has to look."""
+        if self._known_head is None or self.transport.is_closing():
+            return False
+        if self.cycle is not None and not self.cycle.response_complete:
+            return False
+        found = self._known_head.request(data)
+        if found is None:
+            return False
+        self._num_looks_left = MAX_LOOKS_AT_HEADS
+        self._num_parts += 1
+        self._idle.stop()
+        self._disarm()
+        self._awaits_head = False
+        super().on_message_begin()
+        self.headers[:], body = found
+        self._begin_exchange(self._known_head.target, keep_alive=not self.limits.is_leaving, whole_body=body)
+        return True
 
     def _read_on_soon(self) -> None:
         self.flow.hold()
@@ -171,11 +205,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if data.startswith(HTTP2_PREFACE) and self.scope is None:
             self._refuse_http2()
             return
+        is_first = not self._is_parsing  # whether a request can begin with the first byte
         self._began_in_this_chunk = False
         self._num_chunk_bytes = len(data)
         self._feed(data)
         if self.transport.is_closing() or self.transport.get_protocol() is not self:
             return
+        if is_first and not self._is_parsing and self._num_looks_left and type(self.cycle) is Exchange:
+            self._num_looks_left -= 1
+            self._known_head = KnownHead.of(data, self.url, self.headers)
         if self._awaits_body:
             self._body.num_framed_bytes += len(data)
             self._check_framing()
@@ -246,7 +284,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._place.rest()
             self._stall.start_at_close(self.loop, self.transport)
             return
-        self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
         work = self.pipeline.pop() if self.pipeline else None
         if self._unread and not self.pipeline:
             self._read_on_soon()
@@ -268,7 +307,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._num_parts += 1
-        self._awaits_head = True
+        self._awaits_head = self._is_parsing = True
         self._began_in_this_chunk = True
         self._num_head_bytes = 0
         self._singles.clear()
@@ -305,43 +344,31 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.scope["extensions"] = self._extensions
         is_post = self.parser.get_method() == b"POST"
         if is_post and http_version == "1.1" and is_plain_target(self.url):
-            self._begin_exchange()
+            self._begin_exchange(self.url, keep_alive=self.parser.should_keep_alive())
         else:
             super().on_headers_complete()
-            self._wrap_transport(http_version, is_post=is_post)
+            if self.cycle is not None:
+                wrap_transport(self.cycle, http_version, is_post=is_post)
         if self.limits.is_leaving and self.cycle is not None:
             self.cycle.keep_alive = False
 
-    def _wrap_transport(self, http_version: str, *, is_post: bool) -> None:
-        """Wrap the transport of answers that uvicorn sends in more than one packet, or frames for HTTP/1.1. Answers
-        to methods other than POST may have no body for the head to wait for."""
-        if self.cycle is None:
-            return
-        if http_version == "1.0":
-            self.cycle.waiting_for_100_continue = False  # HTTP/1.0 has no such response
-            self.cycle.transport = UnframedBody(self.transport)
-        elif is_post and not self.expect_100_continue:
-            self.cycle.transport = HeldHead(self.transport)
-
-    def _begin_exchange(self) -> None:
+    def _begin_exchange(self, target: bytes, *, keep_alive: bool, whole_body: bytes | None = None) -> None:
         """Handle the head of a plain request, as uvicorn does, without the checks for special cases."""
         scope = self.scope
-        path, _, query = self.url.partition(b"?")
+        path, _, query = target.partition(b"?")
         scope["method"] = "POST"
         scope["path"], scope["raw_path"], scope["query_string"] = path.decode("ascii"), path, query
+        scope["extensions"] = self._exchange_extensions
         before = self.cycle
         self.cycle = Exchange(
-            scope=scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=False,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=self.expect_100_continue,
-            keep_alive=self.parser.should_keep_alive(),
-            on_response=self.on_response_complete,
+            scope,
+            self.transport,
+            self.flow,
+            self.server_state.default_headers,
+            self.on_response_complete,
+            keep_alive=keep_alive,
+            whole_body=whole_body,
+            expect_100_continue=whole_body is None and self.expect_100_continue,
         )
         if before is None or before.response_complete:
             self._start_asgi_task(self.cycle, self.app)
@@ -363,7 +390,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._offers_upgrade:
             return
-        self._awaits_body = False
+        self._awaits_body = self._is_parsing = False
         self._disarm()
         if self.cycle is not None:
             super().on_message_complete()
