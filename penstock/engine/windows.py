@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.core.errors import ConfigError
 from penstock.core.plan import Chunk, WindowGroup
 from penstock.kernels.interface import AttentionBatch, HalvesBlocks, KVRegion, KVStore
 from penstock.models.model import LayerWindow
@@ -52,12 +53,13 @@ class LayerLayout:
 
 def lay_out(windows: Sequence[LayerWindow | None], max_model_len: int, block_size: int) -> LayerLayout | None:
     """Divide layers into groups; None if that saves little memory."""
-    kinds = [
-        None
-        if each is None or each.size >= max_model_len or (each.in_chunks and each.size % block_size)
-        else each
-        for each in windows
-    ]
+    kinds = [None if each is None or each.size >= max_model_len else each for each in windows]
+    for kind in kinds:
+        if kind is not None and kind.in_chunks and kind.size % block_size:
+            raise ConfigError(
+                f"The model attends in chunks of {kind.size} tokens, which blocks of {block_size} do not fill.",
+                hint=f"Shorten the context to one chunk: --max-model-len {kind.size}.",
+            )
     counts = Counter(kind for kind in kinds if kind is not None)
     if not counts:
         return None

@@ -156,6 +156,7 @@ class RecurrentConfig:
     state_size: int = 1  # of a group; of a gated delta net, the size of a key head
     step_limits: tuple[float, float] = (0.0, math.inf)
     has_norm: bool = True
+    norm_eps: float | None = None  # None: that of the other norms
     gates_first: bool = True  # the gate comes before the norm
     largest_rate: float = 1.0  # of a gated delta net
 
@@ -316,6 +317,13 @@ class Fields:
                 f"{self.where} asks for the activation {name!r}; known are {', '.join(_PLAIN_ACTIVATIONS)}."
             )
         return _PLAIN_ACTIVATIONS[name]
+
+    def require_silu(self, key: str = "hidden_act") -> None:
+        """Refuse layers with a fixed state that have another activation than all published ones."""
+        if self.text(key, "silu") not in ("silu", "swish"):
+            raise ModelLoadError(
+                f"{self.where} asks for {key} {self.raw(key)!r}; layers with a state know silu."
+            )
 
     def numbers(self, key: str, *, positive: bool = True) -> tuple[float, ...]:
         """Read a list of positive numbers, or of any finite numbers."""

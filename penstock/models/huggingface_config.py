@@ -104,6 +104,15 @@ def rope_parameters(fields: Fields) -> Mapping[str, Any]:
     return {}
 
 
+def growth_of_queries(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the settings of queries that grow with their position, which rope settings hold."""
+    fields, key = Fields(rope, where), "original_max_position_embeddings"
+    return {
+        "query_growth": fields.optional_number("llama_4_scaling_beta"),
+        "query_step": fields.integer(key) if fields.has(key) else None,
+    }
+
+
 def rope_config(
     parameters: Mapping[str, Any],
     fields: Fields,

@@ -19,7 +19,7 @@ import torch
 from penstock.core.engine_config import LoadFormat, ModelImplementation, Quantization
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.figures import format_bytes
-from penstock.kernels.interface import Ops
+from penstock.kernels.interface import DenseWeight, Ops
 from penstock.models.config import ArchitectureConfig, Fields, read_settings
 from penstock.models.decoder import Decoder
 from penstock.models.encoders.load import ENCODERS
@@ -54,12 +54,14 @@ from penstock.models.tokenizer import TokenizerFiles, tokenizer_from_folder
 from penstock.models.transformers_load import TransformersCheckpoint
 from penstock.models.vision import TransformersVision
 from penstock.models.vision_load import load_vision, text_fields
+from penstock.models.weight_parts import Part
 from penstock.models.weights import OnProgress, WeightLoader, WeightSource
 
 SUFFIXES = (".safetensors", ".gguf", ".bin")
 HEADER_BYTES = 64 << 10
 NUM_SAMPLES = 512  # spread evenly over each file
 SAMPLE_BYTES = 1 << 10
+HEAD_ROWS = 1024  # of a stored head, compared with the embedding at a time
 
 
 def weights_identity(path: Path) -> str:
@@ -259,6 +261,7 @@ def load_model(
     config = _with_stored_head(config, source)
     loader = WeightLoader(source, ops, quantization=quantization, shard=shard, on_progress=on_progress)
     model = checkpoint.architecture(config, loader, num_positions)
+    loader.refuse_unread_biases()
     logger.debug("read %s of weights", format_bytes(source.bytes_read))
     kept, read = loader.experts_kept_bytes, loader.experts_read_bytes
     if kept > UNPACKED * read:
@@ -271,10 +274,28 @@ def load_model(
 
 
 def _with_stored_head(config: ArchitectureConfig, source: WeightSource) -> ArchitectureConfig:
-    """Tie the head to the embedding where a checkpoint stores no head: settings may leave the tie to a class."""
+    """Tie the head to the embedding where a checkpoint stores no head: settings may leave the tie to a class. A head
+    that is stored and differs from the embedding is used, whatever the settings say."""
     names = source.names()
-    has_head = not names or any(name.startswith("lm_head.") for name in names)
-    return config if has_head else dataclasses.replace(config, tie_embeddings=True)
+    if names and not any(name.startswith("lm_head.") for name in names):
+        return dataclasses.replace(config, tie_embeddings=True)
+    if config.tie_embeddings and "lm_head.weight" in names and _has_own_head(config, source):
+        return dataclasses.replace(config, tie_embeddings=False)
+    return config
+
+
+def _has_own_head(config: ArchitectureConfig, source: WeightSource) -> bool:
+    size, hidden = config.vocab_size, config.hidden_size
+    for start in range(0, size, HEAD_ROWS):
+        part = Part(range(start, min(start + HEAD_ROWS, size)), range(hidden))
+        head, embedding = (
+            source.matrix(f"{name}.weight", size, hidden, part) for name in ("lm_head", "model.embed_tokens")
+        )
+        if not isinstance(head, DenseWeight) or not isinstance(embedding, DenseWeight):
+            return True
+        if not torch.equal(head.values, embedding.values):
+            return True
+    return False
 
 
 def weight_source(

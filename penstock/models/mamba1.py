@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops, PackedLinear
 from penstock.kernels.states import ChannelScanLayer, StateShapes
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
@@ -59,10 +58,7 @@ def mamba1_config(
 ) -> Mamba1Config:
     """Read the settings of Mamba 1. Hybrids have other names for them, which begin with `prefix`."""
     hidden = fields.integer("hidden_size")
-    if fields.text("hidden_act", "silu") != "silu":
-        raise ModelLoadError(
-            f"{fields.where} asks for the activation {fields.raw('hidden_act')!r}; Mamba has SiLU."
-        )
+    fields.require_silu()
     num_channels = fields.integer(f"{prefix}expand", 2) * hidden
     if not prefix:
         num_channels = fields.integer("intermediate_size", num_channels)

@@ -71,10 +71,10 @@ def _mamba_parts(config: ArchitectureConfig) -> dict[str, int]:
 
 
 def load_mamba(
-    load: LayerLoader, name: str = "mamba", *, scales: Sequence[float] | None = None, in_scale: float = 1.0
+    load: LayerLoader, name: str = "mamba", *, scales: Sequence[float] | None = None
 ) -> Mamba2Mixer:
     """Load a rank's heads of Mamba-2, and the groups that these heads read. `scales` are factors of the parts of the
-    projection, in their order; `in_scale` is a factor of the projection's input."""
+    projection, in their order."""
     config, settings, shard = load.config, recurrent_settings(load.config), load.weights.shard
     prefix, parts = f"{load.prefix}.{name}", _mamba_parts(config)
     if settings.num_heads < shard.tensor_size:
@@ -97,11 +97,9 @@ def load_mamba(
         return taken(load.weights.vector(f"{prefix}.{part}", settings.num_heads), [heads])
 
     scale = None
-    if in_scale != 1.0 or (scales is not None and set(scales) != {1.0}):
-        factors = zip(spans, scales or [1.0] * 5, strict=True)
-        scale = torch.cat([torch.full((len(span),), factor * in_scale) for span, factor in factors]).to(
-            device
-        )
+    if scales is not None and set(scales) != {1.0}:
+        factors = zip(spans, scales, strict=True)
+        scale = torch.cat([torch.full((len(span),), factor) for span, factor in factors]).to(device)
     return Mamba2Mixer(
         into=load.weights.linear(
             [f"{prefix}.{part}_proj" for part in parts],
@@ -134,7 +132,8 @@ def load_mamba(
 
 
 def _mamba_norm(load: LayerLoader, name: str, own: range) -> GatedNorm:
-    settings, eps = recurrent_settings(load.config), load.config.norm_eps
+    settings = recurrent_settings(load.config)
+    eps = settings.norm_eps or load.config.norm_eps
     if not settings.has_norm:
         return GatedNorm(None, eps)
     size = settings.num_heads * settings.head_dim
@@ -153,6 +152,7 @@ def _mamba_norm(load: LayerLoader, name: str, own: range) -> GatedNorm:
 
 def mamba_config(fields: Fields, layers: frozenset[int], hidden_size: int) -> RecurrentConfig:
     """Read the settings of Mamba-2 in hybrid models, which share their names."""
+    fields.require_silu()
     num_heads = fields.integer("mamba_n_heads", 128)
     inner = fields.integer("mamba_d_ssm", fields.integer("mamba_expand", 2) * hidden_size)
     head_dim = fields.raw("mamba_d_head")

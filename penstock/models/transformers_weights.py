@@ -180,7 +180,8 @@ class ModuleFiller:
         weight = self.source.matrix(self.names.direct[stored], head.out_features, head.in_features)
         bias = None
         if head.bias is not None:
-            bias = self.source.vector(self.names.direct[f"{name}.bias"], head.out_features)
+            stored_bias = tied.get(f"{name}.bias", f"{name}.bias")
+            bias = self.source.vector(self.names.direct[stored_bias], head.out_features)
         packed = self.loader.ops.pack_linear([weight], bias)
         self.loader.weight_bytes += packed.num_bytes
         self._replace(name, PackedModule(name, packed, is_head=True))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.engine_config import Quantization
+from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import (
     DenseWeight,
     ExpertWeights,
@@ -144,6 +145,8 @@ class WeightLoader:
         self._quantization = quantization
         self._on_progress = on_progress
         self._num_loaded = 0
+        self._vectors: set[str] = set()  # that have been read
+        self._denied: dict[str, int] = {}  # biases that products do not have by the settings, and their sizes
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -191,6 +194,8 @@ class WeightLoader:
         ]
         biases = None
         adds_bias = len(taken_columns) == columns or self.shard.tensor_rank == 0
+        if not bias:
+            self._denied |= dict(zip((f"{name}.bias" for name in names), rows, strict=True))
         if bias and adds_bias:
             biases = torch.cat(
                 [
@@ -204,6 +209,16 @@ class WeightLoader:
         self.weight_bytes += packed.num_bytes
         self.products.append(NamedProduct(tuple(names), tuple(rows), columns, packed, part=part))
         return packed
+
+    def refuse_unread_biases(self) -> None:
+        """Refuse biases of products that have none by the settings. Some tools store zeros for every product."""
+        for stored, height in self._denied.items():
+            is_unread = stored in self._names and stored not in self._vectors
+            if is_unread and bool(self._source.vector(stored, height, None).any()):
+                raise ModelLoadError(
+                    f"The checkpoint has {stored}, and by its settings the model has no such bias.",
+                    hint="Correct config.json (attention_bias, mlp_bias or the like).",
+                )
 
     def experts(
         self, names: Sequence[ExpertNames], intermediate_size: int, hidden_size: int, *, bias: bool = False
@@ -271,7 +286,9 @@ class WeightLoader:
         if is_first or (tied and is_last):
             part = Part(rows, range(hidden_size))
             weight = self._matrix("model.embed_tokens.weight", vocab_size, hidden_size, part)
-            head = self.ops.pack_linear([weight]) if tied and is_last else None
+            if tied and is_last:
+                bias = self._host_vector("lm_head.bias", vocab_size, rows) if head_bias else None
+                head = self.ops.pack_linear([weight], bias)
             table = self.ops.pack_embedding(weight, tied=head) if is_first else None
             self.weight_bytes += sum(packed.num_bytes for packed in (head, table) if packed is not None)
             if not is_first:
@@ -303,6 +320,7 @@ class WeightLoader:
         return weight
 
     def _host_vector(self, name: str, size: int, part: range | None = None) -> Tensor:
+        self._vectors.add(name)
         values = self._source.vector(name, size, part if part is not None and len(part) < size else None)
         self._count(size)
         return values

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.core.errors import ConfigError
 from penstock.core.plan import WindowGroup
 from penstock.engine.build import Engine
 from penstock.engine.windows import LayerLayout, lay_out
@@ -59,14 +60,20 @@ def test_the_memory_of_a_long_context_shrinks(
         ([None] * 8, 4096),
         ([LayerWindow(4096)] * 8, 4096),
         ([LayerWindow(128), *[None] * 20], 4096),
-        ([LayerWindow(100, in_chunks=True)] * 4, 4096),
     ],
-    ids=["no windows", "wide windows", "few layers", "odd chunks"],
+    ids=["no windows", "wide windows", "few layers"],
 )
 def test_layers_stay_together_where_windows_save_nothing(
     windows: list[LayerWindow | None], context: int
 ) -> None:
     assert lay_out(windows, context, 16) is None
+
+
+def test_chunks_that_blocks_do_not_fill_are_refused_unless_the_context_is_one_chunk() -> None:
+    chunks = [LayerWindow(100, in_chunks=True)] * 4
+    assert lay_out(chunks, 100, 16) is None
+    with pytest.raises(ConfigError, match="chunks of 100 tokens, which blocks of 16 do not fill"):
+        lay_out(chunks, 4096, 16)
 
 
 MIXED = {

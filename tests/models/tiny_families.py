@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -251,10 +251,14 @@ TINY: dict[str, Tiny] = {
 }  # fmt: skip
 
 
-def save_tiny(name: str, folder: Path) -> Reference:
+def varied(name: str, **changes: Any) -> Tiny:
+    return replace(TINY[name], changes={**TINY[name].changes, **changes})
+
+
+def save_tiny(name: str, folder: Path, tiny: Tiny | None = None) -> Reference:
     """Save a model whose norms are near those of a fresh model, and whose other weights and biases are random."""
     torch.manual_seed(0)
-    model = TINY[name].make().float().eval()
+    model = (tiny or TINY[name]).make().float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim < 2 and not bool((parameter == 0).all() and _is_bias(model, parameter)):

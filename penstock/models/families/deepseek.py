@@ -17,7 +17,12 @@ from penstock.models.experts import ExpertMLP, add_mlp, expert_layout, load_expe
 from penstock.models.gguf_config import SIGMOID, common_gguf_config, gguf_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import common_huggingface_config, layer_kinds, rope_parameters
+from penstock.models.huggingface_config import (
+    common_huggingface_config,
+    growth_of_queries,
+    layer_kinds,
+    rope_parameters,
+)
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm, query_factors
 from penstock.models.layout import Layout, StoredRows, by_head
 from penstock.models.rope import pair_order
@@ -171,7 +176,6 @@ class Mistral4(DeepseekV2):
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         rope = dict(rope_parameters(fields) or _MISTRAL4_ROPE)
-        growth = Fields(rope, fields.where).optional_number("llama_4_scaling_beta")
         rope.pop(
             "partial_rotary_factor", None
         )  # of a whole query, whose rotated part has a size of its own here
@@ -181,7 +185,7 @@ class Mistral4(DeepseekV2):
         )
         assert config.experts is not None
         experts = dataclasses.replace(config.experts, normalizes=fields.flag("norm_topk_prob", True))
-        return dataclasses.replace(config, experts=experts, query_growth=growth)
+        return dataclasses.replace(config, experts=experts, **growth_of_queries(rope, fields.where))
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:

@@ -111,7 +111,7 @@ class FalconH1(HybridDecoder):
         return FalconH1Layer(
             norm=load.rms_norm("input_layernorm"),
             attention=load.attention(),
-            mixer=load_mamba(load, scales=self.config.mixer_scales, in_scale=self.config.mixer_in_scale),
+            mixer=load_mamba(load, scales=self.config.mixer_scales),
             mlp_norm=load.rms_norm("post_attention_layernorm"),
             mlp=load.gated_mlp(),
         )
@@ -120,7 +120,8 @@ class FalconH1(HybridDecoder):
         self, layer: FalconH1Layer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
     ) -> None:
         config, normed = self.config, layer.norm(ops, residual)
-        mixed = layer.mixer(ops, normed, cache.states, batch)
+        inputs = normed if config.mixer_in_scale == 1.0 else normed * config.mixer_in_scale
+        mixed = layer.mixer(ops, inputs, cache.states, batch)
         if config.attention_in_scale != 1.0:
             normed = normed * config.attention_in_scale
         attended = layer.attention(ops, normed, cache.kv, batch)

@@ -120,6 +120,7 @@ class KimiLinear(HybridDecoder):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         if not fields.flag("mla_use_nope", True):
             raise ModelLoadError(f"{fields.where} asks for rope, which Kimi Linear does not have.")
+        fields.require_silu()
         values = {"rope_interleave": False, "first_k_dense_replace": 1, **fields.values}
         renamed = Fields(values, fields.where).renamed(SETTINGS)
         config = latent_config(

@@ -64,6 +64,7 @@ class Mamba2(HybridDecoder):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields.require_silu()
         num_heads, has_bias = fields.integer("num_heads", 128), fields.flag("use_bias", False)
         recurrent = RecurrentConfig(
             layers=frozenset(range(fields.integer("num_hidden_layers"))),

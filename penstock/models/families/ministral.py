@@ -14,7 +14,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.families.llama import Llama, Mistral
 from penstock.models.gguf_config import common_gguf_config, has_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.huggingface_config import rope_parameters
+from penstock.models.huggingface_config import growth_of_queries, rope_parameters
 from penstock.models.layers import Block, LayerLoader, ScaledQueries, query_factors
 from penstock.models.layout import Layout
 
@@ -38,9 +38,8 @@ class Ministral3(Decoder):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         rope = {**_DEFAULT_ROPE, **rope_parameters(fields)}
         fields = Fields({**fields.values, "rope_parameters": rope}, fields.where)
-        growth = Fields(rope, fields.where).optional_number("llama_4_scaling_beta")
         config = Mistral.config_from_huggingface(fields)
-        return dataclasses.replace(config, architecture=cls.name, query_growth=growth)
+        return dataclasses.replace(config, architecture=cls.name, **growth_of_queries(rope, fields.where))
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:

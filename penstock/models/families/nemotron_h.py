@@ -108,6 +108,7 @@ class NemotronH(HybridDecoder):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields.require_silu("mamba_hidden_act")
         kinds = _kinds(fields)
         values = {
             **fields.values,

@@ -49,6 +49,7 @@ class OlmoHybrid(HybridDecoder):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields.require_silu()
         config = common_huggingface_config(fields, cls.name)
         kinds = layer_kinds(fields, config.num_layers, {"linear_attention", "full_attention"})
         if kinds is None:

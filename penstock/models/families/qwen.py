@@ -97,7 +97,9 @@ class Qwen3MoE(_Mixture, Qwen3):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        config = super().config_from_huggingface(fields)
+        # Windows, if there are any, are those of all layers.
+        every = {"layer_types": None, "max_window_layers": 0}
+        config = super().config_from_huggingface(Fields({**fields.values, **every}, fields.where))
         return dataclasses.replace(config, experts=qwen_experts(fields, config.num_layers))
 
     @classmethod
@@ -148,6 +150,6 @@ def _windows(fields: Fields, config: ArchitectureConfig) -> ArchitectureConfig:
     window = fields.integer("sliding_window")
     windows = layer_windows(fields, config.num_layers, window)
     if windows is None:
-        first = fields.integer("max_window_layers", 28)
+        first = 0 if fields.raw("max_window_layers") == 0 else fields.integer("max_window_layers", 28)
         windows = tuple(window if index >= first else None for index in range(config.num_layers))
     return dataclasses.replace(config, windows=windows)

@@ -79,6 +79,7 @@ class Qwen35(HybridDecoder):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         values = {"partial_rotary_factor": 0.25, "head_dim": 256, **fields.values}
         fields = Fields(values, fields.where)
+        fields.require_silu()
         config = common_huggingface_config(fields, cls.name)
         kinds = layer_kinds(fields, config.num_layers, {"linear_attention", "full_attention"})
         if kinds is None:

@@ -155,6 +155,7 @@ class Zamba2(HybridDecoder):
                 num_groups=fields.integer("mamba_ngroups", 1),
                 state_size=fields.integer("mamba_d_state", 64),
                 step_limits=(fields.number("time_step_min", 0.001), math.inf),
+                norm_eps=1e-5,  # whatever rms_norm_eps says
             ),
         }
         shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
