@@ -78,6 +78,7 @@ class Database:
         self._outage: set[str] = set()  # the causes of the present outage, each of which was logged
         self._failed_at = 0.0  # by the monotonic clock: the last failure
         self._is_migrated = False
+        self._file_id: tuple[int, int] | None = None  # of the SQLite file that is in use
 
     @property
     def dialect(self) -> str:
@@ -134,6 +135,7 @@ class Database:
             if not self._is_migrated:
                 self._make_private_file()
                 self._transaction(migrate, reads_only=False)
+                self._file_id = self._present_file_id()
                 self._is_migrated = True
 
     def close(self) -> None:
@@ -144,6 +146,10 @@ class Database:
 
     def _transaction(self, work: Work[T], *, reads_only: bool) -> T:
         options = {_READS_ONLY: reads_only}
+        if self._file_id is not None and self._present_file_id() != self._file_id:
+            raise self._outage_of(
+                "its file was removed or replaced; put the file back, or restart this server"
+            )
         if self.dialect == "postgresql":
             options["postgresql_readonly"] = reads_only
         try:
@@ -156,18 +162,30 @@ class Database:
         except (sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError) as error:
             if not _is_outage(error, reads_only=reads_only):
                 raise
-            # Callers of an API read the error, so the address of the database and the cause go to the log only.
-            self._note_outage(_cause(error))
-            raise StoreUnavailable(
-                "The database cannot be used at the moment; the log says why.", retry_after_s=1.0
-            ) from error
+            raise self._outage_of(_cause(error)) from error
 
-    def _note_outage(self, cause: str) -> None:
-        """Many parts ask several times a second: an outage is one line of the log for each cause."""
+    def _outage_of(self, cause: str) -> StoreUnavailable:
+        """Return the error of an outage. Callers of an API read the error, so the address of the database and the
+        cause go to the log only. Many parts ask several times a second: an outage is one line of the log for each
+        cause."""
         self._failed_at = time.monotonic()
         if cause not in self._outage:
             self._outage.add(cause)
             logger.error("the database %s cannot be used: %s", self.description, cause)
+        return StoreUnavailable(
+            "The database cannot be used at the moment; the log says why.", retry_after_s=1.0
+        )
+
+    def _present_file_id(self) -> tuple[int, int] | None:
+        """Return what tells the file of SQLite from another or a missing one; None for other databases. A process
+        goes on writing into a file that was removed, and all that it writes there is lost."""
+        if self.file is None:
+            return None
+        try:
+            found = os.stat(self.file)
+        except OSError:
+            return 0, 0
+        return found.st_dev, found.st_ino
 
     def _note_return(self) -> None:
         """On a full disk reads succeed, and so does a write into free pages: one success does not end an outage."""

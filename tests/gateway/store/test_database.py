@@ -159,6 +159,28 @@ def test_a_file_that_is_no_database_is_said_in_the_log(
     assert str(tmp_path) not in caught.value.message, "callers of an API read this"
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_file_that_was_removed_is_an_outage(
+    database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_replaced: bool
+) -> None:
+    """What is written into a removed file is lost, and no other process would see it: a revoked key would live."""
+    database.run_now(lambda connection: rename_default(connection, "kept"))
+    assert database.file is not None
+    away = tmp_path / "away.db"
+    database.file.rename(away)
+    if is_replaced:
+        database.file.touch()
+    for reads_only in (True, False):
+        with pytest.raises(StoreUnavailable):
+            database.run_now(name_of_default, reads_only=reads_only)
+    assert [record.message for record in caplog.records if "removed or replaced" in record.message] == [
+        f"the database {database.file} cannot be used: its file was removed or replaced; put the file back, or "
+        "restart this server"
+    ]
+    away.replace(database.file)
+    assert database.run_now(name_of_default) == "kept"
+
+
 @pytest.mark.parametrize(
     "url", ["nonsense", "mysql://root:hunter2@host/x", "postgresql://u:hunter2@host:port/x"]
 )
