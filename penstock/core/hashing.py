@@ -10,16 +10,20 @@ of SHA-256 means half the bytes in the index and in every event, at the same spe
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
+from struct import Struct
 from typing import TypeAlias
 
 BlockHash: TypeAlias = bytes
 
 _DIGEST_BYTES = 16
-_TOKEN_BYTES = array("i").itemsize
+_TOKEN_BYTES = struct.calcsize("i")
+_NEW_BLOCK = blake2b(digest_size=_DIGEST_BYTES)  # copied, which is quicker than a new one
+_words = lru_cache(maxsize=1024)(lambda count: Struct(f"{count}i"))  # packs faster than an array is built
 
 
 def root_hash(salt: str) -> BlockHash:
@@ -31,8 +35,8 @@ def root_hash(salt: str) -> BlockHash:
 def chain_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """Return the hash of one full block that follows `parent`."""
     try:
-        data, person = array("i", token_ids).tobytes(), b""
-    except OverflowError:  # no model has ids of 2^31 or more, but a client may send one
+        data, person = _words(len(token_ids)).pack(*token_ids), b""
+    except struct.error:  # no model has ids of 2^31 or more, but a client may send one
         data, person = repr(tuple(token_ids)).encode(), b"large ids"
     return blake2b(parent + data, digest_size=_DIGEST_BYTES, person=person).digest()
 
@@ -40,16 +44,21 @@ def chain_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 def chain_hashes(parent: BlockHash, token_ids: Sequence[int], block_size: int) -> list[BlockHash]:
     """Return the hashes of all full blocks of `token_ids` that follow `parent`. An unfilled last block has none."""
     hashes = []
+    num_hashed = len(token_ids) - len(token_ids) % block_size
+    if num_hashed != len(token_ids):
+        token_ids = token_ids[:num_hashed]
     try:
-        data = array("i", token_ids).tobytes()
-    except OverflowError:
-        for start in range(0, len(token_ids) - block_size + 1, block_size):
+        data = _words(num_hashed).pack(*token_ids)
+    except struct.error:
+        for start in range(0, num_hashed, block_size):
             parent = chain_hash(parent, token_ids[start : start + block_size])
             hashes.append(parent)
         return hashes
     step = block_size * _TOKEN_BYTES
-    for start in range(0, len(data) - step + 1, step):
-        parent = blake2b(parent + data[start : start + step], digest_size=_DIGEST_BYTES).digest()
+    for start in range(0, len(data), step):
+        block = _NEW_BLOCK.copy()
+        block.update(parent + data[start : start + step])
+        parent = block.digest()
         hashes.append(parent)
     return hashes
 

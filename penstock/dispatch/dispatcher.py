@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import msgspec
 
@@ -311,7 +310,7 @@ class Dispatcher:
         except EngineUnavailable:
             if record.revision is None:
                 raise
-            routed = replace(routed, revision=self._revision_for(record.request))
+            routed = msgspec.structs.replace(routed, revision=self._revision_for(record.request))
             return routed, self.router.choose(routed, serving, now, self._rng)
 
     def _hashes(self, record: RequestRecord, request: Request, model: str) -> Sequence[bytes]:

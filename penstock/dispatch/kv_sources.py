@@ -16,7 +16,9 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from penstock.core.errors import PenstockError
 from penstock.core.kv_transfer import KVSource

@@ -2,45 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress, repeat
 from math import inf
 from operator import add, attrgetter, itemgetter, mul
-from typing import Any
+from typing import Any, overload
 
 from penstock.router.load import LoadColumns, ReplicaLoad
 
 _MANY = 64
 _TRIES = 8
+_bit = attrgetter("bit")
 
 
-class Candidates(list[ReplicaLoad]):
+class Candidates(Sequence[ReplicaLoad]):
     """The replicas that may serve a request: all of the router's loads, in order, or some."""
 
-    __slots__ = ("_columns", "_some")
+    __slots__ = ("_columns", "_loads", "_most_recent", "_some", "_source")
 
     def __init__(self, loads: Iterable[ReplicaLoad], columns: LoadColumns) -> None:
-        super().__init__(loads)
+        self._loads: list[ReplicaLoad] | None = list(loads)
         self._columns = columns
+        self._source: Candidates | None = None  # of these, those that got at most so many requests lately
+        self._most_recent = inf
         self._some: Callable[[Sequence[float]], Any] | None = None
-        if len(self) == 1:
-            place = self[0].place
+        if len(self._loads) == 1:
+            place = self._loads[0].place
             self._some = itemgetter(slice(place, place + 1))
-        elif 0 < len(self) < len(columns.queue_s):
-            self._some = itemgetter(*[load.place for load in self])
+        elif 0 < len(self._loads) < len(columns.queue_s):
+            self._some = itemgetter(*[load.place for load in self._loads])
 
     def part(self, loads: Iterable[ReplicaLoad]) -> Candidates:
         """Return some of these replicas."""
         return Candidates(loads, self._columns)
 
     def with_at_most(self, recent_requests: float) -> Candidates:
-        """Return the replicas that got at most this many requests lately."""
-        keeps = [recent <= recent_requests for recent in self._of_these(self._columns.recent_requests)]
+        """Return the replicas that got at most this many requests lately. They are listed when they are needed."""
         part = self.part(())
-        part.extend(compress(self, keeps))
-        some = self._some
-        part._some = lambda column: tuple(compress(column if some is None else some(column), keeps))
+        part._loads = None
+        part._source, part._most_recent = self, recent_requests
         return part
+
+    def _listed(self) -> list[ReplicaLoad]:
+        if self._loads is None:
+            assert self._source is not None
+            source, some = self._source, self._source._some
+            recent = source._of_these(self._columns.recent_requests)
+            keeps = [each <= self._most_recent for each in recent]
+            self._loads = list(compress(source, keeps))
+            self._some = lambda column: tuple(compress(column if some is None else some(column), keeps))
+        return self._loads
+
+    def __len__(self) -> int:
+        return len(self._listed())
+
+    def __iter__(self) -> Iterator[ReplicaLoad]:
+        return iter(self._listed())
+
+    @overload
+    def __getitem__(self, index: int) -> ReplicaLoad: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ReplicaLoad]: ...
+    def __getitem__(self, index: int | slice) -> ReplicaLoad | list[ReplicaLoad]:
+        return self._listed()[index]
+
+    @property
+    def block_size(self) -> int:
+        """Return the block size of the first one."""
+        return self._columns.block_size or self[0].replica.block_size
+
+    def cheapest(self, num_tokens: float, turn: float) -> tuple[ReplicaLoad, float]:
+        """Return the replica with the least queue_s + num_tokens * token_s, and that cost. Of equal ones, the first
+        one from the share `turn` of all on."""
+        found = self._find(num_tokens)
+        if found is None:
+            return self.cheapest_of(self.costs_s(num_tokens), turn)
+        columns, place = self._columns, found[0]
+        cost_s = columns.queue_s[place] + num_tokens * columns.token_s[place]
+        if len(found) == 1:
+            return columns.loads[place], cost_s
+        loads = self._listed()
+        equal = {columns.loads[each] for each in found}
+        start = int(turn * len(loads))
+        return next(load for load in (*loads[start:], *loads[:start]) if load in equal), cost_s
+
+    def cheapest_of(self, costs_s: list[float], turn: float) -> tuple[ReplicaLoad, float]:
+        """Return the replica with the least of these costs, as `cheapest` does."""
+        least_s = min(costs_s)
+        try:
+            place = costs_s.index(least_s, int(turn * len(costs_s)))
+        except ValueError:
+            place = costs_s.index(least_s)
+        return self[place], least_s
+
+    def _find(self, num_tokens: float, holders: int | None = None) -> list[int] | None:
+        """Search the columns in order, if these are all loads or those that got few requests lately. Returns None if
+        the search is not worth it."""
+        everyone = self if self._source is None else self._source
+        if not everyone._are_all or not self.are_many:
+            return None
+        return self._columns.order.cheapest(num_tokens, self._most_recent, holders) or None
 
     def costs_s(self, num_tokens: float) -> list[float]:
         """Return queue_s + num_tokens * token_s of each."""
@@ -53,11 +114,15 @@ class Candidates(list[ReplicaLoad]):
     @property
     def are_many(self) -> bool:
         """Say whether a loop in Python over all of them takes long. Many have one block size."""
-        return len(self) >= _MANY and self._columns.block_size is not None
+        everyone = self if self._source is None else self._source
+        return len(everyone) >= _MANY and self._columns.block_size is not None
 
     def cheapest_holder(self, num_tokens: float, holders: int) -> ReplicaLoad | None:
         """Return the cheapest of the replicas whose bit is set in `holders`, if there is one. Of equal ones, the one
         with the lowest bit. The cheapest of all are tried first: where most are holders, one of them will do."""
+        found = self._find(num_tokens, holders)
+        if found is not None:
+            return min([self._columns.loads[place] for place in found], key=_bit)
         costs_s = self.costs_s(num_tokens)
         for _ in range(_TRIES):
             least_s = min(costs_s)
@@ -71,7 +136,7 @@ class Candidates(list[ReplicaLoad]):
                 if holders & self[place].bit:
                     fitting.append(self[place])
             if fitting:
-                return min(fitting, key=attrgetter("bit"))
+                return min(fitting, key=_bit)
         costs_s = self.costs_s(num_tokens)
         fitting = [load for load in self if holders & load.bit]
         if not fitting:
@@ -85,7 +150,7 @@ class Candidates(list[ReplicaLoad]):
 
     def have_free(self, num_blocks: float) -> bool:
         """Say whether each of these replicas has this many blocks free. False may mean that it is not known."""
-        if self._columns.least_free < num_blocks and self._some is None:
+        if self._columns.least_free < num_blocks and self._are_all:
             self._columns.least_free = min(
                 [load.blocks_free for load in self]
             )  # had fallen, and may have risen
@@ -93,9 +158,15 @@ class Candidates(list[ReplicaLoad]):
 
     def have_room(self, num_blocks: float) -> bool:
         """Say whether each of these replicas has room for this many blocks. False may mean that it is not known."""
-        if self._columns.least_room < num_blocks and self._some is None:
+        if self._columns.least_room < num_blocks and self._are_all:
             self._columns.least_room = min([load.room_blocks for load in self])
         return self._columns.least_room >= num_blocks
 
+    @property
+    def _are_all(self) -> bool:
+        return self._some is None and self._source is None
+
     def _of_these(self, column: Sequence[float]) -> Sequence[float]:
+        if self._loads is None:
+            self._listed()
         return column if self._some is None else self._some(column)

@@ -13,10 +13,11 @@ of other gateways, which are the difference to the heartbeat; and the speed of t
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import repeat
+from itertools import islice, repeat
 from math import inf
 from operator import add, mul
 
@@ -94,6 +95,89 @@ class Ticket:
     has_output: bool = False
 
 
+_MOST_VISITED = 128  # loads; beyond, comparing all columns is quicker
+_MOST_EQUAL = 16  # loads of one cost, such as idle ones
+_ROUNDING = 1.0 + 1e-9  # more than the rounding errors of a cost
+_STALE_SHARE = 0.125  # of all loads; with more changes, sorting again is quicker
+_USUAL_FADING = 0.99
+
+
+class CostOrder:
+    """The loads of columns, ordered by the cost of a prompt of the usual length. The cost of another prompt differs
+    by the tokens of the difference, each of which takes at least as long as on the fastest replica. So the search for
+    the cheapest load of a thousand visits a few: it ends where no further load can cost less."""
+
+    __slots__ = ("_columns", "_fastest_s", "_keys", "_ordered", "_reference", "_slowest_s", "_usual", "stale")
+
+    def __init__(self, columns: LoadColumns) -> None:
+        self._columns = columns
+        self._ordered: list[
+            tuple[float, int]
+        ] = []  # the cost of `_reference` tokens, and the place of the load
+        self._keys: list[float] = []  # these costs, by place
+        self._reference = 0.0
+        self._usual = 0.0  # tokens of a prompt
+        self._fastest_s = self._slowest_s = 0.0  # bounds of `token_s` of all loads
+        self.stale: set[int] = set()  # places of loads that have changed since
+
+    def cheapest(
+        self, num_tokens: float, most_recent: float = inf, holders: int | None = None
+    ) -> list[int] | None:
+        """Return the places of the loads with the least queue_s + num_tokens * token_s: among those that got at most
+        `most_recent` requests lately and have a bit in `holders`. None if the search is not worth it."""
+        self._update(num_tokens)
+        columns = self._columns
+        queue_s, token_s, recent = columns.queue_s, columns.token_s, columns.recent_requests
+        more = num_tokens - self._reference
+        more_s = more * (self._fastest_s if more > 0.0 else self._slowest_s)
+        least_s, limit_s = inf, inf
+        found: list[int] = []
+        for key_s, place in islice(self._ordered, _MOST_VISITED):
+            if key_s + more_s > limit_s:
+                return found
+            cost_s = queue_s[place] + num_tokens * token_s[place]
+            if cost_s > least_s or recent[place] > most_recent:
+                continue
+            if holders is not None and not holders & columns.loads[place].bit:
+                continue
+            if cost_s < least_s:
+                least_s, limit_s = cost_s, cost_s * _ROUNDING
+                found = [place]
+            else:
+                found.append(place)
+                if len(found) > _MOST_EQUAL:
+                    return None
+        return found if len(self._ordered) <= _MOST_VISITED else None
+
+    def _update(self, num_tokens: float) -> None:
+        self._usual += (1.0 - _USUAL_FADING) * (num_tokens - self._usual) if self._usual else num_tokens
+        stale, ordered, keys = self.stale, self._ordered, self._keys
+        if not stale:
+            return
+        if len(stale) > _STALE_SHARE * len(ordered):
+            self._sort()
+            return
+        queue_s, token_s = self._columns.queue_s, self._columns.token_s
+        for place in stale:
+            del ordered[bisect_left(ordered, (keys[place], place))]
+            each_s = token_s[place]
+            keys[place] = key_s = queue_s[place] + self._reference * each_s
+            insort(ordered, (key_s, place))
+            if each_s < self._fastest_s:
+                self._fastest_s = each_s
+            elif each_s > self._slowest_s:
+                self._slowest_s = each_s
+        stale.clear()
+
+    def _sort(self) -> None:
+        columns = self._columns
+        self._reference = self._usual
+        self._fastest_s, self._slowest_s = min(columns.token_s), max(columns.token_s)
+        self._keys = list(map(add, columns.queue_s, map(mul, repeat(self._reference), columns.token_s)))
+        self._ordered = sorted(zip(self._keys, range(len(self._keys)), strict=True))
+        self.stale.clear()
+
+
 class LoadColumns:
     """Figures of several loads side by side, so that a thousand replicas are compared without a loop in Python."""
 
@@ -102,6 +186,8 @@ class LoadColumns:
         "block_size",
         "least_free",
         "least_room",
+        "loads",
+        "order",
         "others_requests",
         "own_requests",
         "queue_s",
@@ -112,6 +198,8 @@ class LoadColumns:
     def __init__(self, num_loads: int) -> None:
         self.block_size: int | None = None  # of all loads; None if they differ
         self._costs_s: dict[float, list[float]] = {}  # by number of tokens, until a figure changes
+        self.loads: list[ReplicaLoad] = []
+        self.order = CostOrder(self)
         self.queue_s = [0.0] * num_loads
         self.token_s = [0.0] * num_loads
         self.recent_requests = [0.0] * num_loads  # kept by RecentShares, in units of its own
@@ -129,6 +217,7 @@ class LoadColumns:
         """Take over the figures of a load."""
         self.queue_s[load.place] = load.queue_s
         self.token_s[load.place] = load.token_s
+        self.order.stale.add(load.place)
         if self._costs_s:
             self._costs_s = {}
         if load.blocks_free < self.least_free:
@@ -198,6 +287,7 @@ class ReplicaLoad:
         columns.own_requests += self.own_requests
         columns.others_requests += self._others_requests
         self.columns, self.place = columns, place
+        columns.loads.append(self)
         block_size = self.replica.block_size
         columns.block_size = block_size if not place or columns.block_size == block_size else None
         columns.least_room = min(columns.least_room, self.room_blocks)

@@ -137,19 +137,14 @@ class PrefixAware:
         self, request: RoutingRequest, candidates: Candidates, matches: Matches, rng: RandomSource
     ) -> Pick:
         num_tokens = request.num_prompt_tokens
-        num_blocks = (num_tokens + request.expected_output_tokens) // candidates[0].replica.block_size + 1
+        num_blocks = (num_tokens + request.expected_output_tokens) // candidates.block_size + 1
         weighted = num_tokens * self._recompute_weight
         # First without prefixes, which most replicas do not have. A matched part of the prompt only lowers a cost.
-        if candidates.have_free(num_blocks):
-            costs_s = candidates.costs_s(weighted)
+        if candidates.have_free(num_blocks) and candidates.have_room(num_blocks):
+            best, least_s = candidates.cheapest(weighted, rng.random())
         else:
-            costs_s = [candidate.predict_s(weighted, num_blocks) for candidate in candidates]
-        if not candidates.have_room(num_blocks):
-            rooms = [candidate.room_blocks for candidate in candidates]
-            if min(rooms) < num_blocks and max(rooms) > 0:
-                costs_s = _with_evictions(costs_s, candidates, num_blocks, max(rooms))
-        least_s = min(costs_s)
-        best = candidates[_place(least_s, costs_s, start=int(rng.random() * len(costs_s)))]
+            costs_s = self._costs_s(candidates, weighted, num_blocks)
+            best, least_s = candidates.cheapest_of(costs_s, rng.random())
         if matches:
             best = self._cheaper_holder(best, least_s, request, candidates, matches, num_blocks)
             is_longest = matches.get(best, 0) == longest(matches)
@@ -161,6 +156,17 @@ class PrefixAware:
                 return favourite, Reason.AFFINITY
         return best, Reason.LOAD
 
+    def _costs_s(self, candidates: Candidates, weighted: float, num_blocks: int) -> list[float]:
+        """Return the cost of each candidate when not all of them have the blocks for this prompt."""
+        if candidates.have_free(num_blocks):
+            costs_s = candidates.costs_s(weighted)
+        else:
+            costs_s = [candidate.predict_s(weighted, num_blocks) for candidate in candidates]
+        rooms = [candidate.room_blocks for candidate in candidates]
+        if min(rooms) < num_blocks and max(rooms) > 0:
+            costs_s = _with_evictions(costs_s, candidates, num_blocks, max(rooms))
+        return costs_s
+
     def _cheaper_holder(
         self,
         best: ReplicaLoad,
@@ -171,7 +177,7 @@ class PrefixAware:
         num_blocks: int,
     ) -> ReplicaLoad:
         """Return the holder of a part of the prompt with the least cost; `best` if none costs less than `least_s`."""
-        num_tokens, block_size = request.num_prompt_tokens, candidates[0].replica.block_size
+        num_tokens, block_size = request.num_prompt_tokens, candidates.block_size
         for candidate, matched in self._worth_comparing(request, candidates, matches, num_blocks):
             cost_s = self._cost_s(candidate, num_tokens - matched, num_blocks - matched // block_size)
             if cost_s < least_s:
@@ -191,7 +197,7 @@ class PrefixAware:
             return matches.items()
         found: list[tuple[ReplicaLoad, int]] = []
         for depth, holders in matches.sets:
-            matched = matches.tokens(depth, candidates[0].replica.block_size)
+            matched = matches.tokens(depth, candidates.block_size)
             uncached = (request.num_prompt_tokens - matched) * self._recompute_weight
             if holders.bit_count() < _MANY_HOLDERS:
                 cheapest = matches.cheapest(holders, uncached)
@@ -229,15 +235,6 @@ def leading(number: int, candidates: Sequence[ReplicaLoad], count: int) -> list[
 
 def _load(candidate: ReplicaLoad) -> tuple[int, float]:
     return candidate.num_requests, candidate.prefill_tokens
-
-
-def _place(value: float, values: list[float], start: int) -> int:
-    """Return the index of a value, searched from `start` on and then from the front, to pick among equals at
-    random."""
-    try:
-        return values.index(value, start)
-    except ValueError:
-        return values.index(value)
 
 
 POLICIES: dict[str, type[Policy]] = {

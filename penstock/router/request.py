@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -44,8 +43,7 @@ class RandomSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingRequest:
+class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     model: str
     num_prompt_tokens: int
@@ -70,8 +68,7 @@ class Reason(enum.StrEnum):
     AFFINITY = "affinity"  # the session, or prompt_cache_key, leads here
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     replica_id: str
     reason: Reason
     matched_tokens: int  # of the prompt, that this replica is thought to hold

@@ -72,7 +72,7 @@ class Router:
         self._fleet: Sequence[Replica] | None = None
         self._known: dict[str, _Known] = {}
         self._columns = LoadColumns(0)
-        self._by_bit: dict[int, ReplicaLoad] = {}
+        self._by_number: dict[int, ReplicaLoad] = {}  # by the number of the bit in the index, from 1 on
         self._pools: dict[tuple[str, str | None, str | None], _Pool] = {}
         self._tickets: dict[str, Ticket] = {}
 
@@ -118,7 +118,7 @@ class Router:
         present = {replica.id for replica in replicas if replica.state is not ReplicaState.GONE}
         for replica_id in [replica_id for replica_id in self._known if replica_id not in present]:
             feed = self._known.pop(replica_id).feed
-            del self._by_bit[feed.bit]
+            del self._by_number[feed.bit.bit_length()]
             feed.close()
         for replica in replicas:
             known = self._known.get(replica.id)
@@ -127,7 +127,7 @@ class Router:
                 known.load.describe(replica)
             elif replica.id in present:
                 feed = KVFeed(self.index, self.expectations)
-                load = self._by_bit[feed.bit] = ReplicaLoad(replica, feed.bit)
+                load = self._by_number[feed.bit.bit_length()] = ReplicaLoad(replica, feed.bit)
                 self._known[replica.id] = _Known(replica, load, feed)
         self._columns = LoadColumns(len(self._known))
         for place, known in enumerate(self._known.values()):
@@ -141,9 +141,9 @@ class Router:
             return True
         known.feed.receive(events)
         if known.feed.bit != known.load.bit:
-            del self._by_bit[known.load.bit]
+            del self._by_number[known.load.bit.bit_length()]
             known.load.bit = known.feed.bit
-            self._by_bit[known.feed.bit] = known.load
+            self._by_number[known.feed.bit.bit_length()] = known.load
         known.load.holds(known.feed.num_blocks)
         return not known.feed.needs_resync
 
@@ -186,7 +186,7 @@ class Router:
         replicas are ignored."""
         known = self._known.get(replica_id)
         if known is not None and not known.replica.sends_kv_events:
-            self._shares.count(known.load, self._by_bit.values(), now)
+            self._shares.count(known.load, self._by_number.values(), now)
             self.expectations.expect(known.load.bit, hashes, now, self.config.approximate_ttl_s)
 
     def load(self, replica_id: str) -> ReplicaLoad | None:
@@ -220,7 +220,7 @@ class Router:
                     picked, reason, candidates = other, why, within
             if reason is Reason.LOAD and request.block_hashes and not picked.replica.sends_kv_events:
                 picked = self._least_filled(request, picked, candidates)
-            self._shares.count(picked, self._by_bit.values(), now)
+            self._shares.count(picked, self._by_number.values(), now)
         return picked, reason
 
     def _least_filled(
@@ -323,12 +323,12 @@ class Router:
     def _match(self, request: RoutingRequest, candidates: Sequence[ReplicaLoad]) -> HolderSets:
         """Return the prompt tokens that candidates hold; never the whole prompt."""
         bits = self.index.live_bits
-        if len(candidates) < len(self._by_bit):  # otherwise the candidates are all replicas
+        if len(candidates) < len(self._by_number):  # otherwise the candidates are all replicas
             bits = 0
             for candidate in candidates:
                 bits |= candidate.bit
         sets = self.index.match(request.block_hashes, bits)
-        return HolderSets(sets, self._by_bit, request.num_prompt_tokens - 1, self._columns.block_size)
+        return HolderSets(sets, self._by_number, request.num_prompt_tokens - 1, self._columns.block_size)
 
     def _expect(self, request: RoutingRequest, picked: ReplicaLoad, num_matched: int, now: float) -> None:
         hashes = request.block_hashes

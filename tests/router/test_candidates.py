@@ -145,10 +145,10 @@ def test_shares_are_those_of_the_candidates_alone() -> None:
     shares = RecentShares(1.3, 30.0)
     everyone, one = Candidates(loads, columns), Candidates(loads[:1], columns)
     left = everyone.with_at_most(shares.limit(everyone, 0.0, 1.0))
-    assert left == loads[1:]
+    assert list(left) == loads[1:]
     assert left.costs_s(7.0) == everyone.costs_s(7.0)[1:]
     assert left.with_at_most(0.0).costs_s(7.0) == left.costs_s(7.0)
-    assert one.with_at_most(shares.limit(one, 0.0, 1.0)) == loads[:1]
+    assert list(one.with_at_most(shares.limit(one, 0.0, 1.0))) == loads[:1]
 
 
 def gateways_of_a_fleet(count: int, replicas: int = 32) -> list[Harness]:
@@ -236,3 +236,24 @@ def test_few_requests_say_nothing_of_other_gateways() -> None:
     load.leave(load.enter(0, 0, 0.0), 1.0)
     alone.router.heartbeat("replica-0", EngineStats(num_running=5))
     assert alone.router._columns.num_gateways < SEVERAL_GATEWAYS
+
+
+def test_an_ordered_search_finds_what_comparing_all_loads_finds() -> None:
+    rng = Random(1)
+    loads = [ReplicaLoad(replica, 1 << number) for number, replica in enumerate(fleet(100))]
+    columns = type(loads[0].columns)(100)
+    for place, load in enumerate(loads):
+        load.join(columns, place)
+    num_found = 0
+    for _ in range(300):
+        for load in rng.sample(loads, rng.choice((1, 3, 100))):
+            load.enter(rng.choice((0, 10, 200)), 1, 0.0)
+            load.recent_requests = rng.choice((1.0, 2.0))
+        tokens, most, holders = rng.choice((10.0, 150.0, 160.0)), rng.choice((1.0, 9.0)), rng.getrandbits(100)
+        fitting = [load for load in loads if load.recent_requests <= most and holders & load.bit]
+        least_s = min((load.queue_s + tokens * load.token_s for load in fitting), default=0.0)
+        cheapest = {load.place for load in fitting if load.queue_s + tokens * load.token_s == least_s}
+        found = columns.order.cheapest(tokens, most, holders)
+        assert found is None or set(found) == cheapest
+        num_found += found is not None
+    assert num_found > 100
