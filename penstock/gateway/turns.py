@@ -21,9 +21,12 @@ class Turns:
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
 
-    def wait(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` when it is the caller's turn."""
-        self._waiting.append(go_on)
+    def wait(self, go_on: Callable[[], None], *, is_next: bool = False) -> None:
+        """Call `go_on` when it is the caller's turn. With `is_next`, that is the turn after the present one."""
+        if is_next:
+            self._waiting.insert(1, go_on)
+        else:
+            self._waiting.append(go_on)
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._next)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
-from penstock.core.errors import EngineUnavailable, PenstockError
+from penstock.core.errors import EngineUnavailable, Overloaded, PenstockError
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.request import Request
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
@@ -64,6 +65,31 @@ async def test_an_engine_that_fails_in_a_later_slice_ends_the_request(error: Exc
     assert isinstance(failed.value, type(error)) or reported == [error]
     assert not engine.streams, "those that were sent are aborted"
     assert gateway.num_live == 0
+
+
+class FullEngine(FakeEngine):
+    """Has room for some requests, and refuses the others."""
+
+    room = 5 * SLICE
+
+    def add(self, request: Request, *, on_error: Callable[[PenstockError], None], **options: Any) -> None:
+        if len(self.streams) < self.room:
+            super().add(request, on_error=on_error, **options)
+        else:
+            asyncio.get_running_loop().call_soon(on_error, Overloaded("The queue is full."))
+
+
+async def test_of_many_large_requests_at_once_those_are_served_for_which_there_is_room() -> None:
+    """Each of them would else get a part of the room, and be refused for the rest."""
+    engine = FullEngine()
+    gateway = Gateway(engine, GatewayConfig())
+    answers = [await gateway.submit(asked(2 * SLICE)) for _ in range(6)]
+    await until(lambda: len(engine.streams) == 2 * 2 * SLICE and gateway.num_live == 2)
+    for answer in answers[2:]:
+        with pytest.raises(Overloaded):
+            await answer.collect()
+    small = await gateway.submit(asked())
+    await until(lambda: f"{small.id}-0" in engine.streams)
 
 
 async def test_a_request_that_is_cancelled_between_its_slices_sends_no_more() -> None:

@@ -32,9 +32,14 @@ class Generation(MeteredAnswer[Choice]):
     _num_predicted = _num_predicted_right = 0  # those of them that came from the client's prediction
 
     def start(self, requests: Sequence[Request], timeout_s: float | None) -> None:
-        """Send one request per choice to the engine, many of them in turns with other requests."""
+        """Send one request per choice to the engine, many of them in turns with other requests. One large request is
+        sent after the other: where many arrive together, the queue would have room for a part of each and for none as
+        a whole."""
         self._limit_time(timeout_s)
-        self._send(requests, timeout_s)
+        if len(requests) <= SLICE:
+            self._send(requests, timeout_s)
+        else:
+            self._in_turn(partial(self._send, requests, timeout_s))
 
     def _send(self, requests: Sequence[Request], timeout_s: float | None, first: int = 0) -> None:
         """Send the requests from place `first` on."""
@@ -46,9 +51,9 @@ class Generation(MeteredAnswer[Choice]):
                 request, timeout_s=timeout_s, on_event=partial(self._on_event, choice), on_error=self.fail
             )
         if end < len(requests):
-            self._in_turn(partial(self._send, requests, timeout_s, end))
+            self._in_turn(partial(self._send, requests, timeout_s, end), is_next=True)
 
-    def _in_turn(self, work: Callable[[], None]) -> None:
+    def _in_turn(self, work: Callable[[], None], *, is_next: bool = False) -> None:
         """Do the work in a later turn of the event loop, if the answer has not ended by then."""
 
         def go_on() -> None:
@@ -62,7 +67,7 @@ class Generation(MeteredAnswer[Choice]):
                 self.fail(PenstockError("The request could not be sent to an engine."))
                 raise
 
-        self._context.turns.wait(go_on)
+        self._context.turns.wait(go_on, is_next=is_next)
 
     def _limit_time(self, timeout_s: float | None) -> None:
         if timeout_s is not None:
