@@ -54,6 +54,13 @@ def test_fixed_paths_and_paths_with_parameters() -> None:
         assert http.get("/fixed/answer").text == "GET /fixed/answer {}"
 
 
+def test_proxies_keep_no_answers() -> None:
+    """They may keep those to GETs, and know only Authorization of the headers with keys."""
+    with client() as http:
+        assert http.get("/fixed/answer", headers={"x-api-key": "k"}).headers["cache-control"] == "no-store"
+        assert "cache-control" not in http.post("/fixed/answer").headers
+
+
 def test_a_pattern_is_no_path() -> None:
     with client() as http:
         assert http.post("/with/answer/{id}").text == "POST /with/answer/{id} {'id': '{id}'}"

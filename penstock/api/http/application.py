@@ -256,6 +256,9 @@ class RequestIds:
                 if self._counts is not None:
                     self._counts.count(scope, message["status"])
                 headers = [*message.get("headers", ()), (header_name, request_id.encode())]
+                # Proxies may keep answers to GETs, and know only Authorization of the headers with keys.
+                if scope["method"] == "GET" and not any(name == b"cache-control" for name, _ in headers):
+                    headers.append((b"cache-control", b"no-store"))
                 if self._limits is not None and not (are_limits_sent(scope) or has_limit_headers(headers)):
                     headers += await self._limits.headers(scope)
                 message["headers"] = headers
