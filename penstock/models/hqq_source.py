@@ -17,6 +17,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, WeightData
 from penstock.models.quantized_source import QuantizedSource, grouped_weight
 from penstock.models.weight_parts import Part, take_part
+from penstock.models.weights import refuse_infinite
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class HQQSource(QuantizedSource):
         if not self._has_logged:
             self._has_logged = True
             logger.warning("HQQ weights with groups along axis 0 are unpacked to the compute type")
+        refuse_infinite(f"the scales of {stem}", scales * zeros)
         return DenseWeight(((codes.float() - zeros) * scales).view(rows, columns))
 
     def _codes(self, stem: str, count: int) -> tuple[int, Tensor]:

@@ -23,7 +23,7 @@ from penstock.models.pickled_source import PickledSource
 from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
 from penstock.models.stored_quantization import HQQ, MXFP4, BitsAndBytes, Float4, Scaled, StoredQuantization
 from penstock.models.weight_parts import Part, take_columns
-from penstock.models.weights import Stacked
+from penstock.models.weights import Stacked, refuse_infinite
 
 logger = logging.getLogger(__name__)
 
@@ -134,14 +134,22 @@ class Float4Source(QuantizedSource):
                 f"The scales of {stem} are {list(all_scales.shape)}, which groups of 16 or 32 do not give."
             )
         factor = 1.0
-        if f"{stem}.weight_global_scale" in names:
-            factor = 1 / float(read(f"{stem}.weight_global_scale").float().max())
+        # NVFP4 has a further scale for the matrix; exponents, as of MXFP4, do without.
+        if f"{stem}.weight_global_scale" in names or (
+            is_compressed and all_scales.dtype == torch.float8_e4m3fn
+        ):
+            factor = 1 / self._largest_scale(f"{stem}.weight_global_scale")
         elif not is_compressed:
-            factor = float(read(f"{stem}.weight_scale_2").float().max())
+            factor = self._largest_scale(f"{stem}.weight_scale_2")
         stored = f"{stem}.weight_packed" if is_compressed else name
         packed = read(stored, (rows, columns // 2), (wanted.rows, range(columns // 2)))
         scales = all_scales[wanted.rows.start : wanted.rows.stop]
         return take_columns(float4_weight(packed, scales, factor, group), wanted.columns)
+
+    def _largest_scale(self, name: str) -> float:
+        scales = self.files.tensor(name).float()
+        refuse_infinite(name, scales)
+        return float(scales.max())
 
 
 class BitsAndBytesSource(QuantizedSource):
@@ -190,6 +198,7 @@ class BitsAndBytesSource(QuantizedSource):
         span = range(blocks.start * size // 2, min(num_bytes, blocks.stop * size // 2))
         packed = self.files.tensor(name, (num_bytes, 1), (span, range(1)))
         values = four_bit_values(packed, state, blocks)
+        refuse_infinite(f"the values of {name}", values)
         first = own.start * columns - blocks.start * size
         return DenseWeight(values[first : first + len(own) * columns].view(len(own), columns))
 

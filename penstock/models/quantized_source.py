@@ -24,6 +24,7 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
+from penstock.models.packed_codes import codes_in_unit, unpack, words_in_unit
 from penstock.models.read_ahead import ReadAhead
 from penstock.models.stored_quantization import AWQ, GPTQ, Compressed, Scaled, StoredQuantization
 from penstock.models.weight_parts import Part, take_part
@@ -257,44 +258,50 @@ class QuantizedSource:
         window = _window(part, shape, 8, group)
         groups = _axis(window.columns, shape.columns, group)
         words = _axis(window.rows, shape.rows, 8)
-        packed = self._read(f"{stem}.qweight", _axis(window.columns, shape.columns), words)
-        zeros = self._read(f"{stem}.qzeros", groups, words)
-        scales = self._read(f"{stem}.scales", groups, _axis(window.rows, shape.rows)).float().T
-        codes = _unpack(packed, 4, AWQ_ORDER)[:, : len(window.rows)].T
-        points = _unpack(zeros, 4, AWQ_ORDER)[:, : len(window.rows)].T
+        packed = self._words(f"{stem}.qweight", _axis(window.columns, shape.columns), words)
+        zeros = self._words(f"{stem}.qzeros", groups, words)
+        scales = self._scales(f"{stem}.scales", groups, _axis(window.rows, shape.rows)).T
+        codes = unpack(packed, 4, AWQ_ORDER)[:, : len(window.rows)].T
+        points = unpack(zeros, 4, AWQ_ORDER)[:, : len(window.rows)].T
         return _taken(grouped_weight(codes, scales, points, group, bits=4), window, part)
 
     def _gptq(self, stem: str, shape: Shape, kind: GPTQ, part: Part) -> WeightData:
         group = self._group(stem, shape, kind.group)
-        per_word = 32 // kind.bits
+        unit = codes_in_unit(kind.bits)
+        if kind.has_order and f"{stem}.g_idx" not in self._names:
+            raise ModelLoadError(f"{stem} has no g_idx, which desc_act in the settings asks for.")
         order = self._input_order(f"{stem}.g_idx", shape.columns, group)
-        window = _window(part, shape, per_word, shape.columns if order is not None else lcm(group, per_word))
+        window = _window(part, shape, unit, shape.columns if order is not None else lcm(group, unit))
         rows = _axis(window.rows, shape.rows)
         groups = _axis(window.columns, shape.columns, group)
-        packed = self._read(f"{stem}.qweight", _axis(window.columns, shape.columns, per_word), rows)
-        zeros = self._read(f"{stem}.qzeros", groups, _axis(window.rows, shape.rows, per_word))
-        scales = self._read(f"{stem}.scales", groups, rows).float().T
-        codes = _unpack(packed.T, kind.bits)[:, : len(window.columns)]
-        points = _unpack(zeros, kind.bits)[:, : len(window.rows)].T.int() + kind.zero_bias
+        packed = self._words(f"{stem}.qweight", _words_axis(window.columns, shape.columns, kind.bits), rows)
+        zeros = self._words(f"{stem}.qzeros", groups, _words_axis(window.rows, shape.rows, kind.bits))
+        scales = self._scales(f"{stem}.scales", groups, rows).T
+        codes = unpack(packed.T, kind.bits)[:, : len(window.columns)]
+        points = unpack(zeros, kind.bits)[:, : len(window.rows)].T.int() + kind.zero_bias
         if order is not None:
             codes = codes[:, order]
-        return _taken(grouped_weight(codes, scales, points, group, kind.bits, order), window, part)
+        kept: Literal[4, 8] = 8 if kind.bits == 8 else 4  # fewer bits than four take as much room as four
+        return _taken(grouped_weight(codes, scales, points, group, kept, order), window, part)
 
     def _packed(self, stem: str, shape: Shape, kind: Compressed, part: Part) -> WeightData:
         per_word = 32 // kind.bits
-        all_scales = self.files.tensor(f"{stem}.weight_scale").float().reshape(shape.rows, -1)
+        all_scales = self._scales(f"{stem}.weight_scale")
+        if all_scales.numel() == 0 or all_scales.numel() % shape.rows:
+            raise ModelLoadError(f"{stem} of {shape.rows} rows has {all_scales.numel()} scales.")
+        all_scales = all_scales.reshape(shape.rows, -1)
         group = self._group(stem, shape, _ceil(shape.columns, all_scales.shape[1]))
         order = self._input_order(f"{stem}.weight_g_idx", shape.columns, group)
         window = _window(part, shape, per_word, shape.columns if order is not None else lcm(group, per_word))
         rows = _axis(window.rows, shape.rows)
         groups = _axis(window.columns, shape.columns, group)
         scales = _within(all_scales, window.rows, groups.span)
-        packed = self._read(f"{stem}.weight_packed", rows, _axis(window.columns, shape.columns, per_word))
-        codes = _unpack(packed, kind.bits)[:, : len(window.columns)]
+        packed = self._words(f"{stem}.weight_packed", rows, _axis(window.columns, shape.columns, per_word))
+        codes = unpack(packed, kind.bits)[:, : len(window.columns)]
         if f"{stem}.weight_zero_point" in self._names:
             words = _axis(window.rows, shape.rows, per_word)
-            zeros = self._read(f"{stem}.weight_zero_point", words, groups)
-            points = _unpack(zeros.T, kind.bits)[:, : len(window.rows)].T
+            zeros = self._words(f"{stem}.weight_zero_point", words, groups)
+            points = unpack(zeros.T, kind.bits)[:, : len(window.rows)].T
         else:
             points = torch.full_like(scales, 1 << (kind.bits - 1), dtype=torch.uint8)
         if order is not None:
@@ -303,7 +310,7 @@ class QuantizedSource:
 
     def _scaled(self, name: str, scale_name: str, shape: Shape, kind: Scaled, part: Part) -> WeightData:
         values = self._read(name, _axis(part.rows, shape.rows), _axis(part.columns, shape.columns))
-        scales = self.files.tensor(scale_name).float()
+        scales = self._scales(scale_name)
         if values.dtype == torch.float8_e4m3fn:
             return _float8(name, values, scales, shape, kind, part)
         if values.dtype != torch.int8:
@@ -347,6 +354,19 @@ class QuantizedSource:
         sizes, spans = tuple(axis.size for axis in axes), tuple(axis.span for axis in axes)
         is_whole = all(len(axis.span) == axis.size for axis in axes)
         return self.files.tensor(name, sizes, None if is_whole else spans)
+
+    def _words(self, name: str, *axes: Axis) -> Tensor:
+        words = self._read(name, *axes)
+        if words.dtype != torch.int32:
+            raise ModelLoadError(f"{name} is in {words.dtype}; codes are packed in int32.")
+        return words
+
+    def _scales(self, name: str, *axes: Axis) -> Tensor:
+        """Return scales in float32: all of them, or a part."""
+        scales = self._read(name, *axes) if axes else self.files.tensor(name)
+        if not scales.is_floating_point():
+            raise ModelLoadError(f"{name} has scales in {scales.dtype}, which cannot be read.")
+        return scales.float()
 
 
 def _window(part: Part, shape: Shape, row_unit: int, column_unit: int) -> Part:
@@ -441,14 +461,10 @@ def _row_scales(scales: Tensor, shape: Shape, name: str) -> Tensor:
     return flat
 
 
-def _unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """int32 [n, w] → uint8 [n, w × 32 / bits], lowest bits first; position i of a word goes to place order[i]."""
-    per_word = 32 // bits
-    places = order or tuple(range(per_word))
-    codes = torch.empty(*words.shape, per_word, dtype=torch.uint8)
-    for index, place in enumerate(places):
-        codes[..., place] = ((words >> (bits * index)) & ((1 << bits) - 1)).to(torch.uint8)
-    return codes.flatten(1)
+def _words_axis(span: range, size: int, bits: int) -> Axis:
+    """Return the axis of a tensor of words that hold these codes."""
+    units, per_unit = _axis(span, size, codes_in_unit(bits)), words_in_unit(bits)
+    return Axis(units.size * per_unit, range(units.span.start * per_unit, units.span.stop * per_unit))
 
 
 def _ceil(size: int, unit: int) -> int:

@@ -104,10 +104,10 @@ def as_stored(kind: StoredQuantization, name: str, weight: DenseWeight) -> Weigh
             return quantize_float4(weight) if ".experts." in name else weight
         case Scaled(block=block) | Compressed(scaled=Scaled(block=block), bits=8):
             return quantize_fp8(weight, block)
-        case AWQ(group=group) | GPTQ(group=group, bits=4):
-            return quantize_int4(weight, group or weight.shape[1])
-        case GPTQ():
+        case GPTQ(bits=8):
             return quantize_int8(weight)
+        case AWQ(group=group) | GPTQ(group=group):
+            return quantize_int4(weight, group or weight.shape[1])
         case Compressed():
             return quantize_int4(weight)
         case Float4():

@@ -44,11 +44,12 @@ class AWQ:
 
 @dataclass(frozen=True, slots=True)
 class GPTQ:
-    """Four or eight bits, packed along the inputs, which may be grouped in the order of their activations."""
+    """Two to eight bits, packed along the inputs, which may be grouped in the order of their activations."""
 
-    bits: Literal[4, 8]
+    bits: int  # 2, 3, 4 or 8
     group: int | None
-    zero_bias: Literal[0, 1]  # the first version of the format stores zero points less 1
+    zero_bias: int  # 0 or 1: the first version of the format stores zero points less 1
+    has_order: bool = False  # each matrix says which group an input belongs to
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +173,11 @@ def _awq(fields: Fields) -> AWQ:
 
 def _gptq(fields: Fields) -> GPTQ:
     bits = fields.integer("bits")
-    _require(fields, "bits", bits, (4, 8))
+    _require(fields, "bits", bits, (2, 3, 4, 8))
     layout = fields.text("checkpoint_format", "gptq")
     _require(fields, "checkpoint_format", layout, ("gptq", "gptq_v2"))
-    return GPTQ(8 if bits == 8 else 4, _group(fields, "group_size"), 0 if layout == "gptq_v2" else 1)
+    group, zero_bias = _group(fields, "group_size"), 0 if layout == "gptq_v2" else 1
+    return GPTQ(bits, group, zero_bias, has_order=fields.flag("desc_act", False) and group is not None)
 
 
 def _refuse_transforms(fields: Fields) -> None:

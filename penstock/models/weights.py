@@ -6,6 +6,7 @@ that stores others translates.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -18,6 +19,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import (
     DenseWeight,
     ExpertWeights,
+    GroupQuantWeight,
     Ops,
     PackedEmbedding,
     PackedExperts,
@@ -315,13 +317,20 @@ class WeightLoader:
     def _matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         if part is not None and (len(part.rows), len(part.columns)) == (rows, columns):
             part = None
-        weight = self._source.matrix(name, rows, columns, part)
+        with _named(f"{name} of {rows} × {columns} numbers"):
+            weight = self._source.matrix(name, rows, columns, part)
+        if not isinstance(weight, DenseWeight):
+            refuse_infinite(f"the scales of {name}", weight.scales)
+            if isinstance(weight, GroupQuantWeight) and weight.offsets is not None:
+                refuse_infinite(f"the zero points of {name}", weight.offsets)
         self._count(rows * columns)
         return weight
 
     def _host_vector(self, name: str, size: int, part: range | None = None) -> Tensor:
         self._vectors.add(name)
-        values = self._source.vector(name, size, part if part is not None and len(part) < size else None)
+        with _named(f"{name} of {size} numbers"):
+            values = self._source.vector(name, size, part if part is not None and len(part) < size else None)
+        refuse_infinite(name, values)
         self._count(size)
         return values
 
@@ -332,3 +341,20 @@ class WeightLoader:
             # A checkpoint may hold tensors that the model does not use, and lack tensors that the model has.
             num_expected = max(1, len(self._names) // self.shard.num_stages)
             self._on_progress("Loading weights", min(1.0, self._num_loaded / num_expected))
+
+
+def refuse_infinite(what: str, values: Tensor) -> None:
+    if not bool(torch.isfinite(values.float()).all()):
+        raise ModelLoadError(f"Some of {what} are not finite numbers.", hint="Fetch the file again.")
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Refuse tensors that do not fit together, by name, whatever operation finds that out."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ModelLoadError(f"{what} cannot be read: {reason}.", hint="Fetch the file again.") from error

@@ -34,6 +34,10 @@ class Layout:
 
 def pack_rows(codes: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
     """[n, w] → int32 [n, w × bits / 32]; nibble i of a word is element places[i] of its eight."""
+    if 32 % bits:  # codes go on in the next word
+        flags = np.unpackbits(codes.numpy().astype(np.uint8)[:, :, None], axis=2, bitorder="little")
+        stream = flags[:, :, :bits].reshape(len(codes), -1)
+        return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view(np.int32).copy())
     per_word = 32 // bits
     places = places or tuple(range(per_word))
     grouped = codes.numpy().astype(np.uint32).reshape(codes.shape[0], -1, per_word)
@@ -328,6 +332,8 @@ LAYOUTS: dict[str, Layout] = {
     "GPTQ act-order, larger groups": gptq(4, 32, act_order=True),
     "GPTQ 8 bits": gptq(8, 32, act_order=False),
     "GPTQ 8 bits act-order": gptq(8, 32, act_order=True),
+    "GPTQ 3 bits act-order": gptq(3, 32, act_order=True),
+    "GPTQ 2 bits": gptq(2, 16, act_order=False, version="gptq_v2"),
     "GPTQ of whole rows": gptq(4, -1, act_order=False),
     "GPTQ version 2": gptq(4, 32, act_order=False, version="gptq_v2"),
     "compressed int4": compressed_packed(4, 32, symmetric=True),
