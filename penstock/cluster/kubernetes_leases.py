@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from penstock.cluster.external.http import Answer, HttpError
+from penstock.cluster.external.connection import Answer, HttpError
 from penstock.cluster.external.kubernetes_api import (
     MAX_ANSWER_BYTES,
     KubernetesApi,

@@ -56,6 +56,22 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     is_cached: bool = False  # a recorded answer was replayed: no engine worked for it
 
 
+def failed_by(error: BaseException) -> Outcome:
+    """Return the outcome of a request that failed before anything was done for it."""
+    code = error.code if isinstance(error, PenstockError) else None
+    return Outcome(usage=NOTHING_USED, status="failed", error_code=code)
+
+
+async def open_by_halves(limiter: Limiter, claim: Claim) -> Lease:
+    """Implement `Limiter.open` by the two halves."""
+    lease = await limiter.admit(claim)
+    try:
+        return await lease.reserve(claim)
+    except BaseException as error:
+        lease.settle(failed_by(error))
+        raise
+
+
 class Lease(Protocol):
     """One request's share of all the limits that apply to the request, taken in two halves."""
 
@@ -86,6 +102,11 @@ class Limiter(Protocol):
         """Take the first half of a request's limits: one request and one place among the running ones. The tokens of
         the claim do not count yet. Raises RateLimited, with the seconds to wait, or QuotaExceeded; then nothing is
         taken."""
+        ...
+
+    async def open(self, claim: Claim) -> Lease:
+        """Take both halves at once, for a request whose tokens are known from the start. A request that fails at the
+        second half counts as one that began. Raises as `admit` and `reserve`."""
         ...
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
@@ -178,6 +199,9 @@ class NoLimits:
     async def admit(self, claim: Claim) -> Lease:
         return self
 
+    async def open(self, claim: Claim) -> Lease:
+        return self
+
     async def reserve(self, claim: Claim) -> Lease:
         return self
 
@@ -261,11 +285,11 @@ class Accounts:
 
     async def open(self, claim: Claim) -> Account:
         """Take both halves at once, for a request whose tokens are known from the start."""
-        admission = await self.admit(claim)
+        lease = await self._limiter.open(claim)
         try:
-            return await admission.open(claim)
+            return self.begin(claim, lease)
         except BaseException as error:
-            admission.release(error.code if isinstance(error, PenstockError) else None)
+            lease.settle(failed_by(error))
             raise
 
     def begin(self, claim: Claim, lease: Lease) -> Account:

@@ -46,6 +46,10 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 def check_request(request: GenerationRequest, vocab_size: int) -> None:
     """Check everything that can be checked before the prompt is tokenized."""
+    if request.is_plain:
+        _check_max_tokens(request.sampling, request.max_tokens_param, 1)
+        _check_plain_sampling(request.sampling, vocab_size)
+        return
     if not request.prompts:
         raise InvalidRequest("There must be at least one prompt.", param="prompt")
     _check_range("n", request.n, 1, MAX_N)
@@ -108,6 +112,8 @@ def check_num_choices(num_prompts: int, n: int = 1) -> None:
 
 def check_names(request: GenerationRequest) -> None:
     """Refuse overlong names that a client chooses."""
+    if request.user is None and request.prompt_cache_key is None:
+        return
     names = {"user": request.user, "prompt_cache_key": request.prompt_cache_key}
     for param, name in names.items():
         if name is not None and len(name) > MAX_NAME_CHARS:
@@ -398,6 +404,14 @@ def _check_logit_bias(logit_bias: dict[int, float], vocab_size: int) -> None:
                 f"The logit_bias of token {token_id} must be between -100 and 100, not {bias}.",
                 param="logit_bias",
             )
+
+
+def _check_plain_sampling(options: SamplingOptions, vocab_size: int) -> None:
+    if (options.temperature, options.top_p, options.seed, options.stop) != _NO_PLAIN_OPTIONS:
+        _check_sampling(options, vocab_size)
+
+
+_NO_PLAIN_OPTIONS = (None, None, None, ())
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -203,6 +203,8 @@ class Gateway:
         comes after `admit`. `is_internal` is a request that the gateway makes for an admitted one: neither limited
         nor guarded, but in the ledger."""
         work = self._authorize(request, is_internal=is_internal)
+        if isinstance(work.model, ExternalModel) and not is_internal and self._passes_straight(request):
+            return await self._relay(work, work.model)
         release_drain = self._hold_drain()
         try:
             work.admission = await self.accounts.admit(work.claim(), is_limited=not is_internal)
@@ -222,6 +224,22 @@ class Gateway:
             release_drain()
         return answer
 
+    def _passes_straight(self, request: GenerationRequest) -> bool:
+        """Say whether nobody reads a request between its caller and its model."""
+        if not request.is_plain or self.reuse.concerns(request):
+            return False
+        return self.guards.policy_for(request.principal) is None
+
+    async def _relay(self, work: PreparedRequest, model: ExternalModel) -> AnswerStream:
+        """Answer a plain request that nothing stands between its caller and an external server: the steps of `ask`
+        that have work to do. The text is short, so its tokens are reserved together with the request's place."""
+        self._on_the_way.add(work)  # a drain waits
+        try:
+            prepare_for_server(work, model)
+            return self._dispatch(work, await self.accounts.open(work.claim()))
+        finally:
+            self._let_go(work)
+
     async def _generate(self, work: PreparedRequest) -> AnswerStream:
         """Run a request that no stored answer fits: the second half of its path."""
         await self._prepare(work)
@@ -232,11 +250,11 @@ class Gateway:
         """Check that the caller may use the model as the request asks. No other step looks up the model, except
         when a guard sends the request to another model."""
         now = self.clock.now()
-        self._queue_times.observe(self.engine.stats, now)
         self.check_accepting(is_admitted=is_internal)
         model = self.catalogue.answering(request.model, None if request.model_is_given else request.principal)
         model.check(request)
         if isinstance(model, ServedModel):
+            self._queue_times.observe(self.engine.stats, now)
             check_fits_queues(request, model.engine, self.engine)
         check_names(request)
         request = self.tiers.capped(request)
@@ -244,10 +262,9 @@ class Gateway:
             record.note(request)
         if self.on_request is not None and not is_internal:
             self.on_request(request)
-        timeouts = [
-            limit for limit in (request.timeout_s, self.config.request_timeout_s) if limit is not None
-        ]
-        timeout_s = min(timeouts) if timeouts else None
+        timeout_s = request.timeout_s
+        if (limit_s := self.config.request_timeout_s) is not None:
+            timeout_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
         region, spill_over_s = self.catalogue.settings.placed(request.region, request.principal, model.name)
         return PreparedRequest(
             request=request,
@@ -395,7 +412,8 @@ class Gateway:
 
     def _let_go(self, hold: object) -> None:
         self._on_the_way.discard(hold)
-        self._note_end()
+        if self._is_draining:
+            self._note_end()
 
     def check_accepting(self, *, is_admitted: bool = False) -> None:
         """Raises ShuttingDown during a drain, and for work of an admitted request only after the drain."""
@@ -404,10 +422,11 @@ class Gateway:
 
     def _forget(self, work: LiveWork) -> None:
         self._live.discard(work)
-        self._note_end()
+        if self._is_draining:
+            self._note_end()
 
     def _note_end(self) -> None:
-        if self._is_draining and not self._live and not self._on_the_way:
+        if not self._live and not self._on_the_way:
             self._nothing_live.set()
 
 

@@ -49,7 +49,7 @@ ASSUMED_MAX_TOKENS = 1024
 MAX_WHOLE_TOKENS = 512  # of an answer that an external server is asked for in one piece
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PreparedRequest:
     """Made by `authorize`; the steps after it fill in the rest, in the order of the fields."""
 

@@ -298,6 +298,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     truncates_to: int | None = None  # the last tokens of a longer prompt; -1: as many as fit
     cache_salt: str = ""  # must be equal, besides the workspace, for a cached prefix to be reused
     is_read_whole: bool = False  # the client sees nothing of an answer before its end
+    # One chat whose messages are texts, and of the options for sampling only max_tokens, temperature, top_p, seed and
+    # stop: most checks and translations have nothing to look at.
+    is_plain: bool = False
 
     @property
     def num_sequences(self) -> int:

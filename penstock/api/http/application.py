@@ -249,19 +249,21 @@ class RequestIds:
         header_name = b"request-id" if is_anthropic(scope) else b"x-request-id"
         has_started = False
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:
+            return send(message) if message["type"] != "http.response.start" else start_with_id(message)
+
+        async def start_with_id(message: Message) -> None:
             nonlocal has_started
-            if message["type"] == "http.response.start":
-                has_started = True
-                if self._counts is not None:
-                    self._counts.count(scope, message["status"])
-                headers = [*message.get("headers", ()), (header_name, request_id.encode())]
-                # Proxies may keep answers to GETs, and know only Authorization of the headers with keys.
-                if scope["method"] == "GET" and not any(name == b"cache-control" for name, _ in headers):
-                    headers.append((b"cache-control", b"no-store"))
-                if self._limits is not None and not (are_limits_sent(scope) or has_limit_headers(headers)):
-                    headers += await self._limits.headers(scope)
-                message["headers"] = headers
+            has_started = True
+            if self._counts is not None:
+                self._counts.count(scope, message["status"])
+            headers = [*message.get("headers", ()), (header_name, request_id.encode())]
+            # Proxies may keep answers to GETs, and know only Authorization of the headers with keys.
+            if scope["method"] == "GET" and not any(name == b"cache-control" for name, _ in headers):
+                headers.append((b"cache-control", b"no-store"))
+            if self._limits is not None and not (are_limits_sent(scope) or has_limit_headers(headers)):
+                headers += await self._limits.headers(scope)
+            message["headers"] = headers
             await send(message)
 
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.requests import HTTPConnection
@@ -141,28 +141,26 @@ def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode("latin-1")
 
 
+def context_of(connection: HTTPConnection, model: str | None) -> dict[str, Any]:
+    """Return the fields of a `GenerationRequest` that the caller and the headers determine."""
+    headers, state = headers_of(connection), connection.scope["state"]
+    state["model"] = model
+    fields = {"principal": state.get("principal", OPEN_PRINCIPAL), "request_id": state["request_id"]}
+    if not _OWN_HEADERS.isdisjoint(headers):
+        fields |= {
+            "idempotency_key": _text(headers.get(_IDEMPOTENCY_HEADER)),
+            "cache_response_s": _cache_seconds(_text(headers.get(_CACHE_HEADER))),
+            "region": _region(_text(headers.get(_REGION_HEADER)) or ""),
+            "timeout_s": _timeout_s(headers.get(_TIMEOUT_HEADER)),
+        }
+    return fields
+
+
 def with_context(
     connection: HTTPConnection, request: GenerationRequest, *, is_read_whole: bool = False
 ) -> GenerationRequest:
-    headers, state = headers_of(connection), connection.scope["state"]
-    note_model(connection, request.model)
-    if _OWN_HEADERS.isdisjoint(headers):
-        return msgspec.structs.replace(
-            request,
-            principal=state.get("principal", OPEN_PRINCIPAL),
-            request_id=state["request_id"],
-            is_read_whole=is_read_whole,
-        )
-    return msgspec.structs.replace(
-        request,
-        principal=principal_of(connection),
-        request_id=request_id_of(connection),
-        idempotency_key=_text(headers.get(_IDEMPOTENCY_HEADER)),
-        cache_response_s=_cache_seconds(_text(headers.get(_CACHE_HEADER))),
-        region=_region(_text(headers.get(_REGION_HEADER)) or ""),
-        timeout_s=_timeout_s(headers.get(_TIMEOUT_HEADER)),
-        is_read_whole=is_read_whole,
-    )
+    fields = context_of(connection, request.model)
+    return msgspec.structs.replace(request, is_read_whole=is_read_whole, **fields)
 
 
 def answer_headers(answer: AnswerStream) -> list[tuple[bytes, bytes]]:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from penstock.api.extensions import EXTENSION_FIELDS
 from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.http.answers import EventStream, answer_whole
-from penstock.api.http.context import principal_of, with_context
+from penstock.api.http.context import context_of, principal_of, with_context
 from penstock.api.http.errors import error_event
 from penstock.api.http.parsing import MAX_MESSAGE_PARTS, UNCOUNTED_BYTES, BodyDecoder, read_within_bound
 from penstock.api.http.routes import Operation
@@ -74,7 +74,7 @@ class PlainChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def to_generation(self) -> GenerationRequest:
+    def to_generation(self, **context: Any) -> GenerationRequest:
         is_old_name = self.max_completion_tokens is None
         return GenerationRequest(
             prompts=(
@@ -93,6 +93,9 @@ class PlainChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             max_tokens_param="max_tokens" if is_old_name else "max_completion_tokens",
             endpoint=ChatCompletionRequest.ENDPOINT,
             user=self.user,
+            is_read_whole=not self.stream,
+            is_plain=True,
+            **context,
         )
 
 
@@ -355,7 +358,7 @@ class OpenAIEndpoints:
         return await answer_whole(request, submit(), build)
 
     async def _answer_plain(self, request: Request, chat: PlainChat) -> ASGIApp:
-        submitted = self._submit(request, chat.to_generation(), is_read_whole=not chat.stream)
+        submitted = self._gateway.submit(chat.to_generation(**context_of(request, chat.model)))
         if not chat.stream:
             return await answer_whole(request, submitted, _build_plain)
         header_of = partial(AnswerHeader.of, wants_logprobs=False, includes_usage=chat.includes_usage)

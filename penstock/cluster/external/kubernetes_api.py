@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.cluster.external.http import Answer, HttpClient, HttpError
+from penstock.cluster.external.connection import Answer, HttpError
+from penstock.cluster.external.http import HttpClient
 from penstock.core.errors import ConfigError
 
 MAX_ANSWER_BYTES = 64 << 20

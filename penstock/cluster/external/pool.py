@@ -217,6 +217,10 @@ class ExternalPool:
 
     async def _place(self, call: ExternalCall, failed: set[str], *, continues: bool) -> _Member:
         """Return the server of the next attempt, which has room for it. Waits for room where no server has any."""
+        if len(self._members) == 1 and not failed:
+            (member,) = self._members.values()
+            if self._is_usable(member, call, self._clock.now()) and self._has_room(member):
+                return member
         was_granted = False
         while True:
             usable = self._usable(call, failed, continues=continues)
@@ -279,17 +283,23 @@ class ExternalPool:
         server."""
         now = self._clock.now()
         needs_prefill = continues and call.api == "chat/completions"
-        is_bound = bool(call.region) and call.spill_over_s == math.inf
         return [
             name
             for name, member in self._members.items()
             if name not in failed
-            and call.model in member.server.models
-            and member.state is ReplicaState.READY
-            and self._breaker.allows(member.breaker, now)
+            and self._is_usable(member, call, now)
             and (not needs_prefill or member.server.continues)
-            and (not is_bound or member.server.region == call.region)
         ]
+
+    def _is_usable(self, member: _Member, call: ExternalCall, now: float) -> bool:
+        """Say whether a server could answer a call from its beginning."""
+        server = member.server
+        if call.model not in server.models or member.state is not ReplicaState.READY:
+            return False
+        is_bound = call.spill_over_s == math.inf and bool(call.region)
+        if is_bound and server.region != call.region:
+            return False
+        return self._breaker.allows(member.breaker, now)
 
     def _has_room(self, member: _Member, *, was_granted: bool = False) -> bool:
         """Say whether a server takes another request. Places that were granted to others count as taken."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from penstock.cluster.external.wire import ExternalCall, StreamChunk, WireUsage
+from penstock.cluster.external.wire import ExternalCall, StreamChunk, WireChoice, WireUsage
 
-_UNREPEATABLE = ("logprobs", "response_format", "structured_outputs", "suffix", "tool_choice")
+_UNREPEATABLE = frozenset({"logprobs", "response_format", "structured_outputs", "suffix", "tool_choice"})
 
 
 class Relay:
@@ -29,7 +29,7 @@ class Relay:
         self._call = call
         self._on_chunks = on_chunks
         self._on_first = on_first
-        self._is_plain = not call.is_whole and not any(name in call.body for name in _UNREPEATABLE)
+        self._is_plain = not call.is_whole and _UNREPEATABLE.isdisjoint(call.body)
         self._text: list[str] = []
         self._num_chunks = 0
         self._num_before = 0  # chunks of servers that broke off
@@ -39,7 +39,13 @@ class Relay:
     def __call__(self, chunks: list[StreamChunk]) -> None:
         for chunk in chunks:
             if chunk.choices:
-                self._note(chunk)
+                choice = chunk.choices[0]
+                if choice.says_something:
+                    self._num_chunks += 1
+                    if choice.finish_reason is not None:
+                        self.has_ended = True
+                    if self._is_plain:
+                        self._note(choice)
             elif chunk.data:
                 self.has_begun = self.has_ended = True
         if not self.has_begun and self._num_chunks:
@@ -61,14 +67,8 @@ class Relay:
         self._num_before = self._num_chunks
         return msgspec.structs.replace(self._call, body=body)
 
-    def _note(self, chunk: StreamChunk) -> None:
-        choice = chunk.choices[0]
-        if not choice.says_something:
-            return
-        self._num_chunks += 1
-        self.has_ended = self.has_ended or choice.finish_reason is not None
-        if not self._is_plain:
-            return
+    def _note(self, choice: WireChoice) -> None:
+        """Keep the text, with which another server could continue."""
         delta = choice.delta
         if delta is not None and (
             delta.tool_calls or delta.reasoning or delta.reasoning_content or delta.refusal

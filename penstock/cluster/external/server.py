@@ -19,8 +19,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
+from penstock.cluster.external.connection import Answer, HttpError
 from penstock.cluster.external.dialects import ReadEvent, dialect_of
-from penstock.cluster.external.http import Answer, HttpClient, HttpError
+from penstock.cluster.external.http import HttpClient
 from penstock.cluster.external.wire import (
     ExternalCall,
     ModelPage,
@@ -257,7 +258,7 @@ class ExternalServer:
         that the server stops too."""
         try:
             path = self._dialect.path(call, self.models[call.model])
-            answer = await self._http.post(path, _to_json(self._body(call)))
+            answer = await self._http.send("POST", path, _to_json(self._body(call)))
             try:
                 if answer.status != 200:
                     raise await self._refusal(answer)
@@ -304,32 +305,32 @@ class ExternalServer:
         lines = EventLines()
         read = self._dialect.reader()
 
-        def take(events: Sequence[bytes]) -> None:
+        def take(piece: bytes | None) -> None:
+            if lines.has_ended:
+                return
+            events = lines.end() if piece is None else lines.feed(piece)
             chunks, problem = self._chunks(events, read)
             if chunks:
                 on_chunks(chunks)
             if problem is not None:
                 raise problem
 
-        def take_piece(piece: bytes) -> None:
-            if not lines.has_ended:
-                take(lines.feed(piece))
-
-        await answer.deliver(take_piece)
-        if not lines.has_ended:
-            take(lines.end())
+        await answer.deliver(take)
+        take(None)
 
     def _chunks(self, events: Sequence[bytes], read: ReadEvent) -> tuple[list[StreamChunk], Exception | None]:
         """Return the chunks of these events, up to the first that is no chunk or reports an error, and that error."""
         chunks: list[StreamChunk] = []
         for data in events:
             try:
-                chunk = _decoded(data, read)
+                chunk = read(data) if len(data) <= MAX_OBJECTS else _decoded(data, read)
             except (msgspec.DecodeError, RecursionError, TooManyValues) as error:
                 return chunks, error
             if chunk.error is not None:
                 return chunks, refusal(self.name, 500, data)
-            chunks.append(self._shown(chunk))
+            if chunk.usage is not None or chunk.timings is not None:
+                chunk = self._shown(chunk)
+            chunks.append(chunk)
         return chunks, None
 
     def _shown(self, chunk: StreamChunk) -> StreamChunk:

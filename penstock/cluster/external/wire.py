@@ -168,7 +168,10 @@ class WireChoice(msgspec.Struct, frozen=True):
 
     @property
     def says_something(self) -> bool:
-        return bool(self.text or self.finish_reason or (self.delta is not None and self.delta.says_something))
+        if self.text or self.finish_reason:
+            return True
+        delta = self.delta
+        return delta is not None and bool(delta.content or delta.says_something)
 
 
 class WireWholeChoice(WireChoice, frozen=True):
@@ -203,7 +206,9 @@ class WireUsage(msgspec.Struct, frozen=True):
     @property
     def can_be(self) -> bool:
         """Say whether a request can have used these tokens. Nobody is charged for others, or credited."""
-        for number in (self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.reasoning_tokens):
+        if not 0 <= self.prompt_tokens <= MAX_TOLD_TOKENS:
+            return False
+        for number in (self.completion_tokens, self.cached_tokens, self.reasoning_tokens):
             if number is not None and not 0 <= number <= MAX_TOLD_TOKENS:
                 return False
         return True

@@ -99,46 +99,51 @@ class ExternalChoice:
             reasoning_tokens=reasoning_tokens if reasoning_tokens < num_tokens else num_tokens,
         )
 
-    def push(self, chunk: StreamChunk) -> bool:
-        """Take in a chunk; whether it has anything new for the reader."""
-        if chunk.timings is not None and chunk.timings.cache_n is not None:
-            self._cached_tokens = chunk.timings.cache_n
-        choice = chunk.choices[0] if chunk.choices and self.ending is None else None
-        is_news = choice is not None and choice.says_something
-        if choice is not None and is_news:
-            self._push_choice(choice)
-        if chunk.usage is not None:
-            self._usage = chunk.usage
-            self.num_prompt_tokens = chunk.usage.prompt_tokens
+    def push(self, chunks: Sequence[StreamChunk]) -> int:
+        """Take in chunks; return how many of them have anything new for the reader."""
+        num_before = self._num_chunks
+        for chunk in chunks:
+            if chunk.timings is not None and chunk.timings.cache_n is not None:
+                self._cached_tokens = chunk.timings.cache_n
+            if chunk.choices and self.ending is None:
+                choice = chunk.choices[0]
+                if choice.says_something:
+                    self._push_choice(choice)
+            if chunk.usage is not None:
+                self._usage = chunk.usage
+                self.num_prompt_tokens = chunk.usage.prompt_tokens
         told = None if self._usage is None else self._usage.completion_tokens
         self.num_tokens = self._num_chunks if told is None else told
-        return is_news
+        return self._num_chunks - num_before
 
     def take(self) -> list[Delta]:
         """Take everything new."""
+        text, details, reasoning, calls = self._text, self._details, self._reasoning, self._calls
         delta = Delta(
             self.index,
-            "".join(self._text),
-            tuple(self._details),
+            text[0] if len(text) == 1 else "".join(text),
+            tuple(details),
             self.finish_reason,
-            "".join(self._reasoning),
-            tuple(self._calls[index].joined() for index in sorted(self._calls)),
+            "".join(reasoning) if reasoning else "",
+            tuple([calls[index].joined() for index in sorted(calls)]) if calls else (),
             None if self.finish_reason is None else self._stop_sequence,
         )
         self.drop_buffer()
         return [delta]
 
     def drop_buffer(self) -> None:
-        for buffer in (self._text, self._reasoning, self._details):
-            buffer.clear()
+        self._text.clear()
+        self._reasoning.clear()
+        self._details.clear()
         self._calls.clear()
         self.buffered_bytes = 0
 
     def _push_choice(self, choice: WireChoice) -> None:
         delta = choice.delta
-        text = choice.text or ""
         self._num_chunks += 1
-        if delta is not None:
+        if delta is None:
+            text = choice.text or ""
+        else:
             text = delta.content or delta.refusal or ""
             reasoning = delta.reasoning_content or delta.reasoning
             if reasoning:
@@ -151,8 +156,10 @@ class ExternalChoice:
             self._push_logprobs(choice.logprobs)
         if text:
             self._text.append(text)
-            self._num_chars += len(text)
-            self._hold(len(text))
+            num_chars = len(text)
+            self._num_chars += num_chars
+            self.buffered_bytes += num_chars
+            self.num_bytes += num_chars
         if choice.finish_reason is not None:
             self.ending = _FINISH_REASONS.get(choice.finish_reason, FinishReason.STOP)
             if isinstance(choice.stop_reason, str):
@@ -275,9 +282,10 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
             for choice, call in zip(self._choices, self._calls, strict=True):
                 self._tasks.append(asyncio.create_task(self._follow(pool, call, choice)))
 
-    async def __anext__(self) -> list[Delta]:
-        self._ask()
-        return await super().__anext__()
+    def __anext__(self) -> Coroutine[Any, Any, list[Delta]]:
+        if self._pool is not None:
+            self._ask()
+        return super().__anext__()
 
     async def collect(self) -> list[Delta]:
         reader = asyncio.current_task()
@@ -350,9 +358,11 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
     ) -> Coroutine[Any, Any, None]:
         def take(chunks: list[StreamChunk]) -> None:
             num_logprobs, num_bytes = -choice.num_logprobs, -choice.buffered_bytes
-            num_new = sum([choice.push(chunk) for chunk in chunks])
+            num_new = choice.push(chunks)
             self._num_unread_bytes += num_bytes + choice.buffered_bytes
-            self._count_logprobs(num_logprobs + choice.num_logprobs)
+            num_logprobs += choice.num_logprobs
+            if num_logprobs:
+                self._count_logprobs(num_logprobs)
             if choice.num_bytes > MAX_ANSWER_BYTES:
                 choice.drop_buffer()
                 self.fail(_too_long())

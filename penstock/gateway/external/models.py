@@ -210,12 +210,15 @@ def calls_for(
     length of the model's context where `max_tokens` is to be cut to it."""
     calls: list[ExternalCall] = []
     for prompt in request.prompts:
-        is_chat = isinstance(prompt, ChatPrompt)
-        body = {**_prompt_fields(prompt), **_sampling_fields(request.sampling, is_chat=is_chat)}
-        body |= _text_fields(request)
+        is_chat, has_marks = isinstance(prompt, ChatPrompt), False
+        if request.is_plain and isinstance(prompt, ChatPrompt):
+            body = _plain_fields(prompt, request.sampling)
+        else:
+            body = {**_prompt_fields(prompt), **_sampling_fields(request.sampling, is_chat=is_chat)}
+            body |= _text_fields(request)
+            has_marks = isinstance(prompt, ChatPrompt) and has_cache_marks(prompt)
         text = _text_of(prompt)
         num_tokens = estimated_tokens(text)
-        has_marks = isinstance(prompt, ChatPrompt) and has_cache_marks(prompt)
         if max_tokens is not None:
             room = None if context is None else context - num_tokens
             body["max_tokens"] = max_tokens if room is None or room < 1 else min(max_tokens, room)
@@ -239,6 +242,16 @@ def calls_for(
                 )
             )
     return calls
+
+
+def _plain_fields(prompt: ChatPrompt, options: SamplingOptions) -> dict[str, Any]:
+    """Return the fields of a plain request; its seed and `max_tokens` are added by the caller."""
+    fields: dict[str, Any] = {
+        "messages": [{"role": message.role, "content": message.content} for message in prompt.messages]
+    }
+    if options.temperature is not None or options.top_p is not None or options.stop:
+        fields |= _sampling_fields(options, is_chat=True)
+    return fields
 
 
 def _prompt_fields(prompt: Prompt) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class AutoModel(Collector):
         asks_for_logprobs = request.sampling.logprobs is not None
         if not asks_for_logprobs:
             request = msgspec.structs.replace(
-                request, sampling=msgspec.structs.replace(request.sampling, logprobs=0)
+                request, sampling=msgspec.structs.replace(request.sampling, logprobs=0), is_plain=False
             )
         asked_at = self._clock.now()
         answer = await self._ask_model(asked_of(first, request))

@@ -14,7 +14,7 @@ from functools import partial
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import RateLimited
 from penstock.core.identity import Principal, RateLimits
-from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
+from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome, open_by_halves
 from penstock.gateway.ratelimits.meters import CallerMeters, Meters
 from penstock.gateway.ratelimits.refusals import Figure, LimiterMetrics, Refusal, SlotTimes, error_for
 from penstock.gateway.ratelimits.settings import CallerLimits, LimitSettings, Subject
@@ -49,10 +49,14 @@ class LocalLease:
         return self._rate_limits or self._meters.rate_limits()
 
     async def reserve(self, claim: Claim) -> Lease:
-        self._reserved = await self._limiter.reserve(claim, self._meters)
         self._claim = claim
-        self._rate_limits = self._meters.rate_limits()
+        self.hold(await self._limiter.reserve(claim, self._meters))
         return self
+
+    def hold(self, reserved: Demand) -> None:
+        """Note what was reserved just now."""
+        self._reserved = reserved
+        self._rate_limits = self._meters.rate_limits()
 
     def give_back_cached(self, num_tokens: int) -> None:
         given, self._reserved = self._reserved.without_input(num_tokens)
@@ -132,6 +136,26 @@ class LocalLimiter:
             meters.admit()
         self.metrics.admitted += 1
         return LocalLease(self, claim, meters)
+
+    async def open(self, claim: Claim) -> Lease:
+        now = self.now()
+        meters = self._meters.of_caller(claim.principal, claim.model, now)
+        if not meters.meters:
+            self.metrics.admitted += 1
+            return _NO_LIMITS
+        if not meters.limits.has_budget:
+            demand = demand_of(claim, meters.limits, self.spending)
+            with meters:
+                has_room = meters.admits(now, demand)
+                if has_room:
+                    meters.admit()
+                    meters.take(demand)
+            if has_room:
+                self.metrics.admitted += 1
+                lease = LocalLease(self, claim, meters)
+                lease.hold(demand)
+                return lease
+        return await open_by_halves(self, claim)
 
     async def reserve(self, claim: Claim, meters: CallerMeters) -> Demand:
         """Take the second half of a lease. `meters` hold the first half, so that they are not swept meanwhile."""

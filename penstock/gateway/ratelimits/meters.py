@@ -69,7 +69,8 @@ class TokenBucket:
     def take(self, amount: float, now: float) -> None:
         """Take `amount`, even if the bucket holds less. A negative amount gives back, at most until the bucket is
         full."""
-        level = self.refill(now) - amount
+        # What is given back need not be refilled before: the next refill ends at the limit as well.
+        level = (self.refill(now) if amount > 0 else self.level) - amount
         self.level = level if level < self.limit else self.limit
 
     @property
@@ -169,15 +170,16 @@ class CallerMeters:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def admits(self, now: float) -> bool:
-        """Return whether one more request may begin. A caller in debt for tokens must wait."""
+    def admits(self, now: float, demand: Demand = NOTHING) -> bool:
+        """Return whether one more request may begin, and take as much. A caller in debt for tokens must wait."""
         for bucket in self._requests:
             if bucket.refill(now) + TOLERANCE < 1:  # as `fits`, which would be one more call
                 return False
         for meter in self.meters:
-            if meter.is_full:
+            most = meter.max_running
+            if most is not None and meter.num_running + meter.running_elsewhere >= most:
                 return False
-        return self.fits(NOTHING, now)
+        return self.fits(demand, now)
 
     def fits(self, demand: Demand, now: float) -> bool:
         """Return whether every token bucket allows the demand."""
@@ -199,10 +201,11 @@ class CallerMeters:
 
     def take(self, demand: Demand) -> None:
         """Only right after `fits`, which has refilled the buckets."""
+        input_tokens, output_tokens, _ = demand
         for bucket in self._inputs:
-            bucket.level -= demand.input_tokens
+            bucket.level -= input_tokens
         for bucket in self._outputs:
-            bucket.level -= demand.output_tokens
+            bucket.level -= output_tokens
         if demand.microdollars:
             for meter in self.meters:
                 meter.reserved_microdollars += demand.microdollars
@@ -216,10 +219,12 @@ class CallerMeters:
             bucket.take(-num_tokens, now)
 
     def settle(self, reserved: Demand, used: Demand, now: float) -> None:
+        input_tokens = used.input_tokens - reserved.input_tokens
+        output_tokens = used.output_tokens - reserved.output_tokens
         for bucket in self._inputs:
-            bucket.take(used.input_tokens - reserved.input_tokens, now)
+            bucket.take(input_tokens, now)
         for bucket in self._outputs:
-            bucket.take(used.output_tokens - reserved.output_tokens, now)
+            bucket.take(output_tokens, now)
         for meter in self.meters:
             meter.num_running -= 1
             # Rounding must not leave a trace of money that nobody reserves.

@@ -14,7 +14,8 @@ import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
@@ -22,7 +23,7 @@ from redis.asyncio import Redis
 from penstock.core.errors import ConfigError, LimitsUnavailable, RateLimited
 from penstock.core.gateway_config import RedisPolicy
 from penstock.core.identity import LimitState, Principal, RateLimits
-from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome
+from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome, open_by_halves
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.meters import SECONDS_PER_LIMIT, TOLERANCE
 from penstock.gateway.ratelimits.refusals import Figure, Refusal, error_for
@@ -236,6 +237,9 @@ class RedisLimiter:
         self._live[lease.name] = lease
         self.metrics.admitted += 1
         return lease
+
+    def open(self, claim: Claim) -> Coroutine[Any, Any, Lease]:
+        return open_by_halves(self, claim)
 
     async def reserve(self, lease: RedisLease, claim: Claim) -> Lease:
         """Take the second half of `lease`, whose name in Redis changes with the money that it reserves."""

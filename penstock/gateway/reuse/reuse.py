@@ -170,6 +170,12 @@ class AnswerReuse(Collector):
     def _is_idempotent(self, request: GenerationRequest) -> bool:
         return request.idempotency_key is not None and self.idempotency.settings.enabled
 
+    def concerns(self, request: GenerationRequest) -> bool:
+        """Say whether an earlier answer may do for the request, or its answer for a later request."""
+        if request.idempotency_key is not None or request.cache_response_s is not None:
+            return True
+        return self._settings.enabled and request.principal.caches_responses
+
     def _ttl_s(self, request: GenerationRequest) -> float:
         """Return how old a cached answer may be; 0 if the cache is not used. A header of the request overrides the
         setting of the key."""

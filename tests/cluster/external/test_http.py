@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from penstock.cluster.external import http
-from penstock.cluster.external.http import HEAD_TIMEOUT_S, Address, AnswerBroken, ConnectFailed, HttpClient
+from penstock.cluster.external import connection, http
+from penstock.cluster.external.connection import HEAD_TIMEOUT_S, AnswerBroken, ConnectFailed
+from penstock.cluster.external.http import Address, HttpClient
 from penstock.core.errors import ConfigError
 from tests.certificates import self_signed
 from tests.loop_time import pass_time, settle
@@ -63,7 +64,7 @@ async def client_of(server: ScriptedServer, tls: ssl.SSLContext | None = None) -
 
 
 async def ask(client: HttpClient, body: bytes = b"{}") -> tuple[int, bytes]:
-    answer = await client.post("/v1/x", body)
+    answer = await client.send("POST", "/v1/x", body)
     try:
         return answer.status, await answer.read_all(1 << 20)
     finally:
@@ -174,7 +175,7 @@ async def test_an_answer_before_its_request_was_sent_is_nobodys() -> None:
     """Requests leave at the end of a turn. What came before is no answer to them."""
     server = ScriptedServer(OK, OK)
     async with client_of(server) as client:
-        first = await client.post("/v1/x", b"1")
+        first = await client.send("POST", "/v1/x", b"1")
         assert await first.read_all(10) == b"hi"
         first.release()
         asking = asyncio.ensure_future(ask(client, b"2"))
@@ -195,7 +196,7 @@ async def test_a_kept_connection_that_the_server_closes_costs_no_request() -> No
 async def test_silence_ends_an_answer() -> None:
     part = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi"
     async with client_of(ScriptedServer(part, part)) as client:
-        answer = await client.post("/", b"{}", silence_s=50.0)
+        answer = await client.send("POST", "/", b"{}", silence_s=50.0)
         pass_time(50.0)
         with pytest.raises(AnswerBroken, match="silent"):
             await answer.deliver(lambda piece: None)
@@ -206,7 +207,7 @@ async def test_silence_ends_an_answer() -> None:
 
 async def test_a_head_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then is a sign of life, but no head."""
-    monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.1)
 
     class Trickling(ScriptedServer):
         async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -232,7 +233,7 @@ async def test_a_body_may_be_slower_than_a_head() -> None:
             writer.write(b"i")
 
     async with client_of(Slow()) as client:
-        answer = await client.post("/v1/x", b"{}")
+        answer = await client.send("POST", "/v1/x", b"{}")
         pass_time(1.5 * HEAD_TIMEOUT_S)
         await settle()  # the timer looks, and finds that more silence is allowed
         may_end.set()
@@ -241,7 +242,7 @@ async def test_a_body_may_be_slower_than_a_head() -> None:
 
 
 async def test_a_connection_that_nobody_uses_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "IDLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connection, "IDLE_TIMEOUT_S", 0.05)
     server = ScriptedServer(OK, OK)
     async with client_of(server) as client:
         assert await ask(client) == (200, b"hi")
@@ -255,10 +256,10 @@ async def test_the_silence_of_an_earlier_request_does_not_bound_a_later_one() ->
     """A connection has one timer, which looks at what the request of the moment allows."""
     part = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi"
     async with client_of(ScriptedServer(OK, part)) as client:
-        first = await client.post("/", b"{}", silence_s=600)
+        first = await client.send("POST", "/", b"{}", silence_s=600)
         assert await first.read_all(10) == b"hi"
         first.release()
-        second = await client.post("/", b"{}", silence_s=50.0)
+        second = await client.send("POST", "/", b"{}", silence_s=50.0)
         pass_time(50.0)
         with pytest.raises(AnswerBroken, match="silent"):
             await second.deliver(lambda piece: None)
@@ -281,7 +282,7 @@ async def test_what_a_reader_raises_is_raised_where_it_waits() -> None:
         raise KeyError(piece)
 
     async with client_of(ScriptedServer(OK)) as client:
-        answer = await client.post("/", b"{}")
+        answer = await client.send("POST", "/", b"{}")
         with pytest.raises(KeyError):
             await answer.deliver(refuse)
         answer.release()
@@ -291,16 +292,16 @@ async def test_what_a_reader_raises_is_raised_where_it_waits() -> None:
 async def test_nobody_listens() -> None:
     client = HttpClient("http://127.0.0.1:1", {})
     with pytest.raises(ConnectFailed, match=r"."):
-        await client.post("/", b"{}")
+        await client.send("POST", "/", b"{}")
     with pytest.raises(ConnectFailed):
-        await HttpClient(f"http://{'x' * 70}.invalid", {}).post("/", b"{}")
+        await HttpClient(f"http://{'x' * 70}.invalid", {}).send("POST", "/", b"{}")
 
 
 async def test_idle_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "MAX_IDLE_CONNECTIONS", 2)
     server = ScriptedServer(*[OK] * 4)
     async with client_of(server) as client:
-        answers = [await client.post("/", b"{}") for _ in range(4)]
+        answers = [await client.send("POST", "/", b"{}") for _ in range(4)]
         for answer in answers:
             await answer.read_all(10)
             answer.release()

@@ -24,7 +24,7 @@ def told(**fields: Any) -> StreamChunk:
 def fed(*chunks: StreamChunk) -> ExternalChoice:
     choice = ExternalChoice(0, estimated_prompt_tokens=11)
     for each in chunks:
-        choice.push(each)
+        choice.push([each])
     return choice
 
 
@@ -33,8 +33,8 @@ def test_text_and_its_end() -> None:
         chunk({"role": "assistant", "content": ""}), chunk({"content": "Hel"}), chunk({"content": "lo"})
     )
     assert choice.take()[0] == Delta(0, "Hello")
-    assert not choice.push(chunk({"role": "assistant", "content": None}))
-    choice.push(chunk(finish_reason="stop", stop_reason="\n"))
+    assert not choice.push([chunk({"role": "assistant", "content": None})])
+    choice.push([chunk(finish_reason="stop", stop_reason="\n")])
     assert choice.ending is FinishReason.STOP
     choice.finish_reason = choice.ending
     assert choice.take()[0] == Delta(0, "", finish_reason=FinishReason.STOP, stop_sequence="\n")
@@ -64,8 +64,8 @@ def test_tool_calls_grow_and_have_ids() -> None:
     )
     (first,) = choice.take()[0].tool_calls
     assert (first.id, first.name, first.arguments) == ("c1", "f", '{"a"')
-    choice.push(chunk({"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]}))
-    choice.push(chunk({"tool_calls": [{"index": 1, "function": {"name": "g", "arguments": "{}"}}]}))
+    choice.push([chunk({"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]})])
+    choice.push([chunk({"tool_calls": [{"index": 1, "function": {"name": "g", "arguments": "{}"}}]})])
     rest, second = choice.take()[0].tool_calls
     assert (rest.id, rest.name, rest.arguments) == (None, None, ": 1}")
     assert second.name == "g"
@@ -109,7 +109,7 @@ def test_usage_is_estimated_until_it_is_told() -> None:
         "prompt_tokens_details": {"cached_tokens": 16},
         "completion_tokens_details": {"reasoning_tokens": 1},
     }
-    choice.push(told(usage={"prompt_tokens": 20, "completion_tokens": 3, "total_tokens": 23, **details}))
+    choice.push([told(usage={"prompt_tokens": 20, "completion_tokens": 3, "total_tokens": 23, **details})])
     assert (choice.num_prompt_tokens, choice.num_tokens, choice.usage.cached_tokens) == (20, 3, 16)
     assert choice.usage.reasoning_tokens == 1
 

@@ -218,7 +218,7 @@ class TestTrouble:
                 settled.append(outcome.status)
 
         class Limiter:
-            async def admit(self, claim: Any) -> Any:
+            async def open(self, claim: Any) -> Any:
                 return Lease()
 
         async with open_ledger(tmp_path, when_unrecorded="refuse") as ledger:
