@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 import httptools
-
-if TYPE_CHECKING:
-    from penstock.cluster.external.http import HttpClient
 
 SILENCE_TIMEOUT_S = 600.0  # between two pieces of an answer; the wait for the first may be as long
 HEAD_TIMEOUT_S = 30.0  # from the first byte of a head to its last
@@ -39,12 +36,24 @@ class AnswerBroken(HttpError):
     """The answer ended early, was too slow, or is not HTTP."""
 
 
+class Owner(Protocol):
+    """Keeps the connections to a server."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+    def keep(self, answer: Answer) -> None:
+        """Keep a connection for the next request, or close it."""
+        ...
+
+    def forget(self, answer: Answer) -> None: ...
+
+
 class Answer(asyncio.Protocol):
     """A connection, and the answer that comes over it. `HttpClient` makes and keeps them. Whoever gets one from
     `post` looks at `status` and `headers`, then calls `deliver` or `read_all`, and `release` at the end, however it
     ended."""
 
-    def __init__(self, client: HttpClient) -> None:
+    def __init__(self, client: Owner) -> None:
         self._client = client
         self._loop = client.loop
         self._transport: asyncio.Transport | None = None
