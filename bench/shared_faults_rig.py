@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from bench.network_namespaces import Network, Node
-from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.host_record import JoinTokens
 from penstock.cluster.leadership import opened
 from penstock.cluster.ports import free_port
 from penstock.cluster.redis_registry import RedisRegistry

@@ -36,13 +36,12 @@ from penstock.api.models import ModelsEndpoints
 from penstock.api.ollama.endpoints import OllamaEndpoints
 from penstock.api.openai.batches import KIND as OPENAI
 from penstock.api.openai.batches import OpenAIBatchEndpoints, OpenAIBatches
-from penstock.api.openai.conversations import ConversationEndpoints
 from penstock.api.openai.embeddings import EmbeddingEndpoints
 from penstock.api.openai.endpoints import OpenAIEndpoints
 from penstock.api.openai.moderations import ModerationEndpoints
 from penstock.api.openai.responses_endpoints import ResponsesEndpoints
 from penstock.api.openai.responses_history import StoredBodies
-from penstock.api.openai.stored_chats import StoredChatEndpoints, StoredChats
+from penstock.api.openai.stored_chats import ConversationEndpoints, StoredChatEndpoints, StoredChats
 from penstock.api.scoring.cohere import EmbedEndpoints, RerankEndpoints
 from penstock.api.scoring.endpoints import ScoringEndpoints
 from penstock.api.websocket.endpoint import WebSocketEndpoint

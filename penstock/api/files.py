@@ -14,8 +14,7 @@ from starlette.responses import Response
 
 from penstock.api.http.answers import blob_response, json_response
 from penstock.api.http.context import principal_of
-from penstock.api.http.errors import is_anthropic
-from penstock.api.http.limit_headers import timestamp
+from penstock.api.http.errors import is_anthropic, timestamp
 from penstock.api.http.multipart import UploadReader
 from penstock.api.http.parsing import choice_of, integer_of, text_of
 from penstock.api.http.routes import PAGE, Operation

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from penstock.cluster.release_record import kv_kind_of
 from penstock.cluster.replica import Connector, Member, ReplicaClient
+from penstock.cluster.staged_records import kv_kind_of
 from penstock.cluster.transport import KeyPair, ZmqEngineClient
 from penstock.core.messages import LATEST, EngineReady, EngineStats, KVEvent, added_up
 from penstock.core.plan import TokenEvent

@@ -40,15 +40,14 @@ from penstock.cluster.control_messages import (
     decode_to_control,
     encode_line,
 )
-from penstock.cluster.experiment_record import ExperimentStore
 from penstock.cluster.experiments import ExperimentService
 from penstock.cluster.leadership import Leadership
 from penstock.cluster.release_owner import ReleaseOwner
-from penstock.cluster.release_record import ReleaseStore, serving_spec
 from penstock.cluster.releases import ReleaseService, Resolve
 from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
 from penstock.cluster.role_scaling import RolePair, role_pairs
 from penstock.cluster.scaling import PoolScaler
+from penstock.cluster.staged_records import ExperimentStore, ReleaseStore, serving_spec
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.control.role_pools import ROLES
 from penstock.core.cluster_view import (

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.host_record import JoinTokens
 from penstock.cluster.ports import free_port
 from penstock.cluster.transport import AcceptedClients, KeyPair, bind, connect, with_key
 

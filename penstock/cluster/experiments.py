@@ -13,14 +13,14 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.cluster.control_messages import ActiveExperiment, ArmSample, Report, Sample
-from penstock.cluster.experiment_record import (
+from penstock.cluster.replica import ReplicaManager
+from penstock.cluster.scaling import PoolScaler, check_one_revision, served_model
+from penstock.cluster.staged_records import (
     ExperimentRecord,
     ExperimentStore,
     MemoryExperiments,
     arm_record,
 )
-from penstock.cluster.replica import ReplicaManager
-from penstock.cluster.scaling import PoolScaler, check_one_revision, served_model
 from penstock.cluster.staged_run import StagedRun, remove_beyond, resumed_runs, start_missing
 from penstock.control.evidence import EvidenceCollector
 from penstock.control.experiment import (

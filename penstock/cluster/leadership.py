@@ -24,8 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from penstock.cluster.host_record import decode_known, without_defaults
-from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.host_record import JoinTokens, decode_known, without_defaults
 from penstock.cluster.registry import Registry, RegistryError
 from penstock.cluster.replica import ReplicaSpec
 from penstock.control.autoscaler import AutoscalerState

@@ -21,8 +21,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from penstock.cluster.host_record import HostRecord, decode_record, encode_record
-from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.host_record import HostRecord, JoinTokens, decode_record, encode_record
 from penstock.cluster.replica import Member
 from penstock.core.errors import ConfigError
 from penstock.core.tasks import end_task

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Mapping
 
 from penstock.cluster.leadership import LEADER_LEASE_S, RENEW_SHARE, Leadership
 from penstock.cluster.registry import RegistryError
-from penstock.cluster.release_record import ReleaseStore
 from penstock.cluster.releases import ReleaseService
+from penstock.cluster.staged_records import ReleaseStore
 from penstock.core.errors import Conflict, PenstockError, StoreUnavailable
 
 logger = logging.getLogger(__name__)

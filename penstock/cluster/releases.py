@@ -17,9 +17,9 @@ from math import ceil
 import msgspec
 
 from penstock.cluster.control_messages import ActiveRelease, Report
-from penstock.cluster.release_record import ReleaseRecord, ReleaseStore, changed
 from penstock.cluster.replica import ReplicaManager, ReplicaSpec
 from penstock.cluster.scaling import PoolScaler, check_one_revision, served_model
+from penstock.cluster.staged_records import ReleaseRecord, ReleaseStore, changed
 from penstock.cluster.staged_run import StagedRun, resumed_runs, start_missing
 from penstock.control.evidence import EvidenceCollector
 from penstock.control.release import Happening, ReleaseConfig, Releases, ReleaseState, Stage

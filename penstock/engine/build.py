@@ -31,7 +31,7 @@ from penstock.engine.drafters.combination import build_drafter
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.loop import EngineLoop
-from penstock.engine.parallel.limits import check_data_parallel
+from penstock.engine.parallel.setup import check_data_parallel
 from penstock.engine.record import PlanRecorder, RecordedExchange
 from penstock.kvcache.cache import blocks_of_context
 from penstock.scheduler.build import build_scheduler
@@ -241,9 +241,9 @@ def _load_ranks(
         on_failure.callback(others.kill)
         # All ranks import torch at the same time.
         from penstock.engine.decoder import load_decoder
-        from penstock.engine.parallel.balancer import ExpertBalancer
         from penstock.engine.parallel.data_executor import DataParallelExecutor
         from penstock.engine.parallel.executor import PipelineExecutor, TensorParallelExecutor
+        from penstock.engine.parallel.experts import ExpertBalancer
         from penstock.engine.parallel.setup import check, join
         from penstock.models.load import weights_identity
 

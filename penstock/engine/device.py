@@ -19,12 +19,12 @@ from penstock.core.plan import StateSlots, WindowLayout
 from penstock.engine.startup import load_compiler
 from penstock.engine.windows import LayerLayout, laid_out
 from penstock.kernels.gpus import Gpu
-from penstock.kernels.host_copies import buffer_bytes
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.kernels.native import NativeOps
 from penstock.kernels.reference import TorchOps
 from penstock.kernels.select import preferred_cpu_dtype, select_ops, set_num_threads
 from penstock.kernels.states import NoKV, StateBatch, StateStore, state_bytes
+from penstock.kernels.tensor_kv import buffer_bytes
 from penstock.models.model import HasLatents, Model, num_kv_layers, state_layers
 from penstock.models.vision import VisionModel
 

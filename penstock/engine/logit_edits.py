@@ -5,16 +5,131 @@ resumption change no sample.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.core.request import Request, SamplingParams
-from penstock.engine.repetitions import RepetitionPenalty, context_window, make_penalty, recent_counts
-from penstock.engine.truncations import truncate, truncates
+from penstock.core.request import Dry, Request, SamplingParams
+
+# A longer repetition is penalised as one of this length, as in the sampler's first publication.
+LONGEST_MATCH = 50
+# More changes no probability, and less than infinity leaves a token that a grammar forces.
+MAX_PENALTY = 1e4
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionPenalty:
+    dry: Dry
+    breakers: Tensor  # bool [V]
+
+    def apply(self, logits: Tensor, context: Tensor) -> None:
+        """Penalise the tokens that would lengthen a repetition. `context`: int64 [W], -1 where it is shorter."""
+        dry = self.dry
+        lengths = match_lengths(context, self.breakers).to(torch.float32)
+        grown = (lengths - dry.allowed_length).clamp_min(0)
+        penalty = (dry.multiplier * torch.pow(dry.base, grown)).clamp_max(MAX_PENALTY)
+        logits.sub_(torch.where(lengths >= dry.allowed_length, penalty, 0.0))
+
+
+def match_lengths(context: Tensor, breakers: Tensor) -> Tensor:
+    """For each token of the vocabulary, the length of the longest end of the context, without a breaker, that stands
+    earlier in it with this token behind: int64 [W] → int64 [V]. Breakers have no such length."""
+    lengths = torch.zeros(len(breakers), dtype=torch.int64, device=context.device)
+    if len(context) < 2:
+        return lengths
+    before = context.new_full((LONGEST_MATCH - 1,), -1)
+    ends = torch.cat([before, context]).unfold(0, LONGEST_MATCH, 1)  # [W, L]: the tokens up to each place
+    last = ends[-1]
+    stops = (last < 0) | breakers[last.clamp_min(0)]
+    equal = ((ends[:-1] == last) & ~stops).to(torch.uint8)
+    runs = equal.flip(1).cumprod(1, dtype=torch.uint8).sum(1)
+    lengths.scatter_reduce_(0, context[1:].clamp_min(0), runs, "amax")
+    return lengths.masked_fill_(breakers, 0)
+
+
+def recent_counts(context: Tensor, num_last: int, vocab_size: int) -> Tensor:
+    """Return how often each token stands among the last ones of the context: int64 [W] → float32 [V]."""
+    counts = torch.zeros(vocab_size, dtype=torch.float32, device=context.device)
+    recent = context[max(0, len(context) - num_last) :]
+    return counts.index_add_(0, recent.clamp_min(0), (recent >= 0).to(torch.float32))
+
+
+def make_penalty(dry: Dry, vocab_size: int, device: torch.device) -> RepetitionPenalty:
+    bits = np.unpackbits(np.frombuffer(dry.breakers, dtype=np.uint8), bitorder="little")[:vocab_size]
+    breakers = np.zeros(vocab_size, dtype=np.bool_)
+    breakers[: len(bits)] = bits
+    return RepetitionPenalty(dry, torch.from_numpy(breakers).to(device))
+
+
+def context_window(
+    dry: Dry | None, repeat_last_n: int | None, prompt: tuple[int, ...], output: list[int], max_tokens: int
+) -> list[int] | None:
+    """Return the last tokens that these options look at, with -1 in front where there are fewer yet; None: they look
+    at none. The window is as long as it will ever have to be."""
+    if dry is None and not repeat_last_n:
+        return None
+    longest = len(prompt) + max_tokens
+    searched = 0 if dry is None else longest if dry.last_n is None else dry.last_n
+    size = max(1, min(longest, max(searched, repeat_last_n or 0)))
+    last = [*prompt, *output][-size:]
+    return [-1] * (size - len(last)) + last
+
+
+def truncates(params: SamplingParams) -> bool:
+    return params.typical_p < 1 or params.xtc_probability > 0 or params.top_n_sigma > 0
+
+
+def truncate(logits: Tensor, params: SamplingParams, seed: int, position: int) -> None:
+    if params.top_n_sigma > 0:
+        keep_near_top(logits, params.top_n_sigma)
+    if params.typical_p < 1:
+        keep_typical(logits, params.typical_p)
+    if params.xtc_probability and _chance(seed, position) < params.xtc_probability:
+        exclude_top(logits, params.xtc_threshold)
+
+
+def keep_near_top(logits: Tensor, num_sigmas: float) -> None:
+    """Forbid the tokens whose logits are more than this many standard deviations below the highest logit. Tokens that
+    are forbidden already do not count."""
+    allowed = logits > -inf
+    count = allowed.sum()
+    mean = torch.where(allowed, logits, 0.0).sum() / count
+    variance = torch.where(allowed, logits - mean, 0.0).square().sum() / count
+    logits.masked_fill_(logits < logits.amax() - num_sigmas * variance.sqrt(), -inf)
+
+
+def keep_typical(logits: Tensor, share: float) -> None:
+    """Forbid all tokens but those whose information is nearest to the entropy, up to `share` of the probability."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    probabilities = logprobs.exp()
+    entropy = -(probabilities * logprobs.clamp_min(-1e30)).sum()
+    order = torch.argsort((-logprobs - entropy).abs(), stable=True)
+    before = probabilities[order].cumsum(0) - probabilities[order]
+    dropped = before >= share
+    dropped[0] = False
+    logits[order] = torch.where(dropped, -inf, logits[order])
+
+
+def exclude_top(logits: Tensor, threshold: float) -> None:
+    """Forbid the tokens of at least `threshold` probability, except for the least probable of them."""
+    probabilities = torch.softmax(logits, dim=-1)
+    order = torch.argsort(probabilities, descending=True, stable=True)
+    above = (probabilities[order] >= threshold) & (probabilities[order] > 0)
+    above = above & above.roll(-1)  # the next one is above as well, so this one is not the last
+    above[-1] = False
+    logits[order] = torch.where(above, -inf, logits[order])
+
+
+def _chance(seed: int, position: int) -> float:
+    """Return a number from 0 to 1 that depends on a request's seed and the position alone, apart from the sampled
+    one."""
+    digest = hashlib.blake2b(f"xtc/{seed}/{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
 
 
 @dataclass(slots=True)

@@ -26,8 +26,11 @@ from penstock.kernels.operands import Activation as Activation
 from penstock.kernels.operands import AttendsToTrees as AttendsToTrees
 from penstock.kernels.operands import AttentionBatch as AttentionBatch
 from penstock.kernels.operands import AttentionLayer as AttentionLayer
+from penstock.kernels.operands import DenseWeight as DenseWeight
 from penstock.kernels.operands import ExpertGroups as ExpertGroups
 from penstock.kernels.operands import ExpertWeights as ExpertWeights
+from penstock.kernels.operands import Float8Weight as Float8Weight
+from penstock.kernels.operands import GroupQuantWeight as GroupQuantWeight
 from penstock.kernels.operands import HalvesBlocks as HalvesBlocks
 from penstock.kernels.operands import IndexLayer as IndexLayer
 from penstock.kernels.operands import KVRegion as KVRegion
@@ -39,12 +42,9 @@ from penstock.kernels.operands import PackedExperts as PackedExperts
 from penstock.kernels.operands import PackedLinear as PackedLinear
 from penstock.kernels.operands import Routing as Routing
 from penstock.kernels.operands import SamplingBatch as SamplingBatch
+from penstock.kernels.operands import WeightData as WeightData
+from penstock.kernels.operands import with_common_order as with_common_order
 from penstock.kernels.states import ChannelDeltaLayer, ChannelScanLayer, DeltaLayer, ScanLayer
-from penstock.kernels.weights import DenseWeight as DenseWeight
-from penstock.kernels.weights import Float8Weight as Float8Weight
-from penstock.kernels.weights import GroupQuantWeight as GroupQuantWeight
-from penstock.kernels.weights import WeightData as WeightData
-from penstock.kernels.weights import with_common_order as with_common_order
 
 
 class Ops(Protocol):

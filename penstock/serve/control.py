@@ -25,9 +25,9 @@ from penstock.cluster.control_link import ControlLink, SocketChannel
 from penstock.cluster.control_plane import ControlPlane
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.leadership import Leadership
-from penstock.cluster.release_record import revision_of
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.role_scaling import pool_scaling
+from penstock.cluster.staged_records import revision_of
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.config import ExtraModelConfig, ServeConfig
 from penstock.core.engine_config import EngineConfig

@@ -12,11 +12,10 @@ import msgspec
 from sqlalchemy import Connection, Table, delete, select, update
 
 from penstock.cluster import registry
-from penstock.cluster.experiment_record import ExperimentRecord
-from penstock.cluster.fleet_term import Stores
+from penstock.cluster.fleet_leader import Stores
 from penstock.cluster.leadership import Leadership
 from penstock.cluster.registry import RegistryError
-from penstock.cluster.release_record import ReleaseRecord
+from penstock.cluster.staged_records import ExperimentRecord, ReleaseRecord
 from penstock.core.errors import PenstockError, Superseded
 from penstock.gateway.store.database import Database, Work, database_time, insert_into
 from penstock.gateway.store.tables import experiments, fleet_documents, fleet_hosts, fleet_leases, releases

@@ -17,18 +17,17 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from penstock.api.admin.console import HistoryEndpoints, SimulationEndpoints
 from penstock.api.admin.fleet import ClusterEndpoints, ExperimentEndpoints
 from penstock.api.app import create_app
+from penstock.api.console import HistoryEndpoints, SimulationEndpoints
 from penstock.api.http.connections import ConnectionLimits
 from penstock.api.http.protocol import bounded_protocols
-from penstock.cluster.control_link import ControlLink
+from penstock.cluster.control_link import ControlLink, FleetLink
 from penstock.cluster.external.discovery import Discovery
 from penstock.cluster.external.kubernetes import Kubernetes
 from penstock.cluster.external.placements import Placements
 from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.fleet_link import FleetLink
 from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import ServerConfig
@@ -43,9 +42,8 @@ from penstock.gateway.history.requests import RecentRequests
 from penstock.gateway.history.siblings import Siblings
 from penstock.gateway.metrics.gateway import PoolMetrics, ReplicaMetrics
 from penstock.gateway.metrics.objective import ObjectiveMetrics
-from penstock.gateway.models.adapters import open_adapters
-from penstock.gateway.models.catalogue import try_given
-from penstock.gateway.ratelimits.table import MeterTable
+from penstock.gateway.models.catalogue import open_adapters, try_given
+from penstock.gateway.ratelimits.local import MeterTable
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses
 from penstock.gateway.simulations import SimulationChoices, Simulations

@@ -29,13 +29,12 @@ from penstock.gateway.ledger.journal import Journal
 from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger
 from penstock.gateway.ledger.prices import PriceSettings, PriceTable
 from penstock.gateway.ledger.spend import LedgerSpendTracker
-from penstock.gateway.models.adapters import KIND as ADAPTERS
-from penstock.gateway.models.adapters import AdapterRegistry
-from penstock.gateway.ratelimits.local import LocalLimiter
+from penstock.gateway.models.catalogue import KIND as ADAPTERS
+from penstock.gateway.models.catalogue import AdapterRegistry
+from penstock.gateway.ratelimits.local import LocalLimiter, MeterTable
 from penstock.gateway.ratelimits.refusals import LimiterMetrics
 from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.ratelimits.spend import SpendTracker
-from penstock.gateway.ratelimits.table import MeterTable
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.reuse.shared_cache import SharedCaches

@@ -24,12 +24,10 @@ import uvloop
 from msgspec.structs import replace
 
 from penstock.api.http.browsers import check_web_settings
+from penstock.cluster.control_link import FleetLink
 from penstock.cluster.fleet import Fleet, SharedFleet
-from penstock.cluster.fleet_leader import FleetLeader
-from penstock.cluster.fleet_link import FleetLink
-from penstock.cluster.fleet_term import LeaderSettings
-from penstock.cluster.host_record import Offer
-from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.fleet_leader import FleetLeader, LeaderSettings
+from penstock.cluster.host_record import JoinTokens, Offer
 from penstock.cluster.leadership import DocumentReader, Leadership
 from penstock.cluster.local import LocalLauncher, NetworkAddress
 from penstock.cluster.ordered_host import OrderedHost

@@ -21,10 +21,10 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 from starlette.websockets import WebSocket
 
-from penstock.api.admin.console import HistoryEndpoints, SimulationEndpoints
 from penstock.api.admin.fleet import UsageEndpoints
 from penstock.api.admin.settings import SettingsEndpoints
 from penstock.api.app import create_app
+from penstock.api.console import HistoryEndpoints, SimulationEndpoints
 from penstock.api.http.authenticate import OPEN_PATHS, Authenticate, scope_of
 from penstock.api.http.context import principal_of
 from penstock.core.gateway_config import ServerConfig

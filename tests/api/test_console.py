@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from penstock.api.admin.console import HistoryEndpoints
 from penstock.api.app import create_app
+from penstock.api.console import HistoryEndpoints
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.history.history import History

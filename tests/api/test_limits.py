@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from penstock.api.http.limit_headers import duration
+from penstock.api.http.errors import duration
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import EngineUnavailable, Overloaded, PenstockError
 from penstock.core.gateway_config import GatewayConfig

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.core.identity import Scope
 from penstock.core.request import Adapter
-from penstock.gateway.models.adapters import AdapterRegistry, RegisteredAdapter
+from penstock.gateway.models.catalogue import AdapterRegistry, RegisteredAdapter
 from penstock.gateway.models.settings import AutoSettings, ModelAccess, ModelSettings
 from tests.api.tenant_server import TenantServer
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text

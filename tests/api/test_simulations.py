@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest_asyncio
 
-from penstock.api.admin.console import SimulationEndpoints
 from penstock.api.app import create_app
+from penstock.api.console import SimulationEndpoints
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.simulations import SimulationChoices, SimulationOrder, Simulations

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from penstock.api.admin.console import HistoryEndpoints, SimulationEndpoints
+from penstock.api.console import HistoryEndpoints, SimulationEndpoints
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.history.history import History
 from penstock.gateway.history.requests import RecentRequests

@@ -77,7 +77,7 @@ def test_top_draws_until_it_is_interrupted(server: Played, monkeypatch: pytest.M
         if next(looks, "enough") is not None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("penstock.cli.top.time.sleep", sleep)
+    monkeypatch.setattr("penstock.cli.cluster.time.sleep", sleep)
     result = run("top", "--interval", "0.5")
     assert result.exit_code == 0, result.output
     assert len(server.requests) == 3

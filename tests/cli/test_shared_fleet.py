@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli.shared_fleet import control, engine, gateway
+from penstock.cli.serve import control, engine, gateway
 
 TOKEN = ["--join-token", "x" * 20]
 REGISTRY = [*TOKEN, "--registry", "redis://127.0.0.1:1"]

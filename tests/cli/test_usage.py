@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli.app import penstock
-from penstock.gateway.ledger.rows import begun_request, usage_row
+from penstock.gateway.ledger.journal import begun_request, usage_row
 from penstock.gateway.ledger.usage_store import insert_rows
 from penstock.gateway.store.database import Database, sqlite_url
 from tests.gateway.ledger.samples import claim, outcome

@@ -12,11 +12,16 @@ from pathlib import Path
 
 from penstock.cluster.control_link import ControlLink, SocketChannel
 from penstock.cluster.control_plane import ControlPlane
-from penstock.cluster.experiment_record import ExperimentStore, MemoryExperiments
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
-from penstock.cluster.release_record import ReleaseRecord, ReleaseStore, revision_of
 from penstock.cluster.replica import ReplicaSpec
+from penstock.cluster.staged_records import (
+    ExperimentStore,
+    MemoryExperiments,
+    ReleaseRecord,
+    ReleaseStore,
+    revision_of,
+)
 from penstock.cluster.supervisor import Supervisor
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cluster.experiment_record import MemoryExperiments
+from penstock.cluster.staged_records import MemoryExperiments
 from penstock.control.experiment import ExperimentStage
 from penstock.core.cluster_view import ExperimentOrder, ReleaseOrder
 from penstock.core.errors import Conflict, InvalidRequest, NotFound

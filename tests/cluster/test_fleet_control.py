@@ -14,14 +14,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from penstock.cluster.control_link import FleetLink
 from penstock.cluster.control_socket import CurveChannel
-from penstock.cluster.experiment_record import MemoryExperiments
 from penstock.cluster.fleet import Fleet, SharedFleet
-from penstock.cluster.fleet_leader import FleetLeader
-from penstock.cluster.fleet_link import FleetLink
-from penstock.cluster.fleet_term import LeaderSettings, Stores
-from penstock.cluster.host_record import Offer
-from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.fleet_leader import FleetLeader, LeaderSettings, Stores
+from penstock.cluster.host_record import JoinTokens, Offer
 from penstock.cluster.leadership import (
     HOST_PREFIX,
     SERVING,
@@ -36,6 +33,7 @@ from penstock.cluster.leadership import (
 from penstock.cluster.ordered_host import OrderedHost
 from penstock.cluster.registry import Follower, MemoryRegistry, Publisher, RegistryError
 from penstock.cluster.replica import ReplicaSpec
+from penstock.cluster.staged_records import MemoryExperiments
 from penstock.core.cluster_view import ClusterView, ExperimentOrder, HostOrder, ReleaseOrder
 from penstock.core.config import ScalingConfig
 from penstock.core.errors import Conflict, EngineUnavailable, NotFound, Superseded

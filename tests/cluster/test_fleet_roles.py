@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack
 import pytest
 from msgspec.structs import replace
 
+from penstock.cluster.control_link import FleetLink
 from penstock.cluster.control_socket import CurveChannel
-from penstock.cluster.fleet_link import FleetLink
 from penstock.cluster.leadership import HOST_PREFIX, HostOrders, Leadership, Slot, Writer, opened, sealed
 from penstock.cluster.registry import RegistryError
 from penstock.core.cluster_view import ClusterView, HostOrder, ReleaseOrder, ReplicaOrder

@@ -16,8 +16,7 @@ import msgspec
 import pytest
 
 from penstock.cluster import kubernetes_leases, redis_registry
-from penstock.cluster.host_record import HostRecord, decode_record, encode_record
-from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.host_record import HostRecord, JoinTokens, decode_record, encode_record
 from penstock.cluster.redis_registry import RedisRegistry
 from penstock.cluster.registry import (
     LEASE_S,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from penstock.cluster.release_record import serving_spec
 from penstock.cluster.replica import ReplicaSpec
+from penstock.cluster.staged_records import serving_spec
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
 from penstock.core.errors import Conflict, EngineUnavailable, InvalidRequest, ModelNotFound, NotFound
 from tests.cluster.control_stage import SPEC, MemoryReleases, Stage, open_stage

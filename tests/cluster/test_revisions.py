@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.cluster.release_record import changed, revision_of, with_settings
+from penstock.cluster.staged_records import changed, revision_of, with_settings
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import InvalidRequest
 from tests.cluster.control_stage import ENGINE, SPEC

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from penstock.cluster.fleet import Fleet, SharedFleet
-from penstock.cluster.join_tokens import JoinTokens
+from penstock.cluster.host_record import JoinTokens
 from penstock.cluster.local import LocalLauncher, NetworkAddress
 from penstock.cluster.registry import Follower, MemoryRegistry, Publisher
 from penstock.cluster.supervisor import Supervisor

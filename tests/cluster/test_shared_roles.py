@@ -15,8 +15,8 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cluster import redis_registry
+from penstock.cluster.control_link import FleetLink
 from penstock.cluster.fleet import Fleet, SharedFleet
-from penstock.cluster.fleet_link import FleetLink
 from penstock.cluster.host_record import Offer
 from penstock.cluster.leadership import (
     HOST_PREFIX,
@@ -30,8 +30,8 @@ from penstock.cluster.local import NetworkAddress
 from penstock.cluster.ordered_host import OrderedHost
 from penstock.cluster.redis_registry import RedisRegistry
 from penstock.cluster.registry import Follower, Publisher
-from penstock.cluster.release_record import revision_of
 from penstock.cluster.replica import Member, ReplicaSpec
+from penstock.cluster.staged_records import revision_of
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.cluster_view import ReplicaOrder
 from penstock.core.engine_config import (

@@ -16,8 +16,14 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.plan import NO_TOKEN_LEFT
 from penstock.core.request import Dry, FinishReason, Grammar
 from penstock.engine.build import Engine
-from penstock.engine.repetitions import LONGEST_MATCH, make_penalty, recent_counts
-from penstock.engine.truncations import exclude_top, keep_near_top, keep_typical
+from penstock.engine.logit_edits import (
+    LONGEST_MATCH,
+    exclude_top,
+    keep_near_top,
+    keep_typical,
+    make_penalty,
+    recent_counts,
+)
 
 from .byte_model import constrained, text_of, write_byte_model
 from .tiny import request, run, tiny_engine, tokens, write_tiny_model

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from penstock.core.request import FinishReason
-from penstock.engine import prompt_scores
+from penstock.engine import forward
 from penstock.engine.build import Engine
-from penstock.engine.prompt_scores import score_tokens
+from penstock.engine.forward import score_tokens
 from penstock.simulator.replay import replay
 
 from .tiny import (
@@ -135,7 +135,7 @@ def test_logits_of_few_positions_exist_at_a_time(
 ) -> None:
     asked = request("scored", PROMPT, 1, prompt_logprobs=3)
     expected = unpacked(run(oracle, [asked])["scored"])
-    monkeypatch.setattr(prompt_scores, "MAX_LOGIT_BYTES", 4 * VOCAB_SIZE * 7)
+    monkeypatch.setattr(forward, "MAX_LOGIT_BYTES", 4 * VOCAB_SIZE * 7)
     engine = tiny_engine(model)
     sizes = []
 
@@ -143,7 +143,7 @@ def test_logits_of_few_positions_exist_at_a_time(
         sizes.append(len(logits))
         return score_tokens(logits, token_ids, num_top)
 
-    monkeypatch.setattr(prompt_scores, "score_tokens", noted)
+    monkeypatch.setattr(forward, "score_tokens", noted)
     values, ids = unpacked(run(engine, [asked])["scored"])
     assert max(sizes) == 7
     assert values == pytest.approx(expected[0], abs=1e-5)
@@ -157,7 +157,7 @@ def test_no_numbers_end_the_request_alone(model: Path, monkeypatch: pytest.Monke
         values, ids = score_tokens(logits, token_ids, num_top)
         return values * torch.nan, ids
 
-    monkeypatch.setattr(prompt_scores, "score_tokens", broken)
+    monkeypatch.setattr(forward, "score_tokens", broken)
     events = run(engine, [request("scored", PROMPT, 4, prompt_logprobs=1), request("plain", PROMPT[:9], 4)])
     assert [event.finish_reason for event in events["scored"]] == [FinishReason.ERROR]
     assert "not numbers" in (events["scored"][0].error or "")

@@ -12,7 +12,7 @@ from sqlalchemy import update
 
 from penstock.cluster.leadership import Leadership
 from penstock.cluster.release_owner import ReleaseOwner
-from penstock.cluster.release_record import ReleaseRecord, changed
+from penstock.cluster.staged_records import ReleaseRecord, changed
 from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
 from penstock.core.errors import Conflict, Superseded
 from penstock.gateway.store.database import Database, sqlite_url

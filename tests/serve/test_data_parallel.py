@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli.generate import generate
+from penstock.cli.chat import generate
 from penstock.core.errors import ConfigError
 from penstock.serve.config import resolve
 

@@ -16,8 +16,7 @@ from penstock.api.http.answers import json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.routes import Operation
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.models.adapters import RegisteredAdapter, register
-from penstock.gateway.models.catalogue import try_adapter
+from penstock.gateway.models.catalogue import RegisteredAdapter, register, try_adapter
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.admin.audit import audit
+from penstock.api.admin.settings import audit
 from penstock.api.http.answers import json_response, private_json
 from penstock.api.http.context import principal_of
 from penstock.api.http.parsing import integer_of

@@ -16,9 +16,9 @@ from penstock.api.http.context import note_model, principal_of
 from penstock.api.http.errors import error_response
 from penstock.api.http.routes import Operation
 from penstock.api.http.translation import translated
-from penstock.api.openai.chat_tools import ChatTool
 from penstock.api.openai.messages import Message
 from penstock.api.openai.requests import ChatCompletionRequest
+from penstock.api.openai.tools import ChatTool
 from penstock.core.errors import (
     EngineUnavailable,
     InvalidRequest,

@@ -7,15 +7,15 @@ middleware has checked that the caller has the scope `admin`.
 from __future__ import annotations
 
 import re
+import time
 from typing import Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.admin.audit import actor_of, audit
 from penstock.api.http.answers import json_response
-from penstock.api.http.context import headers_of
+from penstock.api.http.context import headers_of, principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder, integer_of, read_body
 from penstock.api.http.routes import PAGE, Operation
 from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound, PreconditionRequired
@@ -24,6 +24,23 @@ from penstock.gateway.settings.settings import Document, to_toml
 from penstock.gateway.settings.store import SettingsVersion, encode, parse_json, parse_toml
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.versions import MAX_BODY_BYTES
+from penstock.gateway.tenants.directory import Actor, announce, write_entry
+
+
+def actor_of(request: Request) -> Actor:
+    return Actor(principal_of(request).key_id, request_id_of(request))
+
+
+async def audit(
+    database: Database, request: Request, action: str, target: str, after: msgspec.Struct
+) -> None:
+    actor, at = actor_of(request), time.time()
+    announce(
+        await database.run(
+            lambda connection: write_entry(connection, actor, action, target, at=at, after=after)
+        )
+    )
+
 
 _TOML = b"application/toml"
 _ETAG = re.compile(r'(?:W/)?"?(\d{1,18})"?')

@@ -17,8 +17,7 @@ from penstock.api.anthropic.endpoints import check_version
 from penstock.api.http.answers import blob_response, json_response
 from penstock.api.http.application import Endpoint, call_endpoint
 from penstock.api.http.context import principal_of
-from penstock.api.http.errors import anthropic_error_body, anthropic_status
-from penstock.api.http.limit_headers import timestamp
+from penstock.api.http.errors import anthropic_error_body, anthropic_status, timestamp
 from penstock.api.http.parsing import BodyDecoder, integer_of, text_of
 from penstock.api.http.routes import Operation
 from penstock.api.openai.batches import refuse_detached

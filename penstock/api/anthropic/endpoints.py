@@ -21,8 +21,7 @@ from penstock.api.anthropic.requests import GUARDED_FIELDS, CountTokensRequest, 
 from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.http.answers import EventStream, answer_whole, json_response
 from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
-from penstock.api.http.errors import anthropic_error_event
-from penstock.api.http.limit_headers import timestamp
+from penstock.api.http.errors import anthropic_error_event, timestamp
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import Operation
 from penstock.api.http.translation import translated

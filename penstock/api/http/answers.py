@@ -13,9 +13,8 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.api.http.context import answer_headers, note_limits_sent, watch_of
-from penstock.api.http.errors import is_anthropic
+from penstock.api.http.errors import Headers, is_anthropic, limit_headers
 from penstock.api.http.exchange import WHOLE_ANSWERS
-from penstock.api.http.limit_headers import Headers, limit_headers
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.identity import RateLimits
 from penstock.gateway.answers.choice import Delta

@@ -32,11 +32,13 @@ from penstock.api.http.context import (
 from penstock.api.http.errors import (
     ANTHROPIC_OVERLOADED,
     CLIENT_CLOSED_REQUEST,
+    Headers,
     error_response_for,
+    has_limit_headers,
     internal_error_response_for,
     is_anthropic,
+    limit_headers,
 )
-from penstock.api.http.limit_headers import Headers, has_limit_headers, limit_headers
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.identity import Principal
 from penstock.gateway.answers.stream import ReaderGone

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from penstock.api.openai.chat_tools import PLAIN_CALLS, CallStyle
+from penstock.api.openai.tools import PLAIN_CALLS, CallStyle
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.answers.choice import Delta, TokenDetail
 from penstock.gateway.answers.stream import AnswerStream

@@ -36,10 +36,10 @@ from penstock.api.openai.answers import (
     wire_finish_reason,
     wire_usage,
 )
-from penstock.api.openai.chat_tools import StreamedCalls
 from penstock.api.openai.prompt_echo import EchoedAnswer, ShownPrompts, TokenBytes, prompt_texts
 from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest, StreamOptions
 from penstock.api.openai.stored_chats import KeptAnswer, StoredChats, kept_metadata
+from penstock.api.openai.tools import StreamedCalls
 from penstock.core.errors import PenstockError
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.large import off_loop_if_large

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from penstock.api.extensions import ExtensionFields
 from penstock.api.foreign_fields import refuse_foreign
-from penstock.api.openai.chat_tools import CallStyle, ChatTool, ChosenTool, flat_choice, toolbox_of
 from penstock.api.openai.messages import (
     FunctionDefinition,
     FunctionName,
@@ -21,7 +20,14 @@ from penstock.api.openai.messages import (
     ToolMode,
     chat_messages,
 )
-from penstock.api.openai.responses_tools import Toolbox
+from penstock.api.openai.tools import (
+    CallStyle,
+    ChatTool,
+    ChosenTool,
+    Toolbox,
+    flat_choice,
+    toolbox_of,
+)
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Tier
 from penstock.gateway.checks import check_num_choices, check_top_logprobs

@@ -32,7 +32,7 @@ from penstock.api.openai.responses_requests import (
     TextFormat,
     TextOptions,
 )
-from penstock.api.openai.responses_tools import (
+from penstock.api.openai.tools import (
     CLIENT_TOOLS,
     CalledTool,
     CallKind,

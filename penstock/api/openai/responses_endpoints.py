@@ -38,7 +38,7 @@ from penstock.api.openai.responses_answers import (
 from penstock.api.openai.responses_history import History, input_items_of, page_of
 from penstock.api.openai.responses_items import InputItem, compaction_item
 from penstock.api.openai.responses_requests import ResponseRequest
-from penstock.api.openai.responses_tools import Toolbox
+from penstock.api.openai.tools import Toolbox
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import SamplingDefaults
 from penstock.gateway.answers.choice import Delta

@@ -17,7 +17,7 @@ import msgspec
 from penstock.api.http.parsing import check_num_parts
 from penstock.api.openai.answers import ChatLogprob
 from penstock.api.openai.messages import custom_arguments_of
-from penstock.api.openai.responses_tools import CLIENT_TOOLS, CallKind, flat_name
+from penstock.api.openai.tools import CLIENT_TOOLS, CallKind, flat_name
 from penstock.core.errors import InvalidRequest, quoted
 from penstock.gateway.documents import attached_text
 from penstock.gateway.prompts import ChatMessage, FilePart, ImagePart, RequestWarning, TextPart, ToolCall

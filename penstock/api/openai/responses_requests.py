@@ -11,7 +11,7 @@ from penstock.api.extensions import ExtensionFields
 from penstock.api.openai.messages import ToolMode
 from penstock.api.openai.requests import TIERS, ReasoningEffort, ServiceTier, thinking_of
 from penstock.api.openai.responses_items import InputItem, messages_of
-from penstock.api.openai.responses_tools import ResponseTool, ResponseToolChoice, Toolbox
+from penstock.api.openai.tools import ResponseTool, ResponseToolChoice, Toolbox
 from penstock.core.errors import InvalidRequest, quoted
 from penstock.core.request import Grammar, Tier
 from penstock.gateway.checks import check_top_logprobs

@@ -11,20 +11,20 @@ from collections import deque
 from penstock.core.plan import Chunk, StepPlan, StepResult
 from penstock.core.request import Request
 from penstock.engine.grammar_masks import CompiledGrammar
-from penstock.engine.parallel.balancer import ExpertBalancer
 from penstock.engine.parallel.executor import FirstRank, LocalRank
-from penstock.engine.parallel.messages import (
+from penstock.engine.parallel.experts import ExpertBalancer
+from penstock.engine.parallel.processes import (
     Added,
     Appended,
     CountExperts,
     ExpertsPlaced,
     News,
+    RankProcesses,
     Removed,
     Report,
     Sampled,
     Step,
 )
-from penstock.engine.parallel.processes import RankProcesses
 
 
 class DataParallelExecutor(FirstRank):

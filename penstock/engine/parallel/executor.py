@@ -26,22 +26,21 @@ from penstock.engine.batch import BatchRows
 from penstock.engine.executor import ModelExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.grammar_masks import CompiledGrammar
-from penstock.engine.parallel.balancer import ExpertBalancer
-from penstock.engine.parallel.experts import ExpertBalance
+from penstock.engine.parallel.experts import ExpertBalance, ExpertBalancer
 from penstock.engine.parallel.mesh import Mesh
-from penstock.engine.parallel.messages import (
+from penstock.engine.parallel.ops import SharedExperts
+from penstock.engine.parallel.processes import (
     AdapterDropped,
     AdapterLoaded,
     Added,
     Appended,
     ExpertsPlaced,
     News,
+    RankProcesses,
     Removed,
     Sampled,
     Step,
 )
-from penstock.engine.parallel.ops import SharedExperts
-from penstock.engine.parallel.processes import RankProcesses
 from penstock.engine.staging import MAX_STEPS_IN_FLIGHT
 
 _SMALLEST_PIECE = 16  # tokens of a prompt that are worth a part of their own

@@ -22,7 +22,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.log_format import set_up_logs
 from penstock.engine.decoder import load_decoder
 from penstock.engine.parallel.executor import LocalRank
-from penstock.engine.parallel.messages import (
+from penstock.engine.parallel.processes import (
     Begin,
     CountExperts,
     Failed,

@@ -29,8 +29,8 @@ from penstock.core.kv_transfer import (
     ToSender,
     TransferCodec,
 )
-from penstock.engine.transfer.nixl_memory import NixlAgent, Read
 from penstock.engine.transfer.port import CancelFetch, Fetch, Fetched, News
+from penstock.engine.transfer.rank_agents import NixlAgent, Read
 from penstock.engine.transfer.sources import TransferError
 
 

@@ -36,7 +36,6 @@ from penstock.core.kv_transfer import (
     ToReceiver,
     TransferCodec,
 )
-from penstock.engine.transfer.nixl_memory import NixlAgent
 from penstock.engine.transfer.port import (
     Asked,
     CancelFetch,
@@ -50,7 +49,7 @@ from penstock.engine.transfer.port import (
     TransferKey,
     Wire,
 )
-from penstock.engine.transfer.rank_agents import RankAgents, new_agent
+from penstock.engine.transfer.rank_agents import NixlAgent, RankAgents, new_agent
 from penstock.engine.transfer.receiver import Receiver
 from penstock.engine.transfer.sources import KVMemory
 

@@ -32,22 +32,20 @@ from sqlalchemy.exc import DataError, IntegrityError
 from penstock.core.errors import PenstockError, StoreUnavailable
 from penstock.gateway.accounts import Claim, Outcome
 from penstock.gateway.ledger.journal import (
+    BegunRequest,
     Journal,
+    JournalEntry,
     OrphanedJournal,
     Position,
+    UsageRow,
+    begun_request,
     claim_orphans,
     decode_line,
     encode_line,
-)
-from penstock.gateway.ledger.prices import PICODOLLARS_PER_DOLLAR, PriceTable
-from penstock.gateway.ledger.rows import (
-    BegunRequest,
-    JournalEntry,
-    UsageRow,
-    begun_request,
     interrupted_row,
     usage_row,
 )
+from penstock.gateway.ledger.prices import PICODOLLARS_PER_DOLLAR, PriceTable
 from penstock.gateway.ledger.spend import LedgerSpendTracker, SpendReader
 from penstock.gateway.ledger.usage_store import UsageQuery, UsageTotal, insert_rows, usage_totals
 from penstock.gateway.metrics.table import metric_by, metrics

@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from sqlalchemy import Connection
 
 from penstock.gateway.accounts import Claim
+from penstock.gateway.ledger.journal import SECONDS_PER_DAY, UsageRow
 from penstock.gateway.ledger.prices import PICODOLLARS_PER_MICRODOLLAR, PriceTable
-from penstock.gateway.ledger.rows import SECONDS_PER_DAY, UsageRow
 from penstock.gateway.ledger.usage_store import SpendRecord, spent_between
 from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.settings import LimitScope, Subject

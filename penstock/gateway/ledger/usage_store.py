@@ -19,8 +19,8 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from penstock.core.errors import InvalidRequest
+from penstock.gateway.ledger.journal import SECONDS_PER_DAY, RowStatus, UsageRow
 from penstock.gateway.ledger.prices import PICODOLLARS_PER_MICRODOLLAR, format_dollars
-from penstock.gateway.ledger.rows import SECONDS_PER_DAY, RowStatus, UsageRow
 from penstock.gateway.store.database import insert_into
 from penstock.gateway.store.tables import usage, usage_spend
 

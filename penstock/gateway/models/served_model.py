@@ -36,14 +36,18 @@ from penstock.gateway.prompts import (
 from penstock.gateway.text.caching import KeptText, Piece, breakpoints_at, locate, marked_pieces, tools_salt
 from penstock.gateway.text.grammars import GrammarChecker
 from penstock.gateway.text.image_places import ImagePlaces, moved_positions, with_images_in_user_turns
-from penstock.gateway.text.infill import infill_ids, laid_out
 from penstock.gateway.text.template import ChatTemplate, RenderedChat
-from penstock.gateway.text.token_options import OPTIONS, TokenOptions
+from penstock.gateway.text.token_options import OPTIONS, TokenOptions, infill_ids, laid_out
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS, TextTokenizer, TooManyTokens
-from penstock.gateway.tools.answer_form import AnswerForm, answer_form, forces_calls
+from penstock.gateway.tools.answer_form import (
+    HARMONY_REASONING,
+    AnswerForm,
+    answer_form,
+    forces_calls,
+    reasoning_of,
+)
 from penstock.gateway.tools.formats import tool_format_of
 from penstock.gateway.tools.harmony import CONTROL_TOKENS
-from penstock.gateway.tools.reasoning import HARMONY_REASONING, reasoning_of
 
 MAX_LOOSE_CHARACTERS = 1 << 20  # of a text that need not fit the context
 MAX_LOOSE_TOKENS = 1 << 19  # of such a text

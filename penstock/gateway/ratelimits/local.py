@@ -7,15 +7,20 @@ that applies, or by none.
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
 import time
 from collections.abc import Callable
 from functools import partial
+from hashlib import blake2b
+from pathlib import Path
 
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import RateLimited
 from penstock.core.identity import Principal, RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome, open_by_halves
-from penstock.gateway.ratelimits.meters import CallerMeters, Meters
+from penstock.gateway.ratelimits.meters import SECONDS_PER_LIMIT, CallerMeters, Meter, Meters
 from penstock.gateway.ratelimits.refusals import Figure, LimiterMetrics, Refusal, SlotTimes, error_for
 from penstock.gateway.ratelimits.settings import CallerLimits, LimitSettings, Subject
 from penstock.gateway.ratelimits.spend import (
@@ -28,7 +33,208 @@ from penstock.gateway.ratelimits.spend import (
     demand_of,
     used_by,
 )
-from penstock.gateway.ratelimits.table import MeterTable, SharedCallerMeters
+
+NUM_SLOTS = 16_384
+LOCK_TIMEOUT_S = 0.02
+_LOCK_PAUSE_S = 0.0001
+_BROKEN_S = 1.0  # in which nobody waits for a lock that was not released in time
+_WINDOW = 32  # slots that a subject may have, from the first that its name leads to
+_KEY_CELLS = 2
+_BUCKET_CELLS = 3  # level, time of the last refill, and the limit that both belong to; 0 for no limit yet
+_SLOT_CELLS = _KEY_CELLS + 3 * _BUCKET_CELLS + 1  # the last one counts what was stored without the lock
+_UNLOCKED = 3 * _BUCKET_CELLS  # its place behind the key
+_CELL_BYTES = 8
+
+
+class MeterTable:
+    """One process's view of the limits' state that all gateway processes of a server share: the levels of every
+    subject's buckets, and the number of requests that each process runs. The table is a file that all processes
+    map.
+
+    Levels are changed under a lock on the file, which the kernel releases when a process dies. Running requests and
+    the money that they reserve are written by their own process only, into its own column; a process that starts
+    clears the column of its predecessor. Load and store only with the lock held.
+
+    A process that is stopped while it holds the lock stops nobody: after `LOCK_TIMEOUT_S` the others continue
+    without the lock, and decisions made at the same moment may then overlook each other. Levels that others changed
+    meanwhile stay when the stopped process continues: only its one decision is not in them.
+
+    When no slot is free for a subject, which needs thousands of subjects that were active within the last minute,
+    each process counts that subject for itself.
+    """
+
+    def __init__(self, path: Path, num_processes: int, number: int, num_slots: int = NUM_SLOTS) -> None:
+        self._num_slots = num_slots
+        self._columns = num_slots * _SLOT_CELLS
+        self._all_columns = range(self._columns, self._columns + 2 * num_slots * num_processes, 2 * num_slots)
+        self._own = self._all_columns[number]
+        self._others = tuple(start for start in self._all_columns if start != self._own)
+        size = (self._columns + 2 * num_slots * num_processes) * _CELL_BYTES
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(self._file, size)  # zeros, where there was nothing
+        memory = memoryview(mmap.mmap(self._file, size))
+        self._cells = memory.cast("d")
+        self._keys = memory.cast("Q")
+        self._is_broken_until_s = 0.0
+        self._holds_lock = False
+        first_byte = self._own * _CELL_BYTES
+        memory[first_byte : first_byte + 2 * num_slots * _CELL_BYTES] = bytes(2 * num_slots * _CELL_BYTES)
+
+    def lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._holds_lock = True
+        except BlockingIOError:
+            self._wait_for_lock()
+
+    def unlock(self) -> None:
+        if self._holds_lock:
+            self._holds_lock = False
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Let go of the lock. The mapping goes with the object."""
+        os.close(self._file)
+
+    def load(self, meter: Meter, now: float) -> None:
+        """Bring a meter up to date with all processes."""
+        slot = meter.slot
+        if slot is None or not self._is_of(slot, meter):
+            slot = meter.slot = self._find(meter, now)
+            if slot is None:
+                return
+        place = slot * _SLOT_CELLS + _KEY_CELLS
+        cells = self._cells
+        meter.unlocked_stores = cells[place + _UNLOCKED]
+        for bucket in (meter.requests, meter.input_tokens, meter.output_tokens):
+            if bucket is not None:
+                limit = cells[place + 2]
+                if limit == bucket.limit:
+                    bucket.level, bucket.updated_s = cells[place], cells[place + 1]
+                elif (
+                    limit
+                ):  # settings change in one process after the other: what is half full stays half full
+                    bucket.level, bucket.updated_s = cells[place] * bucket.limit / limit, cells[place + 1]
+                else:
+                    bucket.level, bucket.updated_s = float(bucket.limit), now
+            place += _BUCKET_CELLS
+        num_running, reserved, reserved_offset = 0.0, 0.0, slot + self._num_slots
+        for column in self._others:
+            num_running += cells[column + slot]
+            reserved += cells[column + reserved_offset]
+        meter.running_elsewhere = int(num_running)
+        meter.reserved_elsewhere = reserved
+
+    def store(self, meter: Meter) -> None:
+        """Tell all processes of a meter that was loaded and changed."""
+        slot = meter.slot
+        if slot is None:
+            return
+        place = slot * _SLOT_CELLS + _KEY_CELLS
+        cells = self._cells
+        if not self._holds_lock:
+            cells[place + _UNLOCKED] += 1.0
+        elif cells[place + _UNLOCKED] != meter.unlocked_stores:
+            self._store_own(meter, slot)
+            return
+        for bucket in (meter.requests, meter.input_tokens, meter.output_tokens):
+            if bucket is not None:
+                cells[place] = bucket.level
+                cells[place + 1] = bucket.updated_s
+                cells[place + 2] = bucket.limit
+            place += _BUCKET_CELLS
+        self._store_own(meter, slot)
+
+    def _store_own(self, meter: Meter, slot: int) -> None:
+        """Tell what this process runs."""
+        cells = self._cells
+        cells[self._own + slot] = meter.num_running
+        cells[self._own + self._num_slots + slot] = meter.reserved_microdollars
+
+    def _wait_for_lock(self) -> None:
+        """Wait for the lock for a bounded time: the event loop waits too."""
+        now = time.monotonic()
+        deadline_s = now if now < self._is_broken_until_s else now + LOCK_TIMEOUT_S
+        while (now := time.monotonic()) < deadline_s:
+            time.sleep(_LOCK_PAUSE_S)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            self._holds_lock = True
+            return
+        self._is_broken_until_s = max(self._is_broken_until_s, now + _BROKEN_S)
+
+    def _is_of(self, slot: int, meter: Meter) -> bool:
+        """Say whether a slot is still that of a meter's subject: another process may have given it away."""
+        first, second = meter.key
+        place = slot * _SLOT_CELLS
+        return self._keys[place] == first and self._keys[place + 1] == second
+
+    def _find(self, meter: Meter, now: float) -> int | None:
+        """Return the slot of a subject: its own, an empty one, or that of a subject which a new slot would describe
+        as well; None where no slot is free."""
+        first, second = meter.key = key_of(meter.subject.scope, meter.subject.name)
+        free: int | None = None
+        for step in range(min(_WINDOW, self._num_slots)):
+            slot = (first + step) % self._num_slots
+            place = slot * _SLOT_CELLS
+            key = self._keys[place], self._keys[place + 1]
+            if key == (first, second):
+                return slot
+            if free is None and (key == (0, 0) or self._is_idle(slot, now)):
+                free = slot
+            if key == (0, 0):
+                break
+        if free is not None:
+            place = free * _SLOT_CELLS
+            self._keys[place], self._keys[place + 1] = first, second
+            for cell in range(place + _KEY_CELLS, place + _SLOT_CELLS):
+                self._cells[cell] = 0.0
+        return free
+
+    def _is_idle(self, slot: int, now: float) -> bool:
+        if any(self._cells[column + slot] for column in self._all_columns):
+            return False
+        first = slot * _SLOT_CELLS + _KEY_CELLS
+        for place in range(first, first + 3 * _BUCKET_CELLS, _BUCKET_CELLS):
+            level, updated_s, limit = (self._cells[place + cell] for cell in range(_BUCKET_CELLS))
+            if limit and level + (now - updated_s) * limit / SECONDS_PER_LIMIT < limit:
+                return False
+        return True
+
+
+class SharedCallerMeters(CallerMeters):
+    """The meters of one caller, with the lock held and up to date within a `with` statement."""
+
+    __slots__ = ("_clock", "_table")
+
+    def __init__(
+        self, limits: CallerLimits, meters: tuple[Meter, ...], table: MeterTable, clock: Clock
+    ) -> None:
+        super().__init__(limits, meters)
+        self._table = table
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        table = self._table
+        table.lock()
+        now = self._clock.now()
+        for meter in self.meters:
+            table.load(meter, now)
+
+    def __exit__(self, *_: object) -> None:
+        table = self._table
+        for meter in self.meters:
+            table.store(meter)
+        table.unlock()
+
+
+def key_of(scope: str, name: str) -> tuple[int, int]:
+    """Return the name of a subject in the table; never (0, 0), which is no subject."""
+    digest = blake2b(f"{scope}\0{name}".encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8]) | 1, int.from_bytes(digest[8:])
+
 
 _NO_LIMITS = NoLimits()
 

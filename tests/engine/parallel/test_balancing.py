@@ -15,8 +15,7 @@ from penstock.core.engine_config import ParallelConfig
 from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.messages import EngineStats
 from penstock.engine.build import Engine
-from penstock.engine.parallel.balancer import ExpertBalancer
-from penstock.engine.parallel.experts import BalancedExperts, ExpertBalance
+from penstock.engine.parallel.experts import BalancedExperts, ExpertBalance, ExpertBalancer
 from penstock.engine.parallel.placement import imbalance, on_ranks
 from tests.copies import copied_ranks
 from tests.engine.parallel.test_engine import PROMPTS, SETTINGS, step_for_a_while

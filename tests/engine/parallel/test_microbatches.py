@@ -14,7 +14,7 @@ from penstock.core.clock import SystemClock
 from penstock.core.plan import BlockCopy, Chunk, SampledToken, StepPlan
 from penstock.core.request import Request, SamplingParams
 from penstock.engine.parallel.executor import MicroBatcher, PipelineExecutor, without_samples
-from penstock.engine.parallel.messages import Sampled, Step
+from penstock.engine.parallel.processes import Sampled, Step
 from penstock.models.sharding import Shard
 
 

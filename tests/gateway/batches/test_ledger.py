@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.accounts import Claim, Outcome
-from penstock.gateway.ledger.rows import UsageRow, begun_request, interrupted_row, usage_row
+from penstock.gateway.ledger.journal import UsageRow, begun_request, interrupted_row, usage_row
 from penstock.gateway.ledger.usage_store import insert_rows
 from penstock.gateway.prompts import Usage
 from penstock.gateway.store.database import Database

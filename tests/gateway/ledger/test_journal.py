@@ -16,16 +16,20 @@ from hypothesis import strategies as st
 
 from penstock.gateway.ledger import journal as journal_module
 from penstock.gateway.ledger.journal import (
+    BegunRequest,
     Journal,
+    JournalEntry,
     JournalFull,
     OrphanedJournal,
     Position,
+    UsageRow,
+    begun_request,
     claim_orphans,
     decode_line,
     encode_line,
+    usage_row,
 )
 from penstock.gateway.ledger.ledger import recovered_rows
-from penstock.gateway.ledger.rows import BegunRequest, JournalEntry, UsageRow, begun_request, usage_row
 from tests.gateway.ledger.samples import claim, outcome
 
 

@@ -14,10 +14,9 @@ from penstock.core.request import Tier
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.ledger import journal as journal_module
 from penstock.gateway.ledger import ledger as ledger_module
-from penstock.gateway.ledger.journal import Journal, encode_line
+from penstock.gateway.ledger.journal import Journal, begun_request, encode_line, usage_row
 from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger, _insert_all
 from penstock.gateway.ledger.prices import ModelPrice, PriceSettings, PriceTable
-from penstock.gateway.ledger.rows import begun_request, usage_row
 from penstock.gateway.ledger.usage_store import UsageQuery, UsageTotal, insert_rows
 from penstock.gateway.prompts import Usage
 from penstock.gateway.store.database import Database, sqlite_url

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.gateway.ledger.journal import Journal, encode_line
+from penstock.gateway.ledger.journal import Journal, begun_request, encode_line, usage_row
 from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger, _insert_all
-from penstock.gateway.ledger.rows import begun_request, usage_row
 from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.ledger.usage_store import UsageQuery
 from penstock.gateway.prompts import Usage

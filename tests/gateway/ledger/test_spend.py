@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.ledger.rows import begun_request, usage_row
+from penstock.gateway.ledger.journal import begun_request, usage_row
 from penstock.gateway.ledger.spend import LedgerSpendTracker, SpendReader, first_day_of_month
 from penstock.gateway.ledger.usage_store import insert_rows
 from penstock.gateway.prompts import Usage

@@ -22,15 +22,16 @@ from penstock.core.gateway_config import GatewayConfig, NamesConfig
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.request import Adapter
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.models.adapters import (
+from penstock.gateway.models.catalogue import (
     FILE_NAME,
     KIND,
     AdapterRegistry,
     RegisteredAdapter,
     open_adapters,
     register,
+    try_adapter,
+    try_given,
 )
-from penstock.gateway.models.catalogue import try_adapter, try_given
 from penstock.gateway.models.settings import ModelAccess, ModelSettings
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.store.database import Database, sqlite_url

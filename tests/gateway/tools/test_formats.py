@@ -27,9 +27,14 @@ from penstock.gateway.prompts import (
     ToolCall,
     ToolChoice,
 )
-from penstock.gateway.text.template import ChatTemplate
-from penstock.gateway.tools.answer_form import MAX_FORCED_CALLS, leaves_room_for_calls, tool_grammar
-from penstock.gateway.tools.described import described_in_words, with_single_calls
+from penstock.gateway.text.template import ChatTemplate, described_in_words, with_single_calls
+from penstock.gateway.tools.answer_form import (
+    MAX_FORCED_CALLS,
+    REASONING,
+    leaves_room_for_calls,
+    reasoning_of,
+    tool_grammar,
+)
 from penstock.gateway.tools.formats import (
     FORMATS,
     GEMMA,
@@ -42,7 +47,6 @@ from penstock.gateway.tools.formats import (
 )
 from penstock.gateway.tools.harmony import CONTROL_TOKENS
 from penstock.gateway.tools.parser import THINK
-from penstock.gateway.tools.reasoning import REASONING, reasoning_of
 from penstock.gateway.tools.tool_format import ToolFormat
 from tests.gateway.fake_engine import CHAT_TEMPLATE, byte_tokenizer, engine_ready, model_card
 from tests.gateway.tools.recorder import Recorder, feed, parse_calls

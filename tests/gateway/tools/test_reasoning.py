@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.tools.answer_form import AnswerForm
+from penstock.gateway.tools.answer_form import REASONING, AnswerForm
 from penstock.gateway.tools.call_parser import CallParser
 from penstock.gateway.tools.formats import APERTUS, COMMAND, HERMES, JAMBA
 from penstock.gateway.tools.parser import PlainText, ReasoningSplitter
-from penstock.gateway.tools.reasoning import REASONING
 from penstock.gateway.tools.tool_format import ToolFormat
 from tests.gateway.tools.recorder import SCHEMAS, TOOLS, Recorder, feed
 from tests.gateway.tools.test_call_parser import cut
