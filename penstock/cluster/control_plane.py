@@ -47,7 +47,13 @@ from penstock.cluster.releases import ReleaseService, Resolve
 from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
 from penstock.cluster.role_scaling import RolePair, role_pairs
 from penstock.cluster.scaling import PoolScaler
-from penstock.cluster.staged_records import ExperimentStore, ReleaseStore, serving_spec
+from penstock.cluster.staged_records import (
+    ExperimentRecord,
+    MemoryRecords,
+    RecordStore,
+    ReleaseRecord,
+    serving_spec,
+)
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.control.role_pools import ROLES
 from penstock.core.cluster_view import (
@@ -116,7 +122,7 @@ class ControlPlane:
         self,
         manager: ReplicaManager,
         pools: Sequence[tuple[ReplicaSpec, AutoscalerConfig | None]],
-        store: ReleaseStore,
+        store: RecordStore[ReleaseRecord],
         resolve_weights: Resolve,
         *,
         drain_timeout_s: float = 60.0,
@@ -126,7 +132,7 @@ class ControlPlane:
         operate: Callable[[HostOrder], Awaitable[None]] | None = None,
         described: Callable[[ClusterView], ClusterView] = lambda view: view,
         is_looking: Callable[[], bool] = lambda: True,
-        experiments: ExperimentStore | None = None,
+        experiments: RecordStore[ExperimentRecord] | None = None,
         ownership: Leadership | None = None,
     ) -> None:
         """With `ownership`, other servers share the database, and one of them carries out releases.
@@ -137,6 +143,7 @@ class ControlPlane:
         self._manager = manager
         self._base_revisions = {spec.model: spec.revision for spec, _ in pools}
         self._store = store
+        self._experiments: RecordStore[ExperimentRecord] = experiments or MemoryRecords()
         self._look_interval_s = look_interval_s
         self._drain_timeout_s = drain_timeout_s
         self._publish = publish
@@ -151,7 +158,7 @@ class ControlPlane:
         self.experiments = ExperimentService(
             self.pools,
             manager,
-            experiments,
+            self._experiments,
             self.announce,
             self.releases.is_active,
             interval_s=look_interval_s,
@@ -200,7 +207,7 @@ class ControlPlane:
         self._pairs = role_pairs(self._manager, self.pools)
         if new:
             await self.releases.resume(records, new)
-            await self.experiments.resume(new)
+            await self.experiments.resume(await self._experiments.load(), new)
         return added
 
     @contextlib.asynccontextmanager
@@ -214,7 +221,7 @@ class ControlPlane:
             await self.releases.resume(await self._store.load(), self._base_revisions)
         else:
             await self._owner.begin()
-        await self.experiments.resume(self._base_revisions)
+        await self.experiments.resume(await self._experiments.load(), self._base_revisions)
         tasks = [asyncio.create_task(self._keep_looking())]
         if self._owner is not None:
             tasks.append(asyncio.create_task(self._owner.keep_looking()))

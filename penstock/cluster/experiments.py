@@ -7,21 +7,21 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import product
 
 import msgspec
 from msgspec.structs import replace
 
 from penstock.cluster.control_messages import ActiveExperiment, ArmSample, Report, Sample
 from penstock.cluster.replica import ReplicaManager
-from penstock.cluster.scaling import PoolScaler, check_one_revision, served_model
+from penstock.cluster.scaling import PoolScaler, check_one_revision
 from penstock.cluster.staged_records import (
     ExperimentRecord,
-    ExperimentStore,
-    MemoryExperiments,
+    RecordStore,
     arm_record,
 )
-from penstock.cluster.staged_run import StagedRun, remove_beyond, resumed_runs, start_missing
+from penstock.cluster.staged_run import StagedRun, StagedService, remove_beyond, start_missing
 from penstock.control.evidence import EvidenceCollector
 from penstock.control.experiment import (
     Arm,
@@ -37,12 +37,8 @@ from penstock.core.cluster_view import ArmView, DifferenceView, ExperimentOrder,
 from penstock.core.errors import Conflict, InvalidRequest, NotFound, PenstockError
 from penstock.core.objective import TierSums
 from penstock.core.request import Tier
-from penstock.router import ReplicaState
 
 logger = logging.getLogger(__name__)
-
-
-ARM_LOST_S = 30.0  # without a ready replica of an arm
 
 
 class _Collected:
@@ -53,7 +49,7 @@ class _Collected:
         self.num_tokens = 0
 
 
-class ExperimentRun(StagedRun):
+class ExperimentRun(StagedRun[ExperimentRecord]):
     """One active experiment: starts the replicas of its arms, collects windows from gateways, and restores the
     previous replicas. `control/experiment` decides when it ends, and the verdict."""
 
@@ -64,27 +60,18 @@ class ExperimentRun(StagedRun):
         record: ExperimentRecord,
         pools: Sequence[PoolScaler],
         manager: ReplicaManager,
-        store: ExperimentStore,
+        store: RecordStore[ExperimentRecord],
         announce: Callable[[], Awaitable[None]],
         interval_s: float,
     ) -> None:
-        super().__init__(record.id, announce, interval_s)
-        self.record = record
+        super().__init__(record, pools, manager, store, announce, interval_s)
         self.rules = record.rules()
-        self._pools = pools
-        self._manager = manager
-        self._store = store
         self._collected = {arm: _Collected() for arm in Arm}
         self._evidence = EvidenceCollector(Arm.A, Arm.B, record.config.guards)
-        self._lost_since_s: float | None = None
 
     @property
     def state(self) -> ExperimentState:
         return self.record.state
-
-    @property
-    def is_over(self) -> bool:
-        return self.state.is_over
 
     def hold_pools(self, is_held: bool) -> None:
         for pool in self._pools:
@@ -193,7 +180,7 @@ class ExperimentRun(StagedRun):
             await asyncio.sleep(self._interval_s)
             # A host that joins a shared fleet adds replicas, and one arm would then have less load than the other.
             await self._remove_others(record.a.revision, record.b.revision)
-            if self._is_arm_lost():
+            if self._is_lost(product(self._pools, (record.a.revision, record.b.revision))):
                 await self._end(Verdict.FAILED, "an arm has no replica that is ready")
                 return
             after, elapsed_s = self.state, time.monotonic() - began_s
@@ -235,19 +222,6 @@ class ExperimentRun(StagedRun):
             return state
         return replace(state, capacity_tokens_per_s=sum(each.tokens_computed for each in stats) / busy_s)
 
-    def _is_arm_lost(self) -> bool:
-        now = time.monotonic()
-        has_ready = all(
-            any(member.replica.state is ReplicaState.READY for member in pool.serving(arm.revision))
-            for arm in (self.record.a, self.record.b)
-            for pool in self._pools
-        )
-        if has_ready:
-            self._lost_since_s = None
-        elif self._lost_since_s is None:
-            self._lost_since_s = now
-        return self._lost_since_s is not None and now - self._lost_since_s >= ARM_LOST_S
-
     async def _restore(self) -> None:
         record = self.record
         await start_missing(self._manager, self._pools, record.base, record.num_replicas)
@@ -271,41 +245,25 @@ class ExperimentRun(StagedRun):
                 state.stage,
                 f"({state.verdict}: {state.reason})" if state.verdict else "",
             )
-        record = self.record.at(state)
-        try:
-            await self._store.save(record)
-        except PenstockError as error:
-            # A database that is away must not keep a bad policy in service.
-            logger.error("the experiment's state could not be written down: %s", error.message)
-        self.record = record
+        await self._save(self.record.at(state))
 
 
-class ExperimentService:
+class ExperimentService(StagedService[ExperimentRecord, ExperimentRun]):
+    make_run = ExperimentRun
+
     def __init__(
         self,
         pools: Sequence[PoolScaler],
         manager: ReplicaManager,
-        store: ExperimentStore | None,
+        store: RecordStore[ExperimentRecord],
         announce: Callable[[], Awaitable[None]],
         is_released: Callable[[str], bool],
         *,
         interval_s: float,
     ) -> None:
         """`is_released` says whether a release of a model is active."""
-        self._pools = pools
-        self._manager = manager
-        self._store: ExperimentStore = store or MemoryExperiments()
-        self._announce = announce
+        super().__init__(pools, manager, store, announce, interval_s)
         self._is_released = is_released
-        self._interval_s = interval_s
-        self._base_revisions = {pool.spec.model: pool.spec.revision for pool in pools}
-        self._runs: dict[str, ExperimentRun] = {}  # by model: the active one, or the last
-
-    async def resume(self, base_revisions: Mapping[str, str]) -> None:
-        """Continue the experiments of an earlier process. `base_revisions`: the revision of the server's settings, by
-        model."""
-        self._base_revisions |= base_revisions
-        self._runs |= await resumed_runs(await self._store.load(), base_revisions, self._abandoned, self._run)
 
     async def start(self, order: ExperimentOrder) -> ExperimentView:
         """Begin an experiment. Raises InvalidRequest, ModelNotFound, or Conflict while another change runs."""
@@ -316,11 +274,8 @@ class ExperimentService:
                 hint="See `penstock experiment status` and `penstock release status`.",
             )
         record = self._record(model, order)
-        await self._store.save(record)
-        run = self._runs[model] = self._run(record)
         logger.info("experiment %s of %s begins: %s, %s", record.id, model, order.a, order.b)
-        run.begin()
-        return run.view()
+        return (await self._begin(record)).view()
 
     async def stop(self, model: str | None) -> ExperimentView:
         run = self._runs.get(self._model(model))
@@ -328,10 +283,6 @@ class ExperimentService:
             raise NotFound("There is no experiment.", hint="Begin one with `penstock experiment start A B`.")
         await run.stop()
         return run.view()
-
-    def is_active(self, model: str) -> bool:
-        run = self._runs.get(model)
-        return run is not None and not run.state.is_over
 
     def observe(self, report: Report) -> None:
         for sample in report.arms:
@@ -349,10 +300,6 @@ class ExperimentService:
         """Wait until the experiment of a model is over."""
         await self._runs[model].finished()
 
-    async def close(self) -> None:
-        for run in self._runs.values():
-            await run.close()
-
     def _record(self, model: str, order: ExperimentOrder) -> ExperimentRecord:
         if order.a == order.b:
             raise InvalidRequest(f"Both sets are {order.a!r}.", param="b", hint="Compare two different sets.")
@@ -360,7 +307,7 @@ class ExperimentService:
             config = msgspec.convert(order.config, ExperimentConfig)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"The experiment is wrong: {error}.", param="config") from None
-        pools = [pool for pool in self._pools if pool.spec.model == model]
+        pools = self._of(model)
         check_one_revision(pools)
         base = tuple(pool.spec for pool in pools)
         present = [max(1, len(pool.serving(pool.spec.revision))) for pool in pools]
@@ -382,21 +329,6 @@ class ExperimentService:
             state=ExperimentState(since_s=now),
             created_at=now,
         )
-
-    async def _abandoned(self, record: ExperimentRecord) -> ExperimentRecord:
-        logger.warning("experiment %s is dropped: the server's own settings have changed since", record.id)
-        reason = "the server was started with other settings"
-        state = replace(record.state, stage=ExperimentStage.OVER, verdict=Verdict.FAILED, reason=reason)
-        record = record.at(state)
-        await self._store.save(record)
-        return record
-
-    def _run(self, record: ExperimentRecord) -> ExperimentRun:
-        pools = [pool for pool in self._pools if pool.spec.model == record.model]
-        return ExperimentRun(record, pools, self._manager, self._store, self._announce, self._interval_s)
-
-    def _model(self, name: str | None) -> str:
-        return served_model(self._pools, name)
 
 
 def _counts(share: float, num_present: int) -> tuple[int, int]:

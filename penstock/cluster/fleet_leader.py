@@ -43,7 +43,7 @@ from penstock.cluster.registry import Follower, Registry, RegistryError
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.role_scaling import autoscaling, scaling_of_role
 from penstock.cluster.scaling import PoolScaler
-from penstock.cluster.staged_records import ExperimentStore, ReleaseStore
+from penstock.cluster.staged_records import ExperimentRecord, RecordStore, ReleaseRecord
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.control.role_pools import ROLES
 from penstock.core.cluster_view import ClusterView, HostOrder, HostView, LeaderView, ReplicaView
@@ -73,8 +73,8 @@ class LeaderSettings:
 class Stores(NamedTuple):
     """The stores that a leader writes for the next one."""
 
-    releases: ReleaseStore
-    experiments: ExperimentStore
+    releases: RecordStore[ReleaseRecord]
+    experiments: RecordStore[ExperimentRecord]
 
 
 class Term:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from penstock.cluster.leadership import LEADER_LEASE_S, RENEW_SHARE, Leadership
 from penstock.cluster.registry import RegistryError
 from penstock.cluster.releases import ReleaseService
-from penstock.cluster.staged_records import ReleaseStore
+from penstock.cluster.staged_records import RecordStore, ReleaseRecord
 from penstock.core.errors import Conflict, PenstockError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class ReleaseOwner:
         self,
         leadership: Leadership,
         releases: ReleaseService,
-        store: ReleaseStore,
+        store: RecordStore[ReleaseRecord],
         base_revisions: Mapping[str, str],
     ) -> None:
         self._leadership = leadership

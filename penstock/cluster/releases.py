@@ -11,16 +11,16 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from math import ceil
 
 import msgspec
 
 from penstock.cluster.control_messages import ActiveRelease, Report
 from penstock.cluster.replica import ReplicaManager, ReplicaSpec
-from penstock.cluster.scaling import PoolScaler, check_one_revision, served_model
-from penstock.cluster.staged_records import ReleaseRecord, ReleaseStore, changed
-from penstock.cluster.staged_run import StagedRun, resumed_runs, start_missing
+from penstock.cluster.scaling import PoolScaler, check_one_revision
+from penstock.cluster.staged_records import RecordStore, ReleaseRecord, changed
+from penstock.cluster.staged_run import StagedRun, StagedService, start_missing
 from penstock.control.evidence import EvidenceCollector
 from penstock.control.release import Happening, ReleaseConfig, Releases, ReleaseState, Stage
 from penstock.core.cluster_view import GateView, ReleaseOrder, ReleaseView
@@ -32,18 +32,16 @@ from penstock.core.errors import (
     StoreUnavailable,
     Superseded,
 )
-from penstock.router import ReplicaState
 
 logger = logging.getLogger(__name__)
 
 
-CANDIDATE_LOST_S = 30.0  # without a ready replica of the candidate
 _GATED = (Stage.SHADOW, Stage.CANARY)
 
 
-class ReleaseRun(StagedRun):
+class ReleaseRun(StagedRun[ReleaseRecord]):
     """One active release: starts the candidate's replicas, collects evidence from gateways, and removes the revision
-    that lost. `control/release` decides whether to continue; `ActiveReleases` whether a release may begin."""
+    that lost. `control/release` decides whether to continue; `ReleaseService` whether a release may begin."""
 
     kind = "release"
 
@@ -52,27 +50,18 @@ class ReleaseRun(StagedRun):
         record: ReleaseRecord,
         pools: Sequence[PoolScaler],
         manager: ReplicaManager,
-        store: ReleaseStore,
+        store: RecordStore[ReleaseRecord],
         announce: Callable[[], Awaitable[None]],
         interval_s: float,
     ) -> None:
-        super().__init__(record.id, announce, interval_s)
-        self.record = record
+        super().__init__(record, pools, manager, store, announce, interval_s)
         self.rules = Releases(record.config)
         self.collector = EvidenceCollector(record.state.stable, record.state.candidate, record.config.gates)
         self.collector.begin(record.state.stage_number)
-        self._pools = pools
-        self._manager = manager
-        self._store = store
-        self._lost_since_s: float | None = None
 
     @property
     def state(self) -> ReleaseState:
         return self.record.state
-
-    @property
-    def is_over(self) -> bool:
-        return self.state.is_over
 
     def hold_pools(self, is_held: bool) -> None:
         for pool in self._pools:
@@ -134,13 +123,13 @@ class ReleaseRun(StagedRun):
 
     async def _watch(self) -> None:
         """Carry out one stage, or one step of it."""
-        state = self.state
+        state, revisions = self.state, [spec.revision for spec in self.record.candidate]
         await self._announce()
         if not await self._candidate_serves(state):
             return
         while self.state is state:
             await asyncio.sleep(self._interval_s)
-            if self._is_candidate_lost():
+            if self._is_lost(zip(self._pools, revisions, strict=True)):
                 await self._happen(Happening.CANDIDATE_LOST, "no replica of it is ready")
                 return
             after = self.rules.judged(state, self.collector.evidence(), time.time())
@@ -227,18 +216,6 @@ class ReleaseRun(StagedRun):
             )
         ]
 
-    def _is_candidate_lost(self) -> bool:
-        now = time.monotonic()
-        has_ready = all(
-            any(member.replica.state is ReplicaState.READY for member in pool.serving(spec.revision))
-            for pool, spec in zip(self._pools, self.record.candidate, strict=True)
-        )
-        if has_ready:
-            self._lost_since_s = None
-        elif self._lost_since_s is None:
-            self._lost_since_s = now
-        return self._lost_since_s is not None and now - self._lost_since_s >= CANDIDATE_LOST_S
-
     async def _happen(self, happening: Happening, reason: str = "") -> None:
         await self._enter(self.rules.happened(self.state, happening, time.time(), reason))
 
@@ -252,57 +229,37 @@ class ReleaseRun(StagedRun):
             state.stage.replace("_", " "),
             state.reason.replace("_", " "),
         )
-        record = self.record.at(state)
-        try:
-            await self._store.save(record)
-        except Superseded:
-            raise  # another control process decides now
-        except PenstockError as error:
-            # A database that is away must not keep a bad candidate in service.
-            logger.error("the release's state could not be written down: %s", error.message)
-        self.record = record
+        await self._save(self.record.at(state))
         self.collector.begin(state.stage_number)
 
 
 Resolve = Callable[[str], Awaitable[str]]  # from an operator's name of weights to their path
 
 
-class ReleaseService:
-    """Manages all releases of a server. `pools` are the pools of every model."""
+class ReleaseService(StagedService[ReleaseRecord, ReleaseRun]):
+    make_run = ReleaseRun
 
     def __init__(
         self,
         pools: Sequence[PoolScaler],
         manager: ReplicaManager,
-        store: ReleaseStore,
+        store: RecordStore[ReleaseRecord],
         resolve_weights: Resolve,
         announce: Callable[[], Awaitable[None]],
         *,
         interval_s: float,
     ) -> None:
-        self._pools = pools
-        self._manager = manager
-        self._store = store
+        super().__init__(pools, manager, store, announce, interval_s)
         self._resolve_weights = resolve_weights
-        self._announce = announce
-        self._interval_s = interval_s
-        self._base_revisions = {pool.spec.model: pool.spec.revision for pool in pools}
-        self._runs: dict[str, ReleaseRun] = {}  # by model: the active one, or the last
         self.is_tested: Callable[[str], bool] = lambda model: (
             False
         )  # whether an experiment of a model is active
-
-    async def resume(self, records: Iterable[ReleaseRecord], base_revisions: dict[str, str]) -> None:
-        """Continue the releases of an earlier process. `base_revisions`: the revision of the server's settings, by
-        model."""
-        self._base_revisions |= base_revisions
-        self._runs |= await resumed_runs(records, base_revisions, self._abandoned, self._run)
 
     async def start(self, order: ReleaseOrder) -> ReleaseView:
         """Begin a release. Raises InvalidRequest, ModelNotFound, or Conflict while another runs."""
         model = self._model(order.model)
         run = self._runs.get(model)
-        if run is not None and not run.state.is_over:
+        if run is not None and not run.is_over:
             raise Conflict(
                 f"The release {run.record.id} of {model!r} is still {run.state.stage.replace('_', ' ')}.",
                 hint="Promote it or roll it back first.",
@@ -338,21 +295,14 @@ class ReleaseService:
             config=config,
             created_at=now,
         )
-        await self._store.save(record)
-        run = self._runs[model] = self._run(record)
         logger.info("release %s of %s begins: %s → %s", record.id, model, stable, candidate[0].revision)
-        run.begin()
-        return run.view()
+        return (await self._begin(record)).view()
 
     async def promote(self, model: str | None) -> ReleaseView:
         return await self._order(model, Happening.OPERATOR_PROMOTES)
 
     async def roll_back(self, model: str | None) -> ReleaseView:
         return await self._order(model, Happening.OPERATOR_ROLLS_BACK)
-
-    def is_active(self, model: str) -> bool:
-        run = self._runs.get(model)
-        return run is not None and not run.state.is_over
 
     def observe(self, report: Report) -> None:
         for sample in report.samples:
@@ -386,32 +336,9 @@ class ReleaseService:
                 del self._runs[model]
         await self._announce()
 
-    async def close(self) -> None:
-        for run in self._runs.values():
-            await run.close()
-
     async def _order(self, model: str | None, happening: Happening) -> ReleaseView:
         run = self._runs.get(self._model(model))
         if run is None:
             raise NotFound("There is no release.", hint="Begin one with `penstock release start`.")
         await run.order(happening)
         return run.view()
-
-    async def _abandoned(self, record: ReleaseRecord) -> ReleaseRecord:
-        logger.warning("release %s is dropped: the server's own settings have changed since", record.id)
-        state = msgspec.structs.replace(
-            record.state, stage=Stage.ROLLED_BACK, reason="the server was started with other settings"
-        )
-        record = record.at(state)
-        await self._store.save(record)
-        return record
-
-    def _run(self, record: ReleaseRecord) -> ReleaseRun:
-        pools = self._of(record.model)
-        return ReleaseRun(record, pools, self._manager, self._store, self._announce, self._interval_s)
-
-    def _of(self, model: str) -> list[PoolScaler]:
-        return [pool for pool in self._pools if pool.spec.model == model]
-
-    def _model(self, name: str | None) -> str:
-        return served_model(self._pools, name)

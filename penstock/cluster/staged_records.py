@@ -6,48 +6,83 @@ from __future__ import annotations
 import difflib
 import hashlib
 import typing
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from penstock.cluster.control_messages import ActiveExperiment
 from penstock.cluster.replica import ReplicaSpec
-from penstock.control.experiment import Arm, ExperimentConfig, Experiments, ExperimentStage, ExperimentState
+from penstock.control.experiment import (
+    Arm,
+    ExperimentConfig,
+    Experiments,
+    ExperimentStage,
+    ExperimentState,
+    Verdict,
+)
 from penstock.control.release import ReleaseConfig, ReleaseState, Stage
 from penstock.core.engine_config import CacheConfig, EngineConfig
 from penstock.core.errors import InvalidRequest
 from penstock.core.objective import ObjectiveSettings
 from penstock.core.policy import PolicySet, RoutingWeights
 
+StateT = TypeVar("StateT")
 
-class ReleaseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The stored record of a release. Times in `state` are Unix seconds."""
+
+class StagedRecord(msgspec.Struct, Generic[StateT], frozen=True, kw_only=True):
+    """The stored record of a release or an experiment. Times in `state` are Unix seconds."""
 
     id: str
     model: str
-    # The revision of the server's own settings: when they change, this release no longer counts.
+    # The revision of the server's own settings: when they change, this release or experiment no longer counts.
     base_revision: str
-    stable: tuple[ReplicaSpec, ...]  # one for each pool of the model
-    candidate: tuple[ReplicaSpec, ...]  # in the same order
-    num_replicas: tuple[int, ...]  # of the stable revision in each pool, when it began
-    state: ReleaseState
-    config: ReleaseConfig
+    num_replicas: tuple[int, ...]  # of the revision in service, in each pool, when it began
+    state: StateT
     created_at: float
 
-    def at(self, state: ReleaseState) -> ReleaseRecord:
+    def at(self, state: StateT) -> Self:
         return replace(self, state=state)
 
+    @abstractmethod
+    def abandoned(self, reason: str) -> Self: ...
 
-class ReleaseStore(Protocol):
-    async def load(self) -> tuple[ReleaseRecord, ...]:
+
+RecordT = TypeVar("RecordT", bound=StagedRecord[Any])
+
+
+class RecordStore(Protocol[RecordT]):
+    async def load(self) -> tuple[RecordT, ...]:
         """Return all records, oldest first."""
         ...
 
-    async def save(self, record: ReleaseRecord) -> None:
+    async def save(self, record: RecordT) -> None:
         """Add a record, or replace the record with the same id."""
         ...
+
+
+class MemoryRecords(Generic[RecordT]):
+    """Keeps records as long as the process lives."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, RecordT] = {}
+
+    async def load(self) -> tuple[RecordT, ...]:
+        return tuple(self._records.values())
+
+    async def save(self, record: RecordT) -> None:
+        self._records[record.id] = record
+
+
+class ReleaseRecord(StagedRecord[ReleaseState], frozen=True, kw_only=True):
+    stable: tuple[ReplicaSpec, ...]  # one for each pool of the model
+    candidate: tuple[ReplicaSpec, ...]  # in the same order
+    config: ReleaseConfig
+
+    def abandoned(self, reason: str) -> ReleaseRecord:
+        return self.at(replace(self.state, stage=Stage.ROLLED_BACK, reason=reason))
 
 
 def serving_spec(spec: ReplicaSpec, records: Iterable[ReleaseRecord]) -> ReplicaSpec:
@@ -151,21 +186,16 @@ class ArmRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.specs[0].revision
 
 
-class ExperimentRecord(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    model: str
-    base_revision: str  # of the server's own settings: when they change, this experiment no longer counts
+class ExperimentRecord(StagedRecord[ExperimentState], frozen=True, kw_only=True):
     base: tuple[ReplicaSpec, ...]  # one for each pool of the model
-    num_replicas: tuple[int, ...]  # of the base in each pool, when it began
     a: ArmRecord
     b: ArmRecord
     objective: ObjectiveSettings  # with the weights that judge
     config: ExperimentConfig
-    state: ExperimentState
-    created_at: float
 
-    def at(self, state: ExperimentState) -> ExperimentRecord:
-        return replace(self, state=state)
+    def abandoned(self, reason: str) -> ExperimentRecord:
+        ended = replace(self.state, stage=ExperimentStage.OVER, verdict=Verdict.FAILED, reason=reason)
+        return self.at(ended)
 
     def arm(self, arm: Arm) -> ArmRecord:
         return self.a if arm is Arm.A else self.b
@@ -186,29 +216,6 @@ class ExperimentRecord(msgspec.Struct, frozen=True, kw_only=True):
             b=self.b.revision,
             routing={arm.revision: arm.policy.routing or RoutingWeights() for arm in arms},
         )
-
-
-class ExperimentStore(Protocol):
-    async def load(self) -> tuple[ExperimentRecord, ...]:
-        """Return all records, oldest first."""
-        ...
-
-    async def save(self, record: ExperimentRecord) -> None:
-        """Add a record, or replace the record with the same id."""
-        ...
-
-
-class MemoryExperiments:
-    """Keeps records as long as the process lives."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, ExperimentRecord] = {}
-
-    async def load(self) -> tuple[ExperimentRecord, ...]:
-        return tuple(self._records.values())
-
-    async def save(self, record: ExperimentRecord) -> None:
-        self._records[record.id] = record
 
 
 def arm_record(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -471,43 +470,3 @@ def _samples(
     at = np.repeat(last - num_drafts, counts) + offsets
     sample_rows = np.repeat(request_rows, counts)
     return Samples(request_ids, request_rows, at, sample_rows, offsets, drafts, late, in_flight)
-
-
-# Smaller pieces would need hardly less memory.
-SMALLEST_PIECE_TOKENS = 16
-
-
-def halves(chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Sequence[Chunk]] | None:
-    """Cut a step that lacks memory for its activations in two, to be computed in this order; None when its one chunk
-    is too small to be cut. Drafts are cut off a small chunk, since they are optional. Rows and blocks must be up to
-    date, because the parts do not contain them. Together the parts sample at the same positions."""
-    if len(chunks) > 1:
-        middle = len(chunks) // 2
-        return chunks[:middle], chunks[middle:]
-    (chunk,) = chunks
-    count, num_known = chunk.num_tokens // 2, chunk.num_tokens - len(chunk.drafts)
-    if count < SMALLEST_PIECE_TOKENS:
-        if num_known == chunk.num_tokens:
-            return None
-        count = num_known
-    rest = chunk.num_tokens - count
-    first = msgspec.structs.replace(
-        chunk,
-        num_tokens=count,
-        samples=chunk.samples and count >= num_known,
-        drafts=chunk.drafts[: max(0, count - num_known)],
-        new_block_ids=(),
-        begins=False,
-        in_flight=chunk.in_flight if count >= num_known else 0,
-    )
-    # A part that has only drafts samples at each of its tokens, the first included.
-    second = msgspec.structs.replace(
-        chunk,
-        start=chunk.start + count,
-        num_tokens=rest,
-        drafts=chunk.drafts[max(0, len(chunk.drafts) - rest + 1) :],
-        new_block_ids=(),
-        begins=False,
-        in_flight=chunk.in_flight if count < num_known else 0,
-    )
-    return (first,), (second,)

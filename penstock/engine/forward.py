@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from penstock.core.plan import NOT_A_NUMBER, Chunk, PromptLogprobs, ScoredChunk
 from penstock.core.request import Request
 from penstock.engine.adapters import LoRAModel, Slots
-from penstock.engine.batch import BatchRows, HostStep, halves
+from penstock.engine.batch import BatchRows, HostStep
 from penstock.engine.drafters.hidden_states import HiddenStates
 from penstock.engine.graphs import DecodeGraphs, PromptGraphs
 from penstock.engine.images import ImageEncoder, PlacedImages
@@ -319,3 +320,43 @@ class ForwardPass:
         rows = hidden[self._staging.to_device(step.samples.at)]
         chosen = self._model.argmax(rows) if only_argmax else None
         return chosen if chosen is not None else self._model.logits(rows)
+
+
+# Smaller pieces would need hardly less memory.
+SMALLEST_PIECE_TOKENS = 16
+
+
+def halves(chunks: Sequence[Chunk]) -> tuple[Sequence[Chunk], Sequence[Chunk]] | None:
+    """Cut a step that lacks memory for its activations in two, to be computed in this order; None when its one chunk
+    is too small to be cut. Drafts are cut off a small chunk, since they are optional. Rows and blocks must be up to
+    date, because the parts do not contain them. Together the parts sample at the same positions."""
+    if len(chunks) > 1:
+        middle = len(chunks) // 2
+        return chunks[:middle], chunks[middle:]
+    (chunk,) = chunks
+    count, num_known = chunk.num_tokens // 2, chunk.num_tokens - len(chunk.drafts)
+    if count < SMALLEST_PIECE_TOKENS:
+        if num_known == chunk.num_tokens:
+            return None
+        count = num_known
+    rest = chunk.num_tokens - count
+    first = msgspec.structs.replace(
+        chunk,
+        num_tokens=count,
+        samples=chunk.samples and count >= num_known,
+        drafts=chunk.drafts[: max(0, count - num_known)],
+        new_block_ids=(),
+        begins=False,
+        in_flight=chunk.in_flight if count >= num_known else 0,
+    )
+    # A part that has only drafts samples at each of its tokens, the first included.
+    second = msgspec.structs.replace(
+        chunk,
+        start=chunk.start + count,
+        num_tokens=rest,
+        drafts=chunk.drafts[max(0, len(chunk.drafts) - rest + 1) :],
+        new_block_ids=(),
+        begins=False,
+        in_flight=chunk.in_flight if count < num_known else 0,
+    )
+    return (first,), (second,)

@@ -199,7 +199,7 @@ class _Records(Generic[RecordT]):
 
 
 class DatabaseReleases(_Records[ReleaseRecord]):
-    """Implements `release_record.ReleaseStore`."""
+    """Implements `RecordStore`."""
 
     kind, table, record = "release", releases, ReleaseRecord
 
@@ -218,7 +218,7 @@ class OwnedReleases(DatabaseReleases):
 
 
 class DatabaseExperiments(_Records[ExperimentRecord]):
-    """Implements `experiment_record.ExperimentStore`."""
+    """Implements `RecordStore`."""
 
     kind, table, record = "experiment", experiments, ExperimentRecord
 

@@ -16,10 +16,10 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.staged_records import (
-    ExperimentStore,
-    MemoryExperiments,
+    ExperimentRecord,
+    MemoryRecords,
+    RecordStore,
     ReleaseRecord,
-    ReleaseStore,
     revision_of,
 )
 from penstock.cluster.supervisor import Supervisor
@@ -33,19 +33,6 @@ WAIT_S = 120.0
 INTERVAL_S = 0.05
 ENGINE = EngineConfig(model=ModelConfig(model="echo"), cache=CacheConfig(num_kv_blocks=4096), num_threads=1)
 SPEC = ReplicaSpec(model="echo", engine=ENGINE, model_path="echo", revision=revision_of(ENGINE, "echo"))
-
-
-class MemoryReleases:
-    """Implements `ReleaseStore` in memory."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, ReleaseRecord] = {}
-
-    async def load(self) -> tuple[ReleaseRecord, ...]:
-        return tuple(self._records.values())
-
-    async def save(self, record: ReleaseRecord) -> None:
-        self._records[record.id] = record
 
 
 async def resolve(name: str) -> str:
@@ -124,8 +111,8 @@ async def open_stage(
     folder: Path,
     *,
     scaling: AutoscalerConfig | None = None,
-    store: ReleaseStore | None = None,
-    experiments: ExperimentStore | None = None,
+    store: RecordStore[ReleaseRecord] | None = None,
+    experiments: RecordStore[ExperimentRecord] | None = None,
     num_replicas: int = 1,
     num_gateways: int = 1,
     spec: ReplicaSpec = SPEC,
@@ -134,11 +121,11 @@ async def open_stage(
     plane = ControlPlane(
         supervisor,
         [(spec, scaling)],
-        store or MemoryReleases(),
+        store or MemoryRecords(),
         resolve,
         drain_timeout_s=10.0,
         look_interval_s=INTERVAL_S,
-        experiments=experiments or MemoryExperiments(),
+        experiments=experiments or MemoryRecords(),
     )
     socket = folder / "control.sock"
     async with contextlib.AsyncExitStack() as stack:

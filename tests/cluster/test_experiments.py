@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.cluster.staged_records import MemoryExperiments
+from penstock.cluster.staged_records import ExperimentRecord, MemoryRecords
 from penstock.control.experiment import ExperimentStage
 from penstock.core.cluster_view import ExperimentOrder, ReleaseOrder
-from penstock.core.errors import Conflict, InvalidRequest, NotFound
+from penstock.core.errors import Conflict, InvalidRequest, NotFound, Superseded
 from penstock.core.objective import ObjectiveSettings, Targets, TierTarget, Weights
 from penstock.core.policy import PolicySet, RoutingWeights
 from tests.cluster.control_stage import SPEC, Stage, open_stage
@@ -44,7 +44,7 @@ ONE_SEAT = PolicySet(max_num_seqs=1, routing=RoutingWeights(policy="round-robin"
 
 
 async def test_a_worse_set_is_found_and_the_server_goes_on_as_before(tmp_path: Path) -> None:
-    store = MemoryExperiments()
+    store = MemoryRecords()
     async with open_stage(tmp_path, num_gateways=2, experiments=store) as stage:
         async with stage.traffic(8, max_tokens=300):  # which wait for the only seat
             started = await stage.links[0].start_experiment(order(ONE_SEAT))
@@ -71,7 +71,7 @@ async def test_a_worse_set_is_found_and_the_server_goes_on_as_before(tmp_path: P
 
 
 async def test_an_operator_stops_it_and_a_restart_goes_on_with_it(tmp_path: Path) -> None:
-    store = MemoryExperiments()
+    store = MemoryRecords()
     slow = {**QUICK, "min_windows": 1000}
     async with open_stage(tmp_path, experiments=store) as stage:
         with pytest.raises(NotFound, match="no experiment"):
@@ -104,3 +104,26 @@ async def test_bad_orders_are_sentences(tmp_path: Path) -> None:
             await link.start_experiment(order(ONE_SEAT, b="default"))
         assert await link.experiments() == ()
         assert stage.revisions() == {SPEC.revision}
+
+
+class TakenOver(MemoryRecords[ExperimentRecord]):
+    """A store that another control process has claimed since."""
+
+    is_taken = False
+
+    async def save(self, record: ExperimentRecord) -> None:
+        if self.is_taken:
+            raise Superseded("Another control process decides now.")
+        await super().save(record)
+
+
+async def test_an_experiment_that_another_process_owns_now_is_left_as_it_is(tmp_path: Path) -> None:
+    store = TakenOver()
+    async with open_stage(tmp_path, experiments=store) as stage:
+        await stage.plane.experiments.start(order(PolicySet(itl_target_ms=50.0)))
+        await stage.until(lambda: view(stage).stage == "running")
+        store.is_taken = True
+        with pytest.raises(Superseded):
+            await stage.plane.experiments.stop(None)
+        assert view(stage).stage == "running"
+        store.is_taken = False

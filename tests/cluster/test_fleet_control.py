@@ -33,14 +33,14 @@ from penstock.cluster.leadership import (
 from penstock.cluster.ordered_host import OrderedHost
 from penstock.cluster.registry import Follower, MemoryRegistry, Publisher, RegistryError
 from penstock.cluster.replica import ReplicaSpec
-from penstock.cluster.staged_records import MemoryExperiments
+from penstock.cluster.staged_records import MemoryRecords
 from penstock.core.cluster_view import ClusterView, ExperimentOrder, HostOrder, ReleaseOrder
 from penstock.core.config import ScalingConfig
 from penstock.core.errors import Conflict, EngineUnavailable, NotFound, Superseded
 from penstock.core.objective import ObjectiveSettings
 from penstock.core.policy import PolicySet
 from penstock.router import ReplicaState
-from tests.cluster.control_stage import SPEC, MemoryReleases
+from tests.cluster.control_stage import SPEC
 from tests.cluster.engines import until
 from tests.cluster.fake_manager import FakeManager
 
@@ -101,7 +101,7 @@ class Fleets:
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.registry = MemoryRegistry()
-        self.stores = Stores(MemoryReleases(), MemoryExperiments())
+        self.stores = Stores(MemoryRecords(), MemoryRecords())
         self._stack = stack
 
     async def host(self, name: str, most: int = 2, count: int = 1, specs: Sequence[ReplicaSpec] = ()) -> Host:

@@ -19,6 +19,7 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.ray_launcher import RayLauncher
 from penstock.cluster.replica import ReplicaSpec
+from penstock.cluster.staged_records import MemoryRecords
 from penstock.cluster.supervisor import Supervisor
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
@@ -27,7 +28,7 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import Adapter, Request, SamplingParams
 from penstock.dispatch import DispatchConfig
 from penstock.router import ReplicaState
-from tests.cluster.control_stage import SPEC, MemoryReleases, resolve
+from tests.cluster.control_stage import SPEC, resolve
 from tests.engine.tiny import write_tiny_adapter, write_tiny_model
 from tests.models.checkpoints import make_reference
 
@@ -284,7 +285,7 @@ async def test_a_replica_on_another_node_changes_its_role_and_its_stream_continu
     decode = msgspec.structs.replace(prefill, role="decode")
     scaling = AutoscalerConfig(max_replicas=3, kv_target=0.2, up_cooldown_s=0.2, down_cooldown_s=600.0)
     pools = [(prefill, scaling), (decode, scaling)]
-    plane = ControlPlane(supervisor, pools, MemoryReleases(), resolve, look_interval_s=0.05)
+    plane = ControlPlane(supervisor, pools, MemoryRecords(), resolve, look_interval_s=0.05)
     fleet = Fleet()
     try:
         await asyncio.gather(*(supervisor.launch(spec) for spec in (prefill, prefill, decode)))

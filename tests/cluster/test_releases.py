@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cluster.replica import ReplicaSpec
-from penstock.cluster.staged_records import serving_spec
+from penstock.cluster.staged_records import MemoryRecords, serving_spec
 from penstock.core.cluster_view import ReleaseOrder, ReleaseView
 from penstock.core.errors import Conflict, EngineUnavailable, InvalidRequest, ModelNotFound, NotFound
-from tests.cluster.control_stage import SPEC, MemoryReleases, Stage, open_stage
+from tests.cluster.control_stage import SPEC, Stage, open_stage
 
 POLICY = {
     "mirrored_share": 0.5,
@@ -98,7 +98,7 @@ async def test_an_operator_may_hurry_and_may_change_their_mind(tmp_path: Path) -
 
 
 async def test_a_release_goes_on_after_a_restart_and_what_it_promoted_stays(tmp_path: Path) -> None:
-    store = MemoryReleases()
+    store = MemoryRecords()
     order = ReleaseOrder(settings={"max_num_seqs": 64}, revision="second", policy=PATIENT)
     async with open_stage(tmp_path, store=store) as stage:
         await stage.links[0].start_release(order)

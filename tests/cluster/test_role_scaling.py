@@ -16,6 +16,7 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.role_scaling import RolePair, autoscaling, role_pairs, scaling_of_role
 from penstock.cluster.scaling import PoolScaler
+from penstock.cluster.staged_records import MemoryRecords
 from penstock.cluster.supervisor import Supervisor
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.cluster_view import ReplicaOrder
@@ -24,7 +25,7 @@ from penstock.core.engine_config import CacheConfig
 from penstock.core.errors import Conflict, InvalidRequest, NotFound, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams
-from tests.cluster.control_stage import SPEC, MemoryReleases, resolve
+from tests.cluster.control_stage import SPEC, resolve
 from tests.cluster.fake_manager import FakeManager
 
 WAIT_S = 60.0
@@ -70,7 +71,7 @@ async def test_a_full_decode_pool_takes_an_idle_prefill_replica_and_no_stream_no
     plane = ControlPlane(
         supervisor,
         [(PREFILL, SCALING), (DECODE, SCALING)],
-        MemoryReleases(),
+        MemoryRecords(),
         resolve,
         look_interval_s=0.05,
     )
@@ -171,7 +172,7 @@ async def test_orders_to_change_a_role_that_are_refused(pair: Pair) -> None:
 async def test_a_model_without_roles_and_an_unknown_replica_convert_nothing() -> None:
     manager = FakeManager(is_quick=True)
     await manager.launch(SPEC)
-    plane = ControlPlane(manager, [(SPEC, None)], MemoryReleases(), resolve)
+    plane = ControlPlane(manager, [(SPEC, None)], MemoryRecords(), resolve)
     for replica_id, words in (("replica-1", "no prefill and decode replicas"), ("replica-9", "no replica")):
         order = ReplicaOrder(action="convert", replica_id=replica_id, role="decode")
         answer = await plane.answer(1, encode_line(OrderReplica(order)))

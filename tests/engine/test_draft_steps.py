@@ -20,9 +20,10 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.plan import NOT_A_NUMBER, OUT_OF_MEMORY, PREDICTION, Chunk, SampledToken, StepPlan
 from penstock.core.request import FinishReason, Request
 from penstock.engine import cache_memory
-from penstock.engine.batch import BatchRows, halves
+from penstock.engine.batch import BatchRows
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.echo import EchoExecutor
+from penstock.engine.forward import halves
 from penstock.engine.graphs import DecodeGraphs
 from penstock.engine.staging import Staging
 from penstock.kernels.interface import AttentionBatch, KVStore

@@ -22,7 +22,7 @@ from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.messages import AddRequest, Codec, EngineFailed, EngineReady, Hello
 from penstock.core.plan import NOT_A_NUMBER, OUT_OF_MEMORY, Chunk
 from penstock.core.request import FinishReason
-from penstock.engine.batch import SMALLEST_PIECE_TOKENS, halves
+from penstock.engine.forward import SMALLEST_PIECE_TOKENS, halves
 from penstock.kernels.interface import AttentionBatch, KVStore, SamplingBatch
 from penstock.kernels.native import NativeOps
 from penstock.models.families.llama import Llama

@@ -146,7 +146,7 @@ def test_the_limits_that_serve_keep_their_promise() -> None:
 
 
 def test_a_place_that_is_not_given_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command._Limits, "ended", lambda self, outcome, now: None)
+    monkeypatch.setattr(command.GatewayLimits, "ended", lambda self, outcome, now: None)
     case = msgspec.structs.replace(random_case(1, 60), limits=TenantLimits(concurrent_requests=2))
     assert "was refused within all limits" in str(command._violation(case))
 
