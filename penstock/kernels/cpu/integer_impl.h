@@ -273,5 +273,14 @@ struct PlainEngine {
   }
 };
 
+template <typename Engine>
+[[maybe_unused]] static void use_engine(Kernels* table, bool is_fast = true) {
+  table->word_rows = Engine::kWordRows;
+  table->wide_bytes = Engine::kWideBytes;
+  table->multiply_panels = multiply_panels_with<Engine>;
+  table->multiply_gated_panels = multiply_gated_panels_with<Engine>;
+  table->fast_integers = is_fast;
+}
+
 }  // namespace PENSTOCK_ISA
 }  // namespace penstock

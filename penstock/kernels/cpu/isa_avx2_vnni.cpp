@@ -1,4 +1,4 @@
-// AVX2 with dot products of bytes.
+// AVX2 with dot products of bytes. All but products in whole numbers is the same as with AVX2.
 #include "kernels.h"
 
 #if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 11)
@@ -12,13 +12,12 @@ PENSTOCK_TARGET_BEGIN("avx2,fma,f16c,avxvnni")
 #define PENSTOCK_REGISTER_BYTES 32
 #define PENSTOCK_DOT_PRODUCTS
 #include "integer_x86.h"
-#include "table_impl.h"
 
 PENSTOCK_TARGET_END
 
 const penstock::Kernels* penstock::avx2_vnni_kernels() {
   static const Kernels table = [] {
-    Kernels made = avx2_vnni::make_table();
+    Kernels made = *avx2_kernels();
     avx2_vnni::use_engine<avx2_vnni::ByteEngine>(&made);
     return made;
   }();

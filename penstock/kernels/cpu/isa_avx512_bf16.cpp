@@ -1,4 +1,4 @@
-// AVX-512 with dot products of bfloat16 and of bytes.
+// AVX-512 with dot products of bfloat16 and of bytes. Products in whole numbers are those of the smaller set.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -6,13 +6,11 @@
 #include <immintrin.h>
 
 #include "target.h"
-PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma,f16c")
+PENSTOCK_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c")
 
 #define PENSTOCK_ISA avx512_bf16
 #define PENSTOCK_REGISTER_BYTES 64
 #define PENSTOCK_NATIVE_BF16
-#define PENSTOCK_DOT_PRODUCTS
-#include "integer_x86.h"
 #include "table_impl.h"
 #include "unpack_bf16.h"
 
@@ -93,7 +91,12 @@ const penstock::Kernels* penstock::avx512_bf16_kernels() {
     Kernels made = avx512_bf16::make_table();
     made.multiply_strip_bf16 = avx512_bf16::dot_strip;
     made.activations = Activations::padded_bf16;
-    avx512_bf16::use_engine<avx512_bf16::ByteEngine>(&made);
+    const Kernels& integers = *avx512_vnni_kernels();
+    made.word_rows = integers.word_rows;
+    made.wide_bytes = integers.wide_bytes;
+    made.multiply_panels = integers.multiply_panels;
+    made.multiply_gated_panels = integers.multiply_gated_panels;
+    made.fast_integers = integers.fast_integers;
     return made;
   }();
   return &table;

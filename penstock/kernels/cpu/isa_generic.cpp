@@ -6,6 +6,10 @@
 #include "table_impl.h"
 
 const penstock::Kernels* penstock::generic_kernels() {
-  static const Kernels table = generic::make_table();
+  static const Kernels table = [] {
+    Kernels made = generic::make_table();
+    generic::use_engine<generic::PlainEngine>(&made, false);
+    return made;
+  }();
   return &table;
 }

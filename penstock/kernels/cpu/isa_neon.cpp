@@ -11,13 +11,12 @@ PENSTOCK_TARGET_BEGIN("arch=armv8.2-a+dotprod")
 #define PENSTOCK_ISA neon_dot
 #define PENSTOCK_REGISTER_BYTES 16
 #include "integer_neon.h"
-#include "table_impl.h"
 
 PENSTOCK_TARGET_END
 
 const penstock::Kernels* penstock::neon_dot_kernels() {
   static const Kernels table = [] {
-    Kernels made = neon_dot::make_table();
+    Kernels made = *generic_kernels();
     neon_dot::use_engine<neon_dot::NeonEngine>(&made);
     return made;
   }();

@@ -1,4 +1,5 @@
-// Gathers everything compiled for one instruction set into its table.
+// Gathers everything compiled for one instruction set into its table, except the products in whole numbers: their
+// engine is chosen by `use_engine`. Sets that add instructions for whole numbers take the rest of a smaller set's table.
 #pragma once
 
 #include "attention_vector.h"
@@ -11,15 +12,6 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-template <typename Engine>
-[[maybe_unused]] static void use_engine(Kernels* table, bool is_fast = true) {
-  table->word_rows = Engine::kWordRows;
-  table->wide_bytes = Engine::kWideBytes;
-  table->multiply_panels = multiply_panels_with<Engine>;
-  table->multiply_gated_panels = multiply_gated_panels_with<Engine>;
-  table->fast_integers = is_fast;
-}
-
 static Kernels make_table() {
   Kernels table = {};
   table.enter = [] {};
@@ -31,7 +23,6 @@ static Kernels make_table() {
   table.multiply_strip_bf16 = multiply_strip;
   table.activations = Activations::widened;
   table.round_row = round_row;
-  use_engine<PlainEngine>(&table, false);
   table.read_row = read_row;
   table.store_token = store_token;
   table.attend_tiles = attend_tiles;
