@@ -28,7 +28,7 @@ from penstock.api.http.application import (
     posted_endpoints,
 )
 from penstock.api.http.authenticate import Authenticate
-from penstock.api.http.bodies import PendingBodies, WorkspaceLocks
+from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.browsers import AllowedOrigins, Cors
 from penstock.api.http.errors import on_http_exception, on_penstock_error, on_reader_gone
 from penstock.api.http.routes import OpenAPIEndpoint
@@ -144,7 +144,6 @@ def create_app(
     app.max_body_bytes = config.max_body_bytes
     app.pending_bodies = pending_bodies or PendingBodies(config.max_pending_body_bytes, config.max_body_bytes)
     app.body_turns = WorkspaceTurns()
-    app.inflating = WorkspaceLocks()
     app.router.redirect_slashes = False
     app.router.default = answer_unknown_path
     return app

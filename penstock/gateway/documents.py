@@ -5,7 +5,6 @@ in the request.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import codecs
@@ -25,6 +24,7 @@ from penstock.gateway.prompts import (
     are_texts,
     parts_of,
 )
+from penstock.gateway.turns import in_thread
 
 MAX_BYTES = 32 << 20  # of all uploaded files that one request names; as much as a body may have by default
 _SLICE_CHARS = 1 << 18  # decoded at once; a multiple of four
@@ -137,6 +137,6 @@ class DocumentReader:
                 return text_of_file(opened.read(), part.param)
 
         try:
-            return await asyncio.to_thread(read)
+            return await in_thread(read)
         except OSError as error:
             raise InvalidRequest(f"The file {quoted(part.file_id)} is gone.", param=part.param) from error

@@ -99,26 +99,6 @@ async def test_inflated_bodies_that_wait_for_their_turn_count_too(monkeypatch: p
         assert await post() == 200, "nothing counts any more"
 
 
-async def test_a_workspace_inflates_one_body_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred small requests would else keep all threads of the process busy with hundreds of megabytes."""
-    running: list[int] = [0]
-    inflate = parsing._inflated
-
-    def counted(body: bytes, max_bytes: int) -> bytes:
-        running[0] += 1
-        assert running[0] == 1
-        whole = inflate(body, max_bytes)
-        running[0] -= 1
-        return whole
-
-    monkeypatch.setattr(parsing, "_inflated", counted)
-    body = gzip.compress(b'{"prompt": "hi", "ignored": "%b"}' % (b"a" * BODY_BYTES))
-    async with direct_client(FakeEngine(script_text("ok")), max_body_bytes=2 * BODY_BYTES) as client:
-        headers = {"content-encoding": "gzip"}
-        posts = [client.post("/v1/completions", content=body, headers=headers) for _ in range(4)]
-        assert [answer.status_code for answer in await asyncio.gather(*posts)] == [200] * 4
-
-
 def test_a_body_must_be_whole_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parsing, "MAX_BODY_S", 0.2)
     with bounded_server(FakeEngine(script_text("ok")), CONFIG) as served, dial(served) as connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 from penstock.core.errors import EngineUnavailable, Overloaded, PenstockError
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.request import Request
+from penstock.gateway import turns as turns_module
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import BeamOptions, GenerationRequest, SamplingOptions, TextPrompt
-from penstock.gateway.turns import SLICE, Turns, WorkspaceTurns
+from penstock.gateway.text.tokenizer import ENCODE_THREADS, TextTokenizer
+from penstock.gateway.turns import SLICE, FairSlots, Turns, WorkspaceTurns, in_thread, working_for
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text, until
 from tests.loop_time import pass_time, settle
 
@@ -144,6 +147,90 @@ async def test_turns_are_taken_in_order_and_survive_an_error() -> None:
     assert [str(error) for error in reported] == ["late"]
 
 
+async def test_large_requests_of_workspaces_take_turns() -> None:
+    turns, order = Turns(), []
+
+    def go_on(name: str) -> None:
+        order.append(name)
+        if name == "greedy 0":
+            turns.wait(partial(order.append, "greedy 0 again"), is_next=True)
+
+    for number in range(3):
+        working_for.set("greedy")
+        turns.wait(partial(go_on, f"greedy {number}"))
+    working_for.set("other")
+    await turns.next()
+    assert order == ["greedy 0", "greedy 0 again"]
+    await until(lambda: len(order) == 4)
+
+
+async def test_workspaces_share_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    may_end = threading.Event()
+
+    def work(name: str) -> None:
+        begun.append(name)
+        assert may_end.wait(60)
+
+    async def ask(workspace_id: str) -> None:
+        working_for.set(workspace_id)
+        await in_thread(work, workspace_id)
+
+    monkeypatch.setattr(turns_module, "_NUM_THREADS", 2)
+    asked = [asyncio.create_task(ask("greedy")) for _ in range(6)]
+    await until(lambda: len(begun) == 2)
+    asked.append(asyncio.create_task(ask("other")))
+    await asyncio.sleep(0)
+    may_end.set()
+    await asyncio.gather(*asked)
+    assert begun.index("other") in (2, 3)
+
+
+async def test_threads_of_callers_who_left_are_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    begun: list[int] = []
+
+    def work(number: int) -> None:
+        begun.append(number)
+        assert may_end.wait(60)
+        raise ValueError("nobody reads this")
+
+    monkeypatch.setattr(turns_module, "_NUM_THREADS", 1)
+    first = asyncio.create_task(in_thread(work, 1))
+    await until(lambda: begun)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    second = asyncio.create_task(in_thread(work, 2))
+    await settle()
+    assert begun == [1]
+    may_end.set()
+    with pytest.raises(ValueError, match="nobody"):
+        await second
+
+
+async def test_workspaces_share_the_threads_of_a_tokenizer() -> None:
+    tokenizer = TextTokenizer(model_card())
+    begun: list[str] = []
+    may_end = threading.Event()
+
+    def work() -> None:
+        begun.append(threading.current_thread().name)
+        assert may_end.wait(60)
+
+    async def ask(workspace_id: str) -> str:
+        working_for.set(workspace_id)
+        await tokenizer._off_loop(work, "a text")
+        return workspace_id
+
+    asked = [asyncio.create_task(ask("greedy")) for _ in range(6)]
+    asked.append(asyncio.create_task(ask("other")))
+    await until(lambda: len(begun) == ENCODE_THREADS)
+    may_end.set()
+    done = [await each for each in asyncio.as_completed(asked)]
+    assert done.index("other") <= ENCODE_THREADS + 1
+
+
 async def test_workspaces_take_turns_with_long_work() -> None:
     turns = WorkspaceTurns()
     done: list[str] = []
@@ -184,6 +271,34 @@ async def test_a_turn_of_work_that_is_cancelled_goes_to_the_next() -> None:
     first.cancel()
     await second
     assert first.cancelled()
+
+
+async def test_slots_go_to_the_workspace_that_has_the_fewest() -> None:
+    slots = FairSlots(2)
+    served: list[str] = []
+
+    async def take(workspace_id: str) -> None:
+        await slots.acquire(workspace_id)
+        served.append(workspace_id)
+
+    greedy = [asyncio.create_task(take("greedy")) for _ in range(5)]
+    late = [asyncio.create_task(take("late")) for _ in range(2)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert served == ["greedy"] * 2
+    slots.release("greedy")
+    slots.release("greedy")
+    late[1].cancel()  # at the moment when it may have been given a slot
+    await asyncio.wait(late)
+    assert served[2:] == ["late", "greedy"]
+    for holder in (served[2], served[3]):
+        slots.release(holder)
+    await asyncio.wait_for(greedy[3], 60)
+    slots.release("greedy")
+    slots.release("greedy")
+    await asyncio.gather(*greedy)
+    async with slots.slot("last"):
+        pass
 
 
 def _fail() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from typing import Any
 
@@ -33,6 +32,7 @@ from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import ChatPrompt, num_characters
 from penstock.gateway.text.template import RenderedChat
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS
+from penstock.gateway.turns import in_thread
 
 SPECIAL_TOKENS = ("bos", "eos", "pad", "unk")
 
@@ -143,7 +143,7 @@ class ServiceEndpoints:
             tokens = await _tokens(wire, model)
             if len(tokens) <= DIRECT_ENCODE_CHARS:
                 return _answer(wire, model, tokens)
-            return await asyncio.to_thread(_answer, wire, model, tokens)
+            return await in_thread(_answer, wire, model, tokens)
 
     async def detokenize(self, request: Request, wire: DetokenizeRequest) -> Response:
         model = self._model(request, wire.model)

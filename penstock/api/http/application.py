@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from penstock.api.http.bodies import PendingBodies, WorkspaceLocks
+from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.context import (
     ON_DEPARTURE,
     are_limits_sent,
@@ -95,7 +95,6 @@ class Application(Starlette):
     max_body_bytes = 0  # of requests; set by the code that builds the application, like the next fields
     pending_bodies = PendingBodies(0, 0)
     body_turns = WorkspaceTurns()  # of large bodies that are decoded
-    inflating = WorkspaceLocks()
 
     def build_middleware_stack(self) -> ASGIApp:
         app: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)

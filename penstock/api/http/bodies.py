@@ -7,10 +7,8 @@ gigabytes.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
 
 from penstock.core.errors import Overloaded, RateLimited
 
@@ -75,13 +73,3 @@ class PendingBodies:
         self._by_workspace[workspace_id] -= num_bytes
         if not self._by_workspace[workspace_id]:
             del self._by_workspace[workspace_id]
-
-
-class WorkspaceLocks:
-    """A lock for each workspace, for as long as something of the workspace has it or waits for it."""
-
-    def __init__(self) -> None:
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    def of(self, workspace_id: str) -> asyncio.Lock:
-        return self._locks.setdefault(workspace_id, asyncio.Lock())

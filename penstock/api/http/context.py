@@ -13,6 +13,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.prompts import GenerationRequest
+from penstock.gateway.turns import working_for
 
 TIMEOUT_HEADER = "x-request-timeout-ms"
 
@@ -47,6 +48,7 @@ def set_request_id(scope: Scope, request_id: str) -> None:
 
 def set_principal(scope: Scope, principal: Principal) -> None:
     scope.setdefault("state", {})["principal"] = principal
+    working_for.set(principal.workspace_id)
 
 
 def note_model(connection: HTTPConnection, name: str | None) -> None:

@@ -14,11 +14,11 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from starlette.requests import HTTPConnection, Request
 
-from penstock.api.http.bodies import PendingBodies, WorkspaceLocks
+from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.context import deployment_of, has_principal, headers_of, principal_of
 from penstock.core.errors import InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedMediaType, quoted
 from penstock.gateway.answers.stream import ReaderGone
-from penstock.gateway.turns import WorkspaceTurns
+from penstock.gateway.turns import WorkspaceTurns, in_thread
 
 Shape = TypeVar("Shape", bound=msgspec.Struct)
 Decoded = TypeVar("Decoded")
@@ -57,7 +57,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if encoding == "identity":
         return body
     check_encoding(encoding)
-    whole = await _inflated_in_turn(request, body, max_bytes)
+    whole = await in_thread(_inflated, body, max_bytes)  # a small body may become a large one
     if len(whole) > max_bytes:
         raise _too_large(max_bytes)
     return whole
@@ -135,22 +135,11 @@ async def _in_turn(connection: HTTPConnection, work: Callable[[], Decoded]) -> D
     return await turns.run(_holder_of(connection), work)
 
 
-async def _inflated_in_turn(connection: HTTPConnection, body: bytes, max_bytes: int) -> bytes:
-    """Inflate a body, which may be small and become large, in a thread. A workspace has one such thread at a time:
-    others need threads, too."""
-    app = connection.scope.get("app")
-    if app is None:
-        return await asyncio.to_thread(_inflated, body, max_bytes)
-    locks: WorkspaceLocks = app.inflating
-    async with locks.of(_holder_of(connection)):
-        return await asyncio.to_thread(_inflated, body, max_bytes)
-
-
 async def joined(parts: Sequence[bytes], num_bytes: int) -> bytes:
     """Join parts, of which there may be many megabytes: those are joined without the lock of the interpreter."""
     if num_bytes <= DIRECT_JOIN_BYTES:
         return b"".join(parts)
-    return await asyncio.to_thread(b"".join, parts)
+    return await in_thread(b"".join, parts)
 
 
 def _too_large(max_bytes: int) -> RequestTooLarge:

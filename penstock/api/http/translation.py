@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+from penstock.gateway.turns import in_thread
 
 DIRECT_PARTS = 1000  # messages and parts of messages; a hop to another thread costs as much as some dozens
 BYTES_PER_PART = 1 << 10  # of a file, whose base64 text is decoded
@@ -17,7 +18,7 @@ async def translated(messages: Sequence[object], translate: Callable[[], Result]
     translated in a thread, which gives the event loop its turns."""
     if _num_parts(messages) <= DIRECT_PARTS:
         return translate()
-    return await asyncio.to_thread(translate)
+    return await in_thread(translate)
 
 
 def _num_parts(messages: Sequence[object]) -> int:

@@ -21,6 +21,7 @@ from penstock.core.request import Pooling
 from penstock.gateway.embeddings.inputs import Input, Reading, Role, RoledText, Truncation
 from penstock.gateway.embeddings.run import EmbeddingAnswer, numbers
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings, check_num_inputs
+from penstock.gateway.turns import in_thread
 
 EXTENSION_FIELDS = (
     "dimensions",
@@ -241,4 +242,4 @@ async def filled(frame: bytes, entries: list[bytes]) -> bytes:
         return frame
     entries[0] = before + b"[" + entries[0]
     entries[-1] += b"]" + after
-    return await asyncio.to_thread(b",".join, entries)
+    return await in_thread(b",".join, entries)

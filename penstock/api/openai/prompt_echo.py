@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from penstock.gateway.answers.prompt_scores import ScoredPrompt
 from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
 from penstock.gateway.models.catalogue import AnsweringModel
 from penstock.gateway.prompts import Prompt, TextPrompt, TokenPrompt
+from penstock.gateway.turns import in_thread
 
 TokenBytes = Callable[[int], bytes]
 VocabularyOf = Callable[[str], TokenBytes]  # by the name of the model that answers
@@ -93,7 +93,7 @@ class EchoedAnswer(WrappedAnswer):
         if count <= DIRECT_LOGPROBS:
             self._render(scored, token_bytes)
         else:
-            await asyncio.to_thread(self._render, scored, token_bytes)
+            await in_thread(self._render, scored, token_bytes)
         return list(map(self._echoed, deltas))
 
     def _echoed(self, delta: Delta) -> Delta:

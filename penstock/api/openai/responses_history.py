@@ -5,7 +5,6 @@ The gateway stores responses as JSON; `StoredBodies` and `History` read them bac
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -20,6 +19,7 @@ from penstock.core.identity import Principal
 from penstock.gateway.responses.objects import ROW_BYTES, ObjectStore, StoredObject
 from penstock.gateway.responses.service import Responses
 from penstock.gateway.responses.store import HistoryBound, StoredResponse
+from penstock.gateway.turns import in_thread
 
 CONVERSATION = "conversation"
 ITEM = "item"
@@ -68,7 +68,7 @@ Result = TypeVar("Result")
 
 async def _decoded(num_bytes: int, decode: Callable[[], Result]) -> Result:
     """Decode stored JSON of this size: in a thread if there is much of it."""
-    return decode() if num_bytes <= _DIRECT_BYTES else await asyncio.to_thread(decode)
+    return decode() if num_bytes <= _DIRECT_BYTES else await in_thread(decode)
 
 
 def _items_in(data: bytes) -> list[InputItem]:

@@ -29,6 +29,7 @@ from penstock.core.messages import ModelCard
 from penstock.gateway.embeddings.run import BYTES_PER_NUMBER, EmbeddingAnswer, numbers
 from penstock.gateway.embeddings.scores import ScoreRequest, Scores, probabilities
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
+from penstock.gateway.turns import in_thread
 
 REFUSED_FIELDS = (
     *(
@@ -206,7 +207,7 @@ class ScoringEndpoints:
             if index % ENTRIES_AT_ONCE == ENTRIES_AT_ONCE - 1:
                 await asyncio.sleep(0)
         body = PooledList(f"pool-{request_id_of(request)}", answer.model, data, _usage(answer))
-        encoded = await asyncio.to_thread(msgspec.json.encode, body)
+        encoded = await in_thread(msgspec.json.encode, body)
         return WholeAnswer(encoded, answer.rate_limits)
 
     def _card(self, request: Request, model: str | None) -> ModelCard:

@@ -4,12 +4,12 @@ event loop.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta, merged
+from penstock.gateway.turns import in_thread
 
 # Work on less takes less time than a hop to another thread is worth.
 DIRECT_LOGPROBS = 2048
@@ -25,7 +25,7 @@ async def off_loop_if_large(deltas: Sequence[Delta], work: Callable[[], Result])
     event loop its turns."""
     if sum([delta.num_logprobs for delta in deltas if delta.details]) <= DIRECT_LOGPROBS:
         return work()
-    return await asyncio.to_thread(work)
+    return await in_thread(work)
 
 
 async def merged_later(batches: Sequence[Sequence[Delta]]) -> list[Delta]:
@@ -34,7 +34,7 @@ async def merged_later(batches: Sequence[Sequence[Delta]]) -> list[Delta]:
     num_logprobs = sum(delta.num_logprobs for deltas in batches for delta in deltas)
     if num_deltas <= _DIRECT_DELTAS and num_logprobs <= DIRECT_LOGPROBS:
         return merged(batches)
-    return await asyncio.to_thread(merged, batches)
+    return await in_thread(merged, batches)
 
 
 def too_many_logprobs() -> InvalidRequest:

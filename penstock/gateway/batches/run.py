@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
 
 import msgspec
 from prometheus_client.core import Metric
@@ -48,6 +47,7 @@ from penstock.gateway.batches.store import BatchStore, ResultWriter
 from penstock.gateway.blobs.blobs import Blobs
 from penstock.gateway.files import StoredFile
 from penstock.gateway.metrics.table import metric, metric_by
+from penstock.gateway.turns import FairSlots
 
 _COUNTED: tuple[Outcome, ...] = ("succeeded", "errored")
 
@@ -71,54 +71,6 @@ logger = logging.getLogger(__name__)
 _LINES_AT_ONCE = 128  # that are read from a file, unless they are large
 _BYTES_AT_ONCE = 1 << 20
 _MIN_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
-
-
-class FairSlots:
-    """Slots that workspaces share. A free slot goes to the waiting workspace that has the fewest, and within it to
-    the caller that has waited the longest."""
-
-    def __init__(self, count: int) -> None:
-        self._num_free = count
-        self._num_taken: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the workspace served longest ago first
-
-    async def acquire(self, workspace_id: str) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(workspace_id, deque()).append(turn)
-        self._hand_out()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release(workspace_id)
-            raise
-
-    def release(self, workspace_id: str) -> None:
-        self._num_free += 1
-        self._num_taken[workspace_id] -= 1
-        if not self._num_taken[workspace_id]:
-            del self._num_taken[workspace_id]
-        self._hand_out()
-
-    @asynccontextmanager
-    async def slot(self, workspace_id: str) -> AsyncIterator[None]:
-        await self.acquire(workspace_id)
-        try:
-            yield
-        finally:
-            self.release(workspace_id)
-
-    def _hand_out(self) -> None:
-        while self._num_free and self._waiting:
-            workspace_id = min(self._waiting, key=self._num_taken.__getitem__)
-            turns = self._waiting.pop(workspace_id)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[workspace_id] = turns
-            if not turn.done():
-                self._num_free -= 1
-                self._num_taken[workspace_id] += 1
-                turn.set_result(None)
 
 
 class RunContext(msgspec.Struct, frozen=True, kw_only=True):

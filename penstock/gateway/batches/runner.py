@@ -19,11 +19,12 @@ from msgspec import Meta
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.batches.batch import Batch, BatchDialect, BatchStatus, Ending
-from penstock.gateway.batches.run import BatchMetrics, BatchRun, FairSlots, RunContext
+from penstock.gateway.batches.run import BatchMetrics, BatchRun, RunContext
 from penstock.gateway.batches.store import BatchStore, LeaseLost, ResultWriter, new_holder
 from penstock.gateway.blobs.blobs import Blobs
 from penstock.gateway.files import FilesConfig, FileStore
 from penstock.gateway.store.database import Database
+from penstock.gateway.turns import FairSlots
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ edge of a part cuts in two is found as well.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -33,6 +32,7 @@ from penstock.gateway.prompts import (
     TextPrompt,
     TokenPrompt,
 )
+from penstock.gateway.turns import in_thread
 
 TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
 USUAL_ROLES = TRUSTED_ROLES | {"user", "tool", "function"}
@@ -312,7 +312,7 @@ async def _apply_patterns(
         if num_chars <= INLINE_CHARS:
             scans = _scan_all(case, by_prompt)
         else:
-            scans = await asyncio.to_thread(_scan_all, case, by_prompt)
+            scans = await in_thread(_scan_all, case, by_prompt)
     except GuardFailed as error:
         return _after_failed_scan(case, request, str(error))
     rule_of = case.policy.input.rule_of

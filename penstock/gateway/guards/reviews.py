@@ -26,6 +26,7 @@ from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.guards.detector import Asker, Detector, GuardFailed, Review, Subject
 from penstock.gateway.guards.settings import JudgeRule
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, SamplingOptions
+from penstock.gateway.turns import in_thread
 
 INLINE_CHARS = 8192
 _ORDERS = r"(?:instructions?|directions?|prompts?|rules|guidelines|orders|commands|constraints)"
@@ -134,7 +135,7 @@ class InjectionGuard:
     async def review(self, subject: Subject, asker: Asker) -> Review | None:
         text = subject.untrusted
         # A long text is searched in a thread, because the event loop has other requests.
-        signs = found_signs(text) if len(text) < INLINE_CHARS else await asyncio.to_thread(found_signs, text)
+        signs = found_signs(text) if len(text) < INLINE_CHARS else await in_thread(found_signs, text)
         score = injection_score(signs)
         if score < self._threshold:
             return None

@@ -7,7 +7,6 @@ no running request and no other model.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import hashlib
 from collections.abc import Sequence
@@ -48,6 +47,7 @@ from penstock.gateway.tools.answer_form import (
 )
 from penstock.gateway.tools.formats import tool_format_of
 from penstock.gateway.tools.harmony import CONTROL_TOKENS
+from penstock.gateway.turns import in_thread
 
 MAX_LOOSE_CHARACTERS = 1 << 20  # of a text that need not fit the context
 MAX_LOOSE_TOKENS = 1 << 19  # of such a text
@@ -414,7 +414,7 @@ class ServedModel:
         if len(rendered.text) <= DIRECT_ENCODE_CHARS:
             return locate(prompt, pieces, rendered.text, render)
         # Off the event loop, because this renders the chat a few times more.
-        return await asyncio.to_thread(locate, prompt, pieces, rendered.text, render)
+        return await in_thread(locate, prompt, pieces, rendered.text, render)
 
     async def prediction_ids(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a predicted answer, cut to what the context could hold. Special tokens spelled out in

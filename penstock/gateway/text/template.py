@@ -8,7 +8,6 @@ template is rendered, puts them back afterwards, and remembers their places, whi
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import hashlib
@@ -37,6 +36,7 @@ from penstock.gateway.text.template_sandbox import BoundedEnvironment
 from penstock.gateway.tools.answer_form import offers_tools
 from penstock.gateway.tools.formats import HERMES
 from penstock.gateway.tools.tool_format import ToolFormat, tool_schema
+from penstock.gateway.turns import in_thread
 
 
 def described_in_words(
@@ -273,7 +273,7 @@ class ChatTemplate:
         is_short = num_inner + len(prompt.tools) <= DIRECT_RENDER_MESSAGES
         if is_short and num_template_characters(prompt) <= DIRECT_RENDER_CHARACTERS:
             return self.render(prompt)
-        return await asyncio.to_thread(self.render, prompt)
+        return await in_thread(self.render, prompt)
 
     def _retold(self, chosen: _Compiled, prompt: ChatPrompt) -> Iterator[tuple[ChatPrompt, bool]]:
         """Other forms of earlier calls: some templates take arguments as text only, some take only one call

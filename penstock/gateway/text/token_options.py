@@ -3,7 +3,6 @@ texts and engines take as tokens, and the control tokens of models that fill in 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from penstock.core.request import Dry
 from penstock.gateway.checks import check_token_ids
 from penstock.gateway.prompts import SamplingOptions
 from penstock.gateway.text.tokenizer import TextTokenizer
+from penstock.gateway.turns import in_thread
 
 
 class InfillTokens(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ class TokenOptions:
         if mask is None:
             encoded = [await self._tokenizer.encode(f"a{text}", add_special_tokens=False) for text in texts]
             last_ids = [ids[-1] for ids in encoded if len(ids) > 1 and ids[-1] < self._vocab_size]
-            mask = await asyncio.to_thread(self._find, texts, last_ids)
+            mask = await in_thread(self._find, texts, last_ids)
             if len(self._masks) >= _MOST_CACHED:
                 del self._masks[next(iter(self._masks))]
         self._masks[texts] = mask  # the newest is the last

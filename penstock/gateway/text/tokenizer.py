@@ -24,6 +24,7 @@ from penstock.gateway.text.detokenizer import (
     TokenBytes,
     WindowDetokenizer,
 )
+from penstock.gateway.turns import FairSlots
 
 # Below this a hop to another thread costs more than the encoding that it would take off the event loop.
 DIRECT_ENCODE_CHARS = 4096
@@ -83,6 +84,7 @@ class TextTokenizer:
         self._visible_bytes: dict[frozenset[int], TokenBytes] = {}  # by which special tokens are shown
         self._threads = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenize")
         self._large_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize-large")
+        self._slots, self._large_slots = FairSlots(ENCODE_THREADS), FairSlots(1)
         # Characters that this turn of the event loop may still encode.
         self._direct_room = DIRECT_CHARS_PER_TURN
 
@@ -99,10 +101,12 @@ class TextTokenizer:
         self._direct_room = DIRECT_CHARS_PER_TURN
 
     async def _off_loop(self, work: Callable[[], T], *texts: str) -> T:
-        """Do work with texts in a thread. Large texts do not keep the threads from smaller ones."""
+        """Do work with texts in a thread. Large texts do not keep the threads from smaller ones, and workspaces share
+        the threads."""
         is_large = sum(map(_most_tokens, texts)) > LARGE_TOKENS
-        threads = self._large_thread if is_large else self._threads
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+        if is_large:
+            return await self._large_slots.in_thread(self._large_thread, work)
+        return await self._slots.in_thread(self._threads, work)
 
     async def check_length(self, text: str, max_tokens: int) -> None:
         """Raise TooManyTokens for a long text that is sure to have more than `max_tokens`, without tokenizing the
@@ -194,7 +198,7 @@ class TextTokenizer:
         """As `decode`; many token ids are decoded off the event loop."""
         if self._goes_direct(len(token_ids)):
             return self.decode(token_ids)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.decode, token_ids)
+        return await self._slots.in_thread(self._threads, lambda: self.decode(token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a single token; not always whole characters."""

@@ -21,7 +21,7 @@ from penstock.core.errors import (
 from penstock.core.errors import RateLimited as TooFast
 from penstock.gateway.batches import store as batch_store
 from penstock.gateway.batches.batch import MAX_BLANK_LINES, BatchLine, BatchStatus
-from penstock.gateway.batches.run import Backoff, BatchRun, FairSlots, _next_lines
+from penstock.gateway.batches.run import Backoff, BatchRun, _next_lines
 from penstock.gateway.batches.runner import MAX_RUNS_OF_WORKSPACE, StoredWork
 from penstock.gateway.store import tables
 from penstock.gateway.store.database import Database
@@ -351,34 +351,6 @@ async def test_batches_share_the_slots(server: Server) -> None:
     released.set()
     await server.until_over("batch_1")
     assert server.dialect.most_in_flight == 4
-
-
-async def test_slots_go_to_the_workspace_that_has_the_fewest() -> None:
-    slots = FairSlots(2)
-    served: list[str] = []
-
-    async def take(workspace_id: str) -> None:
-        await slots.acquire(workspace_id)
-        served.append(workspace_id)
-
-    greedy = [asyncio.create_task(take("greedy")) for _ in range(5)]
-    late = [asyncio.create_task(take("late")) for _ in range(2)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert served == ["greedy"] * 2
-    slots.release("greedy")
-    slots.release("greedy")
-    late[1].cancel()  # at the moment when it may have been given a slot
-    await asyncio.wait(late)
-    assert served[2:] == ["late", "greedy"]
-    for holder in (served[2], served[3]):
-        slots.release(holder)
-    await asyncio.wait_for(greedy[3], 60)
-    slots.release("greedy")
-    slots.release("greedy")
-    await asyncio.gather(*greedy)
-    async with slots.slot("last"):
-        pass
 
 
 async def test_a_workspace_with_many_batches_leaves_room_to_others(server: Server) -> None:
