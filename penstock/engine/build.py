@@ -31,7 +31,6 @@ from penstock.engine.drafters.combination import build_drafter
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.loop import EngineLoop
-from penstock.engine.parallel.setup import check_data_parallel
 from penstock.engine.record import PlanRecorder, RecordedExchange
 from penstock.kvcache.cache import blocks_of_context
 from penstock.scheduler.build import build_scheduler
@@ -157,6 +156,31 @@ def build_engine(
         drafter=drafter,
     )
     return Engine(loop, ready, recorder, ranks, loaded.shared_kv)
+
+
+def check_data_parallel(config: EngineConfig) -> None:
+    """Raise ConfigError for settings that one engine with data-parallel attention cannot have."""
+    parallel = config.parallel
+    if parallel.data_parallel_size == 1:
+        return
+    if not parallel.enable_expert_parallel:
+        raise ConfigError(
+            "The ranks of --data-parallel-size share experts, and --enable-expert-parallel is not given.",
+            hint="Add --enable-expert-parallel, or start as many replicas.",
+        )
+    drafts = parse_speculate(config.speculate)
+    refused = {
+        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--kv-transfer, which prefill and decode replicas need": config.kv_transfer,
+        f"--speculate {config.speculate}": drafts.kind in ("draft", "heads"),
+    }
+    for what, is_given in refused.items():
+        if is_given:
+            raise ConfigError(
+                f"Data-parallel attention does not support {what}.",
+                hint="Leave either that or --data-parallel-size out.",
+            )
 
 
 def _disk_cache(

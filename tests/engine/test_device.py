@@ -170,6 +170,9 @@ def test_host_memory_that_is_not_there_refuses_the_start_with_its_size(
 def test_what_is_loaded_early_asks_for_no_gpu() -> None:
     """Which ones an engine may see is said later, and a driver that was asked before would not hear it."""
     script = """
+import sys
+import penstock.engine.build
+assert "torch" not in sys.modules, "an echo engine does without torch, and its import takes a second"
 import torch
 asked = []
 for name in ("is_available", "device_count", "init", "_lazy_init", "get_device_properties"):

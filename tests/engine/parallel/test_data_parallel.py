@@ -18,7 +18,7 @@ from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.plan import StepPlan
 from penstock.core.request import FinishReason, Grammar, Request, SamplingParams
-from penstock.engine.parallel.setup import check_data_parallel
+from penstock.engine.build import check_data_parallel
 from penstock.gateway.models.served_model import ServedModel
 from penstock.simulator.replay import replay
 from tests.copies import copied_ranks
