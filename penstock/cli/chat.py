@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from penstock.cli.commands import PenstockCommand
-from penstock.cli.console import fetch_drafter, fetch_model, sigterm_unwinds, spinner
+from penstock.cli.console import fetch_drafter, fetch_model, printable, sigterm_unwinds, spinner
 from penstock.cli.options import config_options, model_argument
 from penstock.cluster.ports import free_port
 from penstock.core.engine_config import EngineConfig, ModelConfig
@@ -97,7 +97,7 @@ class Conversation:
             with closing(self._client.answer(self._model, self.messages, **self._settings)) as answer:  # type: ignore[type-var]
                 for piece in answer:
                     pieces.append(piece)
-                    click.echo(piece, nl=False)
+                    click.echo(printable(piece, keeps="\n\t"), nl=False)
         except PenstockError:
             self.messages.pop()
             raise

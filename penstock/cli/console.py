@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -234,6 +235,7 @@ def print_json(value: Any) -> None:
 
 def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns that are as wide as their longest cell, also into a pipe."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
     for row in (heads, *rows):
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -243,7 +245,17 @@ def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
-        click.echo(f"{name.ljust(width)}  {value}")
+        click.echo(f"{name.ljust(width)}  {printable(value)}")
+
+
+# And marks that turn the direction of a line around.
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str, keeps: str = "") -> str:
+    """Return a text with its control characters spelled out, for a terminal, which would obey them: clients choose
+    some names, and models write what they read."""
+    return _CONTROLS.sub(lambda found: found[0] if found[0] in keeps else repr(found[0])[1:-1], text)
 
 
 def shown_time(unix_s: float | None, absent: str = "–") -> str:

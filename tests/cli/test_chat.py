@@ -62,6 +62,11 @@ def test_one_question(server: FakeChat) -> None:
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("fake", 9, 0)
 
 
+def test_an_answer_gives_the_terminal_no_commands(server: FakeChat) -> None:
+    result = CliRunner().invoke(penstock, ["chat", "-m", "\x1b]52;c;ZXZpbA==\x07a\tb\nc"])
+    assert result.stdout == "\\x1b]52;c;ZXZpbA==\\x07a\tb\nc \n"
+
+
 def test_a_conversation_remembers_resets_and_ends(server: FakeChat) -> None:
     typed = "one\n\ntwo\n/reset\nthree\n/what\n/exit\nnever\n"
     result = CliRunner().invoke(penstock, ["chat"], input=typed)

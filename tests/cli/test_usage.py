@@ -67,6 +67,15 @@ def test_no_cell_of_a_csv_is_a_formula(data_dir: Path) -> None:
     assert [row["key"] for row in found] == ['\'=HYPERLINK("x")', "key_1", "key_2"]
 
 
+def test_no_name_of_a_client_reaches_the_terminal_as_a_command(data_dir: Path) -> None:
+    row = usage_row(begun_request(claim("e", key="a\x1b[2J\nb"), time.time()), outcome(), 0)
+    database = Database(sqlite_url(data_dir))
+    database.run_now(lambda connection: insert_rows(connection, [row]))
+    database.close()
+    lines = run(data_dir, "--by", "key").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["key", r"a\x1b[2J\nb", "key_1", "key_2"]
+
+
 def test_json_pages_and_filters(data_dir: Path) -> None:
     first = run(data_dir, "--by", "key", "--limit", "1", "--json")
     page = json.loads(first.stdout)
