@@ -76,6 +76,7 @@ class Layout:
         default_factory=dict
     )  # by the name within a layer of a dense tensor: what the model reads, made of what is stored
     old_base: str = "model"  # as `base`, in older checkpoints
+    has_usual_adapters: bool = False  # adapters have the usual names, though checkpoints have others
 
     @property
     def is_usual(self) -> bool:
@@ -116,9 +117,12 @@ class Layout:
         cut, rows = (table.get(match[2]) if match else None for table in (self.cut, self.rows))
         order = None if rows is None else rows.order
         if match is None or cut is None:
-            return AdaptedPlace(self.stored_name(name), size, order)
-        fused = self.stored_name(match[1] + cut.name)
+            return AdaptedPlace(self._adapted_name(name), size, order)
+        fused = self._adapted_name(match[1] + cut.name)
         return AdaptedPlace(fused, cut.total, cut.order if order is None else cut.order[order])
+
+    def _adapted_name(self, usual: str) -> str:
+        return usual if self.has_usual_adapters else self.stored_name(usual)
 
 
 def rotated_rows(

@@ -32,6 +32,7 @@ ADAPTABLE = (
     *("before_proj", "after_proj", "inner_proj", "input_proj", "write_proj", "read_proj", "step_proj"),
     *("query_proj", "key_proj", "value_proj", "rate_proj"),
     *("b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),  # Kimi Linear
+    *("delta_q_proj", "f_proj", "g_proj"),  # Ling 3
 )
 _PREFIX = "base_model.model."
 _LEFT, _RIGHT = ".lora_A.weight", ".lora_B.weight"

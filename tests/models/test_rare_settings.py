@@ -42,6 +42,7 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "num_experts": 4, **
         varied("ministral3", rope_parameters=DYNAMIC, **TWO),
         varied("zamba2", rms_norm_eps=1e-2),
         Tiny("qwen3_moe", WINDOWS),
+        varied("bailing_hybrid", kda_safe_gate=False),
     ],
     ids=lambda tiny: tiny.model_type,
 )
@@ -52,7 +53,7 @@ def test_the_logits_of_transformers(tiny: Tiny, tmp_path: Path, plain_ops: Ops) 
     torch.testing.assert_close(logits, made.logits(prompt), atol=3e-4, rtol=3e-4)
 
 
-@pytest.mark.parametrize("family", ["mamba2", "bamba", "qwen3_next"])
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "qwen3_next", "minimax"])
 def test_another_activation_of_layers_with_a_state_is_refused(family: str, tmp_path: Path) -> None:
     varied(family, hidden_act="gelu_new").config().save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match="hidden_act 'gelu_new'"):

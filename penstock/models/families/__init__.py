@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.models.decoder import Decoder
 from penstock.models.families import (
+    bailing,
     bamba,
     bloom,
     cohere,
@@ -117,6 +118,7 @@ FAMILIES: tuple[type[Decoder], ...] = (
     qwen_next.Qwen35MoE,
     qwen_next.Qwen3Next,
     kimi_linear.KimiLinear,
+    bailing.BailingHybrid,
     olmo_hybrid.OlmoHybrid,
     minimax.MiniMax,
     zamba.Zamba,

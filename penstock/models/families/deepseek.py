@@ -66,16 +66,25 @@ class LatentAttention:
     layer: LatentLayer
     output: PackedLinear
     factors: Tensor | None = None  # of queries, by their position
+    gate: PackedLinear | None = None  # one for each head
 
     def add_to(self, ops: Ops, residual: Tensor, norm: RMSNorm, cache: Any, batch: AttentionBatch) -> None:
         """Add the output of attention for the normed residual to the residual, in place."""
-        both = ops.normed_linear(residual, norm.weight, norm.eps, self.down)
+        if self.gate is None:
+            both = ops.normed_linear(residual, norm.weight, norm.eps, self.down)
+        else:
+            hidden = norm(ops, residual)
+            both = ops.linear(hidden, self.down)
         query, latent = self.parts(both)
         if self.query_norm is not None and self.query is not None:
             query = ops.linear(self.query_norm(ops, query), self.query)
         if self.factors is not None:
             query = query * self.factors[batch.positions].to(query.dtype).unsqueeze(1)
-        ops.add_linear(ops.attend_latent(query, latent, self.layer, cache, batch), self.output, residual)
+        made = ops.attend_latent(query, latent, self.layer, cache, batch)
+        if self.gate is not None:
+            gate = torch.sigmoid(ops.linear(hidden, self.gate).float()).to(made.dtype)
+            made = (made.unflatten(1, (self.layer.num_heads, -1)) * gate.unsqueeze(2)).flatten(1)
+        ops.add_linear(made, self.output, residual)
 
     def parts(self, both: Tensor) -> tuple[Tensor, Tensor]:
         """Cut the first product into queries and latents."""
@@ -117,11 +126,11 @@ class DeepseekV2(Decoder):
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        return expert_layout(config, rows=_rows(config))
+        return expert_layout(config, rows=latent_rows(config))
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(GGUF_NAMES, rows=_rows(config), num_experts=num_experts(config))
+        return gguf_layout(GGUF_NAMES, rows=latent_rows(config), num_experts=num_experts(config))
 
     def load_layer(self, load: LayerLoader) -> LatentBlock:
         experts = self.config.experts
@@ -299,7 +308,7 @@ def latent_gguf_config(file: GGUFFile, name: str) -> ArchitectureConfig:
     )
 
 
-def _rows(config: ArchitectureConfig) -> dict[str, StoredRows]:
+def latent_rows(config: ArchitectureConfig) -> dict[str, StoredRows]:
     """Return the rows of queries and latents such that rotated pairs are half of the rotated part apart."""
     latent = config.latent
     assert latent is not None
@@ -317,7 +326,7 @@ def _rows(config: ArchitectureConfig) -> dict[str, StoredRows]:
     return {**rows, name: StoredRows(name, len(entry), entry)}
 
 
-def load_latent_attention(load: LayerLoader) -> LatentAttention:
+def load_latent_attention(load: LayerLoader, *, is_gated: bool = False) -> LatentAttention:
     config, latent, weights = load.config, load.config.latent, load.weights
     assert latent is not None
     prefix, hidden, own = f"{load.prefix}.self_attn", config.hidden_size, load.heads.queries
@@ -364,6 +373,9 @@ def load_latent_attention(load: LayerLoader) -> LatentAttention:
             part=LinearPart(columns=scaled(own, latent.value_dim)),
         ),
         factors=query_factors(load) if config.query_growth else None,
+        gate=weights.linear([f"{prefix}.g_proj"], [config.num_heads], hidden, part=LinearPart(rows=[own]))
+        if is_gated
+        else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -69,15 +70,29 @@ _GGUF_DELTA = {
 
 
 @dataclass(frozen=True, slots=True)
+class BoundedDecay:
+    """Decays exp(lower × sigmoid(speed × (step + bias))), as steps of the rule exp(-softplus(step))."""
+
+    lower: float  # negative
+    speed: Tensor  # float32 [H × K]
+    bias: Tensor
+
+    def __call__(self, step: Tensor) -> Tensor:
+        size = -self.lower * torch.sigmoid(self.speed * (step.float() + self.bias))
+        return torch.expm1(size).log()
+
+
+@dataclass(frozen=True, slots=True)
 class KimiDelta(StateMixer):
-    """A delta net of Kimi Linear. The first product gives queries, keys and values, rates, and two narrow vectors, of
-    which further products make decays and gates."""
+    """A delta net of Kimi Linear. The first product gives queries, keys and values, rates, and decays and gates, or
+    two narrow vectors of which further products make them."""
 
     conv: ConvWeights
-    decays: PackedLinear
-    gates: PackedLinear
+    decays: PackedLinear | None
+    gates: PackedLinear | None
     rule: ChannelDeltaLayer
     norm: RMSNorm  # of each head
+    bounded: BoundedDecay | None = None
 
     @property
     def state_shapes(self) -> StateShapes:
@@ -86,12 +101,15 @@ class KimiDelta(StateMixer):
 
     def mix(self, ops: Ops, projected: Tensor, states: tuple[Tensor, ...], batch: AttentionBatch) -> Tensor:
         heads, width = self.rule.step_bias.shape
-        mixed, rate, decay, gate = projected.split([3 * heads * width, heads, width, width], dim=1)
+        mixed, rate, rest = projected.tensor_split([3 * heads * width, (3 * width + 1) * heads], dim=1)
+        decay, gate = rest.chunk(2, dim=1)
         mixed = ops.short_conv(mixed, self.conv.weight, self.conv.bias, states[0], batch, silu=True)
-        step = ops.linear(decay.contiguous(), self.decays)
+        step = decay if self.decays is None else ops.linear(decay.contiguous(), self.decays)
+        if self.bounded is not None:
+            step = self.bounded(step)
         made = ops.channel_delta(mixed, rate, step, self.rule, states[1], batch)
         normed = F.rms_norm(made, (width,), self.norm.weight, self.norm.eps).flatten(1)
-        gate = ops.linear(gate.contiguous(), self.gates)
+        gate = gate if self.gates is None else ops.linear(gate.contiguous(), self.gates)
         return (normed * torch.sigmoid(gate.float())).to(projected.dtype)
 
 
@@ -106,8 +124,8 @@ class KimiLayer:
 
 class KimiLinear(HybridDecoder):
     name = "kimi_linear"
-    huggingface_names = ("KimiLinearForCausalLM", "kimi_linear")
-    gguf_names = ("kimi-linear",)
+    huggingface_names: ClassVar[tuple[str, ...]] = ("KimiLinearForCausalLM", "kimi_linear")
+    gguf_names: ClassVar[tuple[str, ...]] = ("kimi-linear",)
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         super().__init__(config, loader, max_model_len)
@@ -181,7 +199,7 @@ class KimiLinear(HybridDecoder):
         return KimiLayer(
             norm=load.rms_norm("input_layernorm"),
             attention=None if is_delta else load_latent_attention(load),
-            mixer=_load_delta(load) if is_delta else None,
+            mixer=load_delta(load) if is_delta else None,
             mlp_norm=load.rms_norm("post_attention_layernorm"),
             mlp=load.gated_mlp() if is_dense else load_experts(load, selection_bias=SELECTION_BIAS),
         )
@@ -211,8 +229,11 @@ def _delta_layers(fields: Fields, nested: Fields, num_layers: int) -> frozenset[
     return frozenset(number - 1 for number in listed[0])
 
 
-def _load_delta(load: LayerLoader) -> KimiDelta:
-    """Load a rank's heads of a delta net."""
+def load_delta(
+    load: LayerLoader, *, query: str = "q", is_narrow: bool = True, lower: float | None = None
+) -> KimiDelta:
+    """Load a rank's heads of a delta net. `query` is the name of its queries; with `is_narrow`, decays and gates are
+    made of narrow vectors; `lower` bounds the logarithm of decays."""
     config, settings, shard = load.config, recurrent_settings(load.config), load.weights.shard
     if settings.num_heads < shard.tensor_size:
         raise ModelLoadError(
@@ -221,26 +242,35 @@ def _load_delta(load: LayerLoader) -> KimiDelta:
             hint="Lower --tensor-parallel-size.",
         )
     prefix, width, hidden = f"{load.prefix}.self_attn", settings.head_dim, config.hidden_size
-    size, narrow = settings.num_heads * width, range(width)
+    size = settings.num_heads * width
     heads = balanced(settings.num_heads, shard.tensor_size)[shard.tensor_rank]
     own = scaled(heads, width)
-    decay = load.weights.vector(f"{prefix}.A_log", settings.num_heads)
-    bias = load.weights.vector(f"{prefix}.dt_bias", size)
-    decays, gates = (
-        load.weights.linear([f"{prefix}.{part}_b_proj"], [size], width, part=LinearPart(rows=[own]))
-        for part in "fg"
-    )
+    speed = taken(load.weights.vector(f"{prefix}.A_log", settings.num_heads), [heads]).exp()
+    bias = taken(load.weights.vector(f"{prefix}.dt_bias", size), [own])
+    decays = gates = bounded = None
+    names, inner, part = ["f", "g"], size, own
+    if is_narrow:
+        names, inner, part = ["f_a", "g_a"], width, range(width)
+        decays, gates = (
+            load.weights.linear([f"{prefix}.{each}_b_proj"], [size], width, part=LinearPart(rows=[own]))
+            for each in "fg"
+        )
+    rule = ChannelDeltaLayer(-speed, bias.view(-1, width))
+    if lower is not None:
+        bounded = BoundedDecay(lower, speed.repeat_interleave(width), bias)
+        rule = ChannelDeltaLayer(-torch.ones_like(speed), torch.zeros_like(rule.step_bias))
     return KimiDelta(
         into=load.weights.linear(
-            [f"{prefix}.{part}_proj" for part in ("q", "k", "v", "b", "f_a", "g_a")],
-            [size, size, size, settings.num_heads, width, width],
+            [f"{prefix}.{each}_proj" for each in (query, "k", "v", "b", *names)],
+            [size, size, size, settings.num_heads, inner, inner],
             hidden,
-            part=LinearPart(rows=[own, own, own, heads, narrow, narrow]),
+            part=LinearPart(rows=[own, own, own, heads, part, part]),
         ),
         conv=load_convs(load, prefix, [size] * 3, [own] * 3),
         decays=decays,
         gates=gates,
-        rule=ChannelDeltaLayer(-taken(decay, [heads]).exp(), taken(bias, [own]).view(-1, width)),
+        rule=rule,
         norm=RMSNorm(load.weights.vector(f"{prefix}.o_norm.weight", width), config.norm_eps),
         output=load.weights.linear([f"{prefix}.o_proj"], [hidden], size, part=LinearPart(columns=own)),
+        bounded=bounded,
     )

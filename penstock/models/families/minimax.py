@@ -86,6 +86,7 @@ class MiniMax(HybridDecoder):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         if fields.has("attn_type_list"):
             fields = _renamed(fields)
+        fields.require_silu()
         base = common_huggingface_config(fields, cls.name, default_theta=1_000_000.0)
         kinds = layer_kinds(fields, base.num_layers, {"linear_attention", "full_attention"})
         if kinds is None:
