@@ -291,8 +291,7 @@ class UploadEndpoints:
     async def create_upload(self, request: Request, wire: NewUpload) -> Response:
         if wire.purpose not in UPLOAD_PURPOSES:
             raise InvalidRequest(
-                f"The purpose {wire.purpose[:64]!r} is none of {', '.join(UPLOAD_PURPOSES)}.",
-                param="purpose",
+                f"The purpose {wire.purpose[:64]!r} is none of {', '.join(UPLOAD_PURPOSES)}.", param="purpose"
             )
         expiry = wire.expires_after
         plan = UploadPlan(

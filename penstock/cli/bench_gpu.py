@@ -248,12 +248,7 @@ def _measure_server(
 
 
 async def _load(
-    url: str,
-    loads: Sequence[str],
-    vocabulary: IntRange,
-    peer: str | None,
-    started_s: float,
-    found: Found,
+    url: str, loads: Sequence[str], vocabulary: IntRange, peer: str | None, started_s: float, found: Found
 ) -> None:
     from dataclasses import replace
 

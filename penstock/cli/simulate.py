@@ -225,11 +225,7 @@ def simulate(
 
 
 def _changed(
-    scenario: Scenario,
-    replicas: int | None,
-    rate: float | None,
-    num_requests: int | None,
-    seed: int | None,
+    scenario: Scenario, replicas: int | None, rate: float | None, num_requests: int | None, seed: int | None
 ) -> Scenario:
     """Return the scenario with the options of the command line, which are then checked like its own values."""
     traffic, fleet = scenario.traffic, scenario.fleet

@@ -16,11 +16,7 @@ from msgspec.structs import replace
 from penstock.cluster.control_messages import ActiveExperiment, ArmSample, Report, Sample
 from penstock.cluster.replica import ReplicaManager
 from penstock.cluster.scaling import PoolScaler, check_one_revision
-from penstock.cluster.staged_records import (
-    ExperimentRecord,
-    RecordStore,
-    arm_record,
-)
+from penstock.cluster.staged_records import ExperimentRecord, RecordStore, arm_record
 from penstock.cluster.staged_run import StagedRun, StagedService, remove_beyond, start_missing
 from penstock.control.evidence import EvidenceCollector
 from penstock.control.experiment import (

@@ -83,12 +83,7 @@ class Term:
     is the state that an earlier leader left."""
 
     def __init__(
-        self,
-        settings: LeaderSettings,
-        writer: Writer,
-        hosts: Hosts,
-        stores: Stores,
-        scaling: ScalingDocument,
+        self, settings: LeaderSettings, writer: Writer, hosts: Hosts, stores: Stores, scaling: ScalingDocument
     ) -> None:
         self._settings = settings
         self._writer = writer

@@ -94,11 +94,7 @@ class Leases:
 
     async def create(self, name: str, kind: Kind, body: dict[str, Any]) -> Lease | None:
         """Return None if there is one already."""
-        labels = {
-            "app.kubernetes.io/name": "penstock",
-            FLEET_LABEL: self.fleet,
-            KIND_LABEL: kind,
-        }
+        labels = {"app.kubernetes.io/name": "penstock", FLEET_LABEL: self.fleet, KIND_LABEL: kind}
         metadata = {**body.get("metadata", {}), "name": name, "labels": labels}
         whole = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", **body, "metadata": metadata}
         reply = await self._ask("POST", self._path, whole)

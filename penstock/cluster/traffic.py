@@ -16,13 +16,7 @@ from penstock.cluster.control_messages import ActiveExperiment, ActiveRelease, A
 from penstock.cluster.fleet import Fleet
 from penstock.control.experiment import Arm, arm_of
 from penstock.control.release import Releases, Stage
-from penstock.core.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    PenstockError,
-    RateLimited,
-    ShuttingDown,
-)
+from penstock.core.errors import DeadlineExceeded, InvalidRequest, PenstockError, RateLimited, ShuttingDown
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.dispatch import Attempt

@@ -107,8 +107,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ) = None
     ray_address: (
         Annotated[
-            str,
-            Meta(description="Ray cluster to join, such as ray-head:6379. Default: one on this machine."),
+            str, Meta(description="Ray cluster to join, such as ray-head:6379. Default: one on this machine.")
         ]
         | None
     ) = None

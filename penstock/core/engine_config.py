@@ -247,8 +247,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = 1
     enable_expert_parallel: Annotated[
-        bool,
-        Meta(description="Place whole experts on the ranks of a stage, not a slice of every expert."),
+        bool, Meta(description="Place whole experts on the ranks of a stage, not a slice of every expert.")
     ] = False
     enable_eplb: Annotated[
         bool,

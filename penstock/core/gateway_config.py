@@ -122,8 +122,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         | None
     ) = None
     refuse_long_outputs: Annotated[
-        bool,
-        Meta(description="Refuse a max_tokens that does not fit, instead of lowering it to what fits."),
+        bool, Meta(description="Refuse a max_tokens that does not fit, instead of lowering it to what fits.")
     ] = False
     request_timeout_s: (
         Annotated[float, Meta(description="Maximum duration of one request. Default: none.", gt=0)] | None
@@ -156,8 +155,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = "open"
     tool_call_parser: Annotated[
-        ToolCallParser,
-        Meta(description="How the model writes tool calls. auto: as its chat template shows."),
+        ToolCallParser, Meta(description="How the model writes tool calls. auto: as its chat template shows.")
     ] = "auto"
     reasoning_parser: Annotated[
         ReasoningParser,
@@ -402,8 +400,7 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         bool, Meta(description="Include the text of prompts, which may be personal, in access log lines.")
     ] = False
     keep_history: Annotated[
-        bool,
-        Meta(description="Keep the console's history in the database, so that it survives a restart."),
+        bool, Meta(description="Keep the console's history in the database, so that it survives a restart.")
     ] = False
     show_prompts: Annotated[
         bool, Meta(description="Let the console show the text of prompts, which may be personal.")

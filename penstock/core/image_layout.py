@@ -157,10 +157,7 @@ def _qwen_vl(card: VisionCard, width: int, height: int) -> ImageLayout:
     factor = card.numbers["patch_size"] * merge
     columns, rows = (side // factor for side in _scaled(card.numbers, width, height, factor))
     return ImageLayout(
-        card.image_token,
-        (rows * columns,),
-        tile_patches=rows * columns * merge * merge,
-        grid=(rows, columns),
+        card.image_token, (rows * columns,), tile_patches=rows * columns * merge * merge, grid=(rows, columns)
     )
 
 

@@ -123,10 +123,7 @@ def _without_numbers(result: StepResult) -> StepResult:
         return result
     sampled = (
         msgspec.structs.replace(
-            token,
-            logprobs=None,
-            embedding=None if token.embedding is None else b"",
-            accepted_logprobs=(),
+            token, logprobs=None, embedding=None if token.embedding is None else b"", accepted_logprobs=()
         )
         for token in result.sampled
     )

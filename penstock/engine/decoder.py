@@ -22,11 +22,7 @@ from penstock.core.messages import ModelCard
 from penstock.engine.adapters import AdapterQueue, LoRAModel
 from penstock.engine.batch import BatchRows
 from penstock.engine.cache_memory import allocate_cache
-from penstock.engine.device import (
-    choose_ops,
-    first_gpu,
-    leave_cores_to,
-)
+from penstock.engine.device import choose_ops, first_gpu, leave_cores_to
 from penstock.engine.drafters.combination import GrammarDrafter
 from penstock.engine.drafters.interface import Drafter
 from penstock.engine.drafters.loading import LoadedDrafter, load_drafter

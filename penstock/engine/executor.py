@@ -363,12 +363,7 @@ class ModelExecutor:
         scored = tuple(scores.report() for scores in step.hidden.scores)
         encoder_s = step.encoder_timer.wait() if step.encoder_timer is not None else 0.0
         return StepResult(
-            step.plan.step_id,
-            (*sampled, *embedded),
-            elapsed_s,
-            scored,
-            encoder_s,
-            step.timer.preparation_s,
+            step.plan.step_id, (*sampled, *embedded), elapsed_s, scored, encoder_s, step.timer.preparation_s
         )
 
     def _start_timer(self) -> StepTimer:

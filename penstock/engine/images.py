@@ -409,9 +409,5 @@ class ImageEncoder:
         if len(at) == len(failed) == 1:
             return None
         return PlacedImages(
-            np.concatenate(at),
-            torch.cat(rows) if rows else None,
-            np.concatenate(failed),
-            step,
-            self._staging,
+            np.concatenate(at), torch.cat(rows) if rows else None, np.concatenate(failed), step, self._staging
         )

@@ -159,11 +159,7 @@ class Account:
     __slots__ = ("_is_settled", "_lease", "_ledger", "_on_settled", "claim")
 
     def __init__(
-        self,
-        claim: Claim,
-        lease: Lease,
-        ledger: Ledger,
-        on_settled: Callable[[Outcome], None] | None = None,
+        self, claim: Claim, lease: Lease, ledger: Ledger, on_settled: Callable[[Outcome], None] | None = None
     ) -> None:
         self.claim = claim
         self._lease = lease
@@ -265,10 +261,7 @@ class Accounts:
     """Admits requests to their limits, and opens an account for each one that is to run."""
 
     def __init__(
-        self,
-        limiter: Limiter | None = None,
-        ledger: Ledger | None = None,
-        observer: Observer | None = None,
+        self, limiter: Limiter | None = None, ledger: Ledger | None = None, observer: Observer | None = None
     ) -> None:
         self._limiter = limiter or NoLimits()
         self._ledger = ledger or NoLedger()

@@ -95,12 +95,7 @@ class FileStore:
         return Upload(self, workspace_id, file_id, file)
 
     async def create(
-        self,
-        upload: Upload,
-        *,
-        filename: str,
-        purpose: str,
-        expires_after_s: float | None = None,
+        self, upload: Upload, *, filename: str, purpose: str, expires_after_s: float | None = None
     ) -> StoredFile:
         """Make a file of what was uploaded."""
         try:

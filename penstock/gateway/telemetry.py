@@ -171,8 +171,7 @@ def otlp_exporter(config: TracingConfig) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise UsageError(
-            "Tracing needs the OpenTelemetry packages.",
-            hint=f"Install them with: {install_command('otel')}",
+            "Tracing needs the OpenTelemetry packages.", hint=f"Install them with: {install_command('otel')}"
         ) from error
     endpoint = config.endpoint.rstrip("/")
     if not endpoint.endswith("/v1/traces"):

@@ -170,13 +170,7 @@ class ComposedOps:
         residual.add_(self.attention(normed, qkv, output, layer, cache, batch))
 
     def mlp_block(
-        self: Ops,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        gate_up: Any,
-        down: Any,
-        activation: Activation,
+        self: Ops, residual: Tensor, norm: Tensor, eps: float, gate_up: Any, down: Any, activation: Activation
     ) -> None:
         residual.add_(self.mlp(self.rms_norm(residual, norm, eps), gate_up, down, activation))
 

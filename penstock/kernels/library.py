@@ -18,16 +18,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 # In the order of `enum class Isa` in cpu/kernels.h.
-ISA_NAMES = (
-    "generic",
-    "neon_dot",
-    "avx2",
-    "avx2_vnni",
-    "avx512",
-    "avx512_vnni",
-    "avx512_bf16",
-    "amx",
-)
+ISA_NAMES = ("generic", "neon_dot", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 # Names the set to use instead of the best one, to test and to measure the others.
 ISA_VARIABLE = "PENSTOCK_CPU_ISA"
 
@@ -111,11 +102,7 @@ _FUNCTIONS = (
     ("set_isa", c_int, (c_int,)),
     ("linear_create", c_void_p, (c_int64,)),
     ("linear_free", None, (c_void_p,)),
-    (
-        "linear_add",
-        c_int64,
-        (c_void_p, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int),
-    ),
+    ("linear_add", c_int64, (c_void_p, c_int, c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int)),
     ("fast_integers", c_int, ()),
     ("linear_set_bias", None, (c_void_p, c_void_p)),
     ("linear_memory", c_int64, (c_void_p, c_int64, POINTER(c_void_p), POINTER(c_int64))),
@@ -123,11 +110,7 @@ _FUNCTIONS = (
     ("largest", None, (c_void_p, c_int, c_int64, c_void_p, c_void_p)),
     ("embed", c_int, (c_void_p, c_int, c_int64, c_void_p, c_void_p)),
     ("rms_norm", None, (c_int, c_int64, c_int64, c_void_p, c_int, c_void_p, c_float, c_void_p)),
-    (
-        "add_rms_norm",
-        None,
-        (c_int, c_int64, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_float, c_void_p),
-    ),
+    ("add_rms_norm", None, (c_int, c_int64, c_int64, c_void_p, c_void_p, c_int, c_void_p, c_float, c_void_p)),
     ("gated", None, (c_int, c_int, c_int64, c_int64, c_void_p, c_void_p)),
     ("cache_block_bytes", c_int64, (c_int, c_int, c_int64, c_int64, c_int64)),
     ("copy_half", None, (c_int, c_int, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64)),
@@ -165,11 +148,7 @@ _FUNCTIONS = (
             c_void_p,
         ),
     ),
-    (
-        "mlp_block",
-        None,
-        (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_float, c_int64, c_void_p),
-    ),
+    ("mlp_block", None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_float, c_int64, c_void_p)),
     (
         "attention_block",
         None,

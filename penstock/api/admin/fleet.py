@@ -65,10 +65,7 @@ class ReleaseList(msgspec.Struct, frozen=True):
 
 class ClusterEndpoints:
     def __init__(
-        self,
-        control: FleetControl,
-        database: Database,
-        external: ExternalModels | None = None,
+        self, control: FleetControl, database: Database, external: ExternalModels | None = None
     ) -> None:
         """`external` servers are shown beside the replicas."""
         self._control = control

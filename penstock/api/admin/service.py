@@ -18,12 +18,7 @@ from penstock.api.http.translation import translated
 from penstock.api.openai.messages import Message
 from penstock.api.openai.requests import ChatCompletionRequest
 from penstock.api.openai.tools import ChatTool
-from penstock.core.errors import (
-    EngineUnavailable,
-    InvalidRequest,
-    PenstockError,
-    ShuttingDown,
-)
+from penstock.core.errors import EngineUnavailable, InvalidRequest, PenstockError, ShuttingDown
 from penstock.gateway.checks import check_token_ids
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.metrics.gateway import CONTENT_TYPE

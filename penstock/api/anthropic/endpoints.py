@@ -295,11 +295,7 @@ def model_info(listed: ListedModel, created: float) -> ModelInfo:
     """`created` is when this server began to serve it, in Unix time."""
     model = listed.model
     return ModelInfo(
-        listed.name,
-        model.name,
-        timestamp(created),
-        model.max_model_len,
-        model.max_output_tokens,
+        listed.name, model.name, timestamp(created), model.max_model_len, model.max_output_tokens
     )
 
 

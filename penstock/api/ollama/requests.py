@@ -367,10 +367,7 @@ def _with_images(text: str, images: list[str] | None, param: str) -> str | tuple
     """Return the content of a turn. Images are base64 texts, and stand before the text."""
     if not images:
         return text
-    return (
-        *(ImagePart(url=f"data:image/*;base64,{image}", param=param) for image in images),
-        TextPart(text),
-    )
+    return (*(ImagePart(url=f"data:image/*;base64,{image}", param=param) for image in images), TextPart(text))
 
 
 def _whole(value: Number | None, name: str) -> int | None:

@@ -154,14 +154,7 @@ class EmbeddingEndpoints:
 
     def routes(self) -> list[Operation]:
         decoder = BodyDecoder(CreateEmbeddings, EXTENSION_FIELDS, refusing(REFUSED_FIELDS))
-        return [
-            Operation(
-                "POST /v1/embeddings",
-                self.create,
-                EmbeddingList,
-                reads=decoder,
-            )
-        ]
+        return [Operation("POST /v1/embeddings", self.create, EmbeddingList, reads=decoder)]
 
     async def create(self, request: Request, wire: CreateEmbeddings) -> ASGIApp:
         job = await self._embeddings.open(

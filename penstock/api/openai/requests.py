@@ -20,14 +20,7 @@ from penstock.api.openai.messages import (
     ToolMode,
     chat_messages,
 )
-from penstock.api.openai.tools import (
-    CallStyle,
-    ChatTool,
-    ChosenTool,
-    Toolbox,
-    flat_choice,
-    toolbox_of,
-)
+from penstock.api.openai.tools import CallStyle, ChatTool, ChosenTool, Toolbox, flat_choice, toolbox_of
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Tier
 from penstock.gateway.checks import check_num_choices, check_top_logprobs

@@ -32,13 +32,7 @@ from penstock.api.openai.responses_requests import (
     TextFormat,
     TextOptions,
 )
-from penstock.api.openai.tools import (
-    CLIENT_TOOLS,
-    CalledTool,
-    CallKind,
-    ResponseTool,
-    ResponseToolChoice,
-)
+from penstock.api.openai.tools import CLIENT_TOOLS, CalledTool, CallKind, ResponseTool, ResponseToolChoice
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PenstockError, RateLimited
 from penstock.core.request import FinishReason, SamplingDefaults
 from penstock.gateway.answers.choice import Delta, TokenDetail, ToolCallDelta

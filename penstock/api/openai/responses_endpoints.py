@@ -16,12 +16,7 @@ from starlette.types import ASGIApp
 from penstock.api.extensions import EXTENSION_FIELDS
 from penstock.api.foreign_fields import refuse_foreign
 from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole, json_response
-from penstock.api.http.context import (
-    note_model,
-    principal_of,
-    request_id_of,
-    with_context,
-)
+from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
 from penstock.api.http.errors import named_params
 from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of
 from penstock.api.http.routes import PAGE, Operation
@@ -352,10 +347,7 @@ class ResponsesEndpoints:
 
 
 def _compacted(
-    request_id: str,
-    items: Sequence[InputItem],
-    answer: AnswerStream,
-    deltas: Sequence[Delta],
+    request_id: str, items: Sequence[InputItem], answer: AnswerStream, deltas: Sequence[Delta]
 ) -> bytes:
     said = [item for item in items if item.type == "message" and item.role == "user"]
     return _to_json(

@@ -95,24 +95,9 @@ class RerankEndpoints:
     def routes(self) -> list[Operation]:
         decoder = BodyDecoder(RerankRequest, GUARDED_FIELDS, refusing(REFUSED_FIELDS))
         return [
-            Operation(
-                "POST /v1/rerank",
-                self.rerank,
-                RerankResponse,
-                reads=decoder,
-            ),
-            Operation(
-                "POST /rerank",
-                self.rerank,
-                RerankResponse,
-                reads=decoder,
-            ),
-            Operation(
-                "POST /v2/rerank",
-                self.rerank_v2,
-                RerankResponse,
-                reads=decoder,
-            ),
+            Operation("POST /v1/rerank", self.rerank, RerankResponse, reads=decoder),
+            Operation("POST /rerank", self.rerank, RerankResponse, reads=decoder),
+            Operation("POST /v2/rerank", self.rerank_v2, RerankResponse, reads=decoder),
         ]
 
     async def rerank(self, request: Request, wire: RerankRequest) -> ASGIApp:
@@ -250,14 +235,7 @@ class EmbedEndpoints:
 
     def routes(self) -> list[Operation]:
         decoder = BodyDecoder(CohereEmbedRequest, EMBED_GUARDED_FIELDS, refusing(EMBED_REFUSED_FIELDS))
-        return [
-            Operation(
-                "POST /v2/embed",
-                self.embed,
-                CohereEmbedResponse,
-                reads=decoder,
-            )
-        ]
+        return [Operation("POST /v2/embed", self.embed, CohereEmbedResponse, reads=decoder)]
 
     async def embed(self, request: Request, wire: CohereEmbedRequest) -> ASGIApp:
         texts, kinds = wire.all_texts(), wire.kinds()

@@ -76,11 +76,7 @@ class SharedKV:
     max_waiting: int  # requests that wait for KV of others, before more are refused
 
     def open(
-        self,
-        wire: Wire,
-        loop: EngineLoop,
-        recorder: PlanRecorder | None,
-        ranks: Sequence[Connection] = (),
+        self, wire: Wire, loop: EngineLoop, recorder: PlanRecorder | None, ranks: Sequence[Connection] = ()
     ) -> tuple[TransferThread, str]:
         """Let other engines reach this engine. Returns the thread that serves them, and its endpoint. `ranks` are the
         other ranks of this engine."""
@@ -119,13 +115,7 @@ def share(config: EngineConfig, model: Model, ops: Ops, kv: KVStore, clock: Cloc
     # The facts that must be equal in two engines that exchange blocks.
     fingerprint = "/".join(
         str(part)
-        for part in (
-            settings.model,
-            settings.quantization,
-            settings.load_format,
-            ops.name,
-            ops.dtype,
-        )
+        for part in (settings.model, settings.quantization, settings.load_format, ops.name, ops.dtype)
     )
     is_cuda = ops.device.type == "cuda"
     memory = KVMemory(

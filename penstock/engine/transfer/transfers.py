@@ -332,14 +332,7 @@ class KVImports:
         self._imports[begun.number] = begun, request.id
         self.counters.num_begun += 1
         self._port.order(
-            Fetch(
-                begun.number,
-                waiting.source,
-                request,
-                begun.num_found,
-                begun.block_ids,
-                self._mark(),
-            )
+            Fetch(begun.number, waiting.source, request, begun.num_found, begun.block_ids, self._mark())
         )
         return True
 
@@ -350,13 +343,7 @@ class KVTransfers(Collaborator):
     wakes_worker = True
 
     def __init__(
-        self,
-        port: KVPort,
-        exchange: RecordedExchange,
-        calls: LoopCalls,
-        *,
-        block_size: int,
-        max_waiting: int,
+        self, port: KVPort, exchange: RecordedExchange, calls: LoopCalls, *, block_size: int, max_waiting: int
     ) -> None:
         """`max_waiting` bounds the requests that wait for KV."""
         self._port = port

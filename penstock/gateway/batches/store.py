@@ -163,13 +163,7 @@ class BatchStore:
         )
 
     async def page(
-        self,
-        workspace_id: str,
-        kind: str,
-        *,
-        limit: int,
-        after: str | None = None,
-        before: str | None = None,
+        self, workspace_id: str, kind: str, *, limit: int, after: str | None = None, before: str | None = None
     ) -> tuple[Sequence[Batch], bool]:
         """Return a page of batches, newest first, and whether there are more."""
         query = select(tables.batches).where(
@@ -317,12 +311,7 @@ class BatchStore:
         return await self._database.run(change)
 
     async def finish(
-        self,
-        holder: str,
-        batch: Batch,
-        status: BatchStatus,
-        counts: Counts,
-        files: Mapping[str, StoredFile],
+        self, holder: str, batch: Batch, status: BatchStatus, counts: Counts, files: Mapping[str, StoredFile]
     ) -> None:
         """End a batch whose output is on the disk, and delete its results from the database. `files` are the files
         that the workspace will see, by the name of the detail that holds their id."""

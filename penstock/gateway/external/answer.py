@@ -35,10 +35,7 @@ from penstock.gateway.answers.stream import MeteredAnswer, StreamContext
 from penstock.gateway.checks import max_tokens_lowered
 from penstock.gateway.prompts import Usage
 
-_FINISH_REASONS = {
-    "length": FinishReason.LENGTH,
-    "content_filter": FinishReason.CONTENT_FILTER,
-}
+_FINISH_REASONS = {"length": FinishReason.LENGTH, "content_filter": FinishReason.CONTENT_FILTER}
 
 
 @dataclass(slots=True)

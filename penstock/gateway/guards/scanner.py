@@ -148,11 +148,7 @@ class Scanner:
 
 
 def scan_whole(
-    text: str,
-    scanner: Scanner,
-    *,
-    is_json: bool = False,
-    between_slices: Callable[[], None] = lambda: None,
+    text: str, scanner: Scanner, *, is_json: bool = False, between_slices: Callable[[], None] = lambda: None
 ) -> str:
     """Return all of a text that is there already, as `push` and `finish` would show it. `between_slices` may raise to
     end a scan that takes too long."""

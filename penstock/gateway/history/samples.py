@@ -13,11 +13,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from penstock.core.messages import EngineStats
-from penstock.gateway.metrics.gateway import (
-    FIRST_TOKEN_BOUNDS_S,
-    INTER_TOKEN_BOUNDS_S,
-    GatewayMetrics,
-)
+from penstock.gateway.metrics.gateway import FIRST_TOKEN_BOUNDS_S, INTER_TOKEN_BOUNDS_S, GatewayMetrics
 
 
 class Traffic(msgspec.Struct, array_like=True):

@@ -131,8 +131,7 @@ def _insert_unless_there(connection: Connection, rows: Sequence[UsageRow]) -> fr
             if not column.primary_key
         },
         where=sa.or_(
-            sa.and_(usage.c.status == "interrupted", is_known),
-            sa.and_(is_cut_off, is_known, is_later),
+            sa.and_(usage.c.status == "interrupted", is_known), sa.and_(is_cut_off, is_known, is_later)
         ),
     )
     return frozenset(connection.execute(statement.returning(usage.c.request_id), values).scalars())

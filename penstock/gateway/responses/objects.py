@@ -58,11 +58,7 @@ _NUM_BYTES = func.length(table.c.body) + func.length(table.c.input) + ROW_BYTES
 
 class ObjectStore:
     def __init__(
-        self,
-        database: Database,
-        *,
-        max_workspace_bytes: int = 1 << 30,
-        now: Callable[[], float] = time.time,
+        self, database: Database, *, max_workspace_bytes: int = 1 << 30, now: Callable[[], float] = time.time
     ) -> None:
         self._database = database
         self._max_workspace_bytes = max_workspace_bytes

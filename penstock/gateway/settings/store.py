@@ -137,8 +137,7 @@ class SettingsStore:
         if not self._database.exists:
             return Page((), has_more=False)
         found = await self._database.run(
-            lambda connection: read_history(connection, KIND, limit=limit + 1, before=before),
-            reads_only=True,
+            lambda connection: read_history(connection, KIND, limit=limit + 1, before=before), reads_only=True
         )
         return Page(tuple(map(_shown, found[:limit])), len(found) > limit)
 

@@ -157,10 +157,7 @@ class Directory:
 
     async def create_organization(self, actor: Actor, name: str) -> Organization:
         made = Organization(
-            id=ORGANIZATIONS.new_id(),
-            name=checked_name(name),
-            created_at=self.wall_time(),
-            archived_at=None,
+            id=ORGANIZATIONS.new_id(), name=checked_name(name), created_at=self.wall_time(), archived_at=None
         )
         return await self._create(actor, ORGANIZATIONS, made)
 

@@ -135,10 +135,7 @@ class TextTokenizer:
         return await self._off_loop(lambda: self._encode(text, plain_ranges, begin), text)
 
     async def encode_marked(
-        self,
-        text: str,
-        plain_ranges: Sequence[tuple[int, int]],
-        positions: Sequence[int],
+        self, text: str, plain_ranges: Sequence[tuple[int, int]], positions: Sequence[int]
     ) -> tuple[tuple[int, ...], dict[int, int]]:
         """Return the tokens of `encode` without special tokens, and for each of `positions`, in characters, how
         many leading tokens end at or before it."""

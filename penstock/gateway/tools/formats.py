@@ -252,12 +252,7 @@ _SIGNS = (
 )
 
 # Of models whose template shows no calls, or that come without a template.
-_BY_ARCHITECTURE = (
-    ("gemma", GEMMA),
-    ("deepseek_v32", DEEPSEEK_V32),
-    ("lfm", LFM2),
-    ("internlm", INTERNLM2),
-)
+_BY_ARCHITECTURE = (("gemma", GEMMA), ("deepseek_v32", DEEPSEEK_V32), ("lfm", LFM2), ("internlm", INTERNLM2))
 
 
 def tool_format_of(card: ModelCard, setting: str = AUTO) -> ToolFormat | None:

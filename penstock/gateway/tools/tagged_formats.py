@@ -91,10 +91,7 @@ SEED_OSS = ToolFormat(
 GEMMA4 = ToolFormat(
     name="gemma4",
     markers=TaggedCalls(
-        opening=("<|tool_call>",),
-        closing="<tool_call|>",
-        head=r"call:(?P<name>[\w.-]+)",
-        quote='<|"|>',
+        opening=("<|tool_call>",), closing="<tool_call|>", head=r"call:(?P<name>[\w.-]+)", quote='<|"|>'
     ),
     head=f"<|tool_call>call:{NAME}",
     call_tail="<tool_call|>",
@@ -199,10 +196,7 @@ FUNCTION_GEMMA = ToolFormat(
 FUNCTION_TAGS = ToolFormat(  # Functionary 3.1, and tools of one's own with Llama 3.1
     name="functionary",
     markers=TaggedCalls(
-        opening=("<function=",),
-        closing="</function>",
-        head=r"(?P<name>[\w.-]+)>\s*",
-        hides_markers=False,
+        opening=("<function=",), closing="</function>", head=r"(?P<name>[\w.-]+)>\s*", hides_markers=False
     ),
     head=f"<function={NAME}>",
     call_tail="</function>",
@@ -251,9 +245,7 @@ HUNYUAN3 = ToolFormat(
     list_start="<tool_calls:opensource>\n",
     list_end="\n</tool_calls:opensource>",
     parameters=ParameterText(
-        "<arg_key:opensource>",
-        "</arg_key:opensource>\n<arg_value:opensource>",
-        "</arg_value:opensource>\n",
+        "<arg_key:opensource>", "</arg_key:opensource>\n<arg_value:opensource>", "</arg_value:opensource>\n"
     ),
 )
 SOLAR_OPEN = ToolFormat(
