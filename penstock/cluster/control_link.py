@@ -90,8 +90,8 @@ class SocketChannel:
 
 
 class ControlLink:
-    """`connect` makes a connection; it raises OSError while the control plane is away. `name` is that of a gateway of
-    a shared fleet."""
+    """Implements `FleetControl` and `ExperimentControl`. `connect` makes a connection; it raises OSError while the
+    control plane is away. `name` is that of a gateway of a shared fleet."""
 
     def __init__(
         self,
@@ -286,19 +286,17 @@ _NO_LEADER = "No control process leads this fleet at the moment."
 _HINT = "Start one with `penstock control`, or wait 10 s if one was lost just now."
 
 
-class FleetLink:
-    """A gateway's connection to the leader of a shared fleet: follows its directives, reports to it, and passes on
-    orders of operators. Without a leader the gateway continues with the last directive, which the registry keeps.
-    Implements `FleetControl` and `ExperimentControl`. `take` gets the documents of the registry."""
+class FleetLink(ControlLink):
+    """A gateway's connection to the leader of a shared fleet. Without a leader the gateway continues with the last
+    directive, which the registry keeps. `take` gets the documents of the registry."""
 
     def __init__(self, fleet: Fleet, tokens: JoinTokens, name: str) -> None:
-        self._fleet = fleet
+        super().__init__(self._connect_leader, fleet, name=name)
         self._tokens = tokens
         self._reader = DocumentReader(tokens)
         self._leader: LeaderDocument | None = None
-        self._link = ControlLink(self._connect, fleet, name=name)
-        fleet.observers += [self._link.traffic, self._link.experiment_traffic]
-        fleet.choose_revisions(self._link.choose_revision)
+        fleet.observers += [self.traffic, self.experiment_traffic]
+        fleet.choose_revisions(self.choose_revision)
 
     def take(self, documents: Mapping[str, bytes]) -> None:
         """Follow the documents of the leader that are new."""
@@ -308,54 +306,26 @@ class FleetLink:
         if (document := taken.get(DIRECTIVE)) is not None:
             directive = document.read(Directive)
             if directive is not None:
-                self._link.follow(replace(directive, pools=self._link.pools))
+                self.follow(replace(directive, pools=self.pools))
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with self._link.running(must_connect=False):
+    async def running(self, *, must_connect: bool = False) -> AsyncIterator[None]:
+        async with super().running(must_connect=must_connect):
             yield
-
-    @property
-    def pools(self) -> tuple[PoolView, ...]:
-        return self._link.pools
 
     async def cluster(self) -> ClusterView:
         """Return the leader's view; without a leader, that of this gateway."""
         try:
-            return await self._link.cluster()
+            return await super().cluster()
         except EngineUnavailable:
             return self._own_view()
 
-    async def start_release(self, order: ReleaseOrder) -> ReleaseView:
-        return await self._leading().start_release(order)
-
-    async def promote_release(self, model: str | None) -> ReleaseView:
-        return await self._leading().promote_release(model)
-
-    async def roll_back_release(self, model: str | None) -> ReleaseView:
-        return await self._leading().roll_back_release(model)
-
-    async def experiments(self) -> tuple[ExperimentView, ...]:
-        return await self._leading().experiments()
-
-    async def start_experiment(self, order: ExperimentOrder) -> ExperimentView:
-        return await self._leading().start_experiment(order)
-
-    async def stop_experiment(self, model: str | None) -> ExperimentView:
-        return await self._leading().stop_experiment(model)
-
-    async def operate(self, order: HostOrder) -> ClusterView:
-        return await self._leading().operate(order)
-
-    async def order_replica(self, order: ReplicaOrder) -> ClusterView:
-        return await self._leading().order_replica(order)
-
-    def _leading(self) -> ControlLink:
+    async def _ask(self, message: ToControl) -> FromControl:
         if self._leader is None:
             raise EngineUnavailable(_NO_LEADER, hint=_HINT, retry_after_s=1.0)
-        return self._link
+        return await super()._ask(message)
 
-    async def _connect(self) -> Channel:
+    async def _connect_leader(self) -> Channel:
         if self._leader is None:
             raise ConnectionRefusedError(_NO_LEADER)
         return CurveChannel(self._leader.endpoint, self._tokens.client_keys())

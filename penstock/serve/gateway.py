@@ -22,7 +22,7 @@ from penstock.api.app import create_app
 from penstock.api.console import HistoryEndpoints, SimulationEndpoints
 from penstock.api.http.connections import ConnectionLimits
 from penstock.api.http.protocol import bounded_protocols
-from penstock.cluster.control_link import ControlLink, FleetLink
+from penstock.cluster.control_link import ControlLink
 from penstock.cluster.external.discovery import Discovery
 from penstock.cluster.external.kubernetes import Kubernetes
 from penstock.cluster.external.placements import Placements
@@ -216,7 +216,7 @@ async def open_gateway(
     listener: socket.socket,
     *,
     is_open: bool,
-    control: ControlLink | FleetLink,
+    control: ControlLink,
     siblings: Siblings | None = None,
 ) -> AsyncIterator[RunningGateway]:
     """Serve `fleet`, which must be ready, until the context ends. `control` answers the admin API. `siblings` are the

@@ -315,11 +315,11 @@ async def test_every_gateway_follows_a_release_and_hosts_that_join_start_the_pro
     order = ReleaseOrder(model="echo", revision="roomy", settings={"max_num_seqs": "64"})
     await links[0].start_release(order)
     for link in links:
-        await until(lambda link=link: link._link._directive.releases)
+        await until(lambda link=link: link._directive.releases)
     # A gateway that starts while nobody leads follows the last directive, which the registry keeps.
     uplink.is_cut = True
     late = await fleets.gateway("late")
-    assert late._link._directive.releases[0].state.candidate == "roomy"
+    assert late._directive.releases[0].state.candidate == "roomy"
     await fleets.control("second")
     await view_of(late, lambda view: view.leader and view.leader.name == "second" and view.releases)
     await links[1].promote_release("echo")
@@ -359,7 +359,7 @@ async def test_every_gateway_follows_an_experiment_and_the_next_leader_goes_on_w
     shown = await links[0].start_experiment(order)
     base = SPEC.revision.rpartition("-")[2]
     for link in links:
-        await until(lambda link=link: any(each.is_running for each in link._link._directive.experiments))
+        await until(lambda link=link: any(each.is_running for each in link._directive.experiments))
     await until(lambda: arms_of(north, south) == {base: 1, "b": 1})
     with pytest.raises(Conflict, match="still running"):
         await links[1].start_experiment(order)
@@ -380,7 +380,7 @@ async def test_every_gateway_follows_an_experiment_and_the_next_leader_goes_on_w
 
 
 async def test_a_follower_of_directives_refuses_an_earlier_leader(fleets: Fleets) -> None:
-    link = (await fleets.gateway())._link
+    link = await fleets.gateway()
     newest = replace(link._directive, number=5 << 20)
     assert link.follow(newest)
     assert not link.follow(replace(newest, number=4 << 20))
