@@ -29,8 +29,14 @@ from bench.simulator_loads import mean_s
 from penstock.cli.console import fetch_model
 from penstock.core.engine_config import CacheConfig, EngineConfig, LengthBins, ModelConfig
 from penstock.core.errors import PenstockError
-from penstock.core.objective import Objective, ObjectiveSettings, TierSums, objective_of, utilisation_of
-from penstock.core.policy import PolicySet
+from penstock.core.objective import (
+    Objective,
+    ObjectiveSettings,
+    PolicySet,
+    TierSums,
+    objective_of,
+    utilisation_of,
+)
 from penstock.core.request import Request, SamplingParams, Tier
 from penstock.engine.build import Engine, build_engine
 from penstock.planner.tune import check, mean_gain, search, split, with_policy

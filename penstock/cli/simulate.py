@@ -331,7 +331,7 @@ def tune(scenario: Path, max_evaluations: int, only: tuple[str, ...], name: str,
       penstock tune fleet.toml >> settings.toml
       penstock experiment start default tuned
     """
-    from penstock.core.policy import check_names
+    from penstock.core.objective import check_names
     from penstock.planner.scenario import read_scenario
     from penstock.planner.tune import SPACE, check, mean_gain, split
 

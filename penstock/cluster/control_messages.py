@@ -27,7 +27,7 @@ from penstock.core.cluster_view import (
     ReplicaOrder,
 )
 from penstock.core.figures import percentile
-from penstock.core.policy import RoutingWeights
+from penstock.core.objective import RoutingWeights
 from penstock.core.request import Tier
 
 

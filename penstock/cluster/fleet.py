@@ -25,8 +25,8 @@ from penstock.cluster.transport import KeyPair
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.messages import HEARTBEAT_INTERVAL_S, EngineReady, EngineStats, KVEvent
+from penstock.core.objective import RoutingWeights
 from penstock.core.plan import TokenEvent
-from penstock.core.policy import RoutingWeights
 from penstock.core.request import Request
 from penstock.dispatch import (
     Action,

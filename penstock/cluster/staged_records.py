@@ -26,8 +26,7 @@ from penstock.control.experiment import (
 from penstock.control.release import ReleaseConfig, ReleaseState, Stage
 from penstock.core.engine_config import CacheConfig, EngineConfig
 from penstock.core.errors import InvalidRequest
-from penstock.core.objective import ObjectiveSettings
-from penstock.core.policy import PolicySet, RoutingWeights
+from penstock.core.objective import ObjectiveSettings, PolicySet, RoutingWeights
 
 StateT = TypeVar("StateT")
 

@@ -10,8 +10,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from penstock.core.objective import Objective, ObjectiveSettings
-from penstock.core.policy import PolicySet
+from penstock.core.objective import Objective, ObjectiveSettings, PolicySet
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):

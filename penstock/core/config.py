@@ -21,7 +21,7 @@ from penstock.core.gateway_config import (
     TelemetryConfig,
     TenantsConfig,
 )
-from penstock.core.policy import RoutingPolicy
+from penstock.core.objective import RoutingPolicy
 
 Placement = Literal["pack", "strict-pack", "strict-spread"]
 

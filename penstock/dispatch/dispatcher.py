@@ -24,8 +24,8 @@ import msgspec
 
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, ModelNotFound, Overloaded, PenstockError
 from penstock.core.messages import EngineStats, KVEvent, KVStored
+from penstock.core.objective import RoutingPolicy, RoutingWeights
 from penstock.core.plan import TokenEvent
-from penstock.core.policy import RoutingPolicy, RoutingWeights
 from penstock.core.request import FinishReason, Request
 from penstock.dispatch.actions import (
     Action,

@@ -15,9 +15,9 @@ import msgspec
 
 from penstock.core.errors import PenstockError
 from penstock.core.messages import EngineStats, KVEvent
+from penstock.core.objective import RoutingWeights
 from penstock.core.plan import TokenEvent
 from penstock.core.plan_log import LoggedError, encode_logged, log_line, read_log
-from penstock.core.policy import RoutingWeights
 from penstock.core.request import Request
 from penstock.dispatch.actions import Action, Deliver
 from penstock.dispatch.dispatcher import DispatchConfig, Dispatcher

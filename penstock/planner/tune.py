@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.objective import Objective
-from penstock.core.policy import PolicySet, RoutingWeights
+from penstock.core.objective import Objective, PolicySet, RoutingWeights
 from penstock.core.request import Tier
 from penstock.planner.recorded import RecordedArrivals
 from penstock.simulator import Report, SimulationConfig

@@ -10,7 +10,7 @@ from heapq import nlargest
 from typing import ClassVar, Protocol, TypeAlias
 
 from penstock.core.errors import ConfigError
-from penstock.core.policy import RoutingWeights
+from penstock.core.objective import RoutingWeights
 from penstock.router.candidates import Candidates
 from penstock.router.load import ReplicaLoad, number_of, score
 from penstock.router.matches import HolderSets, Matches, longest

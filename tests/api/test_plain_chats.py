@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.api.extensions import EXTENSION_FIELDS
-from penstock.api.foreign_fields import refuse_foreign
+from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.openai.endpoints import plain_chat
 from penstock.api.openai.requests import ChatCompletionRequest

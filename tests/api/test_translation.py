@@ -13,7 +13,7 @@ import httpx
 import pytest
 from websockets.sync.client import connect
 
-from penstock.api.http import translation
+from penstock.api.http import parsing
 from tests.gateway.fake_engine import FakeEngine, script_text
 
 from .conftest import Served
@@ -40,7 +40,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return await asyncio.get_running_loop().run_in_executor(None, run)
 
-    monkeypatch.setattr(translation.asyncio, "to_thread", noted)
+    monkeypatch.setattr(parsing.asyncio, "to_thread", noted)
     return names
 
 
@@ -75,13 +75,13 @@ def test_many_messages_and_parts(
 
     ask()
     assert not in_threads
-    monkeypatch.setattr(translation, "DIRECT_PARTS", 2)
+    monkeypatch.setattr(parsing, "DIRECT_PARTS", 2)
     ask()
     assert len(in_threads) == (2 if path == "/v1/responses" else 1)  # the items get their full form, too
 
 
 def test_a_refusal_is_the_same(serve: Serve, monkeypatch: pytest.MonkeyPatch, in_threads: list[str]) -> None:
-    monkeypatch.setattr(translation, "DIRECT_PARTS", 2)
+    monkeypatch.setattr(parsing, "DIRECT_PARTS", 2)
     served = serve(FakeEngine(script_text("x")))
     body = {"model": "bytes", "messages": [*TURNS, {"role": "nobody", "content": "d"}]}
     refused = httpx.post(served.url + "/v1/chat/completions", json=body)
@@ -92,7 +92,7 @@ def test_a_refusal_is_the_same(serve: Serve, monkeypatch: pytest.MonkeyPatch, in
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_large_files(serve: Serve, monkeypatch: pytest.MonkeyPatch, in_threads: list[str], path: str) -> None:
-    monkeypatch.setattr(translation, "DIRECT_PARTS", 4)
+    monkeypatch.setattr(parsing, "DIRECT_PARTS", 4)
     served = serve(FakeEngine(script_text("x")))
     for num_bytes, is_large in ((1 << 10, False), (8 << 10, True)):
         data = base64.b64encode(b"x" * num_bytes).decode()

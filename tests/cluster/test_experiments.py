@@ -11,8 +11,7 @@ from penstock.cluster.staged_records import ExperimentRecord, MemoryRecords
 from penstock.control.experiment import ExperimentStage
 from penstock.core.cluster_view import ExperimentOrder, ReleaseOrder
 from penstock.core.errors import Conflict, InvalidRequest, NotFound, Superseded
-from penstock.core.objective import ObjectiveSettings, Targets, TierTarget, Weights
-from penstock.core.policy import PolicySet, RoutingWeights
+from penstock.core.objective import ObjectiveSettings, PolicySet, RoutingWeights, Targets, TierTarget, Weights
 from tests.cluster.control_stage import SPEC, Stage, open_stage
 
 # Times between tokens of an engine that echoes are microseconds: only first tokens count. Ten times the target is

@@ -31,18 +31,18 @@ from penstock.cluster.leadership import (
     sealed,
 )
 from penstock.cluster.ordered_host import OrderedHost
-from penstock.cluster.registry import Follower, MemoryRegistry, Publisher, RegistryError
+from penstock.cluster.registry import Follower, Publisher, RegistryError
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.staged_records import MemoryRecords
 from penstock.core.cluster_view import ClusterView, ExperimentOrder, HostOrder, ReleaseOrder
 from penstock.core.config import ScalingConfig
 from penstock.core.errors import Conflict, EngineUnavailable, NotFound, Superseded
-from penstock.core.objective import ObjectiveSettings
-from penstock.core.policy import PolicySet
+from penstock.core.objective import ObjectiveSettings, PolicySet
 from penstock.router import ReplicaState
 from tests.cluster.control_stage import SPEC
 from tests.cluster.engines import until
 from tests.cluster.fake_manager import FakeManager
+from tests.cluster.memory_registry import MemoryRegistry
 
 TOKENS = JoinTokens.parse("a token that these machines share")
 LEASE_S = 5.0

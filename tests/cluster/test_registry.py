@@ -21,7 +21,6 @@ from penstock.cluster.redis_registry import RedisRegistry
 from penstock.cluster.registry import (
     LEASE_S,
     Follower,
-    MemoryRegistry,
     Publisher,
     Registry,
     RegistryError,
@@ -35,6 +34,7 @@ from penstock.router import Replica, ReplicaState
 from penstock.serve.database_registry import DatabaseRegistry
 from tests.cluster.engines import echo_spec, until
 from tests.cluster.kubernetes_server import KubernetesServer, running_kubernetes
+from tests.cluster.memory_registry import MemoryRegistry
 from tests.gateway.ratelimits.redis_server import RedisServer, running_redis
 from tests.gateway.store.postgres_server import PostgresServer, running_postgres
 

@@ -14,11 +14,12 @@ import pytest
 from penstock.cluster.fleet import Fleet, SharedFleet
 from penstock.cluster.host_record import JoinTokens
 from penstock.cluster.local import LocalLauncher, NetworkAddress
-from penstock.cluster.registry import Follower, MemoryRegistry, Publisher
+from penstock.cluster.registry import Follower, Publisher
 from penstock.cluster.supervisor import Supervisor
 from penstock.cluster.transport import KeyPair, ZmqEngineClient
 from penstock.router import ReplicaState
 from tests.cluster.engines import echo_spec, until
+from tests.cluster.memory_registry import MemoryRegistry
 from tests.cluster.test_faults import check_echoes, echoes, prompts
 
 TOKENS = JoinTokens.parse("a token that these machines share")

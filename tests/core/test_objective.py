@@ -12,15 +12,18 @@ from penstock.core.errors import ConfigError
 from penstock.core.objective import (
     MAX_RATIO,
     ObjectiveSettings,
+    PolicySet,
+    RoutingWeights,
     Targets,
     TierSums,
     TierTarget,
     Weights,
     added,
+    check_names,
     objective_of,
+    policy_of,
     utilisation_of,
 )
-from penstock.core.policy import PolicySet, RoutingWeights, check_names, policy_of
 from penstock.core.request import Tier
 
 SETTINGS = ObjectiveSettings(

@@ -18,7 +18,7 @@ from penstock.cluster.fleet import Fleet
 from penstock.cluster.local import LocalLauncher
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.errors import UsageError
-from penstock.core.policy import RoutingWeights
+from penstock.core.objective import RoutingWeights
 from penstock.core.request import FinishReason
 from penstock.dispatch import DispatchConfig
 from penstock.dispatch.log import LogHeader, RecordingDispatcher, read_dispatch_log

@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli.app import penstock
-from penstock.core.objective import ObjectiveSettings, Weights
-from penstock.core.policy import PolicySet, RoutingWeights
+from penstock.core.objective import ObjectiveSettings, PolicySet, RoutingWeights, Weights
 from penstock.planner.recorded import RecordedArrivals
 from penstock.planner.scenario import scenario_of, simulation_of
 from penstock.planner.tune import check, mean_gain, search, split, with_policy

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.core.errors import ConfigError, EngineUnavailable, ModelNotFound
 from penstock.core.messages import EngineStats, KVStored
-from penstock.core.policy import RoutingWeights
+from penstock.core.objective import RoutingWeights
 from penstock.router import POLICIES, Reason, ReplicaState, Router, RouterConfig, policy_named
 from penstock.router.policies import PrefixAware
 from tests.router.fleet import MODEL, Harness, chain, fleet

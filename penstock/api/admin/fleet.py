@@ -32,7 +32,7 @@ from penstock.core.cluster_view import (
 )
 from penstock.core.errors import ConfigError, InvalidRequest, NotFound, PermissionDenied
 from penstock.core.identity import Scope
-from penstock.core.policy import PolicySet, policy_of
+from penstock.core.objective import PolicySet, policy_of
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.ledger.ledger import UsageLedger
 from penstock.gateway.ledger.usage_store import (

@@ -13,8 +13,8 @@ from penstock import __version__
 from penstock.api.http.answers import json_response
 from penstock.api.http.context import note_model, principal_of
 from penstock.api.http.errors import error_response
+from penstock.api.http.parsing import translated
 from penstock.api.http.routes import Operation
-from penstock.api.http.translation import translated
 from penstock.api.openai.messages import Message
 from penstock.api.openai.requests import ChatCompletionRequest
 from penstock.api.openai.tools import ChatTool

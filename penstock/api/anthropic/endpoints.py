@@ -18,13 +18,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from penstock.api.anthropic.requests import GUARDED_FIELDS, CountTokensRequest, MessagesRequest
-from penstock.api.foreign_fields import refuse_foreign
+from penstock.api.extensions import refuse_foreign
 from penstock.api.http.answers import EventStream, answer_whole, json_response
 from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
 from penstock.api.http.errors import anthropic_error_event, timestamp
-from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.parsing import BodyDecoder, translated
 from penstock.api.http.routes import Operation
-from penstock.api.http.translation import translated
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.answers.choice import Delta, ToolCallDelta

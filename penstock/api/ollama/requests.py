@@ -12,8 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import msgspec
 
-from penstock.api.extensions import ExtensionFields
-from penstock.api.foreign_fields import FOREIGN_FIELDS, refuse_foreign
+from penstock.api.extensions import FOREIGN_FIELDS, ExtensionFields, refuse_foreign
 from penstock.api.http.parsing import check_num_parts
 from penstock.api.openai.messages import FunctionDefinition
 from penstock.api.openai.requests import thinking_of

@@ -15,14 +15,18 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from penstock.api.extensions import EXTENSION_FIELDS
-from penstock.api.foreign_fields import refuse_foreign
+from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
 from penstock.api.http.answers import EventStream, answer_whole
 from penstock.api.http.context import context_of, principal_of, with_context
 from penstock.api.http.errors import error_event
-from penstock.api.http.parsing import MAX_MESSAGE_PARTS, UNCOUNTED_BYTES, BodyDecoder, read_within_bound
+from penstock.api.http.parsing import (
+    MAX_MESSAGE_PARTS,
+    UNCOUNTED_BYTES,
+    BodyDecoder,
+    read_within_bound,
+    translated,
+)
 from penstock.api.http.routes import Operation
-from penstock.api.http.translation import translated
 from penstock.api.openai.answers import (
     AnswerHeader,
     ChatCompletion,

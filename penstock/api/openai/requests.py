@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec.structs import replace
 
-from penstock.api.extensions import ExtensionFields
-from penstock.api.foreign_fields import refuse_foreign
+from penstock.api.extensions import ExtensionFields, refuse_foreign
 from penstock.api.openai.messages import (
     FunctionDefinition,
     FunctionName,

@@ -13,14 +13,12 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp
 
-from penstock.api.extensions import EXTENSION_FIELDS
-from penstock.api.foreign_fields import refuse_foreign
+from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
 from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole, json_response
 from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
 from penstock.api.http.errors import named_params
-from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of
+from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, translated
 from penstock.api.http.routes import PAGE, Operation
-from penstock.api.http.translation import translated
 from penstock.api.openai.requests import ServiceTier
 from penstock.api.openai.responses_answers import (
     PARAMS,

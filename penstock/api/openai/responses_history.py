@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.api.http.translation import translated
+from penstock.api.http.parsing import translated
 from penstock.api.openai.responses_answers import ResponseBody, ResponseError
 from penstock.api.openai.responses_items import InputItem, OutputItem, input_items, new_id, response_id_of
 from penstock.core.errors import InvalidRequest, NotFound, quoted

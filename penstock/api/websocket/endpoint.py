@@ -19,15 +19,13 @@ from prometheus_client.registry import Collector
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from penstock.api.extensions import EXTENSION_FIELDS
-from penstock.api.foreign_fields import refuse_foreign
+from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
 from penstock.api.http.access_log import RequestLog
 from penstock.api.http.authenticate import KEY_SUBPROTOCOL
 from penstock.api.http.browsers import AllowedOrigins, is_foreign_page
 from penstock.api.http.context import current_principal_of, principal_of
 from penstock.api.http.errors import error_response, sentence
-from penstock.api.http.parsing import BodyDecoder
-from penstock.api.http.translation import translated
+from penstock.api.http.parsing import BodyDecoder, translated
 from penstock.api.openai.answers import wire_finish_reason, wire_usage
 from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
 from penstock.core.errors import (

@@ -18,8 +18,7 @@ import msgspec
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket
 
-from penstock.api.extensions import EXTENSION_FIELDS
-from penstock.api.foreign_fields import refuse_foreign
+from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
 from penstock.api.http.context import current_principal_of, principal_of, set_principal, set_request_id
 from penstock.api.http.errors import sentence
 from penstock.api.http.parsing import BodyDecoder

@@ -21,8 +21,7 @@ import msgspec
 from msgspec import inspect as types
 
 from penstock.core.errors import ConfigError
-from penstock.core.objective import ObjectiveSettings
-from penstock.core.policy import PolicySet, check_names
+from penstock.core.objective import ObjectiveSettings, PolicySet, check_names
 from penstock.core.request import Tier
 from penstock.gateway.guards.policies import GuardPolicies
 from penstock.gateway.guards.settings import GuardSettings

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from penstock.core.messages import ModelCard
 from penstock.gateway.tools.call_parser import CallMarkers
-from penstock.gateway.tools.tagged_formats import (
+from penstock.gateway.tools.tool_format import (
     APERTUS,
+    AUTO,
     DEEPSEEK_TAGS,
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -23,11 +24,13 @@ from penstock.gateway.tools.tagged_formats import (
     MINICPM5,
     MINIMAX_M2,
     MINIMAX_M3,
+    NAME,
+    NO_PARSER,
     QWEN3_CODER,
     SEED_OSS,
     SOLAR_OPEN,
+    ToolFormat,
 )
-from penstock.gateway.tools.tool_format import AUTO, NAME, NO_PARSER, ToolFormat
 
 HERMES = ToolFormat(
     name="hermes",
