@@ -240,7 +240,7 @@ async def test_a_long_history_is_decoded_off_the_event_loop(monkeypatch: pytest.
             items = (await client.get(f"/v1/responses/{second['id']}/input_items")).json()["data"]
             return [request.prompt_token_ids for request in engine.added], [each["content"] for each in items]
 
-    monkeypatch.setattr(responses_history.asyncio, "to_thread", noted)
+    monkeypatch.setattr(responses_history, "in_thread", noted)
     directly = await prompts_and_items()
     assert not in_threads
     monkeypatch.setattr(responses_history, "_DIRECT_BYTES", 0)

@@ -298,7 +298,7 @@ async def test_a_large_body_is_joined_off_the_event_loop(monkeypatch: pytest.Mon
         in_threads.append(work)
         return work(*args)
 
-    monkeypatch.setattr(parsing.asyncio, "to_thread", noted)
+    monkeypatch.setattr(parsing, "in_thread", noted)
     half = b"x" * (parsing.DIRECT_JOIN_BYTES // 2)
     assert await parsing.joined([half, half], 2 * len(half)) == half * 2
     assert not in_threads

@@ -40,7 +40,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return await asyncio.get_running_loop().run_in_executor(None, run)
 
-    monkeypatch.setattr(parsing.asyncio, "to_thread", noted)
+    monkeypatch.setattr(parsing, "in_thread", noted)
     return names
 
 
