@@ -4,8 +4,9 @@ The library has a plain C interface and is loaded with ctypes, so it depends on 
 ABI. It is optional: where no C++ compiler is found the install goes on, Penstock falls back to plain torch, and
 `penstock doctor` says so.
 
-With PENSTOCK_COMPILE=1, the scheduler and the block cache are compiled too, from the same source, by mypyc (it comes
-with mypy). Python takes the compiled modules where they are built, and the source elsewhere.
+With PENSTOCK_COMPILE=1, the scheduler, the block cache, the router, the dispatcher and the simulator are compiled
+too, from the same source, by mypyc (it comes with mypy). Python takes the compiled modules where they are built, and
+the source elsewhere.
 """
 
 import importlib.util
@@ -103,10 +104,15 @@ if SOURCES and platform.system() in ("Linux", "Darwin"):
 if os.environ.get("PENSTOCK_COMPILE") == "1":
     from mypyc.build import mypycify
 
-    # msgspec's structs lose their settings when they are compiled, such as `frozen`: these rooms define none.
-    rooms = ("penstock/kvcache", "penstock/scheduler")
+    # msgspec's structs lose their settings when they are compiled, such as `frozen`: files that define any stay as
+    # they are.
+    rooms = ("kvcache", "scheduler", "router", "dispatch", "simulator")
+    paths = [path for room in rooms for path in sorted(Path("penstock", room).glob("*.py"))]
+    paths += [Path("penstock/core", name) for name in ("clock.py", "hashing.py", "shares.py")]
     modules = [
-        str(path) for room in rooms for path in sorted(Path(room).glob("*.py")) if path.stem != "__init__"
+        str(path)
+        for path in paths
+        if path.stem != "__init__" and "msgspec.Struct" not in path.read_text(encoding="utf-8")
     ]
     extensions += mypycify(modules, opt_level="2", debug_level="0", multi_file=True, group_name="penstock")
 

@@ -263,7 +263,7 @@ def two_tasks(seed: int, requests_per_s: float) -> Iterator[Arrival]:
     merged = [*generate(stories, Random(seed)), *generate(labels, Random(seed + 1000))]
     merged.sort(key=lambda arrival: arrival.time_s)
     for number, arrival in enumerate(merged):
-        yield replace(arrival, request=msgspec.structs.replace(arrival.request, id=f"r{number}"))
+        yield arrival._replace(request=msgspec.structs.replace(arrival.request, id=f"r{number}"))
 
 
 def bins(arguments: argparse.Namespace) -> None:

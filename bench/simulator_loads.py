@@ -73,7 +73,7 @@ def arrivals_of(load: Load, seed: int, mean_s: float) -> list[Arrival]:
         sampling = msgspec.structs.replace(arrival.request.sampling, ignore_eos=True, temperature=0.0)
         request = msgspec.structs.replace(arrival.request, prompt_token_ids=tokens, sampling=sampling)
         made.append(
-            replace(arrival, request=request, block_hashes=(), time_s=arrival.time_s if load.busy else 0.0)
+            arrival._replace(request=request, block_hashes=(), time_s=arrival.time_s if load.busy else 0.0)
         )
     return made
 

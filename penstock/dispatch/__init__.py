@@ -18,7 +18,8 @@ from penstock.dispatch.actions import (
     Waits,
     WakeAt,
 )
-from penstock.dispatch.dispatcher import DispatchConfig, Dispatcher
+from penstock.dispatch.config import DispatchConfig
+from penstock.dispatch.dispatcher import Dispatcher
 from penstock.dispatch.replicas import FleetStatus, ReplicaStatus, Role
 from penstock.dispatch.requests import WaitingConfig
 

@@ -24,7 +24,7 @@ import msgspec
 
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, ModelNotFound, Overloaded, PenstockError
 from penstock.core.messages import EngineStats, KVEvent, KVStored
-from penstock.core.objective import RoutingPolicy, RoutingWeights
+from penstock.core.objective import RoutingWeights
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.dispatch.actions import (
@@ -42,7 +42,8 @@ from penstock.dispatch.actions import (
     Waits,
     WakeAt,
 )
-from penstock.dispatch.health import BreakerConfig, CircuitBreaker, OutlierConfig
+from penstock.dispatch.config import DispatchConfig
+from penstock.dispatch.health import CircuitBreaker
 from penstock.dispatch.kept import KeptPrefixes
 from penstock.dispatch.kv_sources import KVSources
 from penstock.dispatch.replicas import FleetStatus, ReplicaRecord, ReplicaTable
@@ -50,10 +51,8 @@ from penstock.dispatch.requests import (
     Failure,
     RequestPhase,
     RequestRecord,
-    RetryConfig,
     RetryPolicy,
     Timers,
-    WaitingConfig,
     WaitingRoom,
 )
 from penstock.router import Decision, RandomSource, Router, RoutingRequest, hash_tokens, policy_named
@@ -64,20 +63,6 @@ _EXPECTED_OUTPUT_TOKENS = 128  # unless the request's limit is lower
 _MAX_HASHED_TOKENS = 32_768
 _DEFAULT_BLOCK_SIZE = 16
 _NOTHING: tuple[Action, ...] = ()
-
-
-class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of each policy, with the defaults for serving."""
-
-    routing_policy: RoutingPolicy = "prefix-aware"
-    routing: RoutingWeights = RoutingWeights()  # of that policy
-    # The death of one replica must not use up the budget: all its running requests, and most of its waiting ones,
-    # continue on other replicas. Several replicas that die at once are reported one by one, and must not use up the
-    # attempts of one request.
-    retries: RetryConfig = RetryConfig(max_attempts=4, max_budget=2_000.0)
-    breaker: BreakerConfig = BreakerConfig()
-    outliers: OutlierConfig = OutlierConfig(max_ejected_share=0.34)  # at least one of three
-    waiting: WaitingConfig = WaitingConfig()
 
 
 class Dispatcher:
@@ -113,7 +98,9 @@ class Dispatcher:
         actions = self._after_change(now)
         gone = EngineUnavailable("The engine that served this request is gone.", retry_after_s=5.0)
         for record in tuple(self._requests.values()):
-            record.failed_on -= lost.keys()  # a replica that comes back may be tried again
+            record.failed_on = record.failed_on.difference(
+                lost
+            )  # a replica that comes back may be tried again
             if record.replica_id in lost:
                 self._fail_attempt(record, lost[record.replica_id], gone, now, actions)
         return self._with_wakeup(actions)

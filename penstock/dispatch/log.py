@@ -20,7 +20,8 @@ from penstock.core.plan import TokenEvent
 from penstock.core.plan_log import LoggedError, encode_logged, log_line, read_log
 from penstock.core.request import Request
 from penstock.dispatch.actions import Action, Deliver
-from penstock.dispatch.dispatcher import DispatchConfig, Dispatcher
+from penstock.dispatch.config import DispatchConfig
+from penstock.dispatch.dispatcher import Dispatcher
 from penstock.dispatch.replicas import FleetStatus
 from penstock.router import RandomSource
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 from msgspec.structs import replace
@@ -28,15 +27,14 @@ class RequestPhase(enum.Enum):
     WAITING = enum.auto()  # in the waiting room
 
 
-@dataclass(slots=True, eq=False)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, eq=False):
     request: Request
     deadline_s: float | None
     block_hashes: Sequence[bytes] | None  # of the prompt, if the driver has computed them
     phase: RequestPhase = RequestPhase.WAITING
     arrived_s: float = 0.0
     wake_s: float | None = None  # when a pause or a wait is over
-    emitted: list[int] = field(default_factory=list)  # tokens that the client got, from all attempts
+    emitted: list[int] = []  # tokens that the client got, from all attempts
     attempts: int = 0  # attempts that were sent
     failed_on: frozenset[str] = frozenset()  # ids of replicas
     last_error: PenstockError | None = None

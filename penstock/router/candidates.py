@@ -73,35 +73,32 @@ class Candidates(Sequence[ReplicaLoad]):
 
     def cheapest(self, num_tokens: float, turn: float) -> tuple[ReplicaLoad, float]:
         """Return the replica with the least queue_s + num_tokens * token_s, and that cost. Of equal ones, the first
-        one from the share `turn` of all on."""
+        one from the share `turn` of all the router's replicas on."""
         found = self._find(num_tokens)
-        if found is None:
+        if not found:
             return self.cheapest_of(self.costs_s(num_tokens), turn)
-        columns, place = self._columns, found[0]
-        cost_s = columns.queue_s[place] + num_tokens * columns.token_s[place]
-        if len(found) == 1:
-            return columns.loads[place], cost_s
-        loads = self._listed()
-        equal = {columns.loads[each] for each in found}
-        start = int(turn * len(loads))
-        return next(load for load in (*loads[start:], *loads[:start]) if load in equal), cost_s
+        columns = self._columns
+        place = found[0] if len(found) == 1 else self._turned(found, turn)
+        return columns.loads[place], columns.queue_s[place] + num_tokens * columns.token_s[place]
 
     def cheapest_of(self, costs_s: list[float], turn: float) -> tuple[ReplicaLoad, float]:
         """Return the replica with the least of these costs, as `cheapest` does."""
         least_s = min(costs_s)
-        try:
-            place = costs_s.index(least_s, int(turn * len(costs_s)))
-        except ValueError:
-            place = costs_s.index(least_s)
-        return self[place], least_s
+        if costs_s.count(least_s) == 1:
+            return self[costs_s.index(least_s)], least_s
+        equal = [load.place for load, cost_s in zip(self, costs_s, strict=True) if cost_s == least_s]
+        return self._columns.loads[self._turned(equal, turn)], least_s
+
+    def _turned(self, places: list[int], turn: float) -> int:
+        start, count = int(turn * len(self._columns.loads)), len(self._columns.loads)
+        return min(places, key=lambda place: (place - start) % count)
 
     def _find(self, num_tokens: float, holders: int | None = None) -> list[int] | None:
-        """Search the columns in order, if these are all loads or those that got few requests lately. Returns None if
-        the search is not worth it."""
+        """Search the loads in order of cost, if these are many: all loads, or those that got few requests lately."""
         everyone = self if self._source is None else self._source
         if not everyone._are_all or not self.are_many:
             return None
-        return self._columns.order.cheapest(num_tokens, self._most_recent, holders) or None
+        return self._columns.order.cheapest(num_tokens, self._most_recent, holders)
 
     def costs_s(self, num_tokens: float) -> list[float]:
         """Return queue_s + num_tokens * token_s of each."""
@@ -121,7 +118,7 @@ class Candidates(Sequence[ReplicaLoad]):
         """Return the cheapest of the replicas whose bit is set in `holders`, if there is one. Of equal ones, the one
         with the lowest bit. The cheapest of all are tried first: where most are holders, one of them will do."""
         found = self._find(num_tokens, holders)
-        if found is not None:
+        if found:
             return min([self._columns.loads[place] for place in found], key=_bit)
         costs_s = self.costs_s(num_tokens)
         for _ in range(_TRIES):

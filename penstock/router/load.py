@@ -17,7 +17,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import islice, repeat
+from itertools import repeat
 from math import inf
 from operator import add, mul
 
@@ -95,8 +95,7 @@ class Ticket:
     has_output: bool = False
 
 
-_MOST_VISITED = 128  # loads; beyond, comparing all columns is quicker
-_MOST_EQUAL = 16  # loads of one cost, such as idle ones
+_MOST_EQUAL = 16  # holders of one cost, such as idle ones; with more, comparing all columns is quicker
 _ROUNDING = 1.0 + 1e-9  # more than the rounding errors of a cost
 _STALE_SHARE = 0.125  # of all loads; with more changes, sorting again is quicker
 _USUAL_FADING = 0.99
@@ -124,7 +123,7 @@ class CostOrder:
         self, num_tokens: float, most_recent: float = inf, holders: int | None = None
     ) -> list[int] | None:
         """Return the places of the loads with the least queue_s + num_tokens * token_s: among those that got at most
-        `most_recent` requests lately and have a bit in `holders`. None if the search is not worth it."""
+        `most_recent` requests lately and have a bit in `holders`. None if too many holders cost the same."""
         self._update(num_tokens)
         columns = self._columns
         queue_s, token_s, recent = columns.queue_s, columns.token_s, columns.recent_requests
@@ -132,9 +131,9 @@ class CostOrder:
         more_s = more * (self._fastest_s if more > 0.0 else self._slowest_s)
         least_s, limit_s = inf, inf
         found: list[int] = []
-        for key_s, place in islice(self._ordered, _MOST_VISITED):
+        for key_s, place in self._ordered:
             if key_s + more_s > limit_s:
-                return found
+                break
             cost_s = queue_s[place] + num_tokens * token_s[place]
             if cost_s > least_s or recent[place] > most_recent:
                 continue
@@ -145,9 +144,9 @@ class CostOrder:
                 found = [place]
             else:
                 found.append(place)
-                if len(found) > _MOST_EQUAL:
+                if holders is not None and len(found) > _MOST_EQUAL:
                     return None
-        return found if len(self._ordered) <= _MOST_VISITED else None
+        return found
 
     def _update(self, num_tokens: float) -> None:
         self._usual += (1.0 - _USUAL_FADING) * (num_tokens - self._usual) if self._usual else num_tokens

@@ -90,7 +90,7 @@ class CountedScheduler(Scheduler):
             return self._plan_rows(now)
         load = self._plan_decodes(growing)
         if is_decoding_alone:
-            return self._planned(load, (), {}) if load.decode_sequences else None
+            return self._planned(load) if load.decode_sequences else None
         step = StepBuilder(
             self._config.max_num_batched_tokens,
             self._predictor,
@@ -142,14 +142,14 @@ class CountedScheduler(Scheduler):
         if index in self._growing:
             self._note_growth(index)
 
-    def _planned(self, load: StepLoad, chunks: TokenIds[Chunk], sampling: dict[str, Sequence]) -> CountedPlan:
+    def _planned(
+        self, load: StepLoad, chunks: TokenIds[Chunk] = (), sampling: dict[str, Sequence] | None = None
+    ) -> CountedPlan:
         self._num_planned += 1
         self._num_steps += 1
-        plan = CountedPlan(
-            self._num_planned, load, load.decode_sequences, load.decode_context_tokens, chunks, sampling
-        )
+        plan = CountedPlan(self._num_planned, load, chunks, sampling)
         self._counted.append(plan)
-        for sequence in sampling.values():
+        for sequence in sampling.values() if sampling else ():
             del self._prefilling[sequence.number]
             self._join(sequence)
         self._running.take_released()
@@ -169,6 +169,7 @@ class CountedScheduler(Scheduler):
                 sampled = SampledToken(sequence.request_id, token_id)
                 told.append(Told(self._take_sample(sequence, sampled, now)))
         for sampled in tokens:
+            assert plan.sampling is not None
             sequence = plan.sampling[sampled.request_id]
             if sequence.state is not State.ENDED:
                 told.append(Told(self._take_sample(sequence, sampled, now)))
@@ -310,7 +311,7 @@ class CountedScheduler(Scheduler):
             self._drop_times()
         self._num_steps += num_plans
         plans = [
-            CountedPlan(first + len(in_flight) + place, StepLoad(0, *load), *load)
+            CountedPlan(first + len(in_flight) + place, StepLoad(0, *load))
             for place, load in enumerate(made)
             if len(in_flight) + place >= num_commits
         ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.core.plan import Chunk, TokenEvent
@@ -25,30 +24,40 @@ class Answers(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
 class CountedPlan:
     """One step: prompts as chunks, and decodes as two numbers."""
 
-    index: int  # among counted plans; commits have the same index
-    load: StepLoad
-    num_decodes: int
-    num_entries: int  # KV entries that decodes read
-    chunks: TokenIds[Chunk] = ()
-    sampling: dict[str, Sequence] = field(default_factory=dict)  # prompts that end in this step
-    rows: list[Sequence] | None = None  # the decodes, after counting has stopped
+    __slots__ = ("chunks", "index", "load", "num_decodes", "num_entries", "rows", "sampling")
+
+    def __init__(
+        self,
+        index: int,
+        load: StepLoad,
+        chunks: TokenIds[Chunk] = (),
+        sampling: dict[str, Sequence] | None = None,
+    ) -> None:
+        self.index = index  # among counted plans; commits have the same index
+        self.load = load
+        self.num_decodes = load.decode_sequences
+        self.num_entries = load.decode_context_tokens  # KV entries that decodes read
+        self.chunks = chunks
+        self.sampling = sampling  # prompts that end in this step
+        self.rows: list[Sequence] | None = None  # the decodes, after counting has stopped
 
     @property
     def num_tokens(self) -> int:
         return self.num_decodes + sum(chunk.num_tokens for chunk in self.chunks)
 
 
-@dataclass(slots=True)
 class Told:
     """An event for a client. `times_s` are the commit times of the first tokens; the other tokens were committed
     now."""
 
-    event: TokenEvent
-    times_s: TokenIds[float] = ()
+    __slots__ = ("event", "times_s")
+
+    def __init__(self, event: TokenEvent, times_s: TokenIds[float] = ()) -> None:
+        self.event = event
+        self.times_s = times_s
 
 
 class Decode:

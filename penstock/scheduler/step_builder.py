@@ -33,16 +33,33 @@ _PRIOR = (3e-3, 1e-4, 1e-4, 2e-7, 1e-8, 2e-5)
 _PRIOR_SPREAD = 30.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class StepLoad:
-    """The work of a step: the features of the model, besides a constant."""
+    """The work of a step: the features of the model, besides a constant. The constructor is written out, because
+    those of dataclasses stay slow when the scheduler is compiled."""
 
-    prefill_tokens: int = 0
-    decode_sequences: int = 0
-    decode_context_tokens: int = 0  # KV entries that decodes read
-    prefill_pairs: int = 0  # of query and key, in the attention of prefills
-    draft_tokens: int = 0  # of decodes, besides one token for each
-    encoder_patches: int = 0  # of images
+    prefill_tokens: int
+    decode_sequences: int
+    decode_context_tokens: int  # KV entries that decodes read
+    prefill_pairs: int  # of query and key, in the attention of prefills
+    draft_tokens: int  # of decodes, besides one token for each
+    encoder_patches: int  # of images
+
+    def __init__(
+        self,
+        prefill_tokens: int = 0,
+        decode_sequences: int = 0,
+        decode_context_tokens: int = 0,
+        prefill_pairs: int = 0,
+        draft_tokens: int = 0,
+        encoder_patches: int = 0,
+    ) -> None:
+        self.prefill_tokens = prefill_tokens
+        self.decode_sequences = decode_sequences
+        self.decode_context_tokens = decode_context_tokens
+        self.prefill_pairs = prefill_pairs
+        self.draft_tokens = draft_tokens
+        self.encoder_patches = encoder_patches
 
     @property
     def decode_rows(self) -> int:

@@ -167,10 +167,10 @@ def fit(observed: Iterable[tuple[StepWork, float]]) -> LinearCost:
             "There are no steps to fit a cost model to.", hint="Record a run that serves requests."
         )
     gram = [
-        [sum(row[i] * row[j] for row in rows) for j in range(_NUM_COEFFICIENTS)]
+        [sum([row[i] * row[j] for row in rows]) for j in range(_NUM_COEFFICIENTS)]
         for i in range(_NUM_COEFFICIENTS)
     ]
-    target = [sum(row[i] for row in rows) for i in range(_NUM_COEFFICIENTS)]
+    target = [sum([row[i] for row in rows]) for i in range(_NUM_COEFFICIENTS)]
     best: list[float] | None = None
     best_gain = 0.0
     for size in range(1, _NUM_COEFFICIENTS + 1):
@@ -179,7 +179,7 @@ def fit(observed: Iterable[tuple[StepWork, float]]) -> LinearCost:
             if solution is None or min(solution) < 0.0:
                 continue
             # The squared error is len(rows) - gain for every least-squares solution of a subset.
-            gain = sum(value * target[i] for i, value in zip(chosen, solution, strict=True))
+            gain = sum([value * target[i] for i, value in zip(chosen, solution, strict=True)])
             if best is None or gain > best_gain + _NO_GAIN * len(rows):
                 best_gain = gain
                 best = [0.0] * _NUM_COEFFICIENTS

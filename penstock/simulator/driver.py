@@ -11,7 +11,6 @@ import enum
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -275,7 +274,7 @@ class Driver:
         request = msgspec.structs.replace(
             arrival.request, id=MIRROR_PREFIX + arrival.request.id, deadline_s=None
         )
-        copy = replace(arrival, request=request, departs_s=None)
+        copy = arrival._replace(request=request, departs_s=None)
         self._outcomes[request.id] = Outcome(copy, gateway, is_mirrored=True)
         actions = self.dispatchers[gateway].add(request, now, block_hashes=arrival.block_hashes)
         self.carry_out(gateway, actions, now)

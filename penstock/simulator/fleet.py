@@ -48,13 +48,17 @@ class _Step:
         return self.result.elapsed_s
 
 
-@dataclass(slots=True)
 class _CountedStep:
-    plan: CountedPlan
-    num_tokens: int
-    elapsed_s: float
-    done_s: float
-    sampled: list[SampledToken]
+    __slots__ = ("done_s", "elapsed_s", "num_tokens", "plan", "sampled")
+
+    def __init__(
+        self, plan: CountedPlan, num_tokens: int, elapsed_s: float, done_s: float, sampled: list[SampledToken]
+    ) -> None:
+        self.plan = plan
+        self.num_tokens = num_tokens
+        self.elapsed_s = elapsed_s
+        self.done_s = done_s
+        self.sampled = sampled
 
 
 _Ahead: TypeAlias = tuple[int, float, float]  # the tokens, the seconds and the end of a step
@@ -175,8 +179,11 @@ class SimulatedReplica:
             return None
         ends_s = [step.done_s for step in self._in_flight]
         free_s, slowdown, step_s = self._executor_free_s, self.slowdown, self._cost.step_s
+        work = StepWork.decodes(0, 0)
         for place, (count, num_entries) in enumerate(steps):
-            elapsed_s = slowdown * step_s(StepWork.decodes(count, num_entries))
+            work.tokens = work.sequences = work.samples = count
+            work.context_tokens = work.pairs = num_entries
+            elapsed_s = slowdown * step_s(work)
             begin_s = ends_s[place]
             free_s = (begin_s if begin_s > free_s else free_s) + elapsed_s
             ends_s.append(free_s)

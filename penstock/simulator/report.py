@@ -340,12 +340,12 @@ class Report:
 
     @property
     def mean_busy_share(self) -> float:
-        return sum(replica.busy_share for replica in self.replicas) / max(1, len(self.replicas))
+        return sum([replica.busy_share for replica in self.replicas]) / max(1, len(self.replicas))
 
     @property
     def tokens_per_busy_s(self) -> float:
         """Return what a replica computes in a second of its steps."""
-        busy_s = sum(replica.busy_share for replica in self.replicas) * self.duration_s
+        busy_s = sum([replica.busy_share for replica in self.replicas]) * self.duration_s
         return sum(replica.num_tokens_computed for replica in self.replicas) / busy_s if busy_s else 0.0
 
     def objective_by(

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, count
 from math import log
 from random import Random
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from penstock.core.hashing import chain_hashes, root_hash
 from penstock.core.request import Request, SamplingParams, Tier
@@ -108,8 +108,7 @@ def shared_prefix_workload(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """One request, with the facts that only the simulator knows."""
 
     time_s: float
@@ -139,8 +138,7 @@ def generate(workload: Workload, rng: Random, *, block_size: int | None = 16) ->
     return _Generator(workload, rng, block_size).arrivals()
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
+class _Prompt(NamedTuple):
     """Tokens and the hashes of their full blocks. An extended prompt keeps the hashes that it has."""
 
     tokens: tuple[int, ...]
@@ -151,15 +149,14 @@ class _Prompt:
     def extended(self, tokens: tuple[int, ...]) -> _Prompt:
         all_tokens = self.tokens + tokens
         if self.block_size is None:
-            return replace(self, tokens=all_tokens)
+            return self._replace(tokens=all_tokens)
         parent = self.hashes[-1] if self.hashes else self.root
         unhashed = all_tokens[len(self.hashes) * self.block_size :]
         hashes = self.hashes + tuple(chain_hashes(parent, unhashed, self.block_size))
         return _Prompt(all_tokens, hashes, self.root, self.block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
+class _Turn(NamedTuple):
     """A request that will be made, and how many turns of its conversation follow."""
 
     tenant: Tenant

@@ -36,10 +36,10 @@ class OneByOne(PrefixAware):
             if most_room > 0 and min(each.room_blocks for each in candidates) < num_blocks:
                 cost_s += (fewest - min(load.room_blocks, fewest)) * block_size * load.token_s
             costs_s.append(cost_s)
-        start, count = int(rng.random() * len(costs_s)), len(costs_s)
-        least_s = min(costs_s)
-        turns = [*range(start, count), *range(start)]
-        best = candidates[next(place for place in turns if costs_s[place] == least_s)]
+        least_s, count = min(costs_s), len(candidates[0].columns.loads)
+        start = int(rng.random() * count)
+        equal = [load for load, cost_s in zip(candidates, costs_s, strict=True) if cost_s == least_s]
+        best = min(equal, key=lambda load: (load.place - start) % count)
         for load, matched in matches.items():
             uncached = (num_tokens - matched) * self._recompute_weight
             cost_s = load.predict_s(uncached, num_blocks - matched // block_size)
@@ -244,7 +244,6 @@ def test_an_ordered_search_finds_what_comparing_all_loads_finds() -> None:
     columns = type(loads[0].columns)(100)
     for place, load in enumerate(loads):
         load.join(columns, place)
-    num_found = 0
     for _ in range(300):
         for load in rng.sample(loads, rng.choice((1, 3, 100))):
             load.enter(rng.choice((0, 10, 200)), 1, 0.0)
@@ -254,6 +253,4 @@ def test_an_ordered_search_finds_what_comparing_all_loads_finds() -> None:
         least_s = min((load.queue_s + tokens * load.token_s for load in fitting), default=0.0)
         cheapest = {load.place for load in fitting if load.queue_s + tokens * load.token_s == least_s}
         found = columns.order.cheapest(tokens, most, holders)
-        assert found is None or set(found) == cheapest
-        num_found += found is not None
-    assert num_found > 100
+        assert (len(cheapest) > 16) if found is None else set(found) == cheapest

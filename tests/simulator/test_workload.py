@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -48,7 +47,7 @@ def test_prompts_without_hashes_have_the_same_lengths_and_answers() -> None:
         assert len(prompts[0]) == len(prompts[1])
         assert simple.output_tokens(0, 5) == full.output_tokens(0, 5)
         request = replace_request(full.request, prompt_token_ids=prompts[0])
-        assert simple == replace(full, request=request, block_hashes=())
+        assert simple == full._replace(request=request, block_hashes=())
 
 
 def test_arrivals_come_in_order_and_at_the_rate_asked_for() -> None:
