@@ -6,20 +6,17 @@ Inputs go out a few at a time, each group as a call that the pool sends to any s
 from __future__ import annotations
 
 import asyncio
-import sys
-from array import array
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.wire import ExternalCall, StreamChunk, estimated_tokens
 from penstock.core.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, PenstockError
-from penstock.core.identity import RateLimits
 from penstock.core.request import Pooling
-from penstock.gateway.accounts import Account, Outcome
+from penstock.gateway.accounts import Account
 from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.embeddings.inputs import Input, Reading
-from penstock.gateway.embeddings.run import EmbeddingAnswer
+from penstock.gateway.embeddings.run import EmbeddingAnswer, VectorJob, packed
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import Usage
@@ -53,9 +50,7 @@ def num_tokens_of(given: PlainInput) -> int:
     return estimated_tokens(given) if isinstance(given, str) else len(given)
 
 
-class ExternalEmbeddingJob:
-    """An opened request: `run` it for its answer, `cancel` it at any moment."""
-
+class ExternalEmbeddingJob(VectorJob):
     def __init__(
         self,
         gateway: Gateway,
@@ -65,20 +60,14 @@ class ExternalEmbeddingJob:
         dimensions: int | None,
         timeout_s: float | None,
     ) -> None:
-        self._gateway = gateway
+        super().__init__(gateway, account)
         self._pool = pool
-        self._account = account
         self._inputs = inputs
         self._options = {} if dimensions is None else {"dimensions": dimensions}
         self._timeout_s = timeout_s
-        self._started_at = gateway.clock.now()
         self._task: asyncio.Task[Any] | None = None  # while it runs
         self._error: PenstockError | ReaderGone | None = None  # that ended it early
         self._num_tokens = 0  # as the servers report
-
-    @property
-    def rate_limits(self) -> RateLimits:
-        return self._account.rate_limits
 
     def cancel(self) -> None:
         self._end_early(ReaderGone())
@@ -93,7 +82,7 @@ class ExternalEmbeddingJob:
         if self._task is not None:
             self._task.cancel()
         else:
-            self._settle("cancelled")  # nothing, once it has run
+            self._settle("cancelled", self._usage)  # nothing, once it has run
 
     async def run(self) -> EmbeddingAnswer:
         if self._error is not None:
@@ -103,24 +92,22 @@ class ExternalEmbeddingJob:
             with self._gateway.counted(self):
                 vectors = await self._vectors()
         except PenstockError as error:
-            self._settle("failed", error.code)
+            self._settle("failed", self._usage, error.code)
             raise
         except BaseException:
             error_code = self._error.code if isinstance(self._error, PenstockError) else None
-            self._settle("cancelled" if error_code is None else "failed", error_code)
+            self._settle("cancelled" if error_code is None else "failed", self._usage, error_code)
             if self._error is None or task is None:
                 raise
             task.uncancel()
             raise self._error from None
         finally:
             self._task = None
-        self._settle("completed")
-        claim = self._account.claim
-        metrics = self._gateway.metrics.of(claim.model)
-        metrics.prompt_tokens += self._num_tokens
-        metrics.latencies(claim.tier).prompt_tokens += self._num_tokens
-        usage = Usage(self._num_tokens, 0, 0)
-        return EmbeddingAnswer(vectors, claim.model, usage, self._account.rate_limits)
+        return self._answer(vectors, self._usage, self._num_tokens, None)
+
+    @property
+    def _usage(self) -> Usage:
+        return Usage(self._num_tokens, 0, 0)
 
     async def _vectors(self) -> list[bytes]:
         vectors: list[bytes] = []
@@ -155,22 +142,4 @@ class ExternalEmbeddingJob:
             raise EngineUnavailable("The server of this model sent other vectors than it was asked for.")
         usage = chunks[-1].usage
         self._num_tokens += call.estimated_tokens if usage is None else usage.prompt_tokens
-        return [_bytes_of(entry.embedding) for entry in entries]
-
-    def _settle(
-        self, status: Literal["completed", "cancelled", "failed"], error_code: str | None = None
-    ) -> None:
-        outcome = Outcome(
-            usage=Usage(self._num_tokens, 0, 0),
-            status=status,
-            error_code=error_code,
-            duration_s=self._gateway.clock.now() - self._started_at,
-        )
-        self._account.settle(outcome)
-
-
-def _bytes_of(vector: Sequence[float]) -> bytes:
-    values = array("f", vector)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+        return [packed(entry.embedding) for entry in entries]

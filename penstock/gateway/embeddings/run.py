@@ -9,6 +9,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -17,11 +18,14 @@ from penstock.core.errors import DeadlineExceeded, EngineUnavailable, Overloaded
 from penstock.core.identity import RateLimits
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
+from penstock.gateway.accounts import Account, Outcome
 from penstock.gateway.answers.stream import ENGINE_GRACE_S, ReaderGone
+from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import Usage
 
 # This many at once keep an engine busy, and leave room in its queue for other requests.
 MAX_TEXTS_IN_FLIGHT = 64
+Status: TypeAlias = Literal["completed", "cancelled", "failed"]
 
 
 class EmbeddingAnswer(msgspec.Struct, frozen=True):
@@ -29,6 +33,38 @@ class EmbeddingAnswer(msgspec.Struct, frozen=True):
     model: str
     usage: Usage
     rate_limits: RateLimits
+
+
+class VectorJob:
+    """An opened request for vectors, and its account: `run` it for its answer, `cancel` it at any moment."""
+
+    def __init__(self, gateway: Gateway, account: Account) -> None:
+        self._gateway = gateway
+        self._account = account
+        self._started_at = gateway.clock.now()
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        return self._account.rate_limits
+
+    def _answer(
+        self, vectors: list[bytes], usage: Usage, num_tokens: int, queue_s: float | None
+    ) -> EmbeddingAnswer:
+        """Settle a completed request and return its answer. `num_tokens` were embedded for it."""
+        claim = self._account.claim
+        metrics = self._gateway.metrics.of(claim.model)
+        metrics.prompt_tokens += num_tokens
+        metrics.latencies(claim.tier).prompt_tokens += num_tokens
+        self._settle("completed", usage, queue_s=queue_s)
+        return EmbeddingAnswer(vectors, claim.model, usage, self._account.rate_limits)
+
+    def _settle(
+        self, status: Status, usage: Usage, error_code: str | None = None, *, queue_s: float | None = None
+    ) -> None:
+        duration_s = self._gateway.clock.now() - self._started_at
+        self._account.settle(
+            Outcome(usage=usage, status=status, error_code=error_code, duration_s=duration_s, queue_s=queue_s)
+        )
 
 
 class EmbeddingRun:
@@ -146,11 +182,15 @@ def numbers(vector: bytes) -> list[float]:
     return values.tolist()
 
 
+def packed(vector: Sequence[float]) -> bytes:
+    values = array("f", vector)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
 def shortened(vector: bytes, dimensions: int) -> bytes:
     """Return the first `dimensions` elements, normalized to length 1."""
     kept = numbers(vector[: dimensions * BYTES_PER_NUMBER])
     length = math.sqrt(math.fsum(number * number for number in kept)) or 1.0
-    values = array("f", [number / length for number in kept])
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+    return packed([number / length for number in kept])

@@ -9,16 +9,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
-from typing import Literal, TypeAlias
 
 import msgspec
 
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.figures import parse_bytes
-from penstock.core.identity import OPEN_PRINCIPAL, Principal, RateLimits
+from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.messages import ModelCard
 from penstock.core.request import Pooling, Request, SamplingParams, Tier
-from penstock.gateway.accounts import Account, Claim, Outcome
+from penstock.gateway.accounts import Account, Claim
 from penstock.gateway.checks import check_names
 from penstock.gateway.embeddings.cache import (
     SHARED_KIND,
@@ -40,7 +39,7 @@ from penstock.gateway.embeddings.inputs import (
     tokens_of,
     within_reach,
 )
-from penstock.gateway.embeddings.run import EmbeddingAnswer, EmbeddingRun, shortened
+from penstock.gateway.embeddings.run import EmbeddingAnswer, EmbeddingRun, VectorJob, shortened
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.gateway import Gateway, granted_tier
 from penstock.gateway.models.served_model import ServedModel
@@ -54,8 +53,6 @@ MAX_INPUTS = 2048
 TEXT_CHARACTERS = 256  # whose tokenizing costs as much as all else that is done for a text
 MAX_PAIR_TOKENS = 1 << 20  # of all pairs of a request: a small request can repeat one text in many pairs
 MAX_NUMBERS = 1 << 24  # of an answer that has one vector for each token
-
-Status: TypeAlias = Literal["completed", "cancelled", "failed"]
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,14 +144,8 @@ class Embeddings:
         check_names(signed)
         if (record := current_record.get()) is not None:
             record.note(signed)
-        claim = Claim(
-            request_id=request.request_id or uuid.uuid4().hex,
-            principal=request.principal,
-            model=model.name,
-            endpoint=request.endpoint,
-            tier=granted_tier(signed),
-            input_tokens=sum(map(num_tokens_of, inputs)),
-            user=request.user,
+        claim = _claim(
+            request, model.name, granted_tier(signed), input_tokens=sum(map(num_tokens_of, inputs))
         )
         account = await gateway.accounts.open(claim)
         pool = gateway.catalogue.external.pool
@@ -174,14 +165,7 @@ class Embeddings:
         check_names(signed)
         if (record := current_record.get()) is not None and not request.is_internal:
             record.note(signed)
-        claim = Claim(
-            request_id=request.request_id or uuid.uuid4().hex,
-            principal=request.principal,
-            model=model.card.name,
-            endpoint=request.endpoint,
-            tier=granted_tier(signed),
-            user=request.user,
-        )
+        claim = _claim(request, model.card.name, granted_tier(signed))
         with ExitStack() as way:
             way.enter_context(gateway.holding_drain())
             admission = await gateway.accounts.admit(claim, is_limited=not request.is_internal)
@@ -261,9 +245,7 @@ class Embeddings:
                 self._cache.put(text.key, vector)
 
 
-class EmbeddingJob:
-    """An opened request: `run` it for its answer, `cancel` it at any moment."""
-
+class EmbeddingJob(VectorJob):
     def __init__(
         self,
         gateway: Gateway,
@@ -274,18 +256,12 @@ class EmbeddingJob:
         dimensions: int | None,
         on_over: Callable[[], None],  # called when the job is over, perhaps more than once
     ) -> None:
-        self._gateway = gateway
-        self._account = account
+        super().__init__(gateway, account)
         self._run = run
         self._texts = texts
         self._cache = cache
         self._dimensions = dimensions
         self._on_over = on_over
-        self._started_at = gateway.clock.now()
-
-    @property
-    def rate_limits(self) -> RateLimits:
-        return self._account.rate_limits
 
     def cancel(self) -> None:
         self._on_over()
@@ -296,29 +272,24 @@ class EmbeddingJob:
             with self._gateway.counted(self._run):
                 vectors = await self._run.vectors()
         except PenstockError as error:
-            self._settle("failed", self._usage_so_far(), error.code)
+            self._settle("failed", self._usage_so_far(), error.code, queue_s=self._run.queue_s)
             raise
         except BaseException:
-            self._settle("cancelled", self._usage_so_far())
+            self._settle("cancelled", self._usage_so_far(), queue_s=self._run.queue_s)
             raise
         finally:
             self._on_over()
         self._take(vectors)
-        claim = self._account.claim
-        metrics = self._gateway.metrics.of(claim.model)
-        metrics.prompt_tokens += self._run.num_embedded_tokens
-        metrics.latencies(claim.tier).prompt_tokens += self._run.num_embedded_tokens
         usage = Usage(
             prompt_tokens=sum(text.num_tokens for text in self._texts),
             completion_tokens=0,
             cached_tokens=sum(text.num_tokens for text in self._texts if text.known is not None)
             + self._run.num_cached_tokens,
         )
-        self._settle("completed", usage)
         found = [text.vector if text.known is None else text.known.vector for text in self._texts]
         if self._dimensions is not None:
             found = [shortened(vector, self._dimensions) for vector in found]
-        return EmbeddingAnswer(found, self._account.claim.model, usage, self._account.rate_limits)
+        return self._answer(found, usage, self._run.num_embedded_tokens, self._run.queue_s)
 
     def _take(self, vectors: Sequence[bytes]) -> None:
         missing = [text for text in self._texts if text.known is None]
@@ -338,15 +309,17 @@ class EmbeddingJob:
     def _usage_so_far(self) -> Usage:
         return Usage(self._run.num_embedded_tokens, 0, self._run.num_cached_tokens)
 
-    def _settle(self, status: Status, usage: Usage, error_code: str | None = None) -> None:
-        outcome = Outcome(
-            usage=usage,
-            status=status,
-            error_code=error_code,
-            duration_s=self._gateway.clock.now() - self._started_at,
-            queue_s=self._run.queue_s,
-        )
-        self._account.settle(outcome)
+
+def _claim(request: EmbeddingRequest, model: str, tier: Tier, *, input_tokens: int = 0) -> Claim:
+    return Claim(
+        request_id=request.request_id or uuid.uuid4().hex,
+        principal=request.principal,
+        model=model,
+        endpoint=request.endpoint,
+        tier=tier,
+        input_tokens=input_tokens,
+        user=request.user,
+    )
 
 
 def _within_reach(request: EmbeddingRequest, model: ServedModel) -> EmbeddingRequest:

@@ -51,6 +51,28 @@ logger = logging.getLogger(__name__)
 Ask = Callable[[GenerationRequest], Coroutine[Any, Any, AnswerStream]]
 
 
+class ReplaceableAnswer(WrappedAnswer):
+    """An answer in whose place another model's may come. Its id stays the first one's."""
+
+    def __init__(self, answer: AnswerStream) -> None:
+        super().__init__(answer)
+        self._first_id = answer.id
+        self._is_cancelled = False
+
+    @property
+    def id(self) -> str:
+        return self._first_id
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        super().cancel()
+
+    def _replace(self, answer: AnswerStream) -> None:
+        self._answer = answer
+        if self._is_cancelled:  # while it was asked for
+            answer.cancel()
+
+
 class AutoModel(Collector):
     """Chooses models for requests that ask for `auto`. Also a collector of metrics: which models were chosen, and
     how often a larger one had to answer.
@@ -137,7 +159,7 @@ class AutoModel(Collector):
         yield metric_by("auto_escalations", self._escalated)
 
 
-class CascadingAnswer(WrappedAnswer):
+class CascadingAnswer(ReplaceableAnswer):
     """The first model's answer, or, when it is read whole and unsure, a larger model's."""
 
     def __init__(
@@ -149,16 +171,10 @@ class CascadingAnswer(WrappedAnswer):
         shows_logprobs: bool,
     ) -> None:
         super().__init__(answer)
-        self._first_id = answer.id
         self._ask_next = ask_next
         self._settings = settings
         self._shows_logprobs = shows_logprobs
         self._spent: list[Usage] = []  # by models whose answers were not good enough
-        self._is_cancelled = False
-
-    @property
-    def id(self) -> str:
-        return self._first_id
 
     @property
     def usage(self) -> Usage:
@@ -173,9 +189,8 @@ class CascadingAnswer(WrappedAnswer):
             larger = await self._ask_next()
             if larger is None:
                 break
-            before, self._answer = self._answer, larger
-            if self._is_cancelled:  # while it was asked for
-                larger.cancel()
+            before = self._answer
+            self._replace(larger)
             try:
                 better = await larger.collect()
             except PenstockError as error:
@@ -186,10 +201,6 @@ class CascadingAnswer(WrappedAnswer):
             self._spent.append(before.usage)
             deltas = better
         return self._shown(deltas)
-
-    def cancel(self) -> None:
-        self._is_cancelled = True
-        super().cancel()
 
     def _is_unsure(self, deltas: Sequence[Delta]) -> bool:
         means = [mean for delta in deltas if (mean := mean_logprob(delta)) is not None]
@@ -351,21 +362,15 @@ class ModelRoutes(Collector):
         yield metric_by("fallbacks", self._fallen_back)
 
 
-class FallbackAnswer(WrappedAnswer):
+class FallbackAnswer(ReplaceableAnswer):
     """An answer, or that of the next model while nothing has been shown."""
 
     def __init__(
         self, answer: AnswerStream, ask_next: Callable[[PenstockError], Awaitable[AnswerStream]]
     ) -> None:
         super().__init__(answer)
-        self._first_id = answer.id
         self._ask_next = ask_next
         self._has_begun = False
-        self._is_cancelled = False
-
-    @property
-    def id(self) -> str:
-        return self._first_id
 
     async def __anext__(self) -> list[Delta]:
         while True:
@@ -386,13 +391,8 @@ class FallbackAnswer(WrappedAnswer):
             except PenstockError as error:
                 await self._go_on(error)
 
-    def cancel(self) -> None:
-        self._is_cancelled = True
-        super().cancel()
-
     async def _go_on(self, error: PenstockError) -> None:
         self._answer.cancel()
-        self._answer = await self._ask_next(error)
-        if self._is_cancelled:  # while it was asked for
-            self._answer.cancel()
+        self._replace(await self._ask_next(error))
+        if self._is_cancelled:
             raise ReaderGone
