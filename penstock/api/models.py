@@ -28,9 +28,8 @@ class ModelEntry(msgspec.Struct):
     max_model_len: int | None  # None where an external server does not tell
     root: str
     parent: str | None
-    sampling_defaults: dict[
-        str, float | int
-    ]  # of requests that do not say; empty where an external server decides
+    # Of requests that do not say; empty where an external server decides.
+    sampling_defaults: dict[str, float | int]
     object: str = "model"
     owned_by: str = "penstock"
     input_modalities: list[str] | msgspec.UnsetType = msgspec.UNSET  # of a model that takes more than text

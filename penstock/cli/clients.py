@@ -24,9 +24,8 @@ def http_client(url: str, api_key: str | None, timeout: httpx.Timeout) -> httpx.
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         is_here = is_loopback(httpx.URL(url).host)  # proxies of the environment seldom except loopback
-        verify = (
-            httpx.create_ssl_context()
-        )  # with the certificates that the environment names, also for loopback
+        # With the certificates that the environment names, also for loopback.
+        verify = httpx.create_ssl_context()
         return httpx.Client(
             base_url=url, headers=headers, timeout=timeout, trust_env=not is_here, verify=verify
         )

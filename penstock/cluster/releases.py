@@ -154,9 +154,8 @@ class ReleaseRun(StagedRun[ReleaseRecord]):
         await self._happen(Happening.DRAINED, self.state.reason)
 
     async def _retire_candidate(self) -> None:
-        await self._start_missing(
-            self.record.stable, [1] * len(self._pools)
-        )  # the replicas may have left already
+        # The replicas may have left already.
+        await self._start_missing(self.record.stable, [1] * len(self._pools))
         for pool, spec in zip(self._pools, self.record.stable, strict=True):
             pool.spec = spec
         await self._announce()
@@ -251,9 +250,8 @@ class ReleaseService(StagedService[ReleaseRecord, ReleaseRun]):
     ) -> None:
         super().__init__(pools, manager, store, announce, interval_s)
         self._resolve_weights = resolve_weights
-        self.is_tested: Callable[[str], bool] = lambda model: (
-            False
-        )  # whether an experiment of a model is active
+        # Says whether an experiment of a model is active.
+        self.is_tested: Callable[[str], bool] = lambda model: False
 
     async def start(self, order: ReleaseOrder) -> ReleaseView:
         """Begin a release. Raises InvalidRequest, ModelNotFound, or Conflict while another runs."""

@@ -66,9 +66,8 @@ class EngineKeys(msgspec.Struct, frozen=True):
     """The keys of an engine on the network: its file `--key-file`."""
 
     secret: str  # of the engine's own endpoints
-    accepted: tuple[
-        str, ...
-    ] = ()  # public keys of clients; empty: every client that knows the engine's public key
+    # Public keys of clients; empty: every client that knows the engine's public key.
+    accepted: tuple[str, ...] = ()
     client: KeyPair | None = None  # for connections to other engines
 
     def write(self, path: Path) -> None:

@@ -19,9 +19,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     state: str
     role: str = "both"
-    next_role: str | None = (
-        None  # that the leader of a shared fleet has ordered, and the host has not taken yet
-    )
+    # The role that the leader of a shared fleet has ordered, and the host has not taken yet.
+    next_role: str | None = None
     region: str = ""
     host: str = ""  # of a shared fleet
     num_running: int = 0

@@ -27,10 +27,8 @@ class VisionCard(msgspec.Struct, frozen=True, kw_only=True):
     numbers: dict[str, int]  # sizes that the rule of the family needs
     sees_both_ways: bool = False  # the tokens of an image attend to each other
     prompt_sees_both_ways: bool = False  # ... and so do those of the text; a prompt then has one image
-    around: tuple[str, str] = (
-        "",
-        "",
-    )  # written before and after an image, for families whose rule has no names
+    # Written before and after an image, for families whose rule has no names.
+    around: tuple[str, str] = ("", "")
     shapes: tuple[tuple[int, int], ...] = ()  # heights and widths in pixels that tiles may fill together
 
 

@@ -294,9 +294,8 @@ class Prefill(msgspec.Struct, frozen=True, array_like=True):
     """The history of a request's first token, for operators who look for the cause of a long wait."""
 
     seconds: float  # from the first planned chunk to the first token
-    chunks: tuple[
-        tuple[float, int], ...
-    ]  # seconds after the first planned chunk, and tokens; the first ones only
+    # Seconds after the first planned chunk, and tokens; the first ones only.
+    chunks: tuple[tuple[float, int], ...]
     waited_for: str | None = None  # why the request stayed in the queue: seats, tokens, blocks or prefix
 
 

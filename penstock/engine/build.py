@@ -73,10 +73,8 @@ def build_engine(
     clock = clock or SystemClock()
     speculate = parse_speculate(config.speculate)
     ranks = None
-    parallel, num_ranks = (
-        config.parallel,
-        config.parallel.data_parallel_size,
-    )  # that have requests of their own
+    # Ranks with requests of their own.
+    parallel, num_ranks = (config.parallel, config.parallel.data_parallel_size)
     check_data_parallel(config)
     if parallel.num_ranks == 1 and (parallel.enable_eplb or parallel.num_redundant_experts):
         raise ConfigError(

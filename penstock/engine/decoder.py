@@ -167,9 +167,8 @@ def load_decoder(
     is_first = setup.shard.expert_rank == 0 and setup.shard.is_first_stage  # this rank plans, and drafts
     drafter = load_drafter(config, model_path, loaded, whole_ops) if is_first and not has_states else None
     vision = None
-    if setup.shard.num_stages == 1 and isinstance(
-        loaded, NativeDecoder
-    ):  # the stages of a pipeline pass tokens on
+    # The stages of a pipeline pass tokens on.
+    if setup.shard.num_stages == 1 and isinstance(loaded, NativeDecoder):
         vision = load_vision_part(
             model_path, whole_ops, load_format=config.model.load_format, mmproj=config.model.mmproj
         )
@@ -211,9 +210,8 @@ def load_decoder(
     shared_kv = share(config, model, whole_ops, kv, clock, setup.shard) if config.kv_transfer else None
     records_graphs = is_cuda and setup.records_graphs and model.records_graphs
     prompt_graphs = None
-    if (
-        records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None and states is None
-    ):  # shared KV watches every layer, and layers with states depend on the lengths of prompts
+    # Shared KV watches every layer, and layers with states depend on the lengths of prompts.
+    if records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None and states is None:
         prompt_graphs = PromptGraphs(model, ops, kv, rows, staging, lora)
     masks = GrammarMasks(compiler.limits, clock) if compiler else None
     drafters: list[Drafter] = []

@@ -231,9 +231,8 @@ class _Read:
     arrival: Arrival
     hashes: list[BlockHash]  # of the blocks to be read
     truncated: Request  # whose full blocks end with the last of them
-    blocks: queue.SimpleQueue[bytes | None] = field(
-        default_factory=queue.SimpleQueue
-    )  # None: there are no more
+    # None: there are no more.
+    blocks: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
     followers: list[Arrival] = field(default_factory=list)
     begun: BlockImport | None = None
     num_filled: int = 0

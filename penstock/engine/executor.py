@@ -65,9 +65,8 @@ class _Submitted:
     timer: StepTimer
     encoder_timer: StepTimer | None
     host: HostStep | None = None
-    computed: torch.cuda.Event | None = (
-        None  # set when the logits of a step that is sampled later are computed
-    )
+    # Set when the logits of a step that is sampled later are computed.
+    computed: torch.cuda.Event | None = None
     made: Tensor | None = None  # logits, or argmaxes, until they are sampled
     # int64 [S] on the host once the step is done; None when nothing was sampled.
     token_ids: Tensor | None = None

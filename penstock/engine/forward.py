@@ -275,9 +275,8 @@ class ForwardPass:
             if parts is not None:
                 pieces += reversed(parts)
             else:
-                if first.in_flight or first.start < self._rows.num_tokens(
-                    first.request_id
-                ):  # drafts are optional
+                # Drafts are optional.
+                if first.in_flight or first.start < self._rows.num_tokens(first.request_id):
                     lost.setdefault(first.request_id, first)
                 made += self._nothing_for(first, taken.embeddings)
         return torch.cat(made) if made else None, list(lost.values())

@@ -48,9 +48,8 @@ class FairThread(Generic[T]):
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._lock = threading.Lock()
-        self._lines: dict[
-            str, deque[_Job[T]]
-        ] = {}  # of jobs, by tenant; the tenant whose turn is next comes first
+        # Jobs by tenant; the tenant whose turn is next comes first.
+        self._lines: dict[str, deque[_Job[T]]] = {}
 
     def submit(self, tenant: str, steps: Generator[None, None, T]) -> Future[T]:
         job = _Job(steps)

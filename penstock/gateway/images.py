@@ -116,9 +116,8 @@ _MAX_REDIRECTS = 3
 _MAX_THREADS = 4
 _ORIENTATION_TAG = 0x0112
 _LYING_ORIENTATIONS = frozenset({5, 6, 7, 8})  # width and height are swapped
-_GLOBAL_IPV6 = ipaddress.ip_network(
-    "2000::/3"
-)  # all that is assigned; Python calls unassigned addresses global, too
+# All that is assigned; Python calls unassigned addresses global, too.
+_GLOBAL_IPV6 = ipaddress.ip_network("2000::/3")
 # Addresses that stand for IPv4 addresses, and addresses of protocols and of a cloud's metadata.
 _NEVER = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32", "192.0.0.0/24")))
 _DIGEST_BYTES = 16

@@ -156,9 +156,8 @@ async def _serve_here(
         control = await stack.enter_async_context(open_control(config, replicas.supervisor, replicas.specs))
         launched, _ = await asyncio.gather(
             until(replicas.launch(control), stop),
-            asyncio.to_thread(
-                importlib.import_module, "penstock.serve.gateway"
-            ),  # takes a second; engines load
+            # This takes a second, and engines load meanwhile.
+            asyncio.to_thread(importlib.import_module, "penstock.serve.gateway"),
         )
         if launched is None:
             return

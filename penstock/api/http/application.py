@@ -163,9 +163,8 @@ async def call_endpoint(
         "query_string": b"",
         "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
         "state": {},
-        "extensions": {
-            ON_DEPARTURE: {"watch": lambda on_departure: None}
-        },  # a caller inside the server never disconnects
+        # A caller inside the server never disconnects.
+        "extensions": {ON_DEPARTURE: {"watch": lambda on_departure: None}},
     }
     set_principal(scope, principal)
     set_request_id(scope, request_id)
@@ -194,11 +193,8 @@ logger = logging.getLogger(__name__)
 
 _OTHER_ROOT = "/openai/"  # Azure's clients say /openai, and Groq's say /openai/v1, where OpenAI's say /v1
 _DEPLOYMENTS = "deployments/"
-_DEPLOYED_PATHS = (
-    "/chat/completions",
-    "/completions",
-    "/embeddings",
-)  # a model's name may have slashes as well
+# A model's name may have slashes, too.
+_DEPLOYED_PATHS = ("/chat/completions", "/completions", "/embeddings")
 
 
 def _make_path_plain(scope: Scope) -> None:

@@ -13,9 +13,8 @@ from penstock.gateway.prompts import ChatMessage, ImagePart, TextPart, Tool, Too
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _ROLES_WITH_IMAGES = frozenset({"user", "tool", "function"})
-_TEXT_PARTS = frozenset(
-    {"text", "refusal", "input_text", "output_text"}
-)  # the last two are of the Responses API
+# The last two are of the Responses API.
+_TEXT_PARTS = frozenset({"text", "refusal", "input_text", "output_text"})
 # The field that a part of each type must have.
 _FIELDS = {
     **dict.fromkeys(_TEXT_PARTS, "text"),

@@ -174,9 +174,8 @@ class LocalRank:
                     self.executor.remove(request_id)
                 case AdapterLoaded(adapter=adapter):
                     assert self.lora is not None, "the first rank has one too"
-                    self.lora.load(
-                        adapter, self.lora.read(adapter)
-                    )  # files that the first rank has just read
+                    # The first rank has just read the files.
+                    self.lora.load(adapter, self.lora.read(adapter))
                 case AdapterDropped(digest=digest):
                     assert self.lora is not None
                     self.lora.drop(digest)

@@ -175,9 +175,8 @@ class OneOfSeveralRanks(OneRank):
         self._vocab_size = vocab_size
         self._block_size = block_size
         self.balance: ExpertBalance | None = None  # made with the operations, where experts are balanced
-        self._experts: SharedExperts | None = (
-            None  # made with the first operations, where ranks have own tokens
-        )
+        # Made with the first operations, where ranks have tokens of their own.
+        self._experts: SharedExperts | None = None
 
     def ops(self, ops: Ops) -> Ops:
         shard = self.shard

@@ -178,9 +178,8 @@ msgspec.json.Decoder(Batch)
 
 
 def batch_from_row(row: Any) -> Batch:
-    values = {
-        str(name): value for name, value in row._mapping.items()
-    }  # names are a kind of str of their own
+    # Names are a kind of str of their own.
+    values = {str(name): value for name, value in row._mapping.items()}
     counts = {name: values.pop(f"num_{name}") for name in Counts.__struct_fields__}
     return msgspec.convert({**values, "counts": counts}, Batch)
 

@@ -115,9 +115,8 @@ def _process_namespace() -> str:
 _UNIQUE = secrets.token_hex(16)
 
 
-MAX_ACTIVE = (
-    1000  # batches of a workspace that are not over: the runner looks at all of them every few seconds
-)
+# Batches of a workspace that are not over: the runner looks at all of them every few seconds.
+MAX_ACTIVE = 1000
 RETRY_AFTER_S = 60.0
 _RESULTS_AT_ONCE = 256
 _MAX_GROUP = 256

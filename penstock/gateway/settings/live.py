@@ -56,9 +56,8 @@ class LiveSettings(Collector):
         self.source = Source()
         self.latest_version = 0  # the newest one known, in use or refused
         self.refusal: str | None = None  # why the latest version is not in use
-        self.checked_at: Callable[[], float] = (
-            time.time
-        )  # when the database was last asked; set by `SharedSettings`
+        # When the database was last asked; set by `SharedSettings`.
+        self.checked_at: Callable[[], float] = time.time
         self._applies: list[Apply] = []
         self.num_applied = 0
         self.num_refused = 0

@@ -260,9 +260,8 @@ def _create_sqlite(url: sqlalchemy.URL) -> Engine:
         connection.isolation_level = None  # the driver does not begin transactions by itself
         connection.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
         _switch_to_wal(connection)
-        connection.execute(
-            "PRAGMA synchronous = NORMAL"
-        )  # survives a killed process; WAL keeps it consistent
+        # Survives a killed process; WAL keeps the file consistent.
+        connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
 
     @event.listens_for(engine, "begin")

@@ -107,9 +107,8 @@ usage = Table(
     Column("day", Integer, nullable=False),  # days since the epoch, in UTC; what indexes know of time
     Column("organization_id", String(64), nullable=False),
     Column("workspace_id", String(64), nullable=False),
-    Column(
-        "key_id", String(256), nullable=False
-    ),  # no foreign key: tokens and open servers have no row in `keys`
+    # No foreign key: tokens and open servers have no row in `keys`.
+    Column("key_id", String(256), nullable=False),
     Column("model", String(256), nullable=False),
     Column("endpoint", String(64), nullable=False),
     Column("tier", String(16), nullable=False),

@@ -29,9 +29,8 @@ class ImagePlaces:
         self._card = card
         self._parts = parts
         self._layouts = [self._layout(part) for part in parts]
-        self._shifts: list[
-            tuple[int, int]
-        ] = []  # places in the rendered text, and by how much later text moved
+        # Places in the rendered text, and by how much later text moved.
+        self._shifts: list[tuple[int, int]] = []
 
     def _layout(self, part: ImagePart) -> ImageLayout:
         assert part.loaded is not None, "the gateway has loaded the images"

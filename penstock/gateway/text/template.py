@@ -220,9 +220,8 @@ class ChatTemplate:
         try:
             return self._render(chosen, prompt)
         except InvalidRequest:
-            if not offers_tools(
-                prompt
-            ):  # some templates go through tools without a look whether there are any
+            # Some templates go through tools without a look whether there are any.
+            if not offers_tools(prompt):
                 with contextlib.suppress(InvalidRequest):
                     return self._render(chosen, prompt, says_none=False)
             if offers_tools(prompt) and not chosen.knows_tools:  # some templates refuse a turn of the system

@@ -163,9 +163,8 @@ class ReasoningMarks(msgspec.Struct, frozen=True):
     answer_alone: str = ""  # in front of such an answer without thoughts
     others: tuple[str, ...] = ()  # what an answer without thoughts may begin with; empty: anything
     stops: tuple[str, ...] = ()  # texts that end thoughts, too, and belong to what follows
-    wrappers: tuple[
-        tuple[str, str], ...
-    ] = ()  # tags around the text of an answer, which do not belong to the text
+    # Tags around the text of an answer, which do not belong to the text.
+    wrappers: tuple[tuple[str, str], ...] = ()
 
     @property
     def texts(self) -> tuple[str, ...]:

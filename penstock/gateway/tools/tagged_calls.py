@@ -182,9 +182,8 @@ class TaggedCalls(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()  # tags between the calls of a section
     parameters: ParameterTags | None = None  # None: the arguments are one JSON object
     hides_markers: bool = True  # they are control tokens, which do not belong into a text
-    tree_mark: str = (
-        ""  # in front of each tag of arguments that are a tree of tags; empty: arguments are no such tree
-    )
+    # In front of each tag of arguments that are a tree of tags; empty: arguments are no such tree.
+    tree_mark: str = ""
     quote: str = ""  # around texts in arguments whose keys are bare; empty: arguments are plain JSON
     tokens: tuple[str, ...] = ()  # within tags, of which some may be control tokens
 
