@@ -281,16 +281,16 @@ def compare(
 ) -> Result:
     import transformers
 
-    config, drawn = changed_settings(model_type, seed)
-    made = drawn if made is None else made
+    chosen = made or {}
 
     def result(outcome: str, remark: str = "", path: str = "–") -> Result:
-        return Result(
-            model_type, f"{name} {seed}", path, outcome, " ".join(f"{remark} {json.dumps(made)}".split())
-        )
+        said = f"{remark} {json.dumps(chosen)}"
+        return Result(model_type, f"{name} {seed}", path, outcome, " ".join(said.split()))
 
     try:
-        config = with_changes(config, made)
+        config, drawn = changed_settings(model_type, seed)
+        chosen = drawn if made is None else made
+        config = with_changes(config, chosen)
         maker = next(kind for kind, each in architectures._mappings().items() if each.get(model_type) == name)
         model = getattr(transformers, maker).from_config(config, attn_implementation="eager").float().eval()
         architectures.randomize(model)

@@ -123,6 +123,7 @@ class ModuleFiller:
         for name, module in list(self.network.named_modules()):
             is_packable = (
                 type(module) is nn.Linear
+                and module.weight.numel() > 0  # of shared experts, of which there may be none
                 and f"{name}.weight" in self.names.direct
                 and f"{name}.weight" not in tied
                 and not (float32_names and float32_names.search(f"{name}.weight"))

@@ -43,6 +43,12 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "num_experts": 4, **
         varied("zamba2", rms_norm_eps=1e-2),
         Tiny("qwen3_moe", WINDOWS),
         varied("bailing_hybrid", kda_safe_gate=False),
+        # By the code of transformers: a bias that is tied, and no shared expert.
+        Tiny("bert", {"is_decoder": True, "tie_word_embeddings": True, **TWO}),
+        Tiny(
+            "dots1",
+            {"n_routed_experts": 4, "n_shared_experts": 0, "first_k_dense_replace": 1, **EXPERTS, **TWO},
+        ),
     ],
     ids=lambda tiny: tiny.model_type,
 )
