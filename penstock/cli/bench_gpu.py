@@ -125,6 +125,9 @@ def bench_gpu(
     if "served" in chosen:  # first, because an engine in this process does not free all of the GPU's memory
         _measure_server(config, folder, loads, vocabulary, peer, found)
     if set(chosen) - {"served"}:
+        # Random weights repeat themselves, so drafts would be accepted more often than those of a real model.
+        scheduler = msgspec.structs.replace(config.scheduler, max_draft_tokens=0)
+        config = msgspec.structs.replace(config, scheduler=scheduler)
         _measure_engine(config, folder, chosen, batches, vocabulary, found)
     _print(folder.name, figures, peer_name(peer) if peer else None)
 

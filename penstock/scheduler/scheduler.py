@@ -199,8 +199,8 @@ class Scheduler(RequestLifecycle):
             self._predictor.observe(step.load, result.elapsed_s)
         if not step.step_id % _STEPS_BETWEEN_DECISIONS:
             self._swapping.decide_spills()
-        if sets_pace and step.planned_s is not None:
-            waited_s = now - step.planned_s - result.preparation_s
+        if sets_pace:
+            waited_s = None if step.planned_s is None else now - step.planned_s - result.preparation_s
             self._speculation.observe_step(step.load, waited_s, result.elapsed_s)
         events = [
             self._take_scores(sequence, scored, now)

@@ -18,7 +18,7 @@ are in flight (it *starts late*): those tokens count only if all before them are
 idle. Otherwise such a step brings one token for each request. The rates of both ways are compared.
 
 The step-time predictor fits all loads with one straight line. So its prediction for a step without drafts is scaled
-by what such steps took lately, and the time of a drafted token is what drafts added to it lately.
+by what such steps of about as many requests took lately, and the time of a drafted token is what drafts added to it.
 
 An estimate that is never tried is never corrected. So now and then, and when half of the requests have ended, a step
 takes one short draft that does not seem to pay. And now and then a step takes no draft at all: if every step had as
@@ -29,7 +29,7 @@ when many more requests run than before.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.core.engine_config import SchedulerConfig
@@ -47,21 +47,16 @@ _MARGIN = 1.1  # the required ratio of a drafted token's value to its cost, beca
 _MIN_GAIN = 1.02  # of a step with drafts over a step without: the best of many guesses are overestimated
 _MIN_GAIN_AHEAD = 1.05  # of a step with drafts over a step that is planned ahead
 _GAIN = 0.2  # of the newest step in averages of costs
-_GAIN_OF_RISE = (
-    0.05  # of a host's time above the average: most such times are of kernels that are compiled or recorded
-)
+_GAIN_OF_RISE = 0.1  # of a host's time above the average: often a kernel was compiled or a graph recorded
 _OUTLIER = 1.5  # a step's time is clipped to this multiple of its prediction
 _PATIENCE = 8  # plans without a draft, after which steps are planned ahead again, or few plans ask for drafts
-_PATIENCE_WITH_MANY = (
-    2  # the same, if many requests run: where all lack drafts, they will with the next plan, too
-)
+_PATIENCE_WITH_MANY = 2  # the same, if many requests run: where all lack drafts, they lack the next ones too
 _FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 16, 256  # plans; each failed trial doubles the number
 _TRIAL_SHARE = 4  # a trial drafts one token for one of this many requests
 _FIRST_TOKENS = 2  # of each draft, before the cost of a drafted token is known
 _FADING = 0.02  # decay of the estimated cost of drafts, per plan without drafts
 _PLANS_BETWEEN_PLAIN_STEPS = 48
-_PLANS_AFTER_RISE = 8
-_PLANS_UNTIL_FORGOTTEN = 256
+_FIRST_PLAIN_STEPS = 4  # of about as many requests
 _MANY_REQUESTS = 16  # with more, a request whose draft was not taken pauses, and drafts are given up sooner
 _MOST_NODES = 31  # of a tree
 _LATE_STEPS = 4  # for which a long draft has tokens, besides the first
@@ -104,36 +99,65 @@ class _Counts:
             self.accepted[position] += 1
 
 
-class _PlainSteps:
-    """Decides when a step takes no draft, so that the predictor learns the time of such a step too."""
+@dataclass
+class _PlainTimes:
+    """Averages over the latest steps without drafts, of about as many requests."""
 
-    def __init__(self) -> None:
+    num_planned: int = 0
+    num_observed: int = 0
+    decodes: float = 0.0
+    context_tokens: float = 0.0
+    elapsed_s: float = 0.0
+
+    def observe(self, load: StepLoad, elapsed_s: float) -> None:
+        self.num_observed += 1
+        gain = max(_GAIN, 1.0 / self.num_observed)
+        self.decodes += gain * (load.decode_sequences - self.decodes)
+        self.context_tokens += gain * (load.decode_context_tokens - self.context_tokens)
+        self.elapsed_s += gain * (elapsed_s - self.elapsed_s)
+
+    def mean_load(self) -> StepLoad:
+        return StepLoad(
+            decode_sequences=round(self.decodes), decode_context_tokens=round(self.context_tokens)
+        )
+
+
+class _PlainSteps:
+    """Knows what steps without drafts take, and decides when a step takes no draft so that this stays known."""
+
+    def __init__(self, predictor: StepTimePredictor) -> None:
+        self._predictor = predictor
+        self._times: dict[int, _PlainTimes] = {}  # by the bits of the number of decodes
         self._num_with_drafts = 0  # plans since the last one without
-        self._num_to_come = 0  # plans that alternate between drafts and none
-        self._known_decodes = 0  # the number of decodes at which both kinds of steps were compared
-        self._num_plans_with_few = 0  # plans since more than half as many ran
+
+    def predict(self, load: StepLoad) -> float:
+        """Predict the seconds of a step without drafts. The predictor's straight line passes through what such steps
+        of about as many requests took lately."""
+        predicted_s = self._predictor.predict(load)
+        seen = self._times.get(load.decode_sequences.bit_length())
+        if seen is None or not seen.num_observed:
+            return predicted_s
+        seen_s = self._predictor.predict(seen.mean_load())
+        return predicted_s * seen.elapsed_s / seen_s if seen_s > 0.0 else predicted_s
+
+    def observe(self, load: StepLoad, elapsed_s: float) -> None:
+        """Learn from a step without drafts and prompts."""
+        self._times_of(load.decode_sequences).observe(load, min(elapsed_s, _OUTLIER * self.predict(load)))
 
     def is_due(self, num_decodes: int) -> bool:
-        """Say whether the plan of `num_decodes` decodes shall have no drafts."""
-        if num_decodes > 2 * self._known_decodes:
-            self._known_decodes = num_decodes
-            self._num_to_come = _PLANS_AFTER_RISE
-        self._num_plans_with_few = (
-            0 if 2 * num_decodes > self._known_decodes else self._num_plans_with_few + 1
-        )
-        if self._num_plans_with_few >= _PLANS_UNTIL_FORGOTTEN:
-            self._known_decodes = num_decodes
-        self._num_to_come -= self._num_to_come > 0
-        is_due = self._num_with_drafts >= _PLANS_BETWEEN_PLAIN_STEPS or bool(
-            self._num_to_come and self._num_with_drafts
-        )
-        if is_due:
-            self._num_with_drafts = 0
-        return is_due
+        """Say whether the plan of `num_decodes` decodes shall have no drafts. The first plans of a size alternate."""
+        known = self._times_of(num_decodes).num_planned >= _FIRST_PLAIN_STEPS
+        return self._num_with_drafts >= (_PLANS_BETWEEN_PLAIN_STEPS if known else 1)
 
-    def put_off(self) -> None:
-        """Count a plan with drafts."""
-        self._num_with_drafts += 1
+    def planned(self, num_decodes: int, *, with_drafts: bool) -> None:
+        if with_drafts:
+            self._num_with_drafts += 1
+        else:
+            self._num_with_drafts = 0
+            self._times_of(num_decodes).num_planned += 1
+
+    def _times_of(self, num_decodes: int) -> _PlainTimes:
+        return self._times.setdefault(num_decodes.bit_length(), _PlainTimes())
 
 
 class Speculation:
@@ -152,11 +176,10 @@ class Speculation:
         self._tallies: dict[Kind, Tally] = {}
         self._nodes: dict[Kind, NodeTally] = {}  # of trees
         self._counts: dict[str, _Counts] = {}
-        self._plain_steps = _PlainSteps()
+        self._plain_steps = _PlainSteps(predictor)
         self._num_plans_without = 0  # plans since the last draft that seemed to pay
         self._plans_between_trials = _FEWEST_BETWEEN_TRIALS
         self._most_requests = 0  # running since the load last fell by half
-        self._plain_ratio = 1.0  # of a step without drafts to its prediction, lately
         self._row_s: float | None = None  # seconds of a drafted token, lately; None before the first
         self._num_observed = 0  # steps that were used to estimate the host's time
         self._host_s = 0.0  # host's time per step, while the executor idles
@@ -191,8 +214,13 @@ class Speculation:
         """Return the drafts that decodes verify in this step, by the number of their request. Requests that need more
         slots for them join `work.growing`."""
         self._note_load(len(self._running))
-        if not self._max_draft_tokens or self._plain_steps.is_due(len(work.decodes)):
+        if not self._max_draft_tokens:
             return {}
+        drafted = {} if self._plain_steps.is_due(len(work.decodes)) else self._choose(work, drafts)
+        self._plain_steps.planned(len(work.decodes), with_drafts=bool(drafted))
+        return drafted
+
+    def _choose(self, work: Work, drafts: Mapping[str, Draft]) -> dict[int, Drafted]:
         offers = []
         for sequence in work.decodes if drafts else ():
             draft = drafts.get(sequence.request_id)
@@ -204,8 +232,6 @@ class Speculation:
         for offer in offers:
             if offer.sequence.number not in drafted:
                 offer.sequence.drafting.pause(offer.sequence.num_known)
-        if drafted:
-            self._plain_steps.put_off()
         return drafted
 
     def choose_late(self, work: Work) -> dict[int, Drafted] | None:
@@ -252,26 +278,31 @@ class Speculation:
             if self._num_plans_without >= self._patience:
                 self._num_plans_without = self._patience + _FEWEST_BETWEEN_TRIALS - 1  # this plan counts
 
-    def observe_step(self, load: StepLoad, waited_s: float, elapsed_s: float) -> None:
-        """Learn the costs of drafts from a step that was not planned ahead: the host's time, and without prompts the
-        time of a step without drafts and of each drafted token. `waited_s` is the time from plan to commit."""
-        idle_s = max(0.0, waited_s - elapsed_s)
+    def observe_step(self, load: StepLoad, waited_s: float | None, elapsed_s: float) -> None:
+        """Learn the times of steps without drafts, and what drafts add to them: the host's time, and that of each
+        drafted token. `waited_s` is the time from plan to commit; None for a step that was planned ahead."""
+        if not self._max_draft_tokens:
+            return
+        if waited_s is not None:
+            self._observe_host(max(0.0, waited_s - elapsed_s), elapsed_s)
+        if load.prefill_tokens or elapsed_s <= 0.0:
+            return
+        if not load.draft_tokens:
+            self._plain_steps.observe(load, elapsed_s)
+        elif waited_s is not None:
+            plain_s = self._plain_steps.predict(replace(load, draft_tokens=0))
+            if plain_s <= 0.0:
+                return  # noisy step times can leave a weight of zero
+            elapsed_s = min(elapsed_s, _OUTLIER * self._predictor.predict(load))
+            row_s = max(0.0, elapsed_s - plain_s) / load.draft_tokens
+            before_s = self._predictor.draft_token_s if self._row_s is None else self._row_s
+            self._row_s = before_s + _GAIN * (row_s - before_s)
+
+    def _observe_host(self, idle_s: float, elapsed_s: float) -> None:
         idle_s = min(idle_s, max(2.0 * self._host_s, elapsed_s))  # the host may have compiled kernels
         self._num_observed += 1
         gain = _GAIN if idle_s < self._host_s else _GAIN_OF_RISE
         self._host_s += max(gain, 1.0 / self._num_observed) * (idle_s - self._host_s)
-        if load.prefill_tokens or elapsed_s <= 0.0:
-            return
-        elapsed_s = min(elapsed_s, _OUTLIER * self._predictor.predict(load))
-        plain_s = self._predictor.predict(replace(load, draft_tokens=0))
-        if plain_s <= 0.0:
-            return  # noisy step times can leave a weight of zero
-        if not load.draft_tokens:
-            self._plain_ratio += _GAIN * (elapsed_s / plain_s - self._plain_ratio)
-        else:
-            row_s = max(0.0, elapsed_s - self._plain_ratio * plain_s) / load.draft_tokens
-            before_s = self._predictor.draft_token_s if self._row_s is None else self._row_s
-            self._row_s = before_s + _GAIN * (row_s - before_s)
 
     def settle(self, sequence: Sequence, drafted: Drafted, sampled: SampledToken) -> DraftUse:
         """Count the drafts of a request that were in flight, and take back those that were not accepted."""
@@ -362,7 +393,7 @@ class Speculation:
         """Return how many tokens of each draft raise the rate of a step that is not planned ahead."""
         choice = self._best(offers, load, max_tokens, idle_s=self._host_s)
         self._latest = choice
-        plain_s = self._plain_ratio * self._predictor.predict(load)
+        plain_s = self._plain_steps.predict(load)
         min_gain = _MIN_GAIN_AHEAD
         if not self.plans_ahead:
             plain_s, min_gain = plain_s + self._host_s, _MIN_GAIN
@@ -373,7 +404,7 @@ class Speculation:
     def _best(self, offers: list[_Offer], load: StepLoad, max_tokens: int, *, idle_s: float) -> _Choice:
         """Take drafted tokens in the order of their chances. The executor idles for `idle_s` before the step."""
         row_s = _MARGIN * (self._predictor.draft_token_s if self._row_s is None else self._row_s)
-        step_s = self._plain_ratio * self._predictor.predict(load) + idle_s
+        step_s = self._plain_steps.predict(load) + idle_s
         num_tokens = float(load.decode_sequences)
         rows = [(chance, index) for index, offer in enumerate(offers) for chance in self._chances(offer)]
         # Within a draft chances fall, or stay: a stable sort keeps its tokens in order.

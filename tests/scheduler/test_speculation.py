@@ -354,6 +354,32 @@ def test_a_predictor_that_learned_nothing_but_zeros_ends_no_step() -> None:
     assert driver.answers["r"] == expected_answer(driver.requests["r"], 20)
 
 
+def test_plain_steps_are_known_by_the_number_of_requests() -> None:
+    """A straight line fits neither few nor many requests where the time of a step is a curve of their number."""
+    driver = drafting_driver()
+    set_step_cost(driver, 0.010, 0.001)
+    speculation = driver.scheduler._speculation
+    for num_requests, step_s in ((4, 0.010), (128, 0.020)):
+        for _ in range(20):
+            speculation.observe_step(StepLoad(decode_sequences=num_requests), None, step_s)
+    plain_steps = speculation._plain_steps
+    assert plain_steps.predict(StepLoad(decode_sequences=4)) == pytest.approx(0.010, rel=0.01)
+    assert plain_steps.predict(StepLoad(decode_sequences=128)) == pytest.approx(0.020, rel=0.01)
+    assert plain_steps.predict(StepLoad(decode_sequences=160)) == pytest.approx(
+        0.020 * (0.010 + 0.160) / (0.010 + 0.128), rel=0.01
+    )
+
+
+def test_the_first_steps_of_a_number_of_requests_alternate_between_drafts_and_none() -> None:
+    driver = drafting_driver(max_model_len=1000, num_blocks=300)
+    set_step_cost(driver, 0.010, 0.0001)
+    driver.add(make_request("a", 5, 400))
+    driver.step()
+    drafted = [bool(plan.chunks[0].drafts) for _ in range(30) if (plan := driver.step()) is not None]
+    assert drafted[:7] == [True, False, True, False, True, False, True]
+    assert all(drafted[8:])
+
+
 def run_with_host(driver: Driver, host_s: float, num_steps: int) -> None:
     """Let the executor idle for so long before each step that was not planned ahead."""
     for _ in range(num_steps):
