@@ -17,8 +17,7 @@ from math import exp, sqrt
 from random import Random
 from statistics import median
 
-from penstock.control.evidence import EvidenceCollector
-from penstock.control.gates import GateConfig
+from penstock.control.gates import EvidenceCollector, GateConfig
 from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
 from penstock.core.figures import percentile
 from penstock.simulator import ControlTimes, LogNormal, SimulationConfig, Workload, simulate

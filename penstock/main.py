@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    from penstock.cli.app import penstock
+    from penstock.cli.commands import penstock
 
     penstock(prog_name="penstock")
 

@@ -10,8 +10,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket
 
-from penstock.api.admin.adapters import AdapterEndpoints
-from penstock.api.admin.service import ServiceEndpoints
+from penstock.api.admin.service import AdapterEndpoints, ModelsEndpoints, ServiceEndpoints
 from penstock.api.admin.tenants import AdminEndpoints
 from penstock.api.anthropic.batches import KIND as ANTHROPIC
 from penstock.api.anthropic.batches import MESSAGES_PATH, MessageBatchEndpoints, MessageBatches
@@ -32,7 +31,6 @@ from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.browsers import AllowedOrigins, Cors
 from penstock.api.http.errors import on_http_exception, on_penstock_error, on_reader_gone
 from penstock.api.http.routes import OpenAPIEndpoint
-from penstock.api.models import ModelsEndpoints
 from penstock.api.ollama.endpoints import OllamaEndpoints
 from penstock.api.openai.batches import KIND as OPENAI
 from penstock.api.openai.batches import OpenAIBatchEndpoints, OpenAIBatches

@@ -22,7 +22,7 @@ from penstock.bench.load import LoadResult, OfflineSummary, Target
 from penstock.bench.workload import Workload
 from penstock.core.errors import UsageError
 from penstock.core.figures import percentile
-from penstock.core.installation import install_command
+from penstock.core.machine import install_command
 
 
 class Distribution(msgspec.Struct, frozen=True):

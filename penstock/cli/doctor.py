@@ -19,8 +19,7 @@ from penstock import __version__
 from penstock.cli.commands import EXIT_FAILURE, PenstockCommand
 from penstock.cli.console import spinner, stdout_console
 from penstock.core.gateway_config import ServerConfig
-from penstock.core.installation import reinstall_command
-from penstock.core.machine import usable_cores, usable_memory
+from penstock.core.machine import reinstall_command, usable_cores, usable_memory
 from penstock.kernels.gpus import Gpu
 from penstock.models.hub import ModelHub
 from penstock.serve.environment import model_hub

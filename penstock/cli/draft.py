@@ -163,7 +163,7 @@ def encoded(card: ModelCard, conversations: list[Conversation]) -> list[list[int
     """Write conversations as the model's chat template does, or as plain text for a model without one."""
     from tokenizers import Tokenizer
 
-    from penstock.core.first_tokens import first_of_prompt, first_of_template
+    from penstock.core.messages import first_of_prompt, first_of_template
     from penstock.gateway.prompts import ChatMessage, ChatPrompt
     from penstock.gateway.text.template import ChatTemplate
 

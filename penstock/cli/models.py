@@ -24,8 +24,13 @@ from penstock.cli.console import (
     stdout_console,
 )
 from penstock.core.figures import format_bytes
-from penstock.serve.environment import API_KEY_VARIABLE, URL_VARIABLE, model_hub
-from penstock.serve.running import RunningServer, running_servers
+from penstock.serve.environment import (
+    API_KEY_VARIABLE,
+    URL_VARIABLE,
+    RunningServer,
+    model_hub,
+    running_servers,
+)
 
 if TYPE_CHECKING:
     from penstock.models.quantization.job import Report

@@ -24,8 +24,7 @@ from penstock.core.gateway_config import ServerConfig, TenantsConfig
 from penstock.core.machine import is_loopback
 from penstock.core.messages import EngineReady, LoadProgress, ModelCard
 from penstock.models.catalog import BUILT_IN_MODELS
-from penstock.serve.environment import bytecode_dir, open_database
-from penstock.serve.running import announced
+from penstock.serve.environment import announced, bytecode_dir, open_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from penstock import __version__
 from penstock.cluster.control_messages import (
     Channel,
+    CurveChannel,
     Directive,
     ExperimentsShown,
     FromControl,
@@ -38,7 +39,6 @@ from penstock.cluster.control_messages import (
     encode_line,
 )
 from penstock.cluster.control_plane import ReplicaTimes, replica_view
-from penstock.cluster.control_socket import CurveChannel
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.host_record import JoinTokens
 from penstock.cluster.leadership import DIRECTIVE, LEADER, DocumentReader, LeaderDocument

@@ -42,8 +42,7 @@ from penstock.cluster.control_messages import (
 )
 from penstock.cluster.experiments import ExperimentService
 from penstock.cluster.leadership import Leadership
-from penstock.cluster.release_owner import ReleaseOwner
-from penstock.cluster.releases import ReleaseService, Resolve
+from penstock.cluster.releases import ReleaseOwner, ReleaseService, Resolve
 from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
 from penstock.cluster.role_scaling import RolePair, role_pairs
 from penstock.cluster.scaling import PoolScaler

@@ -18,7 +18,6 @@ from penstock.cluster.replica import ReplicaManager
 from penstock.cluster.scaling import PoolScaler, check_one_revision
 from penstock.cluster.staged_records import ExperimentRecord, RecordStore, arm_record
 from penstock.cluster.staged_run import StagedRun, StagedService, remove_beyond, start_missing
-from penstock.control.evidence import EvidenceCollector
 from penstock.control.experiment import (
     Arm,
     ArmWindow,
@@ -29,6 +28,7 @@ from penstock.control.experiment import (
     Window,
     replica_counts,
 )
+from penstock.control.gates import EvidenceCollector
 from penstock.core.cluster_view import ArmView, DifferenceView, ExperimentOrder, ExperimentView, GateView
 from penstock.core.errors import Conflict, InvalidRequest, NotFound, PenstockError
 from penstock.core.objective import TierSums

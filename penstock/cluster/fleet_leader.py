@@ -20,9 +20,8 @@ from msgspec.structs import replace
 
 from penstock import __version__
 from penstock.cluster.connections import EngineWatch
-from penstock.cluster.control_messages import Directive
+from penstock.cluster.control_messages import ControlServer, Directive
 from penstock.cluster.control_plane import ControlPlane, ReplicaTimes, replica_view
-from penstock.cluster.control_socket import ControlServer
 from penstock.cluster.host_record import HostRecord, JoinTokens, Offer
 from penstock.cluster.hosts import Hosts
 from penstock.cluster.leadership import (

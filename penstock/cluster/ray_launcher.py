@@ -32,7 +32,7 @@ from penstock.core.config import Placement
 from penstock.core.engine_config import DEFAULT_CPU_KV_MEMORY, Rendezvous, decode_rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.figures import format_bytes, parse_bytes
-from penstock.core.installation import install_command
+from penstock.core.machine import install_command
 
 
 class EngineHost:

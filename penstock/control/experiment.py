@@ -21,8 +21,15 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from penstock.control.chance import dependence, long_run_variance
-from penstock.control.gates import Evidence, GateConfig, GateReport, GateResult, judge
+from penstock.control.gates import (
+    Evidence,
+    GateConfig,
+    GateReport,
+    GateResult,
+    dependence,
+    judge,
+    long_run_variance,
+)
 from penstock.control.release import unit_of
 from penstock.core.objective import (
     Objective,

@@ -13,8 +13,7 @@ from penstock.core.clock import Clock
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes, parse_bytes
-from penstock.core.installation import install_command
-from penstock.core.machine import default_cpu_kv_bytes, usable_cores
+from penstock.core.machine import default_cpu_kv_bytes, install_command, usable_cores
 from penstock.core.plan import StateSlots, WindowLayout
 from penstock.engine.startup import load_compiler
 from penstock.engine.windows import LayerLayout, laid_out

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import InvalidRequest, Overloaded, error_from_code
-from penstock.core.first_tokens import first_of_prompt, first_of_template
-from penstock.core.messages import EngineStats, ModelCard
+from penstock.core.messages import EngineStats, ModelCard, first_of_prompt, first_of_template
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.engine.build import build_engine

@@ -20,7 +20,7 @@ from time import time_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.core.errors import UsageError
-from penstock.core.installation import install_command
+from penstock.core.machine import install_command
 from penstock.gateway.accounts import Claim, Outcome
 from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, SamplingOptions, TextPrompt
 

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Literal
 
 from penstock.core.errors import ModelLoadError, UsageError
-from penstock.core.installation import install_command
+from penstock.core.machine import install_command
 from penstock.models.catalog import (
     BUILT_IN_MODELS,
     CATALOG,

@@ -19,10 +19,9 @@ from penstock.core.request import Tier
 from penstock.dispatch import DispatchConfig
 from penstock.planner.capacity import BLOCK_TOKENS
 from penstock.planner.hardware import HARDWARE, KV_FORMATS, WEIGHT_FORMATS
-from penstock.planner.recorded import RecordedArrivals
 from penstock.planner.roofline import Layout, RooflineCost
 from penstock.planner.shapes import KNOWN_MODELS, known_shape
-from penstock.planner.traffic import MOST_TOKENS, parse_lengths, read_trace
+from penstock.planner.traffic import MOST_TOKENS, RecordedArrivals, parse_lengths, read_trace
 from penstock.simulator import (
     ControlTimes,
     Kill,

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.errors import UsageError
-from penstock.planner.family_defaults import text_settings
-from penstock.planner.mlp_layers import mlp_sizes
-from penstock.planner.shared_blocks import shared_blocks
-from penstock.planner.state_layers import StateLayers, layer_counts, layer_kinds, state_layers
-from penstock.planner.varied_layers import layer_averages
+from penstock.planner.layers import (
+    StateLayers,
+    layer_averages,
+    layer_counts,
+    layer_kinds,
+    mlp_sizes,
+    shared_blocks,
+    state_layers,
+    text_settings,
+)
 
 _LARGEST_SIZE = 1 << 24
 _ALIBI_NUMBERS = 8  # that the engine keeps beside each key and value for the biases of ALiBi

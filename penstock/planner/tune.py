@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.core.objective import Objective, PolicySet, RoutingWeights
 from penstock.core.request import Tier
-from penstock.planner.recorded import RecordedArrivals
+from penstock.planner.traffic import RecordedArrivals
 from penstock.simulator import Report, SimulationConfig
 
 MIN_GAIN = 0.005  # of the objective, to keep a change: smaller ones are chance

@@ -21,7 +21,7 @@ from penstock.cluster.replica import EngineClient
 from penstock.core.config import ServeConfig
 from penstock.core.errors import ConfigError, StoreUnavailable
 from penstock.core.gateway_config import GatewayConfig
-from penstock.core.installation import install_command
+from penstock.core.machine import install_command
 from penstock.core.tasks import running
 from penstock.gateway.accounts import Accounts, Limiter, Observer
 from penstock.gateway.gateway import Gateway

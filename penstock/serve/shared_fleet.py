@@ -36,7 +36,7 @@ from penstock.cluster.replica import Launcher, ReplicaSpec
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.config import ClusterConfig, ServeConfig
 from penstock.core.errors import ConfigError, UsageError
-from penstock.core.installation import install_command
+from penstock.core.machine import install_command
 from penstock.core.messages import EngineReady, LoadProgress
 from penstock.dispatch import DispatchConfig
 from penstock.gateway.store.database import Database

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from penstock.control.evidence import EvidenceCollector
+from penstock.control.gates import EvidenceCollector
 from penstock.control.release import Happening, ReleaseConfig, Releases, ReleaseState, Stage
 from penstock.core.errors import EngineUnavailable
 from penstock.core.request import FinishReason, Request

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from penstock.api.admin.fleet import ExperimentEndpoints
 from penstock.api.app import create_app
 from penstock.cli import clients
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.core.cluster_view import ArmView, DifferenceView, ExperimentOrder, ExperimentView
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope

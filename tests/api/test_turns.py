@@ -16,8 +16,8 @@ from starlette.routing import Route
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.sync.client import connect
 
+from penstock.api.http.connections import MAX_FRESH_PARTS, MAX_TURN_PARTS, MIN_PIECE_BYTES, TURN_BYTES, Turns
 from penstock.api.http.protocol import BoundedHttpProtocol
-from penstock.api.http.turns import MAX_FRESH_PARTS, MAX_TURN_PARTS, MIN_PIECE_BYTES, TURN_BYTES, Turns
 from penstock.core.gateway_config import ServerConfig
 from tests.api.bounded_server import BoundedServed, bounded_server
 from tests.gateway.fake_engine import FakeEngine, script_text

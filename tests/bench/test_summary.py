@@ -24,7 +24,7 @@ from penstock.bench.summary import (
 from penstock.bench.workload import ClosedLoop, Workload
 from penstock.core.errors import UsageError
 from penstock.core.figures import percentile
-from penstock.core.installation import install_command
+from penstock.core.machine import install_command
 
 TARGET = Target("ours", Endpoint.parse("http://127.0.0.1:1"), "m")
 WORKLOAD = Workload(arrivals=ClosedLoop(2), num_requests=3)

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli import bench_gpu
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.core.errors import EngineUnavailable
 from tests.bench.fake_server import FakeServer
 from tests.engine.tiny import write_tiny_model

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli import chat as chat_module
-from penstock.cli.app import penstock
 from penstock.cli.chat import Conversation
 from penstock.cli.clients import ChatClient
+from penstock.cli.commands import penstock
 from penstock.core.errors import PenstockError, UsageError
 
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from penstock.cli import clients
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.core.cluster_view import ClusterView, GatewayView, HostView, LeaderView
 from tests.cluster.views import RELEASE, VIEW
 

@@ -19,8 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from penstock import __version__
-from penstock.cli.app import MODULES, penstock
-from penstock.cli.commands import PenstockCommand
+from penstock.cli.commands import MODULES, PenstockCommand, penstock
 from penstock.cli.console import sigterm_unwinds
 from penstock.cli.serve import describe_vectors, describe_weights
 from penstock.cluster.replica import ReplicaSpec
@@ -77,7 +76,7 @@ def test_an_error_is_a_sentence_a_hint_and_an_exit_code(kind: str, exit_code: in
 def test_ctrl_c_before_a_subcommand_runs_ends_with_the_same_exit_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("penstock.cli.app.import_module", _press_ctrl_c)
+    monkeypatch.setattr("penstock.cli.commands.import_module", _press_ctrl_c)
     result = CliRunner().invoke(penstock, ["version"])
     assert (result.exit_code, result.stderr) == (130, "Interrupted.\n")
 
@@ -172,12 +171,12 @@ def test_the_commands_import_nothing_heavy() -> None:
 def test_a_command_imports_no_other() -> None:
     script = """
 import sys
-from penstock.cli.app import MODULES, penstock
+from penstock.cli.commands import MODULES, penstock
 penstock(["version"], standalone_mode=False)
 print(*sorted({f"penstock.cli.{module}" for module in MODULES.values()} & set(sys.modules)))
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == [__version__, "penstock.cli.app"]
+    assert found.stdout.split() == [__version__, "penstock.cli.commands"]
 
 
 def test_the_entry_point_runs_as_a_process() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from penstock.cli import doctor as doctor_module
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.cli.doctor import (
     Finding,
     check_cpu,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.cli.console import fetch_drafter
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import UsageError

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import ModelLoadError, UsageError
-from penstock.core.installation import install_command
+from penstock.core.machine import install_command
 from penstock.models.catalog import CATALOG, Companion
 from penstock.models.hub import ModelHub, PullProgress
 

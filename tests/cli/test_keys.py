@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.tenants.keyring import KeyRing
 from tests.gateway.store.ready_made import ready_made_database

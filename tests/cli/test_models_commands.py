@@ -17,10 +17,10 @@ from gguf import GGUFWriter
 from safetensors.numpy import save_file
 
 from penstock.cli import models
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.models.facts import model_facts
 from penstock.models.hub import ModelHub
-from penstock.serve.running import announced, running_servers
+from penstock.serve.environment import announced, running_servers
 from tests.cli.conftest import FakePip
 from tests.e2e.conftest import start_server
 
@@ -183,7 +183,7 @@ def test_running_servers(tmp_path: Path) -> None:
 
 def test_a_killed_server_is_forgotten(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from penstock.serve.running import announced\n"
+        "import sys, time; from pathlib import Path; from penstock.serve.environment import announced\n"
         "with announced(Path(sys.argv[1])) as announce:\n"
         "    announce('http://127.0.0.1:1', []); print('here', flush=True); time.sleep(600)"
     )

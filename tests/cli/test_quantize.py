@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.models.load import open_checkpoint
 from penstock.models.quantization.evaluation import default_texts, paragraphs
 from penstock.models.quantization.layouts import METHODS

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.gateway.ledger.journal import begun_request, usage_row
 from penstock.gateway.ledger.usage_store import insert_rows
 from penstock.gateway.store.database import Database, sqlite_url

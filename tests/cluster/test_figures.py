@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cluster.control_messages import RecentRate, RecentTimes, Sample
-from penstock.control.evidence import EvidenceCollector
-from penstock.control.gates import GateConfig
+from penstock.control.gates import EvidenceCollector, GateConfig
 from penstock.core.figures import percentile
 
 

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cluster.control_link import FleetLink
-from penstock.cluster.control_socket import CurveChannel
+from penstock.cluster.control_messages import CurveChannel
 from penstock.cluster.fleet import Fleet, SharedFleet
 from penstock.cluster.fleet_leader import FleetLeader, LeaderSettings, Stores
 from penstock.cluster.host_record import JoinTokens, Offer

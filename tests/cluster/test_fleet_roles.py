@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cluster.control_link import FleetLink
-from penstock.cluster.control_socket import CurveChannel
+from penstock.cluster.control_messages import CurveChannel
 from penstock.cluster.leadership import HOST_PREFIX, HostOrders, Leadership, Slot, Writer, opened, sealed
 from penstock.cluster.registry import RegistryError
 from penstock.core.cluster_view import ClusterView, HostOrder, ReleaseOrder, ReplicaOrder

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from penstock.cluster.ray_launcher import RayLauncher, refuse_too_large, resources
 from penstock.core.engine_config import CacheConfig, ModelConfig, ParallelConfig
 from penstock.core.errors import ConfigError
-from penstock.core.installation import install_command
+from penstock.core.machine import install_command
 from tests.cluster.control_stage import ENGINE, SPEC
 
 

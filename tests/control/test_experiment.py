@@ -8,8 +8,6 @@ import msgspec
 import pytest
 
 from penstock.cluster.control_messages import Sample
-from penstock.control.chance import long_run_variance
-from penstock.control.evidence import EvidenceCollector
 from penstock.control.experiment import (
     MAX_WINDOWS,
     Arm,
@@ -25,7 +23,7 @@ from penstock.control.experiment import (
     interval,
     replica_counts,
 )
-from penstock.control.gates import Evidence, Finding
+from penstock.control.gates import Evidence, EvidenceCollector, Finding, long_run_variance
 from penstock.core.objective import ObjectiveSettings, TierSums, Weights
 from penstock.core.request import Tier
 

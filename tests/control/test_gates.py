@@ -9,9 +9,18 @@ from random import Random
 
 import pytest
 
-from penstock.control.chance import chance_of_more, chance_of_share, chance_of_slower
-from penstock.control.evidence import EvidenceCollector
-from penstock.control.gates import Evidence, GateConfig, GateResult, Looks, judge, overall
+from penstock.control.gates import (
+    Evidence,
+    EvidenceCollector,
+    GateConfig,
+    GateResult,
+    Looks,
+    chance_of_more,
+    chance_of_share,
+    chance_of_slower,
+    judge,
+    overall,
+)
 
 GATES = GateConfig(min_requests=20, min_compared=0)
 

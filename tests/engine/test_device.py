@@ -14,7 +14,7 @@ import torch
 
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.errors import ConfigError
-from penstock.core.installation import install_command
+from penstock.core.machine import install_command
 from penstock.engine import device as device_module
 from penstock.engine.device import cache_sizes, choose_device, choose_ops, leave_cores_to
 from penstock.kernels import library

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from sqlalchemy import update
 
 from penstock.cluster.leadership import Leadership
-from penstock.cluster.release_owner import ReleaseOwner
+from penstock.cluster.releases import ReleaseOwner
 from penstock.cluster.staged_records import ReleaseRecord, changed
 from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
 from penstock.core.errors import Conflict, Superseded

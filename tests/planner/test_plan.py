@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.core.engine_config import CacheConfig, SchedulerConfig
 from penstock.core.errors import UsageError
 from penstock.planner.capacity import (

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from penstock.cli import simulate as command
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.core.errors import UsageError
 from penstock.planner.scenario import read_scenario, scenario_of, simulation_of
 from penstock.simulator import Kill, simulate

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from bench.tiny_configs import tiny_config
 from penstock.core.errors import UsageError
 from penstock.models.families import FAMILIES as NATIVE
-from penstock.planner.family_defaults import text_settings
+from penstock.planner.layers import text_settings
 from penstock.planner.shapes import shape_from_config
 
 FAMILIES = (

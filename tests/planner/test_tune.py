@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.core.objective import ObjectiveSettings, PolicySet, RoutingWeights, Weights
-from penstock.planner.recorded import RecordedArrivals
 from penstock.planner.scenario import scenario_of, simulation_of
+from penstock.planner.traffic import RecordedArrivals
 from penstock.planner.tune import check, mean_gain, search, split, with_policy
 from penstock.simulator import SimulationConfig, simulate
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from sqlalchemy import func, insert, select, text
 
-from penstock.cli.app import penstock
+from penstock.cli.commands import penstock
 from penstock.core.gateway_config import StoreConfig
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import fleet_documents

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core import installation
-from penstock.core.installation import install_command, reinstall_command
+from penstock.core import machine
+from penstock.core.machine import install_command, reinstall_command
 
 
 def install(folder: Path, name: str, entry_point: str, origin: dict[str, object] | None) -> None:
@@ -68,8 +68,8 @@ def test_sources_that_were_never_installed_name_the_published_distribution(monke
 
 def test_the_published_name_is_the_one_of_the_project() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["name"] == installation._PUBLISHED_NAME
-    assert project["scripts"] == {"penstock": installation._ENTRY_POINT}
+    assert project["name"] == machine._PUBLISHED_NAME
+    assert project["scripts"] == {"penstock": machine._ENTRY_POINT}
 
 
 def test_no_text_of_the_project_asks_pip_for_the_package_of_another_project() -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from penstock.core.errors import UsageError
 from penstock.core.gateway_config import ServerConfig, TelemetryConfig
-from penstock.core.installation import install_command
 from penstock.core.log_format import JsonFormatter
+from penstock.core.machine import install_command
 from penstock.gateway.telemetry import NoTracing
 from penstock.serve.config import resolve
 from penstock.serve.environment import otel_sampled_share, otel_service_name, otlp_headers

@@ -13,9 +13,8 @@ from penstock.scheduler.keyed_heap import KeyedHeap
 from penstock.scheduler.tenants import TenantAccount
 from penstock.simulator import Fixed, ReplicaConfig, Report, SimulationConfig, Workload, simulate
 from penstock.simulator.fleet import SimulatedFleet
-from penstock.simulator.limits import TenantLimits
 from penstock.simulator.report import Outcome
-from penstock.simulator.search import random_case, shrink, violation
+from penstock.simulator.search import TenantLimits, random_case, shrink, violation
 from penstock.simulator.workload import Fault, RestartGateway, StepClock
 
 WORKLOAD = Workload(num_requests=40, requests_per_s=40.0, prompt_tokens=Fixed(50), output_tokens=Fixed(100))

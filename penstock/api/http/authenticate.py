@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
 from penstock.api.http.browsers import AllowedOrigins, has_local_name, is_foreign_page, is_loopback
+from penstock.api.http.connections import take_place
 from penstock.api.http.context import set_identify, set_principal
 from penstock.api.http.errors import error_response_for
-from penstock.api.http.places import take_place
 from penstock.core.errors import AuthenticationFailed, PenstockError, PermissionDenied
 from penstock.core.identity import OPEN_PRINCIPAL, Scope
 from penstock.gateway.tenants.authenticator import Authenticator

@@ -1,21 +1,102 @@
-"""Limits and counts that all connections of a server share, and the timers of single connections."""
+"""Limits and counts that all connections of a server share, their places, the timers of single connections, and fair
+parsing.
+
+A connection on which no known caller's request is answered rests, and makes room for a new connection; the others are
+in use by workspaces, each of which leaves places to others.
+
+Fair parsing bounds the bytes of one connection that are parsed before other connections have their turn. One read of
+a socket may hold thousands of tiny requests, chunks or frames, and each costs far more than its bytes. A client may
+open hundreds of connections, so a turn of the event loop has one bound for all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from starlette.types import Scope
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from penstock.api.http.bodies import PendingBodies
-from penstock.api.http.places import Places
-from penstock.api.http.turns import Turns
+from penstock.core.errors import RateLimited
 from penstock.core.gateway_config import ServerConfig
+from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.shares import Shares
 from penstock.gateway.metrics.table import metrics
+
+TURN_BYTES = 16 << 10  # parsed at once
+MIN_PIECE_BYTES = 1 << 10  # parsed at once if the parts are small
+MAX_PIECE_PARTS = 8  # a piece with more parts than this is followed by a small piece
+MAX_TURN_PARTS = 64  # requests, pieces of bodies or frames, after which other connections have their turn
+MAX_FRESH_PARTS = 256  # parts of connections without a backlog in one turn
+PIPELINED_REQUEST_PARTS = 8  # the cost of answering a request, in parts
+
+
+class Turns:
+    """Lets connections with a backlog proceed one after the other, with one limit on the parts that all of them parse
+    in a turn of the event loop. A connection without a backlog proceeds at once while the turn has room."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._num_parts = 0  # since the turn began
+        self._begins_soon = False
+
+    @property
+    def has_room(self) -> bool:
+        return self._num_parts <= MAX_FRESH_PARTS
+
+    def spend(self, loop: asyncio.AbstractEventLoop, num_parts: int) -> None:
+        """Count parts that a connection has parsed."""
+        self._num_parts += num_parts
+        if self._num_parts > MAX_TURN_PARTS:
+            self._begin_soon(loop)
+
+    def wait(self, loop: asyncio.AbstractEventLoop, go_on: Callable[[], None]) -> None:
+        """Call `go_on` when it is the connection's turn. `go_on` reports the parts that it parses to `spend`."""
+        self._waiting.append(go_on)
+        self._begin_soon(loop)
+
+    def _begin_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._begins_soon:
+            self._begins_soon = True
+            loop.call_soon(self._begin, loop)
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._begins_soon = False
+        self._num_parts = 0
+        try:
+            while self._waiting and self._num_parts <= MAX_TURN_PARTS:
+                self._waiting.popleft()()
+        finally:  # after an error too: the other connections must not wait forever
+            if self._waiting:
+                self._begin_soon(loop)
+
+
+class HeldFlow(FlowControl):
+    """Flow control that can be held: a held connection reads nothing, even if uvicorn resumes reading, until the
+    bytes that were read are parsed."""
+
+    is_held = False
+
+    def hold(self) -> None:
+        self.is_held = True
+        self.pause_reading()
+
+    def release(self, *, resume: bool) -> None:
+        """End the hold. `resume` says whether there is no other reason to pause."""
+        self.is_held = False
+        if resume:
+            self.resume_reading()
+
+    def resume_reading(self) -> None:
+        if not self.is_held:
+            super().resume_reading()
+
 
 MIN_READ_BYTES = 16 << 10  # that a client must read in each `write_timeout_s` while bytes wait for it
 HELD_UP_S = 1.0  # a timer that fires later than this shows that the process was suspended
@@ -259,3 +340,90 @@ class IdleTimer:
 
 def _nothing() -> None:
     pass
+
+
+TAKE_PLACE = "penstock.take_place"  # the ASGI extension by which the caller of a request takes the place
+RETRY_AFTER_S = 5.0
+MAX_LOOKS = 16  # for a connection that has nothing to send
+
+
+class Places:
+    def __init__(self, max_connections: int) -> None:
+        self.shares = Shares(max_connections)
+        self.resting: dict[Place, None] = {}  # the one that rests the longest first
+
+    def make_room(self) -> bool:
+        """End the connection that has rested the longest, and return whether there was one. Connections that have
+        nothing to send go first."""
+        first = next(iter(self.resting), None)
+        if first is None:
+            return False
+        looked_at = (place for place, _ in zip(self.resting, range(MAX_LOOKS), strict=False))
+        place = next((each for each in looked_at if each.is_silent), first)
+        del self.resting[place]
+        place.abort()
+        return True
+
+
+class Place:
+    """The place of one connection. It rests until a known caller's request is answered."""
+
+    __slots__ = ("_holder", "_places", "_transport")
+
+    def __init__(self, places: Places, transport: asyncio.Transport) -> None:
+        self._places = places
+        self._transport = transport
+        self._holder: str | None = None  # the workspace that uses it
+
+    @property
+    def holder(self) -> str:
+        """Return the workspace that uses the connection; empty where none does."""
+        return self._holder or ""
+
+    @property
+    def is_silent(self) -> bool:
+        return not self._transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def take(self, principal: Principal) -> None:
+        """Rest no longer: the request of a known caller is answered. Raises RateLimited for a workspace that has its
+        share of the places. The owner of a server without keys shares with nobody."""
+        holder, shares = principal.workspace_id, self._places.shares
+        if principal is not OPEN_PRINCIPAL and holder != self._holder:
+            if shares.is_full_for(holder):
+                raise RateLimited(
+                    f"This workspace uses {shares.of(holder)} connections, and the rest is kept for others.",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            self._let_go()
+            self._holder = holder
+            shares.add(holder)
+        self._places.resting.pop(self, None)
+
+    def rest(self) -> None:
+        """Rest from now on: the connection is new, has a new request, or a request was answered."""
+        if self._holder is not None:
+            self._let_go()
+        resting = self._places.resting
+        resting.pop(self, None)
+        resting[self] = None
+
+    def leave(self) -> None:
+        """The connection has ended."""
+        self._let_go()
+        self._places.resting.pop(self, None)
+
+    def _let_go(self) -> None:
+        if self._holder is not None:
+            self._places.shares.add(self._holder, -1)
+            self._holder = None
+
+
+def take_place(scope: Scope, principal: Principal) -> None:
+    """Let the caller of a request take the place of its connection. Raises RateLimited where the caller has too many.
+    Calls from inside of the server have no connection."""
+    found = (scope.get("extensions") or {}).get(TAKE_PLACE)
+    if found is not None:
+        found["take"](principal)

@@ -19,7 +19,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from penstock.api.http.bodies import MAX_DISCARDED_BYTES, ArrivingBody
-from penstock.api.http.connections import ClientTimer, ConnectionLimits, IdleTimer, StallTimer
+from penstock.api.http.connections import (
+    MAX_PIECE_PARTS,
+    MAX_TURN_PARTS,
+    MIN_PIECE_BYTES,
+    PIPELINED_REQUEST_PARTS,
+    TAKE_PLACE,
+    TURN_BYTES,
+    ClientTimer,
+    ConnectionLimits,
+    HeldFlow,
+    IdleTimer,
+    Place,
+    StallTimer,
+)
 from penstock.api.http.context import ON_DEPARTURE
 from penstock.api.http.exchange import (
     HTTP2_PREFACE,
@@ -30,15 +43,6 @@ from penstock.api.http.exchange import (
     LateWrites,
     RequestWorker,
     wrap_transport,
-)
-from penstock.api.http.places import TAKE_PLACE, Place
-from penstock.api.http.turns import (
-    MAX_PIECE_PARTS,
-    MAX_TURN_PARTS,
-    MIN_PIECE_BYTES,
-    PIPELINED_REQUEST_PARTS,
-    TURN_BYTES,
-    HeldFlow,
 )
 from penstock.api.http.websocket_protocol import (
     SINGLE_HEADERS,

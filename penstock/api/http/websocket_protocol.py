@@ -20,10 +20,16 @@ from uvicorn.server import ServerState
 from websockets.frames import Frame
 from websockets.http11 import Request
 
-from penstock.api.http.connections import ConnectionLimits, StallTimer
+from penstock.api.http.connections import (
+    MAX_TURN_PARTS,
+    MIN_PIECE_BYTES,
+    TAKE_PLACE,
+    TURN_BYTES,
+    ConnectionLimits,
+    Place,
+    StallTimer,
+)
 from penstock.api.http.errors import error_body
-from penstock.api.http.places import TAKE_PLACE, Place
-from penstock.api.http.turns import MAX_TURN_PARTS, MIN_PIECE_BYTES, TURN_BYTES
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 

@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError
-from penstock.core.installation import install_command
 from penstock.core.kv_transfer import KVLayout
+from penstock.core.machine import install_command
 from penstock.engine.transfer.sources import KVMemory, Source, TransferError, pieces, sources_of
 
 # One wheel for each version of CUDA; both work without a GPU.

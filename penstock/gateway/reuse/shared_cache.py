@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from penstock import __version__
 from penstock.core.errors import ConfigError
-from penstock.core.installation import install_command
+from penstock.core.machine import install_command
 from penstock.gateway.metrics.table import metric_by
 
 if TYPE_CHECKING:  # the package is an extra

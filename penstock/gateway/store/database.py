@@ -28,7 +28,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.pool import StaticPool
 
 from penstock.core.errors import ConfigError, InvalidRequest, RateLimited, StoreUnavailable
-from penstock.core.installation import install_command
+from penstock.core.machine import install_command
 from penstock.gateway.store.migrations import migrate, version_table
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ import msgspec
 from tokenizers import Encoding, Tokenizer
 
 from penstock.core.errors import ModelLoadError
-from penstock.core.first_tokens import first_of_prompt, first_of_template
-from penstock.core.messages import ModelCard
+from penstock.core.messages import ModelCard, first_of_prompt, first_of_template
 from penstock.gateway.text.detokenizer import (
     ByteDetokenizer,
     DecoderKind,
