@@ -2,7 +2,7 @@
 
 Settings are resolved once, before anything is built, and never change later. The command line and the TOML file are
 both generated from these structs: a field `max_num_seqs` is the flag `--max-num-seqs` and the key `max_num_seqs`.
-`Meta(description=...)` is the help text.
+The text in `Annotated` is the help text.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.core.engine_config import EngineConfig
+from penstock.core.figures import Count, CountOrZero, NotNegative, Positive, Share
 from penstock.core.gateway_config import (
     GatewayConfig,
     LedgerConfig,
@@ -30,134 +31,86 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Settings of engines: how many there are, and how requests are distributed among them."""
 
     replicas: Annotated[
-        int, Meta(description="Engine processes that serve the model, sharing this machine.", ge=1, le=1024)
+        int, Meta(ge=1, le=1024), "Engine processes that serve the model, sharing this machine."
     ] = 1
     prefill_replicas: Annotated[
         int,
-        Meta(
-            description="Engines that compute long prompts and hand their KV to those that decode, "
-            "instead of --replicas; without --decode-replicas only in a shared fleet.",
-            ge=0,
-            le=1024,
-        ),
+        Meta(ge=0, le=1024),
+        "Engines that compute long prompts and hand their KV to those that decode, instead of --replicas; "
+        "without --decode-replicas only in a shared fleet.",
     ] = 0
     decode_replicas: Annotated[
-        int, Meta(description="Engines that answer with KV from --prefill-replicas.", ge=0, le=1024)
+        int, Meta(ge=0, le=1024), "Engines that answer with KV from --prefill-replicas."
     ] = 0
-    routing_policy: Annotated[
-        RoutingPolicy, Meta(description="Policy that chooses the replica of a request.")
-    ] = "prefix-aware"
-    record_dispatch: (
-        Annotated[
-            str,
-            Meta(
-                description="File to log every decision of the fleet to, for replay and diagnosis. Holds prompts "
-                "and answers."
-            ),
-        ]
-        | None
-    ) = None
-    region: Annotated[str, Meta(description="Region in which this server's replicas run.")] = ""
+    routing_policy: Annotated[RoutingPolicy, "Policy that chooses the replica of a request."] = "prefix-aware"
+    record_dispatch: Annotated[
+        str | None,
+        "File to log every decision of the fleet to, for replay and diagnosis. Holds prompts and answers.",
+    ] = None
+    region: Annotated[str, "Region in which this server's replicas run."] = ""
     heartbeat_timeout_s: Annotated[
-        float, Meta(description="Kill and restart a replica that is silent for this many seconds.", gt=0)
+        Positive, "Kill and restart a replica that is silent for this many seconds."
     ] = 5.0
     cluster: Annotated[
-        Literal["local", "ray"],
-        Meta(description="Where replicas run: processes of this machine, or actors of a Ray cluster."),
+        Literal["local", "ray"], "Where replicas run: processes of this machine, or actors of a Ray cluster."
     ] = "local"
-    registry: (
-        Annotated[
-            str,
-            Meta(
-                description="Registry of a shared fleet, for penstock engine and penstock gateway: "
-                "redis://HOST:6379/0, postgresql://HOST/DATABASE or kubernetes://NAMESPACE."
-            ),
-        ]
-        | None
-    ) = None
-    join_token: (
-        Annotated[
-            str,
-            Meta(
-                description="Secret that the machines of a shared fleet have in common. A second one after a "
-                "comma is accepted too, to rotate tokens."
-            ),
-        ]
-        | None
-    ) = None
+    registry: Annotated[
+        str | None,
+        "Registry of a shared fleet, for penstock engine and penstock gateway: redis://HOST:6379/0, "
+        "postgresql://HOST/DATABASE or kubernetes://NAMESPACE.",
+    ] = None
+    join_token: Annotated[
+        str | None,
+        "Secret that the machines of a shared fleet have in common. A second one after a comma is accepted "
+        "too, to rotate tokens.",
+    ] = None
     engine_host: Annotated[
-        str,
-        Meta(description="Address of this machine at which gateways of a shared fleet reach its engines."),
+        str, "Address of this machine at which gateways of a shared fleet reach its engines."
     ] = "127.0.0.1"
     control_host: Annotated[
-        str,
-        Meta(
-            description="Address of this machine at which gateways of a shared fleet reach penstock control."
-        ),
+        str, "Address of this machine at which gateways of a shared fleet reach penstock control."
     ] = "127.0.0.1"
-    ready_file: (
-        Annotated[
-            str,
-            Meta(
-                description="File that exists while penstock engine or penstock control is ready, for probes: "
-                "neither answers HTTP requests."
-            ),
-        ]
-        | None
-    ) = None
-    ray_address: (
-        Annotated[
-            str, Meta(description="Ray cluster to join, such as ray-head:6379. Default: one on this machine.")
-        ]
-        | None
-    ) = None
+    ready_file: Annotated[
+        str | None,
+        "File that exists while penstock engine or penstock control is ready, for probes: neither answers HTTP "
+        "requests.",
+    ] = None
+    ray_address: Annotated[
+        str | None, "Ray cluster to join, such as ray-head:6379. Default: one on this machine."
+    ] = None
     ray_placement: Annotated[
         Placement,
-        Meta(
-            description="Nodes for the stages of a replica on Ray: as few as have room (pack), one (strict-pack), or "
-            "one for each stage (strict-spread)."
-        ),
+        "Nodes for the stages of a replica on Ray: as few as have room (pack), one (strict-pack), or one for "
+        "each stage (strict-spread).",
     ] = "pack"
 
 
 class ScalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of autoscaling. Without a floor and a ceiling the number of replicas does not change."""
 
-    min_replicas: (
-        Annotated[int, Meta(description="Fewest replicas of a model; 0 ends the last one when idle.", ge=0)]
-        | None
-    ) = None
-    max_replicas: (
-        Annotated[
-            int, Meta(description="Most replicas of a model. Default: the number of replicas is fixed.", ge=1)
-        ]
-        | None
-    ) = None
-    ttft_target_ms: Annotated[
-        float, Meta(description="Start replicas when the p95 time to first token is above this.", gt=0)
-    ] = 1000.0
-    queue_target_s: Annotated[
-        float, Meta(description="Start replicas when queued prompts would take longer than this.", gt=0)
-    ] = 2.0
+    min_replicas: Annotated[
+        CountOrZero | None, "Fewest replicas of a model; 0 ends the last one when idle."
+    ] = None
+    max_replicas: Annotated[
+        Count | None, "Most replicas of a model. Default: the number of replicas is fixed."
+    ] = None
+    ttft_target_ms: Annotated[Positive, "Start replicas when the p95 time to first token is above this."] = (
+        1000.0
+    )
+    queue_target_s: Annotated[Positive, "Start replicas when queued prompts would take longer than this."] = (
+        2.0
+    )
     kv_usage_target: Annotated[
-        float,
-        Meta(description="Start replicas when more than this fraction of KV blocks is in use.", gt=0, le=1),
+        Share, "Start replicas when more than this fraction of KV blocks is in use."
     ] = 0.85
     scale_up_pause_s: Annotated[
-        float, Meta(description="Seconds to wait after starting replicas before starting more.", ge=0)
+        NotNegative, "Seconds to wait after starting replicas before starting more."
     ] = 30.0
     scale_down_pause_s: Annotated[
-        float,
-        Meta(
-            description="Seconds for which fewer replicas must have been enough before one is stopped.", ge=0
-        ),
+        NotNegative, "Seconds for which fewer replicas must have been enough before one is stopped."
     ] = 120.0
     scale_to_zero_after_s: Annotated[
-        float,
-        Meta(
-            description="With --min-replicas 0: seconds without requests before the last replica is stopped.",
-            ge=0,
-        ),
+        NotNegative, "With --min-replicas 0: seconds without requests before the last replica is stopped."
     ] = 300.0
 
 
@@ -165,15 +118,13 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Names in addition to the first model's name. `ServeConfig.models` holds the `[[models]]` of a file."""
 
     also_serve: Annotated[
-        tuple[str, ...], Meta(description="Another model to serve, as MODEL or NAME=MODEL; can be repeated.")
+        tuple[str, ...], "Another model to serve, as MODEL or NAME=MODEL; can be repeated."
     ] = ()
     lora_modules: Annotated[
-        tuple[str, ...],
-        Meta(description="LoRA adapter to serve under a name of its own, as NAME=FOLDER; can be repeated."),
+        tuple[str, ...], "LoRA adapter to serve under a name of its own, as NAME=FOLDER; can be repeated."
     ] = ()
     external: Annotated[
-        tuple[str, ...],
-        Meta(description="URL of another OpenAI-compatible server to pass requests on to; can be repeated."),
+        tuple[str, ...], "URL of another OpenAI-compatible server to pass requests on to; can be repeated."
     ] = ()
 
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.core.errors import ConfigError
+from penstock.core.figures import Count, CountOrZero, NotNegative, Positive, Share, ShareOrZero
 from penstock.core.request import SamplingDefaults
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -21,252 +22,161 @@ TierShares = Annotated[str, Meta(pattern=r"^\d+(\.\d+)?(,\d+(\.\d+)?){2}$", max_
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    model: Annotated[
-        str, Meta(description="A known model name, a Hugging Face id, a folder or a .gguf file.")
-    ] = "smollm2-135m"
-    served_model_name: (
-        Annotated[
-            str,
-            Meta(
-                description="Name that clients use for the model. Default: as given. More names, after a comma or "
-                "with the flag again, are aliases."
-            ),
-        ]
-        | None
-    ) = None
-    device: Annotated[
-        Device, Meta(description="Device to run on. auto: a CUDA GPU if there is one, else the CPU.")
-    ] = "auto"
+    model: Annotated[str, "A known model name, a Hugging Face id, a folder or a .gguf file."] = "smollm2-135m"
+    served_model_name: Annotated[
+        str | None,
+        "Name that clients use for the model. Default: as given. More names, after a comma or with the flag "
+        "again, are aliases.",
+    ] = None
+    device: Annotated[Device, "Device to run on. auto: a CUDA GPU if there is one, else the CPU."] = "auto"
     dtype: Annotated[
         DType,
-        Meta(
-            description="Compute type: auto takes bfloat16 where the hardware has it, else float32. "
-            "On a CPU, only auto may turn the inputs of quantized weights into two bytes each, for speed."
-        ),
+        "Compute type: auto takes bfloat16 where the hardware has it, else float32. On a CPU, only auto may "
+        "turn the inputs of quantized weights into two bytes each, for speed.",
     ] = "auto"
-    quantization: (
-        Annotated[
-            Quantization,
-            Meta(
-                description="Quantize the weights while loading: int8, int4 or fp8. "
-                "Quantized checkpoints need no flag."
-            ),
-        ]
-        | None
-    ) = None
+    quantization: Annotated[
+        Quantization | None,
+        "Quantize the weights while loading: int8, int4 or fp8. Quantized checkpoints need no flag.",
+    ] = None
     model_implementation: Annotated[
         ModelImplementation,
-        Meta(
-            description="The code that runs the model: native, or the transformers library (an extra) with paged "
-            "attention. Auto: transformers for architectures that are not native."
-        ),
+        "The code that runs the model: native, or the transformers library (an extra) with paged attention. "
+        "Auto: transformers for architectures that are not native.",
     ] = "auto"
     trust_remote_code: Annotated[
-        bool, Meta(description="Run Python code that comes with a model, if transformers has none for it.")
+        bool, "Run Python code that comes with a model, if transformers has none for it."
     ] = False
     attention_backend: Annotated[
         Literal["auto", "triton", "flashinfer"],
-        Meta(
-            description="The kernels of attention over prompts on CUDA: triton (also with auto), or flashinfer, an "
-            "extra."
-        ),
+        "The kernels of attention over prompts on CUDA: triton (also with auto), or flashinfer, an extra.",
     ] = "auto"
-    max_model_len: (
-        Annotated[
-            int,
-            Meta(
-                description="Maximum length of prompt and answer together, in tokens. Default: the model's "
-                "maximum.",
-                ge=1,
-            ),
-        ]
-        | None
-    ) = None
-    seed: Annotated[int, Meta(description="Seed for requests without one, and for random weights.")] = 0
+    max_model_len: Annotated[
+        Count | None, "Maximum length of prompt and answer together, in tokens. Default: the model's maximum."
+    ] = None
+    seed: Annotated[int, "Seed for requests without one, and for random weights."] = 0
     load_format: Annotated[
         LoadFormat,
-        Meta(
-            description="auto reads safetensors or GGUF; pt reads pytorch_model.bin, unpickling tensors only; random "
-            "fills weights from config.json alone, for benchmarks."
-        ),
+        "auto reads safetensors or GGUF; pt reads pytorch_model.bin, unpickling tensors only; random fills "
+        "weights from config.json alone, for benchmarks.",
     ] = "auto"
 
     mmproj: Annotated[
         str,
-        Meta(
-            description="The vision part of a GGUF model: auto takes an mmproj file beside the model, none takes "
-            "text only, FILE reads that file."
-        ),
+        "The vision part of a GGUF model: auto takes an mmproj file beside the model, none takes text only, "
+        "FILE reads that file.",
     ] = "auto"
     generation_config: Annotated[
         str,
-        Meta(
-            description="Where sampling defaults come from: auto reads the model's generation_config.json, none (or "
-            "vllm) reads nothing, FOLDER reads the file there."
-        ),
+        "Where sampling defaults come from: auto reads the model's generation_config.json, none (or vllm) "
+        "reads nothing, FOLDER reads the file there.",
     ] = "auto"
     override_generation_config: Annotated[
-        str,
-        Meta(description='Sampling defaults as JSON, such as {"temperature": 0.6}, over those of the model.'),
+        str, 'Sampling defaults as JSON, such as {"temperature": 0.6}, over those of the model.'
     ] = "{}"
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    block_size: Annotated[int, Meta(description="Tokens per KV block.", ge=16, le=16)] = 16
-    kv_cache_memory: (
-        Annotated[
-            str,
-            Meta(
-                description="Memory for the KV cache, such as 512MiB or 8GiB. "
-                "Default on a CPU: 512MiB, at most a quarter of the memory."
-            ),
-        ]
-        | None
-    ) = None
-    num_kv_blocks: Annotated[int, Meta(description="KV blocks, instead of a memory size.", ge=2)] | None = (
-        None
-    )
+    block_size: Annotated[int, Meta(ge=16, le=16), "Tokens per KV block."] = 16
+    kv_cache_memory: Annotated[
+        str | None,
+        "Memory for the KV cache, such as 512MiB or 8GiB. Default on a CPU: 512MiB, at most a quarter of the "
+        "memory.",
+    ] = None
+    num_kv_blocks: Annotated[Annotated[int, Meta(ge=2)] | None, "KV blocks, instead of a memory size."] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "int8"],
-        Meta(
-            description="Type of cached keys and values: auto is the compute type; fp8 (CUDA only) and int8 halve it."
-        ),
+        "Type of cached keys and values: auto is the compute type; fp8 (CUDA only) and int8 halve it.",
     ] = "auto"
-    gpu_memory_utilization: Annotated[
-        float, Meta(description="Fraction of a GPU's memory that Penstock may use.", gt=0, le=1)
-    ] = 0.9
+    gpu_memory_utilization: Annotated[Share, "Fraction of a GPU's memory that Penstock may use."] = 0.9
     enable_prefix_caching: Annotated[
-        bool, Meta(description="Reuse the KV of prefixes that earlier requests have computed.")
+        bool, "Reuse the KV of prefixes that earlier requests have computed."
     ] = True
-    max_pinned_fraction: Annotated[
-        float, Meta(description="Fraction of the KV cache that pinned blocks may use.", ge=0, le=1)
-    ] = 0.5
-    kv_host_memory: (
-        Annotated[
-            str,
-            Meta(
-                description="Host memory for KV that was evicted from the cache, such as 4GiB; 0 for none. "
-                "Default: the size of the KV cache, at most 4GiB."
-            ),
-        ]
-        | None
-    ) = None
-    kv_disk_cache: (
-        Annotated[str, Meta(description="Directory for KV of prefixes that were evicted from host memory.")]
-        | None
-    ) = None
-    kv_disk_cache_size: Annotated[str, Meta(description="Maximum size of that directory, such as 50GiB.")] = (
-        "50GiB"
-    )
+    max_pinned_fraction: Annotated[ShareOrZero, "Fraction of the KV cache that pinned blocks may use."] = 0.5
+    kv_host_memory: Annotated[
+        str | None,
+        "Host memory for KV that was evicted from the cache, such as 4GiB; 0 for none. Default: the size of "
+        "the KV cache, at most 4GiB.",
+    ] = None
+    kv_disk_cache: Annotated[
+        str | None, "Directory for KV of prefixes that were evicted from host memory."
+    ] = None
+    kv_disk_cache_size: Annotated[str, "Maximum size of that directory, such as 50GiB."] = "50GiB"
     image_cache_memory: Annotated[
         str,
-        Meta(
-            description="Memory of the device for encoded images, which prompts with the same image share. For a "
-            "vision-language model only."
-        ),
+        "Memory of the device for encoded images, which prompts with the same image share. For a "
+        "vision-language model only.",
     ] = "256MiB"
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    max_num_seqs: Annotated[int, Meta(description="Requests that run at once.", ge=1)] = 256
-    max_num_batched_tokens: Annotated[int, Meta(description="Most tokens in one step.", ge=1)] = 2048
-    itl_target_ms: (
-        Annotated[
-            float,
-            Meta(description="Keep predicted steps under this while answers stream; 0 turns it off.", ge=0),
-        ]
-        | None
-    ) = 100.0
-    max_queue_requests: Annotated[int, Meta(description="Requests that may wait; more get 503.", ge=0)] = 1024
-    max_queue_tokens: Annotated[int, Meta(description="Prompt tokens that may wait; more get 503.", ge=0)] = (
-        1_000_000
+    max_num_seqs: Annotated[Count, "Requests that run at once."] = 256
+    max_num_batched_tokens: Annotated[Count, "Most tokens in one step."] = 2048
+    itl_target_ms: Annotated[
+        NotNegative | None, "Keep predicted steps under this while answers stream; 0 turns it off."
+    ] = 100.0
+    max_queue_requests: Annotated[CountOrZero, "Requests that may wait; more get 503."] = 1024
+    max_queue_tokens: Annotated[CountOrZero, "Prompt tokens that may wait; more get 503."] = 1_000_000
+    max_output_tokens: Annotated[Count | None, "Server cap on max_tokens. Default: the model's context."] = (
+        None
     )
-    max_output_tokens: (
-        Annotated[int, Meta(description="Server cap on max_tokens. Default: the model's context.", ge=1)]
-        | None
-    ) = None
-    queue_timeout_s: (
-        Annotated[float, Meta(description="Maximum seconds in the queue before a request gets 503.", gt=0)]
-        | None
-    ) = 600.0
-    aging_s: Annotated[
-        float,
-        Meta(description="After this long in the queue a request counts as one tier more urgent.", gt=0),
-    ] = 30.0
+    queue_timeout_s: Annotated[Positive | None, "Maximum seconds in the queue before a request gets 503."] = (
+        600.0
+    )
+    aging_s: Annotated[Positive, "After this long in the queue a request counts as one tier more urgent."] = (
+        30.0
+    )
     length_bins: Annotated[
         LengthBins,
-        Meta(
-            description="Predict lengths of answers from the tenant's earlier answers (tenant), and from those to "
-            "prompts of similar length and kind (prompt); off predicts none."
-        ),
+        "Predict lengths of answers from the tenant's earlier answers (tenant), and from those to prompts of "
+        "similar length and kind (prompt); off predicts none.",
     ] = "prompt"
-    preempt_batch: Annotated[
-        bool, Meta(description="Let urgent requests that lack room preempt running batch requests.")
-    ] = True
-    tier_shares: (
-        Annotated[
-            TierShares,
-            Meta(
-                description="Shares of the tokens that start, for the tiers priority, default and batch, such as "
-                "8,3,1. Default: the more urgent tier goes first."
-            ),
-        ]
-        | None
-    ) = None
+    preempt_batch: Annotated[bool, "Let urgent requests that lack room preempt running batch requests."] = (
+        True
+    )
+    tier_shares: Annotated[
+        TierShares | None,
+        "Shares of the tokens that start, for the tiers priority, default and batch, such as 8,3,1. Default: "
+        "the more urgent tier goes first.",
+    ] = None
     min_cacheable_tokens: Annotated[
-        int,
-        Meta(description="Shortest prompt prefix that a cache breakpoint keeps; shorter ones are not.", ge=1),
+        Count, "Shortest prompt prefix that a cache breakpoint keeps; shorter ones are not."
     ] = 1024
     max_draft_tokens: Annotated[
         int,
-        Meta(
-            description="Maximum number of tokens drafted for a request in one step. Fewer are drafted if "
-            "more are not predicted to pay off.",
-            ge=0,
-            le=64,
-        ),
+        Meta(ge=0, le=64),
+        "Maximum number of tokens drafted for a request in one step. Fewer are drafted if more are not "
+        "predicted to pay off.",
     ] = 12
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a replica that is split over several processes, each with its own device."""
 
-    tensor_parallel_size: Annotated[
-        int, Meta(description="Ranks that each layer is sharded over.", ge=1, le=64)
-    ] = 1
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=64), "Ranks that each layer is sharded over."] = 1
     pipeline_parallel_size: Annotated[
-        int, Meta(description="Pipeline stages that the layers are divided into.", ge=1, le=64)
+        int, Meta(ge=1, le=64), "Pipeline stages that the layers are divided into."
     ] = 1
     data_parallel_size: Annotated[
         int,
-        Meta(
-            description="With --enable-expert-parallel: ranks that each have all attention heads, requests and KV of "
-            "their own, and share the experts. Without: another name for --replicas.",
-            ge=1,
-            le=64,
-        ),
+        Meta(ge=1, le=64),
+        "With --enable-expert-parallel: ranks that each have all attention heads, requests and KV of their "
+        "own, and share the experts. Without: another name for --replicas.",
     ] = 1
     enable_expert_parallel: Annotated[
-        bool, Meta(description="Place whole experts on the ranks of a stage, not a slice of every expert.")
+        bool, "Place whole experts on the ranks of a stage, not a slice of every expert."
     ] = False
     enable_eplb: Annotated[
         bool,
-        Meta(
-            description="Count the tokens of each expert, and move experts between ranks while serving so that all "
-            "ranks have about as many tokens."
-        ),
+        "Count the tokens of each expert, and move experts between ranks while serving so that all ranks have "
+        "about as many tokens.",
     ] = False
     num_redundant_experts: Annotated[
-        int,
-        Meta(
-            description="Copies of busy experts that the ranks hold in each layer besides its experts, with "
-            "--enable-eplb.",
-            ge=0,
-        ),
+        CountOrZero,
+        "Copies of busy experts that the ranks hold in each layer besides its experts, with --enable-eplb.",
     ] = 0
-    eplb_step_interval: Annotated[
-        int, Meta(description="Steps for which tokens are counted before experts are moved.", ge=1)
-    ] = 3000
+    eplb_step_interval: Annotated[Count, "Steps for which tokens are counted before experts are moved."] = (
+        3000
+    )
 
     @property
     def num_ranks(self) -> int:
@@ -292,10 +202,8 @@ decode_rendezvous = msgspec.json.Decoder(Rendezvous).decode
 
 
 class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    max_loras: Annotated[
-        int, Meta(description="LoRA adapters that are loaded at once; requests for more wait.", ge=1)
-    ] = 8
-    max_lora_rank: Annotated[int, Meta(description="Largest rank of a LoRA adapter.", ge=1, le=512)] = 64
+    max_loras: Annotated[Count, "LoRA adapters that are loaded at once; requests for more wait."] = 8
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512), "Largest rank of a LoRA adapter."] = 64
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -308,40 +216,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     parallel: ParallelConfig = ParallelConfig()
     speculate: Annotated[
         str,
-        Meta(
-            description="Draft tokens and verify several in one step, which never changes an answer: auto (lookup), "
-            "off, lookup, draft=MODEL, heads=FOLDER or heads=mtp."
-        ),
+        "Draft tokens and verify several in one step, which never changes an answer: auto (lookup), off, "
+        "lookup, draft=MODEL, heads=FOLDER or heads=mtp.",
     ] = "auto"
-    num_threads: (
-        Annotated[
-            int,
-            Meta(description="CPU threads for kernels. Default: every core that the process may use.", ge=1),
-        ]
-        | None
-    ) = None
-    steps_in_flight: (
-        Annotated[
-            int,
-            Meta(
-                description="Steps submitted before the first is collected. "
-                "Default: 2 on a GPU or in stages, else 1.",
-                ge=1,
-                le=4,
-            ),
-        ]
-        | None
-    ) = None
+    num_threads: Annotated[
+        Count | None, "CPU threads for kernels. Default: every core that the process may use."
+    ] = None
+    steps_in_flight: Annotated[
+        Annotated[int, Meta(ge=1, le=4)] | None,
+        "Steps submitted before the first is collected. Default: 2 on a GPU or in stages, else 1.",
+    ] = None
     kv_transfer: Annotated[
-        bool,
-        Meta(
-            description="Exchange KV blocks with other replicas, through NIXL (needs the extra `disaggregation`)."
-        ),
+        bool, "Exchange KV blocks with other replicas, through NIXL (needs the extra `disaggregation`)."
     ] = False
-    record_plans: (
-        Annotated[str, Meta(description="File to log every scheduler call to, for replay and diagnosis.")]
-        | None
-    ) = None
+    record_plans: Annotated[str | None, "File to log every scheduler call to, for replay and diagnosis."] = (
+        None
+    )
 
 
 SpeculateKind: TypeAlias = Literal["auto", "off", "lookup", "draft", "heads"]

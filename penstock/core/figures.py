@@ -1,12 +1,22 @@
-"""Computes percentiles, and reads and writes sizes in bytes."""
+"""Computes percentiles, reads and writes sizes in bytes, and names the bounds of numbers in settings."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from math import ceil
+from typing import Annotated
+
+from msgspec import Meta
 
 from penstock.core.errors import ConfigError
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+ShareOrZero = Annotated[float, Meta(ge=0, le=1)]
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

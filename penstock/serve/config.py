@@ -131,15 +131,13 @@ class Setting:
             ) from None
 
 
-def unwrapped(declared: types.Type) -> tuple[types.Type, str]:
-    """Return the declared type without None and metadata, and the description in the metadata."""
+def _unwrapped(declared: types.Type) -> types.Type:
+    """Return the declared type without None and metadata."""
     if isinstance(declared, types.UnionType):
         declared = next(member for member in declared.types if not isinstance(member, types.NoneType))
-    description = ""
     while isinstance(declared, types.Metadata):
-        description = (declared.extra_json_schema or {}).get("description", description)
         declared = declared.type
-    return declared, description
+    return declared
 
 
 def _bounds(number: types.IntType | types.FloatType) -> str:
@@ -194,13 +192,12 @@ def settings() -> dict[str, Setting]:
         info = types.type_info(section.struct)
         assert isinstance(info, types.StructType)
         for field in info.fields:
-            value_type, description = unwrapped(field.type)
+            hint, value_type = hints[field.name], _unwrapped(field.type)
             if isinstance(value_type, types.StructType):
                 continue
             assert field.name not in found, f"two settings are called {field.name}"
-            found[field.name] = Setting(
-                field.name, section, hints[field.name], value_type, description, field.default
-            )
+            description = next(each for each in hint.__metadata__ if isinstance(each, str))
+            found[field.name] = Setting(field.name, section, hint, value_type, description, field.default)
     return found
 
 
