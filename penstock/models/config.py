@@ -40,6 +40,10 @@ _PLAIN_ACTIVATIONS: dict[str, PlainActivationName] = {
 }
 
 
+class NotNative(ModelLoadError):
+    """No native family does what the settings ask for. The code of transformers may."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
     """Describes how a model was stretched past its first training context."""
@@ -240,7 +244,7 @@ class ArchitectureConfig:
                 f"{self.num_kv_heads} key-value heads."
             )
         if self.head_dim % 2:
-            raise ModelLoadError(
+            raise NotNative(
                 f"The model's head size {self.head_dim} is odd, so it cannot be rotated in pairs."
             )
 
@@ -305,7 +309,7 @@ class Fields:
     def activation(self, key: str, default: str) -> ActivationName:
         name = self.text(key, default)
         if name not in _ACTIVATIONS:
-            raise ModelLoadError(
+            raise NotNative(
                 f"{self.where} asks for the activation {name!r}; known are {', '.join(_ACTIVATIONS)}."
             )
         return _ACTIVATIONS[name]
@@ -313,7 +317,7 @@ class Fields:
     def plain_activation(self, key: str, default: str) -> PlainActivationName:
         name = self.text(key, default)
         if name not in _PLAIN_ACTIVATIONS:
-            raise ModelLoadError(
+            raise NotNative(
                 f"{self.where} asks for the activation {name!r}; known are {', '.join(_PLAIN_ACTIVATIONS)}."
             )
         return _PLAIN_ACTIVATIONS[name]
@@ -321,9 +325,7 @@ class Fields:
     def require_silu(self, key: str = "hidden_act") -> None:
         """Refuse layers with a fixed state that have another activation than all published ones."""
         if self.text(key, "silu") not in ("silu", "swish"):
-            raise ModelLoadError(
-                f"{self.where} asks for {key} {self.raw(key)!r}; layers with a state know silu."
-            )
+            raise NotNative(f"{self.where} asks for {key} {self.raw(key)!r}; layers with a state know silu.")
 
     def numbers(self, key: str, *, positive: bool = True) -> tuple[float, ...]:
         """Read a list of positive numbers, or of any finite numbers."""

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.config import ArchitectureConfig, Fields, RopeConfig, RopeScaling, yarn_amplitude
+from penstock.models.config import (
+    ArchitectureConfig,
+    Fields,
+    NotNative,
+    RopeConfig,
+    RopeScaling,
+    yarn_amplitude,
+)
 
 
 def common_huggingface_config(
@@ -132,7 +139,7 @@ def rope_config(
         )
     rotary_dim = int(head_dim * share)
     if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
-        raise ModelLoadError(
+        raise NotNative(
             f"{fields.where} rotates {rotary_dim} of the {head_dim} numbers of a head, which cannot be done in pairs."
         )
     scaling = _rope_scaling(rope, fields, max_positions)
@@ -183,7 +190,7 @@ def _rope_scaling(rope: Fields, fields: Fields, max_positions: int) -> RopeScali
             short_amplitude=rope.optional_number("short_mscale"),
             long_amplitude=rope.optional_number("long_mscale"),
         )
-    raise ModelLoadError(
+    raise NotNative(
         f"{fields.where} asks for rope scaling of kind {kind!r}; known are default, linear, dynamic, ntk, "
         "llama3, yarn and longrope."
     )

@@ -20,7 +20,7 @@ from penstock.core.engine_config import LoadFormat, ModelImplementation, Quantiz
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.figures import format_bytes
 from penstock.kernels.interface import DenseWeight, Ops
-from penstock.models.config import ArchitectureConfig, Fields, read_settings
+from penstock.models.config import ArchitectureConfig, Fields, NotNative, read_settings
 from penstock.models.decoder import Decoder
 from penstock.models.encoders.load import ENCODERS
 from penstock.models.families import FAMILIES
@@ -44,9 +44,9 @@ from penstock.models.pooling import (
 )
 from penstock.models.pooling_head import Head, decoder_head, yes_or_no_head
 from penstock.models.quantized_floats import open_folder
-from penstock.models.quantized_source import SafetensorsSource
 from penstock.models.random_weights import RandomSource
 from penstock.models.rounding import as_stored
+from penstock.models.safetensors_source import SafetensorsSource
 from penstock.models.sentence_modules import read_modules
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, folder_quantization
@@ -84,7 +84,7 @@ def weights_identity(path: Path) -> str:
     return digest.hexdigest()
 
 
-class UnknownArchitecture(ModelLoadError):
+class UnknownArchitecture(NotNative):
     """No native family has the architecture."""
 
 
@@ -214,8 +214,8 @@ def load_pooling_head(
 def open_any_checkpoint(
     path: Path, implementation: ModelImplementation = "auto", *, trust_remote_code: bool = False
 ) -> Checkpoint | TransformersCheckpoint:
-    """Open a model for the code that will run it. `auto` takes transformers only for folders whose architecture is
-    not native."""
+    """Open a model for the code that will run it. `auto` takes transformers only for folders of which the
+    architecture or a setting is not native."""
     if implementation == "native" or not (path / "config.json").is_file():
         if implementation == "transformers":
             raise ModelLoadError(
@@ -228,7 +228,7 @@ def open_any_checkpoint(
         try:
             architecture_for_huggingface(text_fields(path, fields))
             return open_checkpoint(path)
-        except UnknownArchitecture as unknown:
+        except NotNative as unknown:
             return TransformersCheckpoint.instead_of_native(path, fields, unknown, trust_remote_code)
     return TransformersCheckpoint.open(path, fields, trust_remote_code=trust_remote_code)
 

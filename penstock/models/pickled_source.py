@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.quantized_source import SafetensorsSource
+from penstock.models.safetensors_source import SafetensorsSource
 
 
 class PickledSource(SafetensorsSource):

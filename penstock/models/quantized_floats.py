@@ -20,8 +20,17 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight, WeightData
 from penstock.models.hqq_source import HQQSource
 from penstock.models.pickled_source import PickledSource
-from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
-from penstock.models.stored_quantization import HQQ, MXFP4, BitsAndBytes, Float4, Scaled, StoredQuantization
+from penstock.models.quantized_source import QuantizedSource
+from penstock.models.safetensors_source import SafetensorsSource
+from penstock.models.stored_quantization import (
+    HQQ,
+    MXFP4,
+    BitsAndBytes,
+    Compressed,
+    Float4,
+    Scaled,
+    StoredQuantization,
+)
 from penstock.models.weight_parts import Part, take_columns
 from penstock.models.weights import Stacked, refuse_infinite
 
@@ -89,6 +98,8 @@ def open_folder(
             return files
         case Float4():
             return Float4Source(files, Scaled())  # matrices in eight bits may be among those in four
+        case Compressed():
+            return Float4Source(files, kind)
         case MXFP4():
             return StackedFloat4Source(files, kind)
         case BitsAndBytes():
@@ -124,7 +135,8 @@ class Float4Source(QuantizedSource):
         stem = name.removesuffix(".weight")
         names, read = self.names(), self.files.tensor
         is_compressed = f"{stem}.weight_packed" in names
-        if not is_compressed and f"{stem}.weight_scale_2" not in names:
+        is_integer = is_compressed and self.files.shape(f"{stem}.weight_packed") != (rows, columns // 2)
+        if is_integer or (not is_compressed and f"{stem}.weight_scale_2" not in names):
             return super().matrix(name, rows, columns, part)
         wanted = part or Part(range(rows), range(columns))
         all_scales = read(f"{stem}.weight_scale")

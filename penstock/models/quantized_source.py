@@ -1,5 +1,5 @@
-"""Reads weights from Hugging Face folders: one `model.safetensors`, shards with an index, or files of other names,
-plain or quantized as published by AWQ, GPTQ, float8 and compressed-tensors. Knows no architecture.
+"""Reads quantized weights of Hugging Face folders, as published by AWQ, GPTQ, float8 and compressed-tensors. Knows no
+architecture.
 
 Each layout is decoded, without loss, to the forms of `kernels.interface`. A matrix is quantized where its tensors say
 so (`qweight`, `weight_packed`, or a `weight_scale` beside it) and plain everywhere else; lists of exceptions in the
@@ -11,179 +11,21 @@ activations that a checkpoint has (`input_scale`) are not read: each row gets it
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set
 from dataclasses import dataclass
-from math import lcm, prod
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from math import gcd, lcm
+from typing import Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
 from penstock.models.packed_codes import codes_in_unit, unpack, words_in_unit
-from penstock.models.read_ahead import ReadAhead
+from penstock.models.safetensors_source import SafetensorsSource
 from penstock.models.stored_quantization import AWQ, GPTQ, Compressed, Scaled, StoredQuantization
-from penstock.models.weight_parts import Part, take_part
+from penstock.models.weight_parts import Part, take_columns, take_part
 from penstock.models.weights import Stacked
-
-_LEAST_MAPPED = 16 << 20  # bytes
-_READABLE = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _text_name(name: str) -> str:
-    """Return the name of a tensor of a text model as it is in a checkpoint of the text model alone."""
-    name = name.removeprefix("thinker.")  # of models that also speak
-    return name.replace("model.text_model.", "model.", 1).replace("language_model.", "", 1)
-
-
-class SafetensorsSource:
-    """Reads tensors from disk when asked for. One file at a time is open and mapped. Its mapping is let go and made
-    anew after an eighth of the file was read, so that the pages of tensors that nobody holds leave the process; they
-    stay in the page cache. While a file is read, the system reads the next one."""
-
-    single_name = "model.safetensors"
-    index_name = "model.safetensors.index.json"
-    other_names = "*.safetensors"  # of folders with neither
-    no_weights = ("adapter_",)  # beginnings of names of files that hold no weights of the model
-
-    def __init__(self, folder: Path) -> None:
-        self._opened: tuple[Path, Any] | None = None
-        self._mapped_until = 0  # of `bytes_read`, after which the mapping is released
-        self._ahead: ReadAhead | None = None
-        self.bytes_read = 0
-        # Multimodal checkpoints keep their text model one level down; its tensors get the names they would have
-        # in a checkpoint of the text model alone.
-        places = self._locate(folder)
-        self._stored = {_text_name(name): (file, name) for name, file in places.items()}
-        self._ahead = ReadAhead(sorted(set(places.values())))
-        self._folder = folder
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self._stored)
-
-    def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> DenseWeight:
-        spans = None if part is None else (part.rows, part.columns)
-        return DenseWeight(self._read(name, (rows, columns), spans))
-
-    def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
-        return self._read(name, (size,), None if part is None else (part,)).to(torch.float32)
-
-    def stacked_matrix(self, place: Stacked, rows: int, columns: int, part: Part) -> DenseWeight:
-        index = range(place.index, place.index + 1)
-        if not place.transposed:
-            shape, spans = (place.count, rows, columns), (index, part.rows, part.columns)
-            return DenseWeight(self._read(place.name, shape, spans)[0])
-        shape, spans = (place.count, columns, rows), (index, part.columns, part.rows)
-        return DenseWeight(self._read(place.name, shape, spans)[0].T.contiguous())
-
-    def tensor(
-        self, name: str, shape: tuple[int, ...] | None = None, spans: tuple[range, ...] | None = None
-    ) -> Tensor:
-        """Return a tensor as stored, of any type. With `spans`, one for each dimension, only those are read."""
-        if name not in self._stored:
-            raise ModelLoadError(f"The model in {self._folder} has no tensor {name}.")
-        file, stored_name = self._stored[name]
-        stored = self._guarded(file, lambda opened: opened.get_slice(stored_name))
-        stored_shape = stored.get_shape()
-        if shape is not None and len(shape) == 1 < len(stored_shape) and _is_vector(stored_shape, *shape):
-            whole = self.tensor(name).flatten()
-            return whole if spans is None else whole[spans[0].start : spans[0].stop]
-        if shape is not None and len(shape) == 2 and _is_stack(stored_shape, *shape):
-            whole = self.tensor(name).flatten(0, 1)
-            return whole if spans is None else whole[tuple(slice(span.start, span.stop) for span in spans)]
-        if shape is not None and tuple(stored_shape) != shape:
-            raise ModelLoadError(
-                f"{file.name} has {stored_name} of shape {stored_shape} "
-                f"where config.json asks for {list(shape)}."
-            )
-        tensor: Tensor
-        if spans is None:
-            tensor = self._guarded(file, lambda opened: opened.get_tensor(stored_name))
-        else:
-            wanted = tuple(slice(span.start, span.stop) for span in spans)
-            tensor = self._guarded(file, lambda _: stored[wanted])
-        self.bytes_read += tensor.nbytes
-        return tensor
-
-    def _read(self, name: str, shape: tuple[int, ...], spans: tuple[range, ...] | None = None) -> Tensor:
-        tensor = self.tensor(name, shape, spans)
-        if tensor.dtype not in _READABLE:
-            file, stored_name = self._stored[name]
-            raise ModelLoadError(f"{file.name} has {stored_name} in {tensor.dtype}, which cannot be read.")
-        return tensor
-
-    def _locate(self, folder: Path) -> Mapping[str, Path]:
-        """Return the file of each tensor."""
-        index = folder / self.index_name
-        if index.exists():
-            files = _read_index(index)
-            for file in sorted(set(files.values())):
-                if not file.exists():
-                    raise ModelLoadError(
-                        f"{folder} lacks {file.name}, which its {index.name} names.",
-                        hint="Fetch the missing file again.",
-                    )
-            return files
-        single = folder / self.single_name
-        if single.exists():
-            return dict.fromkeys(self._guarded(single, lambda opened: opened.keys()), single)
-        return self._locate_in_all(folder)
-
-    def _locate_in_all(self, folder: Path) -> Mapping[str, Path]:
-        """Return the file of each tensor of a folder without an index whose files have names of their own."""
-        files = sorted(
-            file for file in folder.glob(self.other_names) if not file.name.startswith(self.no_weights)
-        )
-        # Mistral's own format of the same weights lies beside that of Hugging Face.
-        files = [file for file in files if not file.name.startswith("consolidated")] or files
-        if not files:
-            has_pickles = any(folder.glob("pytorch_model*.bin"))
-            raise ModelLoadError(
-                f"{folder} has neither {self.single_name} nor {self.index_name}.",
-                hint="Read its .bin files with --load-format pt." if has_pickles else None,
-            )
-        places: dict[str, Path] = {}
-        for file in files:
-            for name in self._guarded(file, lambda opened: opened.keys()):
-                if name in places:
-                    raise ModelLoadError(
-                        f"{folder} has {name} in both {places[name].name} and {file.name}.",
-                        hint=f"Keep the files of one model, or call the right file {self.single_name}.",
-                    )
-                places[name] = file
-        return places
-
-    def _open(self, file: Path) -> Any:
-        return safe_open(file, framework="pt")
-
-    def _guarded(self, file: Path, read: Callable[[Any], Any]) -> Any:
-        try:
-            if self._opened is None or self._opened[0] != file or self.bytes_read > self._mapped_until:
-                self._opened = None
-                self._opened = file, self._open(file)
-                self._mapped_until = self.bytes_read + max(file.stat().st_size // 8, _LEAST_MAPPED)
-                if self._ahead is not None:
-                    self._ahead.opened(file)
-            return read(self._opened[1])
-        except (SafetensorError, OSError) as error:
-            reason = str(error).splitlines()[0].rstrip(".")
-            raise ModelLoadError(f"{file} cannot be read: {reason}.", hint="Fetch the file again.") from error
-
-
-def _read_index(index: Path) -> dict[str, Path]:
-    try:
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        # Only the last part of a name counts, so that an index cannot point out of the folder.
-        return {str(name): index.parent / Path(file).name for name, file in places.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(
-            f"{index} is not a valid index of shards.", hint="Fetch the file again."
-        ) from error
-
 
 # Nibble i of a word holds the output AWQ_ORDER[i] of its eight.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -266,7 +108,7 @@ class QuantizedSource:
         return _taken(grouped_weight(codes, scales, points, group, bits=4), window, part)
 
     def _gptq(self, stem: str, shape: Shape, kind: GPTQ, part: Part) -> WeightData:
-        group = self._group(stem, shape, kind.group)
+        group = min(kind.group or shape.columns, shape.columns)  # the last group may be smaller
         unit = codes_in_unit(kind.bits)
         if kind.has_order and f"{stem}.g_idx" not in self._names:
             raise ModelLoadError(f"{stem} has no g_idx, which desc_act in the settings asks for.")
@@ -285,41 +127,59 @@ class QuantizedSource:
         return _taken(grouped_weight(codes, scales, points, group, kept, order), window, part)
 
     def _packed(self, stem: str, shape: Shape, kind: Compressed, part: Part) -> WeightData:
-        per_word = 32 // kind.bits
-        all_scales = self._scales(f"{stem}.weight_scale")
-        if all_scales.numel() == 0 or all_scales.numel() % shape.rows:
-            raise ModelLoadError(f"{stem} of {shape.rows} rows has {all_scales.numel()} scales.")
-        all_scales = all_scales.reshape(shape.rows, -1)
-        group = self._group(stem, shape, _ceil(shape.columns, all_scales.shape[1]))
+        num_words = self.files.shape(f"{stem}.weight_packed")[-1]
+        bits: Literal[4, 8] = 8 if num_words == _ceil(shape.columns, 4) else 4
+        per_word = 32 // bits
+        all_scales, group = self._grouped_scales(stem, shape, kind.groups)
         order = self._input_order(f"{stem}.weight_g_idx", shape.columns, group)
         window = _window(part, shape, per_word, shape.columns if order is not None else lcm(group, per_word))
         rows = _axis(window.rows, shape.rows)
         groups = _axis(window.columns, shape.columns, group)
         scales = _within(all_scales, window.rows, groups.span)
         packed = self._words(f"{stem}.weight_packed", rows, _axis(window.columns, shape.columns, per_word))
-        codes = unpack(packed, kind.bits)[:, : len(window.columns)]
+        codes = unpack(packed, bits)[:, : len(window.columns)]
         if f"{stem}.weight_zero_point" in self._names:
             words = _axis(window.rows, shape.rows, per_word)
             zeros = self._words(f"{stem}.weight_zero_point", words, groups)
-            points = unpack(zeros.T, kind.bits)[:, : len(window.rows)].T
+            points = unpack(zeros.T, bits)[:, : len(window.rows)].T
         else:
-            points = torch.full_like(scales, 1 << (kind.bits - 1), dtype=torch.uint8)
+            points = torch.full_like(scales, 1 << (bits - 1), dtype=torch.uint8)
         if order is not None:
             codes = codes[:, order]
-        return _taken(grouped_weight(codes, scales, points, group, kind.bits, order), window, part)
+        return _taken(grouped_weight(codes, scales, points, group, bits, order), window, part)
+
+    def _grouped_scales(self, stem: str, shape: Shape, groups: Set[int]) -> tuple[Tensor, int]:
+        """Return the scales of a matrix and the inputs that share one: of `groups`, the one that gives as many scales
+        as there are. The last group may be smaller."""
+        scales = self._scales(f"{stem}.weight_scale")
+        if scales.numel() == 0 or scales.numel() % shape.rows:
+            raise ModelLoadError(f"{stem} of {shape.rows} rows has {scales.numel()} scales.")
+        scales = scales.reshape(shape.rows, -1)
+        count = scales.shape[1]
+        if count == 1:
+            return scales, shape.columns
+        fitting = sorted(size for size in groups if _ceil(shape.columns, size) == count)
+        if fitting:
+            return scales, fitting[-1]
+        return scales, self._group(stem, shape, _ceil(shape.columns, count))
 
     def _scaled(self, name: str, scale_name: str, shape: Shape, kind: Scaled, part: Part) -> WeightData:
         values = self._read(name, _axis(part.rows, shape.rows), _axis(part.columns, shape.columns))
         scales = self._scales(scale_name)
         if values.dtype == torch.float8_e4m3fn:
+            if isinstance(self._kind, Compressed) and kind.block is None and _is_grouped(scales, shape):
+                _, group = self._grouped_scales(name.removesuffix(".weight"), shape, self._kind.groups)
+                kind = Scaled((1, group))
             return _float8(name, values, scales, shape, kind, part)
         if values.dtype != torch.int8:
             raise ModelLoadError(
                 f"{name} has scales beside it, but is in {values.dtype}, which cannot be read."
             )
         own = slice(part.rows.start, part.rows.stop)
-        scales = _row_scales(scales, shape, name)[own].view(-1, 1)
         zero_name = name.removesuffix(".weight") + ".weight_zero_point"
+        if isinstance(self._kind, Compressed) and _is_grouped(scales, shape):
+            return self._scaled_groups(name, zero_name, shape, self._kind, part)
+        scales = _row_scales(scales, shape, name)[own].view(-1, 1)
         offsets = None
         if zero_name in self._names:
             zeros = _row_scales(self.files.tensor(zero_name).float(), shape, zero_name)
@@ -328,6 +188,19 @@ class QuantizedSource:
         return _fitting(
             GroupQuantWeight(values, scales, offsets, len(part.columns), 8, rounds_inputs=rounds_inputs)
         )
+
+    def _scaled_groups(
+        self, name: str, zero_name: str, shape: Shape, kind: Compressed, part: Part
+    ) -> WeightData:
+        """Read plain int8 codes with scales for groups of inputs."""
+        scales, group = self._grouped_scales(name.removesuffix(".weight"), shape, kind.groups)
+        codes = self._read(name, _axis(part.rows, shape.rows), _axis(range(shape.columns), shape.columns))
+        own = slice(part.rows.start, part.rows.stop)
+        points = torch.full_like(scales, 128)
+        if zero_name in self._names:
+            points += self.files.tensor(zero_name, tuple(scales.shape))
+        weight = grouped_weight(codes.int() + 128, scales[own], points[own], group, 8)
+        return take_columns(weight, part.columns)
 
     def stacked_matrix(self, place: Stacked, rows: int, columns: int, part: Part) -> WeightData:
         return self.files.stacked_matrix(place, rows, columns, part)
@@ -339,8 +212,8 @@ class QuantizedSource:
         groups = self.files.tensor(name, (columns,)).long()
         if torch.equal(groups, torch.arange(columns) // group):
             return None
-        counts = torch.bincount(groups.clamp_min(0), minlength=columns // group)
-        if groups.min() < 0 or not bool((counts == group).all()):
+        sizes = torch.bincount(torch.arange(columns) // group)
+        if groups.min() < 0 or not torch.equal(torch.bincount(groups.clamp_min(0)), sizes):
             raise ModelLoadError(f"{name} does not share out its {columns} inputs in groups of {group}.")
         return torch.argsort(groups, stable=True)
 
@@ -419,8 +292,15 @@ def grouped_weight(
     bits: Literal[4, 8],
     order: Tensor | None = None,
 ) -> WeightData:
-    """Build the weight (codes - points) * scales from unsigned codes [out, in] and zero points [out, in / group]."""
-    middle = 0
+    """Build the weight (codes - points) * scales from unsigned codes [out, in] and zero points [out, in / group]. The
+    last group may be smaller than the others."""
+    columns, middle = codes.shape[1], 0
+    if columns % group:
+        size = gcd(columns, group)
+        scales, points = (
+            each.repeat_interleave(group // size, dim=1)[:, : columns // size] for each in (scales, points)
+        )
+        group = size
     if bits == 8:
         middle = 128
         codes = (codes.int() - middle).to(torch.int8)
@@ -449,6 +329,11 @@ def _fitting(weight: GroupQuantWeight) -> WeightData:
     return DenseWeight(weight.dequantize())
 
 
+def _is_grouped(scales: Tensor, shape: Shape) -> bool:
+    """Say whether each row has several scales."""
+    return scales.dim() == 2 and scales.shape[0] == shape.rows and scales.shape[1] > 1
+
+
 def _row_scales(scales: Tensor, shape: Shape, name: str) -> Tensor:
     """Return one scale for each row, from one for each row or one for all."""
     flat = scales.flatten()
@@ -469,14 +354,3 @@ def _words_axis(span: range, size: int, bits: int) -> Axis:
 
 def _ceil(size: int, unit: int) -> int:
     return -(-size // unit)
-
-
-def _is_stack(shape: Sequence[int], rows: int, columns: int) -> bool:
-    """Say whether a tensor is several matrices, which are one matrix when they stand one below the other. The
-    matrices of a convolution have a row each."""
-    return len(shape) == 3 and (shape[0] * shape[1], shape[2]) == (rows, columns)
-
-
-def _is_vector(shape: Sequence[int], size: int) -> bool:
-    """Say whether a tensor is a vector of this size but for further dimensions of 1."""
-    return max(shape) == prod(shape) == size

@@ -33,6 +33,7 @@ _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 _AUTO_ROUND_LAYOUTS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _FLOAT4_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+_MIXED = "mixed-precision"  # each group of layers names a format of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,13 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """compressed-tensors: codes packed along the inputs (`bits`, in groups), or as in `Scaled`."""
+    """compressed-tensors: codes packed along the inputs, in groups, four-bit floats, or as in `Scaled`. The tensors
+    of a matrix show which; layers may differ."""
 
-    bits: Literal[4, 8]
+    bits: Literal[4, 8]  # of the first kind of matrices that the settings describe
     scaled: Scaled
     rounds_inputs: bool = False  # int8 weights that were made for int8 activations
+    groups: frozenset[int] = frozenset()  # inputs with one scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ def _described(settings: dict[str, Any], fields: Fields, where: str) -> StoredQu
             return Scaled()
         case "compressed-tensors":
             _refuse_transforms(inner)
-            return Float4() if inner.raw("format") in _FLOAT4_FORMATS else _compressed(inner)
+            return _compressed(inner)
         case "mxfp4":
             return MXFP4()
         case "modelopt":
@@ -190,27 +193,46 @@ def _refuse_transforms(fields: Fields) -> None:
         )
 
 
-def _compressed(fields: Fields) -> Compressed:
+def _compressed(fields: Fields) -> Compressed | Float4:
+    """Read the kinds of all layers. Tensors show the kind of a matrix, so kinds need only be known ones."""
     layout = fields.text("format", "unknown")
-    _require(fields, "format", layout, _COMPRESSED_FORMATS)
+    _require(fields, "format", layout, (*_COMPRESSED_FORMATS, *_FLOAT4_FORMATS, _MIXED))
     sparsity = fields.raw("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
         raise ModelLoadError(f"{fields.where} describes sparse weights, which cannot be read.", hint=_HINT)
     groups = fields.raw("config_groups")
     if not isinstance(groups, dict) or not groups:
+        if layout in _FLOAT4_FORMATS:
+            return Float4()
         raise ModelLoadError(f"{fields.where} has no config_groups.")
-    kinds = {_weights(group, fields) for group in groups.values()}
-    if len(kinds) > 1:
+    kinds = [_weights(group, layout, fields) for group in groups.values()]
+    integers = [kind for kind in kinds if kind is not None]
+    if not integers:
+        return Float4()
+    blocks = {kind.scaled.block for kind in integers} - {None}
+    if len(blocks) > 1:
         raise ModelLoadError(
-            f"{fields.where} gives different layers different formats, which cannot be read.", hint=_HINT
+            f"{fields.where} gives different layers blocks of different shapes, which cannot be read.",
+            hint=_HINT,
         )
-    return kinds.pop()
+    return Compressed(
+        integers[0].bits,
+        Scaled(*blocks),
+        rounds_inputs=all(kind.rounds_inputs for kind in integers),
+        groups=frozenset().union(*(kind.groups for kind in integers)),
+    )
 
 
-def _weights(group: Any, fields: Fields) -> Compressed:
+def _weights(group: Any, layout: str, fields: Fields) -> Compressed | None:
+    """Return the kind of matrices of one group of layers; None for four-bit floats."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise ModelLoadError(f"{fields.where} has a group without a description of its weights.")
+    if layout == _MIXED:
+        layout = Fields(group, fields.where).text("format", "unknown")
+        _require(fields, "format", layout, (*_COMPRESSED_FORMATS, *_FLOAT4_FORMATS))
+    if layout in _FLOAT4_FORMATS:
+        return None
     inner = Fields(weights, fields.where)
     kind, bits = inner.text("type", "int"), inner.integer("num_bits")
     if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
@@ -219,10 +241,12 @@ def _weights(group: Any, fields: Fields) -> Compressed:
         )
     inputs = group.get("input_activations")
     rounds_inputs = isinstance(inputs, dict) and (inputs.get("type"), inputs.get("num_bits")) == ("int", 8)
+    size = _group(inner, "group_size") if inner.has("group_size") else None
     return Compressed(
         8 if bits == 8 else 4,
         Scaled(_block(inner.raw("block_structure"), inner)),
         rounds_inputs=rounds_inputs and (kind, bits) == ("int", 8),
+        groups=frozenset(() if size is None else (size,)),
     )
 
 

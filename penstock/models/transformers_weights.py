@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight
-from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
+from penstock.models.quantized_source import QuantizedSource
 from penstock.models.random_weights import RandomSource
+from penstock.models.safetensors_source import SafetensorsSource
 from penstock.models.transformers_config import first_line
 from penstock.models.transformers_model import PackedModule, PackedTable
 from penstock.models.transformers_probe import Recording

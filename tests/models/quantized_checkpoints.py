@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 AWQ_NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -29,17 +29,24 @@ class Quantized:
 class Layout:
     settings: dict[str, Any]
     quantize: Callable[[Tensor], Quantized]
-    skipped: tuple[str, ...] = field(default=())
+    parts: dict[str, Layout] = field(
+        default_factory=dict
+    )  # other layouts, by the last part of a matrix's name
+
+    def of(self, name: str) -> Layout:
+        return self.parts.get(name.removesuffix(".weight").rpartition(".")[2], self)
 
 
 def pack_rows(codes: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
     """[n, w] → int32 [n, w × bits / 32]; nibble i of a word is element places[i] of its eight."""
     if 32 % bits:  # codes go on in the next word
+        codes = nn.functional.pad(codes, (0, -codes.shape[1] % 32))
         flags = np.unpackbits(codes.numpy().astype(np.uint8)[:, :, None], axis=2, bitorder="little")
         stream = flags[:, :, :bits].reshape(len(codes), -1)
         return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view(np.int32).copy())
     per_word = 32 // bits
     places = places or tuple(range(per_word))
+    codes = nn.functional.pad(codes, (0, -codes.shape[1] % per_word))
     grouped = codes.numpy().astype(np.uint32).reshape(codes.shape[0], -1, per_word)
     words = np.zeros(grouped.shape[:2], dtype=np.uint32)
     for position, element in enumerate(places):
@@ -48,18 +55,18 @@ def pack_rows(codes: Tensor, bits: int, places: tuple[int, ...] | None = None) -
 
 
 def asymmetric(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [out, in], scales and zero points [out, groups]."""
+    """Codes [out, in], scales and zero points [out, groups]. The last group may be smaller."""
     rows, columns = weight.shape
-    grouped = weight.view(rows, -1, group)
+    grouped = nn.functional.pad(weight, (0, -columns % group)).view(rows, -1, group)
     low, high = grouped.amin(2).clamp_max(0), grouped.amax(2).clamp_min(0)
     scales = ((high - low) / (2**bits - 1)).clamp_min(1e-5).half().float()
     zeros = (-low / scales).round().clamp(1, 2**bits - 1)
     codes = (grouped / scales[:, :, None] + zeros[:, :, None]).round().clamp(0, 2**bits - 1)
-    return codes.view(rows, columns), scales, zeros
+    return codes.view(rows, -1)[:, :columns].contiguous(), scales, zeros
 
 
-def spread(table: Tensor, group: int) -> Tensor:
-    return table.repeat_interleave(group, dim=1)
+def spread(table: Tensor, group: int, columns: int | None = None) -> Tensor:
+    return table.repeat_interleave(group, dim=1)[:, :columns]
 
 
 def awq(group: int) -> Layout:
@@ -71,7 +78,7 @@ def awq(group: int) -> Layout:
                 "qzeros": pack_rows(zeros.T, 4, AWQ_NIBBLES),
                 "scales": scales.T.half().contiguous(),
             },
-            (codes - spread(zeros, group)) * spread(scales, group),
+            (codes - spread(zeros, group, codes.shape[1])) * spread(scales, group, codes.shape[1]),
         )
 
     settings = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
@@ -135,7 +142,8 @@ def compressed_packed(bits: int, group: int, *, symmetric: bool) -> Layout:
         }
         if not symmetric:
             tensors["weight_zero_point"] = pack_rows(zeros.T, bits).T.contiguous()
-        dense = (codes - spread(zeros, group)) * spread(scales.bfloat16().float(), group)
+        columns = weight.shape[1]
+        dense = (codes - spread(zeros, group, columns)) * spread(scales.bfloat16().float(), group, columns)
         return Quantized(tensors, dense)
 
     weights = {
@@ -190,6 +198,30 @@ def float8(kind: str) -> Layout:
     if kind == "blocks":
         settings["weight_block_size"] = [48, 32]
     return Layout(settings, quantize)
+
+
+def scaled_groups(kind: str, group: int) -> Layout:
+    """Plain int8 or float8 codes (`kind`: int, float) with a scale for each group of a row."""
+
+    def quantize(weight: Tensor) -> Quantized:
+        grouped = weight.unflatten(1, (-1, group))
+        scales = grouped.abs().amax(2) / (127 if kind == "int" else 448)
+        codes = (grouped / scales[:, :, None]).flatten(1)
+        codes = codes.round().to(torch.int8) if kind == "int" else codes.to(torch.float8_e4m3fn)
+        return Quantized({"weight": codes, "weight_scale": scales}, codes.float() * spread(scales, group))
+
+    weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "group", "group_size": group}
+    return compressed(f"{kind}-quantized", weights, quantize)
+
+
+def mixed(parts: dict[str, Layout]) -> Layout:
+    """A format for each kind of matrix, by the last part of its name."""
+    groups = {}
+    for index, (name, layout) in enumerate(parts.items()):
+        own = layout.settings["config_groups"]["group_0"]
+        groups[f"group_{index}"] = {**own, "targets": [f"re:.*{name}"], "format": layout.settings["format"]}
+    settings = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    return Layout(settings, lambda weight: Quantized({"weight": weight}, weight), parts)
 
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -370,7 +402,7 @@ def quantize_folder(folder: Path, layout: Layout) -> dict[str, Tensor]:
         if "_proj.weight" not in name and ".experts." not in name:
             stored[name] = dense[name] = tensor
             continue
-        made = layout.quantize(tensor.float())
+        made = layout.of(name).quantize(tensor.float())
         dense[name] = made.dense
         for suffix, part in made.tensors.items():
             stored[f"{name.removesuffix('.weight')}.{suffix}"] = part.contiguous()

@@ -19,7 +19,18 @@ from penstock.models.load import load_model, open_checkpoint
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
 from tests.models.paged import PagedRunner
-from tests.models.quantized_checkpoints import LAYOUTS, gptq, quantize_folder
+from tests.models.quantized_checkpoints import (
+    LAYOUTS,
+    Layout,
+    compressed_packed,
+    float4,
+    float8,
+    gptq,
+    mixed,
+    quantize_folder,
+    scaled_groups,
+    smooth_int8,
+)
 
 PROMPT = random_prompt(30, seed=8)
 UP = "model.layers.0.mlp.up_proj"
@@ -147,6 +158,47 @@ def test_a_quantized_cache_alone_leaves_weights_plain(folder: Path) -> None:
     own = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(own))
     assert open_checkpoint(folder).quantization is None
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        gptq(4, 40, act_order=True),
+        gptq(8, 128, act_order=False),
+        gptq(3, 24, act_order=True),
+        compressed_packed(4, 40, symmetric=False),
+        compressed_packed(8, 128, symmetric=True),
+    ],
+    ids=lambda layout: str(layout.settings)[:60],
+)
+def test_groups_that_do_not_divide_a_row(layout: Layout, folder: Path, ops: Ops) -> None:
+    """The last group of a row is smaller then."""
+    expected = expected_logits(folder, quantize_folder(folder, layout))
+    got = PagedRunner(load_model(folder, ops), ops).prompt_logits(PROMPT)
+    torch.testing.assert_close(got, expected, atol=5e-4, rtol=5e-4)
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_plain_codes_with_scales_for_groups(kind: str, folder: Path, ops: Ops) -> None:
+    expected = expected_logits(folder, quantize_folder(folder, scaled_groups(kind, 32)))
+    got = PagedRunner(load_model(folder, ops), ops).prompt_logits(PROMPT)
+    tolerance = 0.02 * float(expected.abs().max()) if (ops.name, kind) == ("native", "float") else 5e-4
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=5e-4)
+
+
+def test_layers_in_different_formats(folder: Path, ops: Ops) -> None:
+    """compressed-tensors calls such checkpoints `mixed-precision`: each group of layers has a format."""
+    parts = {
+        "q_proj": compressed_packed(4, 32, symmetric=False), "k_proj": compressed_packed(8, 16, symmetric=True),
+        "v_proj": smooth_int8(), "o_proj": scaled_groups("int", 16), "gate_proj": float4("nvfp4"),
+        "up_proj": float4("mxfp4"), "down_proj": float8("compressed"),
+    }  # fmt: skip
+    layout = mixed(parts)
+    expected = expected_logits(folder, quantize_folder(folder, layout))
+    got = PagedRunner(load_model(folder, ops), ops).prompt_logits(PROMPT)
+    rounds = ops.name == "native"
+    tolerance = 0.02 * float(expected.abs().max()) if rounds else 5e-4
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=5e-4)
 
 
 def test_auto_round_writes_the_layout_of_another_tool(folder: Path) -> None:

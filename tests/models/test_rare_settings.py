@@ -43,7 +43,12 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "num_experts": 4, **
         varied("zamba2", rms_norm_eps=1e-2),
         Tiny("qwen3_moe", WINDOWS),
         varied("bailing_hybrid", kda_safe_gate=False),
-        # By the code of transformers: a bias that is tied, and no shared expert.
+        varied("gemma", hidden_act="gelu", **TWO),
+        # By the code of transformers: activations, rotated pairs and scales that no native family has, ...
+        varied("gemma", hidden_act="relu", **TWO),
+        varied("glm", head_dim=6, **TWO),
+        varied("gpt2", scale_attn_by_inverse_layer_idx=True, num_hidden_layers=2),
+        # ... a bias that is tied, and no shared expert.
         Tiny("bert", {"is_decoder": True, "tie_word_embeddings": True, **TWO}),
         Tiny(
             "dots1",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.alibi import alibi_slopes, load_attention
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import ArchitectureConfig, Fields, NotNative
 from penstock.models.families.gpt import GPT, with_biases
 from penstock.models.gguf_config import common_gguf_config, metadata_fields
 from penstock.models.gguf_file import GGUFFile
@@ -47,7 +47,7 @@ class Bloom(GPT):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         fields = fields.renamed({"hidden_size": "n_embed"}).renamed(_NAMES)
         if fields.flag("apply_residual_connection_post_layernorm", False):
-            raise ModelLoadError(
+            raise NotNative(
                 f"{fields.where} adds to normed states, which no published Bloom does.",
                 hint="Set apply_residual_connection_post_layernorm to false if the file is wrong.",
             )

@@ -55,8 +55,7 @@ Settings = TypeVar("Settings", bound=ArchitectureConfig)
 
 
 def _with_defaults(fields: Fields) -> Fields:
-    """Add values that the files leave out. `hidden_act` of the first files names another function than the one the
-    models were trained with."""
+    """Add values that the files leave out."""
     defaults = {"head_dim": 256, "tie_word_embeddings": True}
     return Fields({**defaults, **fields.values, "hidden_act": None}, fields.where)
 
@@ -76,12 +75,15 @@ class Gemma(PreNormDecoder):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        # The first files name exact gelu, and the models were trained with the approximation.
+        usual = fields.text("hidden_act", "gelu") == "gelu"
+        activation = "gelu_tanh" if usual else fields.activation("hidden_act", "gelu_pytorch_tanh")
         fields = _with_defaults(fields)
         return dataclasses.replace(
             common_huggingface_config(fields, cls.name),
             qkv_bias=fields.flag("attention_bias", False),
             output_bias=fields.flag("attention_bias", False),
-            activation="gelu_tanh",
+            activation=activation,
             norm_offset=1.0,
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops
 from penstock.models.alibi import alibi_slopes, load_attention
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import ArchitectureConfig, Fields, NotNative
 from penstock.models.decoder import Decoder
 from penstock.models.gguf_config import common_gguf_config, metadata_fields
 from penstock.models.gguf_file import GGUFFile
@@ -83,7 +83,7 @@ class GPT2(GPT):
         if not fields.flag("scale_attn_weights", True) or fields.flag(
             "scale_attn_by_inverse_layer_idx", False
         ):
-            raise ModelLoadError(f"{fields.where} scales attention in a way that no published GPT-2 does.")
+            raise NotNative(f"{fields.where} scales attention in a way that no published GPT-2 does.")
         config = common_huggingface_config(fields, cls.name, gated=False)
         return with_biases(
             dataclasses.replace(config, norm_eps=fields.number("layer_norm_epsilon", 1e-5)), learned=True

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import SWIGLU_ALPHA, SWIGLU_LIMIT
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, NotNative
 from penstock.models.decoder import DecoderLayer, PreNormDecoder
 from penstock.models.experts import ExpertMLP, expert_layout, load_experts, num_experts
 from penstock.models.gguf_config import common_gguf_config, gguf_experts, gguf_windows, metadata_fields
@@ -33,7 +32,7 @@ class GptOss(PreNormDecoder):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         limits = fields.number("swiglu_limit", SWIGLU_LIMIT), fields.number("swiglu_alpha", SWIGLU_ALPHA)
         if limits != (SWIGLU_LIMIT, SWIGLU_ALPHA):
-            raise ModelLoadError(
+            raise NotNative(
                 f"{fields.where} clamps gates in another way than gpt-oss: limit and alpha {limits}."
             )
         config = common_huggingface_config(fields, cls.name)

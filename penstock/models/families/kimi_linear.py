@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops, PackedLinear
 from penstock.kernels.states import ChannelDeltaLayer, StateShapes
-from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
+from penstock.models.config import ArchitectureConfig, Fields, NotNative, RecurrentConfig
 from penstock.models.experts import (
     MIXTRAL_NAMES,
     ExpertMLP,
@@ -137,7 +137,7 @@ class KimiLinear(HybridDecoder):
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         if not fields.flag("mla_use_nope", True):
-            raise ModelLoadError(f"{fields.where} asks for rope, which Kimi Linear does not have.")
+            raise NotNative(f"{fields.where} asks for rope, which Kimi Linear does not have.")
         fields.require_silu()
         values = {"rope_interleave": False, "first_k_dense_replace": 1, **fields.values}
         renamed = Fields(values, fields.where).renamed(SETTINGS)

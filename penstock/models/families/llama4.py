@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, NotNative
 from penstock.models.decoder import Decoder
 from penstock.models.experts import expert_layout, load_experts, num_experts
 from penstock.models.gguf_config import common_gguf_config, gguf_experts, metadata_fields
@@ -75,7 +75,7 @@ class Llama4(Decoder):
         kinds = fields.raw("layer_types")
         usual = ["chunked_attention" if turns else "full_attention" for turns in rotates]
         if kinds is not None and list(kinds) != usual:
-            raise ModelLoadError(
+            raise NotNative(
                 f"{fields.where} has layer_types that attend in chunks without rope, or see everything with "
                 "rope, which no published Llama 4 has.",
                 hint="Make layer_types agree with no_rope_layers.",

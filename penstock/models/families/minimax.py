@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.kernels.states import ScanLayer, StateShapes
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RecurrentConfig
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, NotNative, RecurrentConfig
 from penstock.models.experts import FUSED_EXPERTS, MIXTRAL_NAMES, ExpertMLP, load_experts, num_experts
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import Attention, LayerLoader, RMSNorm
@@ -168,9 +168,9 @@ class MiniMax(HybridDecoder):
 def _renamed(fields: Fields) -> Fields:
     """Return the makers' settings under transformers' names."""
     if not fields.flag("postnorm", False):
-        raise ModelLoadError(f"{fields.where} has no postnorm, which every published MiniMax has.")
+        raise NotNative(f"{fields.where} has no postnorm, which every published MiniMax has.")
     if fields.raw("shared_intermediate_size"):
-        raise ModelLoadError(f"{fields.where} asks for a shared expert, which no published MiniMax has.")
+        raise NotNative(f"{fields.where} asks for a shared expert, which no published MiniMax has.")
     kinds = fields.raw("attn_type_list")
     if not isinstance(kinds, list) or not set(kinds) <= {0, 1}:
         raise ModelLoadError(f"{fields.where} has an attn_type_list of other numbers than 0 and 1.")

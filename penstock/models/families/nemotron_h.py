@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops, PackedExperts, PackedLinear, Routing
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RecurrentConfig
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, NotNative, RecurrentConfig
 from penstock.models.experts import expert_routing, num_experts
 from penstock.models.gguf_config import (
     SIGMOID,
@@ -241,7 +241,7 @@ def _experts(fields: Fields, kinds: tuple[str, ...]) -> ExpertsConfig | None:
     if "moe" not in kinds:
         return None
     if fields.text("mlp_hidden_act", "relu2") != "relu2":
-        raise ModelLoadError(
+        raise NotNative(
             f"{fields.where} asks for experts with the activation {fields.raw('mlp_hidden_act')!r}; known is relu2."
         )
     return ExpertsConfig(

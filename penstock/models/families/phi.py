@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import ArchitectureConfig, Fields, NotNative
 from penstock.models.decoder import Decoder, PreNormDecoder
 from penstock.models.gguf_config import common_gguf_config, longrope_of, metadata_fields
 from penstock.models.gguf_file import GGUFFile
@@ -69,7 +68,7 @@ class Phi(Decoder):
             {"partial_rotary_factor": 0.5, "hidden_act": "gelu_new", **fields.values}, fields.where
         )
         if fields.flag("qk_layernorm", False):
-            raise ModelLoadError(f"{fields.where} asks for qk_layernorm, which no published Phi model has.")
+            raise NotNative(f"{fields.where} asks for qk_layernorm, which no published Phi model has.")
         return _with_biases(
             dataclasses.replace(
                 common_huggingface_config(fields, cls.name, gated=False),

@@ -24,7 +24,7 @@ from penstock.models.quantization import activations
 from penstock.models.quantization.activations import load_listed
 from penstock.models.quantization.evaluation import compare, predict
 from penstock.models.quantization.job import QuantizeJob, quantize_model
-from penstock.models.quantized_source import SafetensorsSource
+from penstock.models.safetensors_source import SafetensorsSource
 from penstock.models.weights import WeightLoader
 from tests.models.checkpoints import VOCAB_SIZE, make_reference
 from tests.models.conftest import random_prompt

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from penstock.kernels.interface import Float8Weight, GroupQuantWeight
 from penstock.models.config import Fields
 from penstock.models.quantization.layouts import METHODS, round_to_groups
-from penstock.models.quantized_source import QuantizedSource, SafetensorsSource
+from penstock.models.quantized_source import QuantizedSource
+from penstock.models.safetensors_source import SafetensorsSource
 from penstock.models.stored_quantization import stored_quantization
 
 
