@@ -10,7 +10,6 @@ table of files that no client sees; it becomes the file's row at the end, and ex
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import secrets
@@ -26,6 +25,7 @@ from penstock.core.errors import NotFound, RequestTooLarge, StoreUnavailable
 from penstock.gateway.blobs.blobs import Blobs, BlobWriter, is_blob_id
 from penstock.gateway.store import tables
 from penstock.gateway.store.database import Database, Order, read_page
+from penstock.gateway.turns import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class FileStore:
 
     async def upload(self, workspace_id: str, *, prefix: str = "file-") -> Upload:
         file_id = new_file_id(prefix)
-        file = await asyncio.to_thread(self.blobs.begin, file_id)
+        file = await in_thread(self.blobs.begin, file_id)
         return Upload(self, workspace_id, file_id, file)
 
     async def create(
@@ -177,14 +177,14 @@ class FileStore:
     async def copy_bytes(self, file: StoredFile, blob_id: str) -> None:
         """Give the bytes of a file a second id. Raises NotFound if the file was deleted since it was looked up."""
         try:
-            await asyncio.to_thread(self.blobs.copy, file.id, blob_id)
+            await in_thread(self.blobs.copy, file.id, blob_id)
         except FileNotFoundError as error:
             raise _no_file(file.id) from error
 
     async def remove_bytes(self, file_id: str) -> None:
         """Remove the bytes of a file whose row is gone. Bytes that cannot be removed now stay, unseen."""
         try:
-            await asyncio.to_thread(self.blobs.remove, file_id)
+            await in_thread(self.blobs.remove, file_id)
         except StoreUnavailable:
             logger.warning("the bytes of the deleted file %s stay in their place", file_id)
 
@@ -201,7 +201,7 @@ class FileStore:
         expired = await self.database.run(remove)
         for file_id in expired:
             await self.remove_bytes(file_id)
-        await asyncio.to_thread(self.blobs.remove_abandoned)
+        await in_thread(self.blobs.remove_abandoned)
         return len(expired)
 
     def _reserve(
@@ -273,14 +273,14 @@ class Upload:
     async def publish(self) -> int:
         """Make the file visible, and return its size in bytes."""
         await self._write_pending(reserved_ahead=0)
-        await asyncio.to_thread(self._store.blobs.publish, self.file_id, self._file)
+        await in_thread(self._store.blobs.publish, self.file_id, self._file)
         return self._num_bytes
 
     async def abandon(self) -> None:
         """Does nothing after `publish`."""
         if self._file.closed:
             return
-        await asyncio.to_thread(self._store.blobs.abandon, self._file)
+        await in_thread(self._store.blobs.abandon, self._file)
         if self._num_reserved:
             await self._store.release(self.file_id)
 
@@ -290,7 +290,7 @@ class Upload:
                 self.workspace_id, self.file_id, self._num_bytes, ahead=reserved_ahead
             )
         pending, self._pending = self._pending, bytearray()
-        await asyncio.to_thread(self._file.write, pending)
+        await in_thread(self._file.write, pending)
 
 
 def lock_workspace(connection: Connection, workspace_id: str) -> None:

@@ -7,7 +7,6 @@ completed expires with its parts.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 import time
@@ -30,6 +29,7 @@ from penstock.gateway.files import (
     stored_name,
 )
 from penstock.gateway.store.tables import files as table
+from penstock.gateway.turns import in_thread
 
 UPLOAD_LIFE_S = 3600.0
 MAX_PART_BYTES = 64 << 20
@@ -146,7 +146,7 @@ class Uploads:
             expires_at=None if plan.expires_after_s is None else now + plan.expires_after_s,
         )
         try:
-            digest = await asyncio.to_thread(self._join, file.id, part_ids)
+            digest = await in_thread(self._join, file.id, part_ids)
         except FileNotFoundError as error:  # another request ended the upload meanwhile
             raise InvalidRequest("A part of the upload is gone.", param="part_ids") from error
         try:

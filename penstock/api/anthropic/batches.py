@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 import time
@@ -34,6 +33,7 @@ from penstock.gateway.batches.batch import (
 )
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.blobs.blobs import Blobs
+from penstock.gateway.turns import in_thread
 
 KIND = "anthropic"
 MESSAGES_PATH = "/v1/messages"
@@ -160,7 +160,7 @@ class MessageBatchEndpoints:
             expires_at=now + _EXPIRES_AFTER_S,
             counts=Counts(lines=len(wire.requests)),
         )
-        await asyncio.to_thread(_write_input, self._work.files.blobs, batch, wire.requests)
+        await in_thread(_write_input, self._work.files.blobs, batch, wire.requests)
         await self._work.add(batch)
         return json_response(_message_batch(request, batch))
 

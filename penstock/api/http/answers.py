@@ -22,6 +22,7 @@ from penstock.gateway.answers.large import off_loop_if_large
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.blobs.blobs import Blobs
 from penstock.gateway.prompts import Usage
+from penstock.gateway.turns import in_thread
 
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -342,12 +343,12 @@ async def blob_response(
     later cuts the answer off, which clients see from its length."""
     path = blobs.local_path(blob_id)
     if path is not None:
-        if not await asyncio.to_thread(path.exists):
+        if not await in_thread(path.exists):
             raise NotFound(missing)
         return FileResponse(path, headers=headers, media_type=media_type, filename=filename)
     try:
-        num_bytes = await asyncio.to_thread(blobs.num_bytes, blob_id)
-        opened = await asyncio.to_thread(blobs.open, blob_id)
+        num_bytes = await in_thread(blobs.num_bytes, blob_id)
+        opened = await in_thread(blobs.open, blob_id)
     except FileNotFoundError as error:
         raise NotFound(missing) from error
     all_headers = {**(headers or {}), "content-length": str(num_bytes)}
@@ -358,5 +359,5 @@ async def blob_response(
 
 async def _pieces(opened: IO[bytes]) -> AsyncIterator[bytes]:
     with opened:
-        while piece := await asyncio.to_thread(opened.read, _PIECE_BYTES):
+        while piece := await in_thread(opened.read, _PIECE_BYTES):
             yield piece

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import sqlalchemy
 from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, Table, and_, event, or_
@@ -30,6 +30,7 @@ from sqlalchemy.pool import StaticPool
 from penstock.core.errors import ConfigError, InvalidRequest, RateLimited, StoreUnavailable
 from penstock.core.machine import install_command
 from penstock.gateway.store.migrations import migrate, version_table
+from penstock.gateway.turns import FairSlots
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ Work = Callable[[Connection], T]
 
 DATABASE_FILE = "penstock.db"
 # For writers, and as many for readers: while writers wait for another process's lock, keys are still checked.
-_NUM_THREADS = 4
+NUM_THREADS = 4
 _QUIET_S = 5.0  # without a failure, after which an outage is over
 # A connection to PostgreSQL whose other end is silently gone, such as behind a cut network, ends after this on both
 # sides. The server then rolls back, so that locks of rows (a lease, for example) do not outlive their holder.
@@ -62,6 +63,22 @@ def sqlite_url(data_dir: Path) -> str:
     return f"sqlite:///{data_dir / DATABASE_FILE}"
 
 
+class SharedThreads:
+    """A pool of threads that workspaces share."""
+
+    def __init__(self, name: str) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=name)
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, FairSlots] = WeakKeyDictionary()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        slots = self._slots.setdefault(asyncio.get_running_loop(), FairSlots(NUM_THREADS))
+        return await slots.in_thread(self._threads, work)
+
+    def close(self) -> None:
+        """Let work that has begun finish."""
+        self._threads.shutdown()
+
+
 class Database:
     """Safe to use from any thread. Several processes may share one database."""
 
@@ -72,8 +89,8 @@ class Database:
         self._turn: contextlib.AbstractContextManager[Any] = (
             threading.Lock() if self._is_in_memory else contextlib.nullcontext()
         )
-        self._writers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-database")
-        self._readers = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="penstock-database-reads")
+        self._writers = SharedThreads("penstock-database")
+        self._readers = SharedThreads("penstock-database-reads")
         self._migrating = threading.Lock()
         self._outage: set[str] = set()  # the causes of the present outage, each of which was logged
         self._failed_at = 0.0  # by the monotonic clock: the last failure
@@ -118,10 +135,10 @@ class Database:
         """Run `work` and return its result. The work is committed as a whole, or rolled back when it raises.
 
         With `reads_only`, the work waits for no writer: SQLite lets the work run concurrently with one, and readers
-        have threads of their own."""
+        have threads of their own. Workspaces share the threads, and a key is looked up for none of them: however much
+        one workspace asks for, the others wait for a free thread only."""
         threads = self._readers if reads_only else self._writers
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(threads, lambda: self.run_now(work, reads_only=reads_only))
+        return await threads.run(lambda: self.run_now(work, reads_only=reads_only))
 
     def run_now(self, work: Work[T], *, reads_only: bool = False) -> T:
         """Do the same as `run`, in the calling thread."""
@@ -141,7 +158,7 @@ class Database:
     def close(self) -> None:
         """Let work that has begun finish, then disconnect."""
         for threads in (self._writers, self._readers):
-            threads.shutdown()
+            threads.close()
         self._engine.dispose()
 
     def _transaction(self, work: Work[T], *, reads_only: bool) -> T:
@@ -278,7 +295,7 @@ def _create_postgresql(url: sqlalchemy.URL) -> Engine:
         engine = sqlalchemy.create_engine(
             url,
             hide_parameters=True,
-            pool_size=2 * _NUM_THREADS,
+            pool_size=2 * NUM_THREADS,
             pool_pre_ping=True,
             connect_args={
                 "connect_timeout": _GONE_S,

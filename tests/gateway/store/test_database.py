@@ -19,6 +19,7 @@ from penstock.core.errors import ConfigError, StoreUnavailable
 from penstock.gateway.store import database as database_module
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.store.tables import tenant_revision, workspaces
+from penstock.gateway.turns import working_for
 
 
 def rename_default(connection: Connection, name: str) -> None:
@@ -99,6 +100,29 @@ async def test_readers_go_on_while_writers_wait_for_a_lock_of_another_process(da
     await asyncio.gather(*writers)
     assert await database.run(name_of_default, reads_only=True) == "new"
     other.close()
+
+
+async def test_workspaces_share_the_threads(database: Database) -> None:
+    """A caller whose key is not known yet would otherwise wait behind everything that a workspace asks for."""
+    database.migrate()
+    may_end = threading.Event()
+    begun: list[str] = []
+
+    async def work_for(workspace_id: str) -> None:
+        def slow(connection: Connection) -> None:
+            begun.append(workspace_id)
+            assert may_end.wait(timeout=60)
+
+        working_for.set(workspace_id)
+        await database.run(slow, reads_only=True)
+
+    greedy = [asyncio.create_task(work_for("greedy")) for _ in range(40)]
+    await asyncio.sleep(0)
+    late = asyncio.create_task(work_for("late"))
+    await asyncio.sleep(0)
+    may_end.set()
+    await asyncio.gather(late, *greedy)
+    assert begun.index("late") <= 2 * database_module.NUM_THREADS
 
 
 def test_foreign_keys_are_enforced(database: Database) -> None:
