@@ -110,10 +110,11 @@ def load_experts(
     is_shared_gated: bool = False,
     selection_bias: str | None = None,
     weighs_input: bool = False,
+    scales: Tensor | None = None,
 ) -> ExpertMLP:
     """Load the experts of a layer. `bias` says whether experts and router have biases, `is_shared_gated` whether
     tokens have weights for the expert of every token, and `selection_bias` names the values that are added to scores
-    where experts are chosen."""
+    where experts are chosen. `scales` multiply what each expert makes."""
     config, experts, prefix = load.config, load.config.experts, f"{load.prefix}.mlp"
     assert experts is not None
     names = [
@@ -133,7 +134,9 @@ def load_experts(
         chosen_by = load.weights.vector(f"{prefix}.{selection_bias}", experts.count)
     return ExpertMLP(
         router=load.weights.linear([f"{prefix}.gate"], [experts.count], config.hidden_size, bias=bias),
-        experts=load.weights.experts(names, experts.intermediate_size, config.hidden_size, bias=bias),
+        experts=load.weights.experts(
+            names, experts.intermediate_size, config.hidden_size, bias=bias, scales=scales
+        ),
         routing=expert_routing(experts, chosen_by, weighs_input=weighs_input),
         shared=shared_expert,
         activation=config.activation,

@@ -43,6 +43,18 @@ def take_rows(weight: WeightData, rows: range) -> WeightData:
             return replace(weight, codes=weight.codes[taken], scales=weight.scales[taken], offsets=offsets)
 
 
+def multiplied(weight: WeightData, factor: float) -> WeightData:
+    """Return a matrix times a number. Codes stay as they are."""
+    match weight:
+        case DenseWeight():
+            return DenseWeight(weight.values.float() * factor)
+        case Float8Weight():
+            return replace(weight, scales=weight.scales * factor)
+        case GroupQuantWeight():
+            offsets = None if weight.offsets is None else weight.offsets * factor
+            return replace(weight, scales=weight.scales * factor, offsets=offsets)
+
+
 def pick_rows(weight: WeightData, order: Tensor) -> WeightData:
     """Take the rows of `order`, int64 [n], in this order."""
     match weight:

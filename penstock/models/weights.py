@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -28,7 +28,7 @@ from penstock.kernels.interface import (
 )
 from penstock.models.rounding import quantize
 from penstock.models.sharding import WHOLE, Shard
-from penstock.models.weight_parts import Part
+from penstock.models.weight_parts import Part, multiplied
 
 OnProgress = Callable[[str, float], None]
 
@@ -223,10 +223,16 @@ class WeightLoader:
                 )
 
     def experts(
-        self, names: Sequence[ExpertNames], intermediate_size: int, hidden_size: int, *, bias: bool = False
+        self,
+        names: Sequence[ExpertNames],
+        intermediate_size: int,
+        hidden_size: int,
+        *,
+        bias: bool = False,
+        scales: Tensor | None = None,
     ) -> PackedExperts:
         """Load this rank's part of the experts of a layer; `names` are all of them. With `bias`, each matrix has a
-        bias."""
+        bias. `scales`, one for each expert, multiply what the experts make."""
         inner = self.shard.expert_inner(intermediate_size)
         own = self.shard.experts(len(names))
         num_bytes = 0
@@ -236,6 +242,8 @@ class WeightLoader:
             for number in own:
                 weights = self._expert(names[number], inner, intermediate_size, hidden_size, bias=bias)
                 num_bytes += sum(part.num_bytes for part in (weights.gate, weights.up, weights.down))
+                if scales is not None:
+                    weights = replace(weights, down=multiplied(weights.down, float(scales[number])))
                 yield weights
 
         packed = self.ops.pack_experts(read())

@@ -205,7 +205,11 @@ def write_model(
         stored_name = names.get_name(name, suffixes) or "output.weight"
         if config.model_type == "bloom" and name.startswith("transformer."):  # its table has names without it
             stored_name = names.get_name(name.removeprefix("transformer."), suffixes)
-        if ".router." in name:
+        if name.endswith(".per_expert_scale"):
+            stored_name = f"blk.{name.split('.')[2]}.ffn_down_exps.scale"
+        elif name.endswith("router.scale"):
+            stored_name = f"blk.{name.split('.')[2]}.ffn_gate_inp.scale"
+        elif ".router." in name:
             stored_name = f"blk.{name.split('.')[2]}.ffn_gate_inp.{name.split('.')[-1]}"
         is_narrow = stored.shape[-1] % 32 != 0  # of states, some tensors are
         if values.ndim == 1 or "_norm." in stored_name or is_narrow:
@@ -327,7 +331,8 @@ def _num_experts(config: Any) -> int:
 def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -> None:
     writer.add_expert_count(_num_experts(config))
     if spoil != "expert_used_count":
-        writer.add_expert_used_count(getattr(config, "moe_k", None) or config.num_experts_per_tok)
+        named = (getattr(config, name, None) for name in ("moe_k", "top_k_experts", "num_experts_per_tok"))
+        writer.add_expert_used_count(next(count for count in named if count))
     if spoil == "expert_gating_func":
         writer.add_expert_gating_func(_Unknown())
     if hasattr(config, "moe_intermediate_size"):

@@ -1,6 +1,6 @@
-"""Gemma 4, text, without experts: layers with full attention have larger heads than layers with a window, and
-may use keys as values; the last layers may share keys and values of earlier ones; and each layer may read an
-embedding of its own. Reads the text part of multimodal checkpoints.
+"""Gemma 4, text: layers with full attention have larger heads than layers with a window, and may use keys as values;
+the last layers may share keys and values of earlier ones; each layer may read an embedding of its own, and may have
+experts beside its MLP. Reads the text part of multimodal checkpoints.
 
 All layers share one KV cache. Smaller heads are padded with zeros, and fewer key-value heads are repeated.
 """
@@ -18,6 +18,7 @@ from penstock.core.errors import ConfigError
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, KVStore, Ops, PackedLinear
 from penstock.models.config import ActivationName, ArchitectureConfig, Fields
 from penstock.models.decoder import Decoder
+from penstock.models.experts import ExpertMLP, expert_layout, load_experts, num_experts
 from penstock.models.families.gemma import rounded_scale
 from penstock.models.families.gemma4_config import Gemma4Config, HeadKind, gguf_config, huggingface_config
 from penstock.models.gguf_file import GGUFFile
@@ -39,6 +40,16 @@ GGUF_NAMES = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_down_exps.scale": "mlp.expert_scales",
+}
+FOLDER_NAMES = {
+    "router.proj": "mlp.gate",
+    "router.scale": "mlp.gate.scale",
+    "router.per_expert_scale": "mlp.expert_scales",
+    "experts": "mlp.experts",
 }
 
 
@@ -98,12 +109,31 @@ class LayerInput:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsBeside:
+    """Experts that see what the MLP sees, each of the two with a norm behind it. The router has a norm of its own."""
+
+    router_norm: RMSNorm
+    norm: RMSNorm
+    experts: ExpertMLP
+    after_norm: RMSNorm
+    after_mlp_norm: RMSNorm
+
+    def __call__(self, ops: Ops, residual: Tensor, made_by_mlp: Tensor) -> Tensor:
+        mixture = self.experts
+        logits = ops.router_logits(self.router_norm(ops, residual), mixture.router)
+        x = self.norm(ops, residual)
+        made = ops.moe(x, logits, mixture.experts, mixture.routing, mixture.activation)
+        return self.after_mlp_norm(ops, made_by_mlp) + self.after_norm(ops, made)
+
+
+@dataclass(frozen=True, slots=True)
 class Gemma4Layer:
     attention_norm: RMSNorm
     attention: Gemma4Attention
     after_attention_norm: RMSNorm
     mlp_norm: RMSNorm
     mlp: GatedMLP
+    experts: ExpertsBeside | None
     after_mlp_norm: RMSNorm
     layer_input: LayerInput | None
     kv_layer: int
@@ -134,8 +164,14 @@ class Gemma4(Decoder):
         return gguf_config(file, cls.name)
 
     @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        if config.experts is None:
+            return Layout()
+        return expert_layout(config, FOLDER_NAMES, rows={})
+
+    @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(GGUF_NAMES)
+        return gguf_layout(GGUF_NAMES, num_experts=num_experts(config))
 
     def __init__(self, config: Gemma4Config, loader: WeightLoader, max_model_len: int) -> None:
         if loader.shard.num_stages > 1:
@@ -205,6 +241,8 @@ class Gemma4(Decoder):
             hidden = layer.attention(ops, hidden, made[layer.kv_layer], cache, own_batch)
             residual.add_(layer.after_attention_norm(ops, hidden))
             hidden = layer.mlp(ops, layer.mlp_norm(ops, residual))
+            if layer.experts is not None:
+                hidden = layer.experts(ops, residual, hidden)
             residual.add_(layer.after_mlp_norm(ops, hidden))
             if layer.layer_input is not None:
                 assert self._inputs is not None, "`embed` comes first"
@@ -234,10 +272,25 @@ class Gemma4(Decoder):
             after_attention_norm=load.rms_norm("post_attention_layernorm"),
             mlp_norm=load.rms_norm("pre_feedforward_layernorm"),
             mlp=load.gated_mlp(intermediate_size=config.intermediate_size * (2 if is_wide else 1)),
+            experts=None if config.experts is None else self._load_experts(load),
             after_mlp_norm=load.rms_norm("post_feedforward_layernorm"),
             layer_input=layer_input,
             kv_layer=config.kv_layer(load.index),
             scale=float(weights.vector(scale, 1)) if weights.has(scale) else 1.0,
+        )
+
+    def _load_experts(self, load: LayerLoader) -> ExpertsBeside:
+        config, weights, prefix = self.config, load.weights, f"{load.prefix}.mlp"
+        experts = config.experts
+        assert experts is not None
+        scales = weights.vector(f"{prefix}.expert_scales", experts.count).cpu()
+        router_scale = weights.vector(f"{prefix}.gate.scale", config.hidden_size) * config.hidden_size**-0.5
+        return ExpertsBeside(
+            router_norm=RMSNorm(router_scale, config.norm_eps),
+            norm=load.rms_norm("pre_feedforward_layernorm_2"),
+            experts=load_experts(load, scales=scales),
+            after_norm=load.rms_norm("post_feedforward_layernorm_2"),
+            after_mlp_norm=load.rms_norm("post_feedforward_layernorm_1"),
         )
 
     def _load_attention(self, load: LayerLoader) -> Gemma4Attention:

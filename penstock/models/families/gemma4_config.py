@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.config import ArchitectureConfig, Fields, RopeConfig
-from penstock.models.gguf_config import common_gguf_config, gguf_windows, has_experts, metadata_fields
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RopeConfig
+from penstock.models.gguf_config import (
+    common_gguf_config,
+    gguf_experts,
+    gguf_windows,
+    has_experts,
+    metadata_fields,
+)
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import (
     common_huggingface_config,
@@ -66,8 +72,6 @@ class Gemma4Config(ArchitectureConfig):
 
 
 def huggingface_config(fields: Fields, name: str) -> Gemma4Config:
-    if fields.flag("enable_moe_block", False):
-        raise ModelLoadError(f"{fields.where} asks for experts, which are not supported for Gemma 4.")
     if fields.raw("use_bidirectional_attention") == "all":
         raise ModelLoadError(
             f"{fields.where} asks for attention in both directions, which a model that writes text does not have."
@@ -102,6 +106,13 @@ def huggingface_config(fields: Fields, name: str) -> Gemma4Config:
         "output_bias": fields.flag("attention_bias", False),
         "activation": fields.activation("hidden_activation", "gelu_pytorch_tanh"),
     }
+    if fields.flag("enable_moe_block", False):
+        settings["experts"] = ExpertsConfig(
+            count=fields.integer("num_experts"),
+            per_token=fields.integer("top_k_experts"),
+            intermediate_size=fields.integer("moe_intermediate_size"),
+            normalizes=True,
+        )
     input_size = fields.raw("hidden_size_per_layer_input")
     return Gemma4Config(
         **settings,
@@ -119,8 +130,6 @@ def huggingface_config(fields: Fields, name: str) -> Gemma4Config:
 
 def gguf_config(file: GGUFFile, name: str) -> Gemma4Config:
     fields = metadata_fields(file)
-    if has_experts(file):
-        raise ModelLoadError(f"{fields.where} has experts, which are not supported for Gemma 4.")
     num_layers = fields.integer("block_count")
     windows = gguf_windows(fields, num_layers, 6)
     listed = fields.raw("attention.head_count_kv")
@@ -157,6 +166,7 @@ def gguf_config(file: GGUFFile, name: str) -> Gemma4Config:
         "attention_scale": 1.0,
         "logit_softcap": fields.optional_number("final_logit_softcapping"),
         "activation": "gelu_tanh",
+        "experts": gguf_experts(file, base, normalizes=True) if has_experts(file) else None,
     }
     return Gemma4Config(
         **settings,

@@ -68,10 +68,16 @@ class ListingLoader(WeightLoader):
         self.inventory = Inventory()
 
     def experts(
-        self, names: Sequence[ExpertNames], intermediate_size: int, hidden_size: int, *, bias: bool = False
+        self,
+        names: Sequence[ExpertNames],
+        intermediate_size: int,
+        hidden_size: int,
+        *,
+        bias: bool = False,
+        scales: Tensor | None = None,
     ) -> PackedExperts:
         self.inventory.experts += [stem for expert in names for stem in expert]
-        return super().experts(names, intermediate_size, hidden_size, bias=bias)
+        return super().experts(names, intermediate_size, hidden_size, bias=bias, scales=scales)
 
     def _matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         self.inventory.matrices[name] = (rows, columns)
