@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from bench.sockets import HOST
-from penstock.cluster.ports import free_port
+from penstock.core.machine import free_port
 
 START_TIMEOUT_S = 120.0
 

@@ -29,7 +29,7 @@ import psutil
 from bench.echo_server import PENSTOCK, ServerState, cpu_s, started
 from bench.instant_upstream import MODEL, NUM_TOKENS
 from bench.sockets import HOST, Call, run
-from penstock.cluster.ports import free_port
+from penstock.core.machine import free_port
 
 PATH = "/v1/chat/completions"
 PROMPT = "Tell me something about rivers, please."

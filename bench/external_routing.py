@@ -27,7 +27,7 @@ from pathlib import Path
 from bench.echo_server import PENSTOCK, started
 from bench.external import ROUTER, version_of
 from bench.sockets import HOST
-from penstock.cluster.ports import free_port
+from penstock.core.machine import free_port
 
 SYSTEM_CHARS = 1_000  # a byte is a token of the echo model
 QUESTION_CHARS = 24

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from penstock.bench.gpu import decode_step_ms
-from penstock.bench.workload import IntRange
+from penstock.bench.load import IntRange
 from penstock.core.clock import SystemClock
 from penstock.core.engine_config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, SchedulerConfig
 from penstock.core.request import Adapter

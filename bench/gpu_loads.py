@@ -20,9 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.bench.load import find_target, run_load
+from penstock.bench.load import ClosedLoop, IntRange, PoissonArrivals, Workload, find_target, run_load
 from penstock.bench.summary import Summary, summarize
-from penstock.bench.workload import ClosedLoop, IntRange, PoissonArrivals, Workload
 from penstock.cli.bench_gpu import read_vocabulary, wait_until_ready
 
 PORT = 8802

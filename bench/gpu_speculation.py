@@ -34,8 +34,8 @@ from torch import Tensor
 
 from bench.speculation import LOAD, plot_load
 from penstock.bench.gpu import begin_decoding
+from penstock.bench.load import IntRange
 from penstock.bench.summary import require_matplotlib
-from penstock.bench.workload import IntRange
 from penstock.cli.bench_gpu import read_vocabulary
 from penstock.core.clock import SystemClock
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig

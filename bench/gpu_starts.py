@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.sockets import HOST
-from penstock.cluster.ports import free_port
+from penstock.core.machine import free_port
 
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 TIMEOUT_S = 300.0

@@ -82,7 +82,7 @@ def record(
 
 def _decode_kernels(engine: Any, batch: int) -> list[dict[str, Any]]:
     from penstock.bench.gpu import begin_decoding, decode_step_ms
-    from penstock.bench.workload import IntRange
+    from penstock.bench.load import IntRange
     from penstock.core.clock import SystemClock
 
     decode_step_ms(engine.loop, batch, IntRange(*VOCABULARY), 1, SystemClock())

@@ -40,9 +40,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from penstock.bench.load import find_target, run_load
+from penstock.bench.load import STANDARD_WORKLOADS, Workload, find_target, run_load
 from penstock.bench.summary import summarize
-from penstock.bench.workload import STANDARD_WORKLOADS, Workload
 from penstock.kernels.interface import DenseWeight
 from penstock.kernels.library import ISA_VARIABLE, available_cores
 from penstock.models.config import ArchitectureConfig

@@ -21,9 +21,9 @@ import httpx
 from bench.network_namespaces import Network, Node
 from penstock.cluster.host_record import JoinTokens
 from penstock.cluster.leadership import opened
-from penstock.cluster.ports import free_port
 from penstock.cluster.redis_registry import RedisRegistry
 from penstock.cluster.registry import RegistryError
+from penstock.core.machine import free_port
 from penstock.gateway.store.database import Database
 from tests.gateway.blobs.object_store import BUCKET, ObjectStore, running_store
 from tests.gateway.ratelimits.redis_server import RedisServer, running_redis

@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.cluster.ports import free_port
+from penstock.core.machine import free_port
 from penstock.simulator.cost import LLAMA_8B_ON_L40S
 from penstock.simulator.simulation import ReplicaConfig, SimulationConfig, simulate
 from penstock.simulator.workload import shared_prefix_workload

@@ -25,11 +25,11 @@ from bench.echo_server import ServerState, cpu_s, started
 from bench.sockets import HOST, Call
 from penstock.cluster.control_link import ControlLink
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.ports import free_port
 from penstock.cluster.replica import Member, ReplicaSpec
 from penstock.core.config import ServeConfig
 from penstock.core.engine_config import EngineConfig
 from penstock.core.gateway_config import GatewayConfig, LedgerConfig, ServerConfig, StoreConfig
+from penstock.core.machine import free_port
 from penstock.engine.echo import ECHO_MODEL
 from penstock.router import Replica
 from penstock.serve.gateway import open_gateway

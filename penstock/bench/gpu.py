@@ -15,9 +15,8 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.bench.load import Target, run_load
+from penstock.bench.load import ClosedLoop, IntRange, Target, Workload, run_load
 from penstock.bench.summary import Summary, summarize
-from penstock.bench.workload import ClosedLoop, IntRange, Workload
 from penstock.core.clock import Clock
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Adapter, Request, SamplingParams

@@ -18,8 +18,7 @@ from rich import box
 from rich.table import Table
 
 from penstock.bench.drafts import DrafterReport
-from penstock.bench.load import LoadResult, OfflineSummary, Target
-from penstock.bench.workload import Workload
+from penstock.bench.load import LoadResult, OfflineSummary, Target, Workload
 from penstock.core.errors import UsageError
 from penstock.core.figures import percentile
 from penstock.core.machine import install_command

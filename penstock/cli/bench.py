@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from penstock.bench.workload import STANDARD_WORKLOADS, ClosedLoop, IntRange, PoissonArrivals, Workload
+from penstock.bench.load import STANDARD_WORKLOADS, ClosedLoop, IntRange, PoissonArrivals, Workload
 from penstock.cli.bench_gpu import bench_gpu
 from penstock.cli.commands import PenstockGroup
 from penstock.cli.console import count_progress, fetch_drafter, fetch_model, spinner, stdout_console

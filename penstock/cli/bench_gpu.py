@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 import msgspec
 
-from penstock.bench.workload import IntRange
+from penstock.bench.load import IntRange
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import spinner, stderr_console, stdout_console
 from penstock.core.engine_config import (

@@ -16,9 +16,9 @@ import click
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.console import fetch_drafter, fetch_model, printable, sigterm_unwinds, spinner
 from penstock.cli.options import config_options, model_argument
-from penstock.cluster.ports import free_port
 from penstock.core.engine_config import EngineConfig, ModelConfig
 from penstock.core.errors import PenstockError, UsageError
+from penstock.core.machine import free_port
 from penstock.core.request import SamplingParams
 from penstock.serve.environment import API_KEY_VARIABLE
 

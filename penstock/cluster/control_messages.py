@@ -22,7 +22,6 @@ import zmq
 import zmq.asyncio
 
 from penstock.cluster.host_record import JoinTokens
-from penstock.cluster.ports import free_port
 from penstock.cluster.transport import AcceptedClients, KeyPair, bind, connect, with_key
 from penstock.control.experiment import Arm
 from penstock.control.gates import MAX_TIMES
@@ -38,6 +37,7 @@ from penstock.core.cluster_view import (
     ReplicaOrder,
 )
 from penstock.core.figures import percentile
+from penstock.core.machine import free_port
 from penstock.core.objective import RoutingWeights
 from penstock.core.request import Tier
 

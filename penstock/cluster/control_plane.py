@@ -53,8 +53,7 @@ from penstock.cluster.staged_records import (
     ReleaseRecord,
     serving_spec,
 )
-from penstock.control.autoscaler import AutoscalerConfig
-from penstock.control.role_pools import ROLES
+from penstock.control.autoscaler import ROLES, AutoscalerConfig
 from penstock.core.cluster_view import (
     ClusterView,
     GatewayView,

@@ -16,8 +16,15 @@ from msgspec.structs import replace
 from penstock.cluster.control_messages import ActiveExperiment, ArmSample, Report, Sample
 from penstock.cluster.replica import ReplicaManager
 from penstock.cluster.scaling import PoolScaler, check_one_revision
-from penstock.cluster.staged_records import ExperimentRecord, RecordStore, arm_record
-from penstock.cluster.staged_run import StagedRun, StagedService, remove_beyond, start_missing
+from penstock.cluster.staged_records import (
+    ExperimentRecord,
+    RecordStore,
+    StagedRun,
+    StagedService,
+    arm_record,
+    remove_beyond,
+    start_missing,
+)
 from penstock.control.experiment import (
     Arm,
     ArmWindow,

@@ -43,8 +43,7 @@ from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.role_scaling import autoscaling, scaling_of_role
 from penstock.cluster.scaling import PoolScaler
 from penstock.cluster.staged_records import ExperimentRecord, RecordStore, ReleaseRecord
-from penstock.control.autoscaler import AutoscalerConfig
-from penstock.control.role_pools import ROLES
+from penstock.control.autoscaler import ROLES, AutoscalerConfig
 from penstock.core.cluster_view import ClusterView, HostOrder, HostView, LeaderView, ReplicaView
 from penstock.core.config import ScalingConfig
 from penstock.core.errors import InvalidRequest, PenstockError, Superseded

@@ -21,10 +21,10 @@ from typing import Protocol
 import msgspec
 
 from penstock.cluster.early import WORKER, EarlyProcess
-from penstock.cluster.ports import free_port
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.transport import EngineKeys, KeyPair, with_key
 from penstock.core.engine_config import EngineConfig
+from penstock.core.machine import free_port
 
 logger = logging.getLogger(__name__)
 

@@ -25,14 +25,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from penstock.cluster.ports import free_port
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.transport import EngineKeys, KeyPair, with_key
 from penstock.core.config import Placement
 from penstock.core.engine_config import DEFAULT_CPU_KV_MEMORY, Rendezvous, decode_rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.figures import format_bytes, parse_bytes
-from penstock.core.machine import install_command
+from penstock.core.machine import free_port, install_command
 
 
 class EngineHost:

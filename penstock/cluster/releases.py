@@ -28,8 +28,14 @@ from penstock.cluster.leadership import LEADER_LEASE_S, RENEW_SHARE, Leadership
 from penstock.cluster.registry import RegistryError
 from penstock.cluster.replica import ReplicaManager, ReplicaSpec
 from penstock.cluster.scaling import PoolScaler, check_one_revision
-from penstock.cluster.staged_records import RecordStore, ReleaseRecord, changed
-from penstock.cluster.staged_run import StagedRun, StagedService, start_missing
+from penstock.cluster.staged_records import (
+    RecordStore,
+    ReleaseRecord,
+    StagedRun,
+    StagedService,
+    changed,
+    start_missing,
+)
 from penstock.control.gates import EvidenceCollector
 from penstock.control.release import Happening, ReleaseConfig, Releases, ReleaseState, Stage
 from penstock.core.cluster_view import GateView, ReleaseOrder, ReleaseView

@@ -1,6 +1,6 @@
 """Reads the settings of autoscaling, and has the prefill and the decode pool of a model sized together.
 
-`control/role_pools` decides; `scaling` starts, drains and stops the replicas of each pool. A replica changes its role
+`control/autoscaler` decides; `scaling` starts, drains and stops the replicas of each pool. A replica changes its role
 where it is: gateways send it other requests from then on, and its process, weights and cache stay.
 """
 
@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from penstock.cluster.replica import Member, ReplicaManager, ReplicaSpec
 from penstock.cluster.scaling import PoolScaler
-from penstock.control.autoscaler import AutoscalerConfig, Signals
-from penstock.control.role_pools import ROLES, Convert, PoolRole, RolePools
+from penstock.control.autoscaler import ROLES, AutoscalerConfig, Convert, PoolRole, RolePools, Signals
 from penstock.core.config import ScalingConfig
 from penstock.core.errors import ConfigError, Conflict, InvalidRequest, NotFound
 from penstock.router import ReplicaState

@@ -30,8 +30,8 @@ from penstock.control.autoscaler import (
     Signals,
     Start,
     Stop,
+    signals_of,
 )
-from penstock.control.role_pools import signals_of
 from penstock.core.cluster_view import DecisionView, PoolView, ReplicaOrder
 from penstock.core.errors import Conflict, InvalidRequest, ModelNotFound, NotFound, PenstockError
 from penstock.router import ReplicaState

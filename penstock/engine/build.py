@@ -22,6 +22,8 @@ from penstock.core.plan_log import LogHeader
 from penstock.engine.collaborator import (
     Collaborator,
     MemoryWatch,
+    PlanRecorder,
+    RecordedExchange,
     StepWatch,
     refuse_adapters,
     refuse_grammars,
@@ -31,7 +33,6 @@ from penstock.engine.drafters.combination import build_drafter
 from penstock.engine.echo import ECHO_MODEL, EchoExecutor, echo_card
 from penstock.engine.loaded import Loaded, Progress
 from penstock.engine.loop import EngineLoop
-from penstock.engine.record import PlanRecorder, RecordedExchange
 from penstock.kvcache.cache import blocks_of_context
 from penstock.scheduler.build import build_scheduler
 from penstock.scheduler.ranks import RankSchedulers

@@ -36,8 +36,7 @@ from penstock.core.hashing import BlockHash, chain_hashes, root_hash
 from penstock.core.messages import EngineStats
 from penstock.core.plan import BlockCopy, Draft, StepPlan, StepResult
 from penstock.core.request import Request
-from penstock.engine.collaborator import Arrival, Collaborator
-from penstock.engine.record import RecordedExchange
+from penstock.engine.collaborator import Arrival, Collaborator, RecordedExchange
 from penstock.kernels.interface import KVStore
 from penstock.scheduler.exchange import BlockImport
 from penstock.scheduler.scheduler import Scheduler

@@ -1,11 +1,20 @@
-"""The record of one KV block, and the state that follows from it."""
+"""The record of one KV block, the state that follows from it, and the events of the prefix index that no reader has
+taken yet.
+
+The log of events is bounded and loses nothing: when it holds more than a fresh start would need, it drops its events,
+and the next reader gets `cleared` and the whole index instead. A cache whose events have no reader thus pays almost
+nothing for them, and a reader needs no special case. Sequence numbers are assigned when events are taken, so that
+merged or dropped events leave no gaps.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.core.hashing import BlockHash
+from penstock.core.messages import KeptEntry, KVCleared, KVEvent, KVRemoved, KVStored
 
 
 class IntegrityError(Exception):
@@ -54,3 +63,100 @@ class Block:
         if self.block_hash is None:
             return BlockState.FREE
         return BlockState.CACHED if self.pinned_until is None else BlockState.PINNED
+
+
+class EventLog:
+    def __init__(self, max_pending_hashes: int) -> None:
+        self._max_pending_hashes = max_pending_hashes
+        self._pending: list[_Pending | KeptEntry] = []
+        self._num_pending_hashes = 0
+        self._restart = False  # events were dropped: the next reader starts with the whole index
+        self._next_sequence = 0
+
+    def stored(self, block_hash: BlockHash, parent: BlockHash) -> None:
+        if not self._room_for_one():
+            return
+        last = self._last()
+        if last is not None and last.parent is not None and last.block_hashes[-1] == parent:
+            last.block_hashes.append(block_hash)
+        else:
+            self._pending.append(_Pending([block_hash], parent))
+
+    def removed(self, block_hash: BlockHash) -> None:
+        if not self._room_for_one():
+            return
+        last = self._last()
+        if last is not None and last.parent is None and last.block_hashes:
+            last.block_hashes.append(block_hash)
+        else:
+            self._pending.append(_Pending([block_hash], None))
+
+    def kept(self, entry: KeptEntry) -> None:
+        """Note that a prefix is kept from now on, or for longer."""
+        if self._room_for_one():
+            self._pending.append(entry)
+
+    def cleared(self) -> None:
+        """Drop all pending events, because the index was cleared."""
+        self._restart = False
+        self._pending = [_Pending([], None)]
+        self._num_pending_hashes = 0
+
+    def restart(self) -> None:
+        """Make the next reader start with the whole index, because a reader has missed events."""
+        self._restart = True
+        self._pending = []
+
+    def take(
+        self, index: Iterable[tuple[BlockHash, BlockHash]], entries: Iterable[KeptEntry]
+    ) -> list[KVEvent]:
+        """Return the events since the last call. `index` yields (hash, parent) of every indexed block, and `entries`
+        every prefix that is kept; both are read only if pending events were dropped."""
+        if self._restart:
+            self.cleared()
+            for block_hash, parent in index:
+                self.stored(block_hash, parent)
+            self._pending += entries
+        events = [self._number(pending) for pending in self._pending]
+        self._pending = []
+        self._num_pending_hashes = 0
+        return events
+
+    def _last(self) -> _Pending | None:
+        """Return the last pending event, if it may grow."""
+        last = self._pending[-1] if self._pending else None
+        return last if isinstance(last, _Pending) else None
+
+    def _room_for_one(self) -> bool:
+        if self._restart:
+            return False
+        if self._num_pending_hashes >= self._max_pending_hashes:
+            self.restart()
+            return False
+        self._num_pending_hashes += 1
+        return True
+
+    def _number(self, pending: _Pending | KeptEntry) -> KVEvent:
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        if isinstance(pending, KeptEntry):
+            return KVStored(sequence, (), b"", (pending,))
+        hashes = tuple(pending.block_hashes)
+        if not hashes:
+            return KVCleared(sequence)
+        return (
+            KVRemoved(sequence, hashes)
+            if pending.parent is None
+            else KVStored(sequence, hashes, pending.parent)
+        )
+
+
+class _Pending:
+    """An event that may still grow: stored when it has a parent, cleared when it has no hashes, else
+    removed."""
+
+    __slots__ = ("block_hashes", "parent")
+
+    def __init__(self, block_hashes: list[BlockHash], parent: BlockHash | None) -> None:
+        self.block_hashes = block_hashes
+        self.parent = parent

@@ -29,8 +29,7 @@ from math import inf
 
 from penstock.core.hashing import BlockHash
 from penstock.core.plan import BlockCopy, HalfCopy, KVCopy, StateCopy, StateSlots, WindowLayout
-from penstock.kvcache.block import Block, BlockState, IntegrityError
-from penstock.kvcache.events import EventLog
+from penstock.kvcache.block import Block, BlockState, EventLog, IntegrityError
 from penstock.kvcache.eviction import EvictionOrder, HostTier, PinHeap
 from penstock.kvcache.states import StatePool
 from penstock.kvcache.windows import WindowPool, WindowTable

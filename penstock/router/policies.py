@@ -11,9 +11,8 @@ from typing import ClassVar, Protocol, TypeAlias
 
 from penstock.core.errors import ConfigError
 from penstock.core.objective import RoutingWeights
-from penstock.router.candidates import Candidates
+from penstock.router.candidates import Candidates, HolderSets, Matches, longest
 from penstock.router.load import ReplicaLoad, number_of, score
-from penstock.router.matches import HolderSets, Matches, longest
 from penstock.router.request import RandomSource, Reason, RoutingRequest
 
 _MANY_HOLDERS = 96  # of the same part of a prompt: more are not compared one by one

@@ -14,10 +14,9 @@ from math import exp
 
 from penstock.core.errors import EngineUnavailable, ModelNotFound
 from penstock.core.messages import EngineStats, KVEvent
-from penstock.router.candidates import Candidates
+from penstock.router.candidates import Candidates, HolderSets, Matches, longest
 from penstock.router.index import Expectations, KVFeed, PrefixIndex
 from penstock.router.load import SEVERAL_GATEWAYS, LoadColumns, ReplicaLoad, Ticket
-from penstock.router.matches import HolderSets, Matches, longest
 from penstock.router.policies import Policy, PrefixAware, leading, led_to
 from penstock.router.request import Decision, RandomSource, Reason, Replica, ReplicaState, RoutingRequest
 

@@ -14,8 +14,8 @@ import uvloop
 
 from penstock.cluster.fleet import Fleet
 from penstock.dispatch import DispatchConfig
-from penstock.gateway.history.siblings import Siblings
 from penstock.gateway.metrics.exchange import MetricsExchange
+from penstock.gateway.siblings import Siblings
 from penstock.serve.api_workers import (
     Begin,
     CutShort,
@@ -28,8 +28,7 @@ from penstock.serve.api_workers import (
 )
 from penstock.serve.control import open_link
 from penstock.serve.gateway import open_gateway
-from penstock.serve.process import prepare_process, until
-from penstock.serve.telemetry import configure_server_logging
+from penstock.serve.process import configure_server_logging, prepare_process, until
 
 MAX_LINE_BYTES = 1 << 26  # the first line holds the models' vocabularies
 
@@ -114,13 +113,11 @@ async def _serve(begin: Begin, fleet: Fleet, orders: Orders, replies: BinaryIO) 
         ) as running,
         siblings.serving(),
     ):
-        exchange = MetricsExchange(begin.siblings, begin.number, running.gateway.render_own_metrics)
-        running.gateway.metrics_exchange = exchange
-        async with exchange.serving():
-            replies.write(encode_line(WorkerReady()))
-            await orders.drain.wait()
-            await until(running.leave(config.server), orders.cut_short)
-            await running.close()
+        running.gateway.metrics_exchange = MetricsExchange(siblings, running.gateway.render_own_metrics)
+        replies.write(encode_line(WorkerReady()))
+        await orders.drain.wait()
+        await until(running.leave(config.server), orders.cut_short)
+        await running.close()
 
 
 async def _standard_input() -> asyncio.StreamReader:

@@ -43,7 +43,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     control_socket: str
     listener_fd: int
     is_open: bool
-    siblings: tuple[str, ...]  # the sockets where the workers, this one included, report their metrics
+    siblings: tuple[str, ...]  # paths of the sockets where the workers, this one included, answer each other
     number: int  # the index of this worker in `siblings`
 
 

@@ -18,7 +18,7 @@ from sqlalchemy.exc import DatabaseError
 from penstock.core.errors import UsageError
 from penstock.core.gateway_config import StoreConfig
 from penstock.gateway.store.database import Database
-from penstock.gateway.store.migrations import refuse_unknown
+from penstock.gateway.store.tables import refuse_unknown
 from penstock.serve.environment import open_database
 
 SQLITE_MAGIC = b"SQLite format 3\0"

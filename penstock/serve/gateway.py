@@ -37,15 +37,14 @@ from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.history.history import History, HistoryStore
-from penstock.gateway.history.recorder import RequestRecorder
-from penstock.gateway.history.requests import RecentRequests
-from penstock.gateway.history.siblings import Siblings
+from penstock.gateway.history.requests import RecentRequests, RequestRecorder
 from penstock.gateway.metrics.gateway import PoolMetrics, ReplicaMetrics
 from penstock.gateway.metrics.objective import ObjectiveMetrics
 from penstock.gateway.models.catalogue import open_adapters, try_given
 from penstock.gateway.ratelimits.local import MeterTable
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses
+from penstock.gateway.siblings import Siblings
 from penstock.gateway.simulations import SimulationChoices, Simulations
 from penstock.gateway.tenants.authenticator import Tenants
 from penstock.planner.hardware import HARDWARE, WEIGHT_FORMATS
@@ -54,8 +53,7 @@ from penstock.serve.config import external_servers_of
 from penstock.serve.environment import data_dir, kubernetes_api, open_blobs, open_database
 from penstock.serve.even_listener import ConnectionCounts, EvenListener
 from penstock.serve.gateway_state import open_gateway_state
-from penstock.serve.process import settle_memory
-from penstock.serve.telemetry import build_observer, build_request_log
+from penstock.serve.process import build_observer, build_request_log, settle_memory
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,7 @@ from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.models.catalogue import KIND as ADAPTERS
 from penstock.gateway.models.catalogue import AdapterRegistry
 from penstock.gateway.ratelimits.local import LocalLimiter, MeterTable
-from penstock.gateway.ratelimits.refusals import LimiterMetrics
-from penstock.gateway.ratelimits.settings import LimitSettings
+from penstock.gateway.ratelimits.settings import LimiterMetrics, LimitSettings
 from penstock.gateway.ratelimits.spend import SpendTracker
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse

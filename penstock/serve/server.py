@@ -33,8 +33,7 @@ from penstock.dispatch import DispatchConfig
 from penstock.serve.api_workers import ApiWorkers
 from penstock.serve.control import Control, open_control, open_link
 from penstock.serve.environment import bytecode_dir, visible_gpus
-from penstock.serve.process import prepare_process, until
-from penstock.serve.telemetry import configure_server_logging
+from penstock.serve.process import configure_server_logging, prepare_process, until
 
 logger = logging.getLogger(__name__)
 

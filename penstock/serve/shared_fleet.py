@@ -49,9 +49,8 @@ from penstock.serve.environment import (
     own_pod,
     visible_gpus,
 )
-from penstock.serve.process import prepare_process, until
+from penstock.serve.process import configure_server_logging, prepare_process, until
 from penstock.serve.server import announce_leave, bind, stop_event
-from penstock.serve.telemetry import configure_server_logging
 
 logger = logging.getLogger(__name__)
 

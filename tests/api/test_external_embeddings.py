@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from penstock.core.errors import EngineUnavailable
-from penstock.gateway.embeddings.external import MAX_INPUTS_PER_CALL
+from penstock.gateway.embeddings.run import MAX_INPUTS_PER_CALL
 from tests.api.test_external_models import platform
 from tests.cluster.external.openai_server import OpenAIServer
 

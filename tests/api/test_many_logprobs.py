@@ -14,7 +14,7 @@ from starlette.requests import Request
 from penstock.api.http.answers import TURN_BYTES, EventStream
 from penstock.api.openai import answers, prompt_echo
 from penstock.core.request import FinishReason
-from penstock.gateway.answers import large, stream
+from penstock.gateway.answers import stream
 from penstock.gateway.answers.choice import Delta, TokenAlternative, TokenDetail
 from penstock.gateway.answers.stream import EmptyAnswer
 from penstock.gateway.reuse import replay
@@ -76,7 +76,7 @@ def test_many_are_written_off_the_event_loop(
     assert not any(name.startswith("asyncio") for name in on_loop)
 
     threads.clear()
-    monkeypatch.setattr(large, "DIRECT_LOGPROBS", 2)
+    monkeypatch.setattr(stream, "DIRECT_LOGPROBS", 2)
     monkeypatch.setattr(prompt_echo, "DIRECT_LOGPROBS", 2)
     many = httpx.post(served.url + path, json=body)
     assert many.status_code == 200, many.text

@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 
 from penstock.bench import gpu
-from penstock.bench.load import find_target
-from penstock.bench.workload import ClosedLoop, IntRange, Workload
+from penstock.bench.load import ClosedLoop, IntRange, Workload, find_target
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
 from tests.bench.fake_server import FakeServer

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.bench.load import find_target, run_load
+from penstock.bench.load import ClosedLoop, IntRange, PoissonArrivals, Workload, find_target, run_load
 from penstock.bench.summary import summarize
-from penstock.bench.workload import ClosedLoop, IntRange, PoissonArrivals, Workload
 from penstock.core.errors import UsageError
 from tests.loop_time import pass_time
 

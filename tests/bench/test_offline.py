@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.bench.load import measure_offline
-from penstock.bench.workload import ClosedLoop, IntRange, Workload
+from penstock.bench.load import ClosedLoop, IntRange, Workload, measure_offline
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import PenstockError
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from penstock.bench.http import Endpoint
-from penstock.bench.load import LoadResult, Outcome, Target
+from penstock.bench.load import ClosedLoop, LoadResult, Outcome, Target, Workload
 from penstock.bench.summary import (
     Distribution,
     Summary,
@@ -21,7 +21,6 @@ from penstock.bench.summary import (
     totals_line,
     write_json,
 )
-from penstock.bench.workload import ClosedLoop, Workload
 from penstock.core.errors import UsageError
 from penstock.core.figures import percentile
 from penstock.core.machine import install_command

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.bench.workload import STANDARD_WORKLOADS, ClosedLoop, IntRange, PoissonArrivals, Workload
+from penstock.bench.load import STANDARD_WORKLOADS, ClosedLoop, IntRange, PoissonArrivals, Workload
 from penstock.core.errors import ConfigError
 
 WORKLOAD = Workload(

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.cluster.ports import free_port
+from penstock.core.machine import free_port
 from tests.gateway.ratelimits.redis_server import RedisServer, running_redis
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from penstock.cluster import ports
-from penstock.cluster.ports import SERVER_PORTS, free_port
+from penstock.core import machine
+from penstock.core.machine import SERVER_PORTS, free_port
 
 
 def test_a_port_is_free_and_no_outgoing_connection_gets_it() -> None:
@@ -16,10 +16,10 @@ def test_a_port_is_free_and_no_outgoing_connection_gets_it() -> None:
 
 
 def test_a_taken_port_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "_NUM_ATTEMPTS", 1)
+    monkeypatch.setattr(machine, "_NUM_ATTEMPTS", 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr(ports, "SERVER_PORTS", range(port, port + 1))
+        monkeypatch.setattr(machine, "SERVER_PORTS", range(port, port + 1))
         assert free_port() != port
 
 

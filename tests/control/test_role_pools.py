@@ -9,17 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.control.autoscaler import (
+    ROLES,
     AutoscalerConfig,
     AutoscalerState,
+    Convert,
     Drain,
+    PairActions,
     Phase,
+    PoolRole,
     ReplicaSignal,
     Resume,
+    RolePools,
     Signals,
     Start,
     Stop,
+    signals_of,
 )
-from penstock.control.role_pools import ROLES, Convert, PairActions, PoolRole, RolePools, signals_of
 
 TARGETS = AutoscalerConfig(up_cooldown_s=10.0, down_cooldown_s=40.0, ttft_target_s=1.0, itl_target_s=0.1)
 MAX = 6

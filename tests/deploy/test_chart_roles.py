@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.cluster.ports import free_port
+from penstock.core.machine import free_port
 from tests.cluster.kubernetes_server import KubernetesServer, running_kubernetes
 from tests.deploy.chart import render, rules_of, workloads
 from tests.deploy.pods import Pod

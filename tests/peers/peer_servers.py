@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from penstock.cli.console import fetch_model
-from penstock.cluster.ports import free_port
+from penstock.core.machine import free_port
 from tests.gateway.fake_engine import CHAT_TEMPLATE, byte_tokenizer
 
 LLAMA_SERVER = "PEER_LLAMA_SERVER"  # the command that starts llama.cpp's server

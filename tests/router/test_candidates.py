@@ -9,9 +9,8 @@ import pytest
 
 from penstock.core.messages import EngineStats, KVStored
 from penstock.router import Router, RoutingRequest
-from penstock.router.candidates import Candidates
+from penstock.router.candidates import Candidates, Matches
 from penstock.router.load import SEVERAL_GATEWAYS, ReplicaLoad
-from penstock.router.matches import Matches
 from penstock.router.policies import Pick, PrefixAware
 from penstock.router.request import RandomSource, Reason
 from penstock.router.router import RecentShares

@@ -21,13 +21,14 @@ from penstock.core.machine import install_command
 from penstock.gateway.telemetry import NoTracing
 from penstock.serve.config import resolve
 from penstock.serve.environment import otel_sampled_share, otel_service_name, otlp_headers
-from penstock.serve.process import RESERVED_FILES, within_file_limit
-from penstock.serve.telemetry import (
+from penstock.serve.process import (
     MAX_WAITING_LINES,
+    RESERVED_FILES,
     BackgroundHandler,
     build_observer,
     build_request_log,
     configure_server_logging,
+    within_file_limit,
     writes_access_lines,
 )
 

@@ -18,8 +18,7 @@ from penstock.api.http.exchange import WHOLE_ANSWERS
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.identity import RateLimits
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.large import off_loop_if_large
-from penstock.gateway.answers.stream import AnswerStream, ReaderGone
+from penstock.gateway.answers.stream import AnswerStream, ReaderGone, off_loop_if_large
 from penstock.gateway.blobs.blobs import Blobs
 from penstock.gateway.prompts import Usage
 from penstock.gateway.turns import in_thread

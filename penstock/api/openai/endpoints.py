@@ -46,8 +46,7 @@ from penstock.api.openai.stored_chats import KeptAnswer, StoredChats, kept_metad
 from penstock.api.openai.tools import StreamedCalls
 from penstock.core.errors import PenstockError
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.large import off_loop_if_large
-from penstock.gateway.answers.stream import AnswerStream
+from penstock.gateway.answers.stream import AnswerStream, off_loop_if_large
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, SamplingOptions, Usage
 

@@ -25,8 +25,7 @@ from penstock.api.openai.responses_requests import check_metadata
 from penstock.core.errors import InvalidRequest, NotFound
 from penstock.core.identity import Principal
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.large import merged_later
-from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
+from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer, merged_later
 from penstock.gateway.responses.objects import ObjectStore, StoredObject
 from penstock.gateway.responses.service import Responses
 

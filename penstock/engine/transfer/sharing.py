@@ -13,8 +13,8 @@ from penstock.core.clock import Clock
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
 from penstock.core.kv_transfer import KVHeads, MemoryRegion
+from penstock.engine.collaborator import PlanRecorder, RecordedExchange
 from penstock.engine.loop import EngineLoop
-from penstock.engine.record import PlanRecorder, RecordedExchange
 from penstock.engine.transfer.port import LoopCalls, Marker, Wire
 from penstock.engine.transfer.sources import KVMemory
 from penstock.engine.transfer.thread import TransferThread

@@ -21,8 +21,7 @@ from penstock.core.kv_transfer import KVSource
 from penstock.core.messages import EngineStats, RequestRejected
 from penstock.core.plan import Chunk, StepPlan, TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
-from penstock.engine.collaborator import Arrival, Collaborator
-from penstock.engine.record import RecordedExchange
+from penstock.engine.collaborator import Arrival, Collaborator, RecordedExchange
 from penstock.engine.transfer.port import (
     Asked,
     CancelFetch,

@@ -24,9 +24,9 @@ from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.gateway.accounts import Account
 from penstock.gateway.answers.choice import Choice
 from penstock.gateway.answers.generation import Generation
-from penstock.gateway.answers.stop_strings import StopWatch
 from penstock.gateway.answers.stream import MeteredAnswer, StreamContext
 from penstock.gateway.prompts import BeamOptions, Usage
+from penstock.gateway.text.detokenizer import StopWatch
 
 
 class Beam(msgspec.Struct, frozen=True):

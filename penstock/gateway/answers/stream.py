@@ -1,9 +1,11 @@
 """The output of one request: its answers, their reader, and the cleanup when either of them ends early.
 
-Producers of answers never wait for a reader. New output is merged until the reader takes it; a reader that
-falls too far behind loses the request. Everything runs on one event loop, without locks. The producers are
-`generation` (our engines) and `external.answer` (external servers). Guards, recorders and shared readers of an answer
-derive from `WrappedAnswer`.
+Producers of answers never wait for a reader. New output is merged until the reader takes it; a reader that falls too
+far behind loses the request. Everything runs on one event loop, without locks. The producers are `generation` (our
+engines) and `external.answer` (external servers). Guards, recorders and shared readers of an answer derive from
+`WrappedAnswer`.
+
+An answer with very many log-probabilities is bounded, and is worked on off the event loop.
 """
 
 from __future__ import annotations
@@ -22,11 +24,10 @@ from penstock.core.plan import Prefill
 from penstock.core.request import FinishReason, Tier
 from penstock.core.shares import Shares
 from penstock.gateway.accounts import NOTHING_USED, Account, Outcome, RateLimits
-from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.large import MAX_WHOLE_LOGPROBS, merged_later, too_many_logprobs
+from penstock.gateway.answers.choice import Delta, merged
 from penstock.gateway.metrics.gateway import GatewayMetrics
 from penstock.gateway.prompts import RequestWarning, Usage
-from penstock.gateway.turns import Turns
+from penstock.gateway.turns import Turns, in_thread
 
 # The engine ends a request at its deadline; this much later the gateway does it for an engine that hangs.
 ENGINE_GRACE_S = 1.0
@@ -429,3 +430,38 @@ class EmptyAnswer:
 
     def cancel(self) -> None:
         """There is nothing to cancel."""
+
+
+# Work on less takes less time than a hop to another thread is worth.
+DIRECT_LOGPROBS = 2048
+_DIRECT_DELTAS = 2048
+# Numbers of all answers to one request that are read whole: about 100 bytes each, and as many on the wire.
+MAX_WHOLE_LOGPROBS = 1 << 22
+
+Result = TypeVar("Result")
+
+
+async def off_loop_if_large(deltas: Sequence[Delta], work: Callable[[], Result]) -> Result:
+    """Return the result of `work` on the deltas. Many log-probabilities are worked on in a thread, which gives the
+    event loop its turns."""
+    if sum([delta.num_logprobs for delta in deltas if delta.details]) <= DIRECT_LOGPROBS:
+        return work()
+    return await in_thread(work)
+
+
+async def merged_later(batches: Sequence[Sequence[Delta]]) -> list[Delta]:
+    """Return one delta for each answer. Very many deltas are merged in a thread."""
+    num_deltas = sum(map(len, batches))
+    num_logprobs = sum(delta.num_logprobs for deltas in batches for delta in deltas)
+    if num_deltas <= _DIRECT_DELTAS and num_logprobs <= DIRECT_LOGPROBS:
+        return merged(batches)
+    return await in_thread(merged, batches)
+
+
+def too_many_logprobs() -> InvalidRequest:
+    return InvalidRequest(
+        f"The answers hold more than {MAX_WHOLE_LOGPROBS} log-probabilities, which is the most for a request that is "
+        "not streamed.",
+        param="logprobs",
+        hint="Stream the answers, or ask for fewer answers, tokens or alternatives.",
+    )

@@ -27,7 +27,6 @@ from penstock.gateway.embeddings.cache import (
     decode_vector,
     encode_vector,
 )
-from penstock.gateway.embeddings.external import ExternalEmbeddingJob, checked_inputs, num_tokens_of
 from penstock.gateway.embeddings.inputs import (
     Input,
     Pair,
@@ -39,7 +38,15 @@ from penstock.gateway.embeddings.inputs import (
     tokens_of,
     within_reach,
 )
-from penstock.gateway.embeddings.run import EmbeddingAnswer, EmbeddingRun, VectorJob, shortened
+from penstock.gateway.embeddings.run import (
+    EmbeddingAnswer,
+    EmbeddingRun,
+    ExternalEmbeddingJob,
+    VectorJob,
+    checked_inputs,
+    num_tokens_of,
+    shortened,
+)
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.gateway import Gateway, granted_tier
 from penstock.gateway.models.served_model import ServedModel

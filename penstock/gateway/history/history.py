@@ -24,8 +24,8 @@ from penstock.gateway.history.samples import (
     side_by_side,
     together,
 )
-from penstock.gateway.history.siblings import Siblings
 from penstock.gateway.metrics.gateway import GatewayMetrics
+from penstock.gateway.siblings import Siblings
 from penstock.gateway.store.database import Database, insert_into
 from penstock.gateway.store.tables import history_samples
 

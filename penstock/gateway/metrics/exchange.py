@@ -1,11 +1,9 @@
-"""Joins the metrics of all gateway processes of a server into one page. Each process sends its own over a private
-socket; the table of metrics says how their values become one."""
+"""Joins the metrics of all gateway processes of a server into one page. The table of metrics says how their values
+become one."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -14,39 +12,21 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from penstock.gateway.metrics.table import METRICS, PREFIX, VLLM_PREFIX, Join
+from penstock.gateway.siblings import Siblings
 
-ANSWER_TIMEOUT_S = 2.0
-MAX_PAGE_BYTES = 1 << 24
-# The last line of every page on the socket: a page without it was cut off. Parsers take the line for a comment.
-_PAGE_END = b"# EOF\n"
+TOPIC = "metrics"
 
 
 class MetricsExchange:
-    """Joins the pages of all processes. `sockets` has one path for each process; `number` is this process's place."""
+    """Joins the pages of all processes."""
 
-    def __init__(self, sockets: Sequence[str], number: int, render: Callable[[], bytes]) -> None:
-        self._sockets = sockets
-        self._number = number
-        self._render = render
-
-    @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[None]:
-        server = await asyncio.start_unix_server(self._tell, self._sockets[self._number])
-        async with server:
-            yield
+    def __init__(self, siblings: Siblings, render: Callable[[], bytes]) -> None:
+        self._siblings = siblings
+        siblings.answers[TOPIC] = lambda _: render()
 
     async def page(self) -> bytes:
         """Return the page of all processes that answer in time."""
-        others = [path for index, path in enumerate(self._sockets) if index != self._number]
-        pages = await asyncio.gather(*map(_ask, others))
-        return merge([self._render(), *(page for page in pages if page)])
-
-    async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            writer.write(self._render() + _PAGE_END)
-            await writer.drain()
-            writer.close()
-            await writer.wait_closed()
+        return merge(await self._siblings.ask(TOPIC))
 
 
 def merge(pages: Sequence[bytes]) -> bytes:
@@ -102,15 +82,3 @@ class _Families(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._families
-
-
-async def _ask(path: str) -> bytes:
-    """One process's page; empty when the process gives no whole answer, because it is starting or has died."""
-    with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            reader, writer = await asyncio.open_unix_connection(path, limit=MAX_PAGE_BYTES)
-            try:
-                return await reader.readuntil(_PAGE_END)
-            finally:
-                writer.close()
-    return b""

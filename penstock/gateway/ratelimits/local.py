@@ -21,8 +21,16 @@ from penstock.core.errors import RateLimited
 from penstock.core.identity import Principal, RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome, open_by_halves
 from penstock.gateway.ratelimits.meters import SECONDS_PER_LIMIT, CallerMeters, Meter, Meters
-from penstock.gateway.ratelimits.refusals import Figure, LimiterMetrics, Refusal, SlotTimes, error_for
-from penstock.gateway.ratelimits.settings import CallerLimits, LimitSettings, Subject
+from penstock.gateway.ratelimits.settings import (
+    CallerLimits,
+    Figure,
+    LimiterMetrics,
+    LimitSettings,
+    Refusal,
+    SlotTimes,
+    Subject,
+    error_for,
+)
 from penstock.gateway.ratelimits.spend import (
     NOTHING,
     Demand,

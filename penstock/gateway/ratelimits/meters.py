@@ -17,11 +17,12 @@ import math
 from collections.abc import Callable, Iterable
 
 from penstock.core.identity import LimitState, Principal, RateLimits
-from penstock.gateway.ratelimits.refusals import Figure, Refusal
 from penstock.gateway.ratelimits.settings import (
     CallerLimits,
+    Figure,
     LimitResolver,
     LimitSettings,
+    Refusal,
     ResolvedLimits,
     Subject,
 )

@@ -26,7 +26,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from penstock.gateway.ratelimits.refusals import LimiterMetrics
+from penstock.gateway.ratelimits.settings import LimiterMetrics
 
 logger = logging.getLogger(__name__)
 

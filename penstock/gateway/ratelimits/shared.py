@@ -26,9 +26,16 @@ from penstock.core.identity import LimitState, Principal, RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome, open_by_halves
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.meters import SECONDS_PER_LIMIT, TOLERANCE
-from penstock.gateway.ratelimits.refusals import Figure, Refusal, error_for
 from penstock.gateway.ratelimits.script_pipe import PROBE_INTERVAL_S, RedisGone, ScriptPipe, read_scripts
-from penstock.gateway.ratelimits.settings import CallerLimits, LimitResolver, LimitSettings, ResolvedLimits
+from penstock.gateway.ratelimits.settings import (
+    CallerLimits,
+    Figure,
+    LimitResolver,
+    LimitSettings,
+    Refusal,
+    ResolvedLimits,
+    error_for,
+)
 from penstock.gateway.ratelimits.spend import (
     NOTHING,
     NOTHING_SPENT,

@@ -16,8 +16,7 @@ import msgspec
 from penstock.core.errors import DeadlineExceeded
 from penstock.gateway.accounts import Claim, Outcome
 from penstock.gateway.prompts import Usage
-from penstock.gateway.ratelimits.refusals import Figure
-from penstock.gateway.ratelimits.settings import CallerLimits, ResolvedLimits, Subject
+from penstock.gateway.ratelimits.settings import CallerLimits, Figure, ResolvedLimits, Subject
 
 MICRODOLLARS_PER_DOLLAR = 1_000_000
 

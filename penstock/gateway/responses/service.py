@@ -19,8 +19,7 @@ import msgspec
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError, StoreUnavailable, quoted
 from penstock.core.identity import Principal
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.large import off_loop_if_large
-from penstock.gateway.answers.stream import AnswerStream, ReaderGone, WrappedAnswer
+from penstock.gateway.answers.stream import AnswerStream, ReaderGone, WrappedAnswer, off_loop_if_large
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, Usage
 from penstock.gateway.responses.store import ResponseStore, StoredResponse

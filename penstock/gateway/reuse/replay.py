@@ -23,8 +23,15 @@ from penstock.core.errors import PenstockError
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.accounts import NOTHING_USED, Account, Outcome, RateLimits
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.large import MAX_WHOLE_LOGPROBS, merged_later, too_many_logprobs
-from penstock.gateway.answers.stream import AnswerStream, CacheStatus, ReaderGone, WrappedAnswer
+from penstock.gateway.answers.stream import (
+    MAX_WHOLE_LOGPROBS,
+    AnswerStream,
+    CacheStatus,
+    ReaderGone,
+    WrappedAnswer,
+    merged_later,
+    too_many_logprobs,
+)
 from penstock.gateway.prompts import RequestWarning, Usage
 
 _ENTRY_OVERHEAD_BYTES = 256  # keys and bookkeeping, roughly

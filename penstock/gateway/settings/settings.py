@@ -30,7 +30,7 @@ from penstock.gateway.models.settings import ModelSettings
 from penstock.gateway.prompts import GenerationRequest
 from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.reuse.replay import IdempotencySettings, ResponseCacheSettings
-from penstock.gateway.reuse.semantic import SemanticCacheSettings
+from penstock.gateway.reuse.reuse import SemanticCacheSettings
 from penstock.gateway.reuse.shared_cache import EmbeddingCacheSettings
 from penstock.gateway.text.caching import PromptCacheSettings
 

@@ -29,7 +29,7 @@ from sqlalchemy.pool import StaticPool
 
 from penstock.core.errors import ConfigError, InvalidRequest, RateLimited, StoreUnavailable
 from penstock.core.machine import install_command
-from penstock.gateway.store.migrations import migrate, version_table
+from penstock.gateway.store.tables import migrate, version_table
 from penstock.gateway.turns import FairSlots
 
 logger = logging.getLogger(__name__)

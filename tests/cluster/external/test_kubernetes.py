@@ -18,9 +18,9 @@ from penstock.cluster.external.discovery import Discovery
 from penstock.cluster.external.kubernetes import Endpoint, Kubernetes, LookupFailed
 from penstock.cluster.external.kubernetes_api import KubernetesApi
 from penstock.cluster.external.srv import srv_targets
-from penstock.cluster.ports import free_port
 from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import ConfigError
+from penstock.core.machine import free_port
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.cluster.ports import free_port
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable, PenstockError
+from penstock.core.machine import free_port
 from penstock.engine.build import Engine, build_engine
 from penstock.engine.parallel import rendezvous as rendezvous_module
 from penstock.engine.parallel.mesh import interface_with

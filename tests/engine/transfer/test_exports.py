@@ -22,7 +22,7 @@ from penstock.core.kv_transfer import (
     TransferCodec,
 )
 from penstock.engine.build import Engine
-from penstock.engine.record import RecordedExchange
+from penstock.engine.collaborator import RecordedExchange
 from penstock.engine.transfer.port import Asked, LoopCalls, News, Offer, Order, Over, Ready, Refuse
 from penstock.engine.transfer.thread import READ_TIMEOUT_S, Sender
 from penstock.engine.transfer.transfers import KVTransfers

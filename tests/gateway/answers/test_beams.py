@@ -12,11 +12,10 @@ from penstock.core.errors import DeadlineExceeded, InvalidRequest, PenstockError
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.plan import TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request
-from penstock.gateway.answers.stop_strings import StopMatcher, StopWatch
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import BeamOptions, GenerationRequest, SamplingOptions, TextPrompt
-from penstock.gateway.text.detokenizer import WindowDetokenizer
+from penstock.gateway.text.detokenizer import StopMatcher, StopWatch, WindowDetokenizer
 from tests.gateway.fake_engine import EOS_ID, FakeEngine, byte_tokenizer
 
 A, B = ord("a"), ord("b")

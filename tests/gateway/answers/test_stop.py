@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.answers.stop_strings import StopMatcher
+from penstock.gateway.text.detokenizer import StopMatcher
 
 ALPHABET = st.text(alphabet="ab<é", max_size=6)
 STOPS = st.lists(st.text(alphabet="ab<é", min_size=1, max_size=5), min_size=1, max_size=4)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from penstock.cluster.ports import free_port
+from penstock.core.machine import free_port
 from penstock.gateway.blobs.bucket import S3Access, S3Client
 
 BUCKET = "penstock-tests"

@@ -20,8 +20,8 @@ from penstock.gateway.history.samples import (
     side_by_side,
     together,
 )
-from penstock.gateway.history.siblings import Siblings
 from penstock.gateway.metrics.gateway import GatewayMetrics
+from penstock.gateway.siblings import Siblings
 from penstock.gateway.store.database import Database
 from tests.gateway.fake_engine import FakeEngine
 from tests.gateway.store.ready_made import ready_made_database
@@ -32,7 +32,7 @@ NOW = 1_800_000_000
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is not a process that is gone."""
-    monkeypatch.setattr("penstock.gateway.history.siblings.ANSWER_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("penstock.gateway.siblings.ANSWER_TIMEOUT_S", 60.0)
 
 
 def answered(metrics: GatewayMetrics, *, is_failure: bool = False, tier: Tier = Tier.DEFAULT) -> None:

@@ -12,7 +12,7 @@ import pytest
 from penstock.core.errors import ConfigError, EngineUnavailable
 from penstock.core.request import FinishReason, Request, SamplingParams, Tier
 from penstock.dispatch.actions import Attempt
-from penstock.gateway.history.recorder import RequestRecorder
+from penstock.gateway.history.requests import RequestRecorder
 from penstock.planner.scenario import read_scenario
 from penstock.planner.traffic import read_trace
 from penstock.simulator import simulate

@@ -16,8 +16,8 @@ from penstock.dispatch import Send
 from penstock.gateway.accounts import Accounts, Claim, Observers, Outcome
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.history.requests import MAX_ENDED, RecentRequests
-from penstock.gateway.history.siblings import Siblings
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt, Usage
+from penstock.gateway.siblings import Siblings
 from tests.gateway.fake_engine import FakeEngine, script_text
 
 NOW = 1_800_000_000.0

@@ -12,16 +12,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from penstock.gateway import siblings
 from penstock.gateway.ledger.ledger import TokensPerHour
-from penstock.gateway.metrics import exchange
 from penstock.gateway.metrics.exchange import MetricsExchange, merge
 from penstock.gateway.metrics.table import Metric, metric, metric_by
+from penstock.gateway.siblings import Siblings
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is not a process that is gone."""
-    monkeypatch.setattr(exchange, "ANSWER_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(siblings, "ANSWER_TIMEOUT_S", 60.0)
 
 
 def page(value: int, num_lines: int = 1) -> bytes:
@@ -39,11 +40,12 @@ def total(merged: bytes) -> float:
 async def test_a_page_that_does_not_fit_into_one_read_arrives_whole(tmp_path: Path) -> None:
     num_lines = 20_000
     sockets = [str(tmp_path / name) for name in ("0", "1")]
-    ours, theirs = (
-        MetricsExchange(sockets, number, lambda value=value: page(value, num_lines))  # type: ignore[misc]
-        for number, value in enumerate((1, 2))
+    both = [Siblings(sockets, number) for number in (0, 1)]
+    ours, _ = (
+        MetricsExchange(each, lambda value=value: page(value, num_lines))  # type: ignore[misc]
+        for each, value in zip(both, (1, 2), strict=True)
     )
-    async with theirs.serving():
+    async with both[1].serving():
         assert total(await ours.page()) == 3 * num_lines
 
 
@@ -53,8 +55,8 @@ async def test_whoever_dies_in_mid_sentence_does_not_count(tmp_path: Path) -> No
         writer.close()
 
     sockets = [str(tmp_path / name) for name in ("0", "1", "2")]
-    ours = MetricsExchange(sockets, 0, lambda: page(1))
-    async with await asyncio.start_unix_server(die_early, sockets[1]):
+    ours = MetricsExchange(Siblings(sockets, 0), lambda: page(1))
+    async with await asyncio.start_unix_server(die_early, f"{sockets[1]}.ask"):
         assert total(await ours.page()) == 1  # and the third never started
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cluster.ports import free_port
+from penstock.core.machine import free_port
 
 APT_TIMEOUT_S = 120
 

@@ -9,8 +9,7 @@ from penstock.core.clock import VirtualClock
 from penstock.core.errors import RateLimited
 from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.ratelimits.local import LocalLimiter, MeterTable
-from penstock.gateway.ratelimits.refusals import LimiterMetrics
-from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
+from penstock.gateway.ratelimits.settings import LimiterMetrics, LimitSettings, ScopeLimits
 from penstock.serve.gateway_state import build_limiter
 from tests.gateway.ratelimits.claims import claim, reserve
 

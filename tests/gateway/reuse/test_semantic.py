@@ -26,7 +26,7 @@ from penstock.gateway.prompts import (
 )
 from penstock.gateway.reuse import reuse
 from penstock.gateway.reuse.replay import IdempotencySettings, ResponseCacheSettings
-from penstock.gateway.reuse.semantic import Probe, SemanticCache, SemanticCacheSettings, question_of
+from penstock.gateway.reuse.reuse import Probe, SemanticCache, SemanticCacheSettings, question_of
 from penstock.gateway.settings.settings import parse_settings
 from tests.api.test_embeddings import SIZE, embed
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
@@ -196,7 +196,7 @@ class TestBounds:
         assert (cache.num_bytes, cache._places, len(cache._entries)) == (0, {}, 0)
 
     def test_a_context_compares_a_bounded_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("penstock.gateway.reuse.semantic._MAX_PER_CONTEXT", 2)
+        monkeypatch.setattr("penstock.gateway.reuse.reuse._MAX_PER_CONTEXT", 2)
         cache = SemanticCache(1 << 20)
         for number in range(3):
             cache.put(Probe("w", b"c", at(number)), b"%d" % number, 0.0, 60.0)

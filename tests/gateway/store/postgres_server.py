@@ -16,7 +16,7 @@ from typing import Literal
 
 import pytest
 
-from penstock.cluster.ports import free_port
+from penstock.core.machine import free_port
 
 
 class PostgresServer:

@@ -9,8 +9,7 @@ from sqlalchemy import Connection, select, text
 
 from penstock.core.errors import ConfigError
 from penstock.gateway.store.database import Database
-from penstock.gateway.store.migrations import VERSIONS, version_table
-from penstock.gateway.store.tables import metadata, organizations
+from penstock.gateway.store.tables import VERSIONS, metadata, organizations, version_table
 
 # What the versions after the oldest one added.
 TABLES = (
