@@ -54,7 +54,7 @@ from penstock.gateway.embeddings.service import Embeddings
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.service import Responses
-from penstock.gateway.responses.store import MAX_MEMORY_BYTES, MemoryResponses, ResponseStore
+from penstock.gateway.responses.store import MAX_MEMORY_BYTES, ResponseStore
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.authenticator import Authenticator, Tenants
 from penstock.gateway.turns import WorkspaceTurns
@@ -96,7 +96,8 @@ def create_app(
     embeddings = Embeddings(gateway)
     scores = Scores(embeddings)
     objects = objects or ObjectStore(Database("sqlite://"), max_workspace_bytes=MAX_MEMORY_BYTES)
-    stored = Responses(gateway, responses or MemoryResponses(), StoredBodies())
+    responses = responses or ResponseStore(Database("sqlite://"), max_workspace_bytes=MAX_MEMORY_BYTES)
+    stored = Responses(gateway, responses, StoredBodies())
     responses_api = ResponsesEndpoints(stored, objects)
     sockets = WebSocketEndpoint(gateway, config, request_log)
 

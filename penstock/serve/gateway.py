@@ -43,7 +43,7 @@ from penstock.gateway.metrics.objective import ObjectiveMetrics
 from penstock.gateway.models.catalogue import open_adapters, try_given
 from penstock.gateway.ratelimits.local import MeterTable
 from penstock.gateway.responses.objects import ObjectStore
-from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses
+from penstock.gateway.responses.store import ResponseStore
 from penstock.gateway.siblings import Siblings
 from penstock.gateway.simulations import SimulationChoices, Simulations
 from penstock.gateway.tenants.authenticator import Tenants
@@ -286,9 +286,9 @@ async def open_gateway(
             config.server,
             tenants=tenants,
             work=work,
-            responses=DatabaseResponses(database, max_workspace_bytes=config.gateway.stored_response_bytes)
+            responses=ResponseStore(database, max_workspace_bytes=config.gateway.stored_response_bytes)
             if is_shared
-            else MemoryResponses(),
+            else None,
             objects=ObjectStore(database, max_workspace_bytes=config.gateway.stored_response_bytes),
             request_log=request_log,
             pending_bodies=connections.pending_bodies,

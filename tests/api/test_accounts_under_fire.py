@@ -27,7 +27,7 @@ from penstock.gateway.ledger.prices import ModelPrice, PriceSettings, PriceTable
 from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings
-from penstock.gateway.responses.store import DatabaseResponses
+from penstock.gateway.responses.store import ResponseStore
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.replay import IdempotencySettings, ResponseCacheSettings
 from penstock.gateway.reuse.reuse import AnswerReuse
@@ -219,7 +219,7 @@ async def battlefield(folder: Path, seed: int) -> AsyncIterator[Battlefield]:
         reuse=AnswerReuse(ResponseCacheSettings(enabled=True), idempotency),
     )
     tenants = Tenants(database)
-    app = create_app(gateway, ServerConfig(), tenants=tenants, responses=DatabaseResponses(database))
+    app = create_app(gateway, ServerConfig(), tenants=tenants, responses=ResponseStore(database))
     directory, actor = tenants.directory, Actor("test")
     guarded = await directory.create_workspace(actor, "guarded")
     gateway.guards.apply(guard_settings({**GUARDS, "workspaces": {guarded.id: "strict"}}))

@@ -17,7 +17,7 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses import service as responses_service
-from penstock.gateway.responses.store import DatabaseResponses, StoredResponse
+from penstock.gateway.responses.store import ResponseStore, StoredResponse
 from penstock.gateway.store.database import Database
 from tests.api.conftest import Serve
 from tests.api.scripted import scripted
@@ -98,7 +98,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
     database.close()
 
 
-class WatchedResponses(DatabaseResponses):
+class WatchedResponses(ResponseStore):
     """A store that tells when a response has been added, and when events have been read."""
 
     def __init__(self, database: Database) -> None:
@@ -116,7 +116,7 @@ class WatchedResponses(DatabaseResponses):
         return found
 
 
-def gateway_process(store: DatabaseResponses, engine: FakeEngine) -> httpx.AsyncClient:
+def gateway_process(store: ResponseStore, engine: FakeEngine) -> httpx.AsyncClient:
     app = create_app(Gateway(engine, GatewayConfig()), ServerConfig(), responses=store)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
@@ -143,7 +143,7 @@ async def test_another_process_follows_and_a_restarted_one_replays(
         made, followed = await making, await following
     assert events_of(made) == events_of(followed)
     assert events_of(made)[-1]["type"] == "response.completed"
-    async with gateway_process(DatabaseResponses(database), FakeEngine()) as restarted:
+    async with gateway_process(ResponseStore(database), FakeEngine()) as restarted:
         replayed = await restarted.get(path, params={"stream": "true", "starting_after": "2"})
         assert events_of(replayed) == events_of(made)[3:]
 

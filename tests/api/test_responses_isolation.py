@@ -11,7 +11,8 @@ import pytest_asyncio
 from penstock.api.app import create_app
 from penstock.core.errors import StoreUnavailable
 from penstock.core.gateway_config import ServerConfig
-from penstock.gateway.responses.store import MemoryResponses, StoredResponse
+from penstock.gateway.responses.store import ResponseStore, StoredResponse
+from penstock.gateway.store.database import Database
 from tests.api.tenant_server import ACTOR, TenantServer
 from tests.gateway.fake_engine import FakeEngine, script_text
 
@@ -69,11 +70,13 @@ async def test_models_are_those_that_a_key_may_use(server: TenantServer) -> None
 
 
 async def test_a_background_response_that_cannot_be_stored_does_not_run(server: TenantServer) -> None:
-    class NoRoom(MemoryResponses):
+    class NoRoom(ResponseStore):
         async def add(self, response: StoredResponse) -> None:
             raise StoreUnavailable("no room")
 
-    app = create_app(server.gateway, ServerConfig(), tenants=server.tenants, responses=NoRoom())
+    app = create_app(
+        server.gateway, ServerConfig(), tenants=server.tenants, responses=NoRoom(Database("sqlite://"))
+    )
     server.engine.script, server.app = None, app
     async with server.client((await server.make_key()).secret) as client:
         answer = await client.post("/v1/responses", json={"input": "x", "background": True})

@@ -20,7 +20,7 @@ from penstock.core.request import FinishReason
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.responses import service as responses_service
 from penstock.gateway.responses.service import LEASE_S
-from penstock.gateway.responses.store import DatabaseResponses
+from penstock.gateway.responses.store import ResponseStore
 from penstock.gateway.store.database import Database, sqlite_url
 from tests.gateway.fake_engine import FakeEngine, script_text
 
@@ -37,7 +37,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
 def gateway_process(database: Database, engine: FakeEngine) -> httpx.AsyncClient:
     """One of several that share a database."""
     gateway = Gateway(engine, GatewayConfig())
-    app = create_app(gateway, ServerConfig(), responses=DatabaseResponses(database))
+    app = create_app(gateway, ServerConfig(), responses=ResponseStore(database))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -93,16 +93,16 @@ async def test_a_response_that_is_still_being_made_is_not_given_up(
 ) -> None:
     began_at, renewals = time.time(), asyncio.Queue[float]()
     clock = AsyncMock(return_value=began_at)
-    monkeypatch.setattr(DatabaseResponses, "time", clock)
+    monkeypatch.setattr(ResponseStore, "time", clock)
     monkeypatch.setattr(responses_service, "RENEWAL_S", 0.001)
-    renew = DatabaseResponses.renew
+    renew = ResponseStore.renew
 
-    async def noted(store: DatabaseResponses, names: frozenset[str], lease_until: float) -> frozenset[str]:
+    async def noted(store: ResponseStore, names: frozenset[str], lease_until: float) -> frozenset[str]:
         wanted = await renew(store, names, lease_until)
         renewals.put_nowait(lease_until)
         return wanted
 
-    monkeypatch.setattr(DatabaseResponses, "renew", noted)
+    monkeypatch.setattr(ResponseStore, "renew", noted)
     engine = FakeEngine()
     async with gateway_process(database, engine) as maker, gateway_process(database, FakeEngine()) as other:
         made = (await maker.post("/v1/responses", json=BACKGROUND)).json()
@@ -121,7 +121,7 @@ async def test_an_outage_of_the_store_costs_no_outcome(
     monkeypatch.setattr(responses_service, "STORED_AGAIN_S", 0.001, raising=False)
     began_at, refused = time.time(), asyncio.Queue[str]()
     clock = AsyncMock(return_value=began_at)
-    monkeypatch.setattr(DatabaseResponses, "time", clock)
+    monkeypatch.setattr(ResponseStore, "time", clock)
     engine = FakeEngine()
     async with gateway_process(database, engine) as client:
         made = (await client.post("/v1/responses", json=BACKGROUND)).json()["id"]
@@ -131,7 +131,7 @@ async def test_an_outage_of_the_store_costs_no_outcome(
                 refused.put_nowait("")
                 raise StoreUnavailable("The database is away.")
 
-            outage.setattr(DatabaseResponses, "replace", refuse)
+            outage.setattr(ResponseStore, "replace", refuse)
             engine.emit(f"{made.removeprefix('resp_')}-0", *b"ab", finish_reason=FinishReason.STOP)
             await refused.get()
             clock.return_value = began_at + 2 * LEASE_S

@@ -15,7 +15,7 @@ from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import Scope
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.blobs.blobs import FileFolder
-from penstock.gateway.responses.store import DatabaseResponses
+from penstock.gateway.responses.store import ResponseStore
 from tests.api.tenant_server import ACTOR, TenantServer
 from tests.gateway.fake_engine import FakeEngine, script_text
 
@@ -28,7 +28,7 @@ async def server(tmp_path: Path) -> AsyncIterator[TenantServer]:
         ServerConfig(),
         tenants=server.tenants,
         work=StoredWork(server.database, FileFolder(tmp_path / "files")),
-        responses=DatabaseResponses(server.database),
+        responses=ResponseStore(server.database),
     )
     yield server
     await server.close()

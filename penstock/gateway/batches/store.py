@@ -40,7 +40,14 @@ from penstock.gateway.batches.batch import (
 from penstock.gateway.blobs.blobs import is_blob_id
 from penstock.gateway.files import StoredFile, insert_file
 from penstock.gateway.store import tables
-from penstock.gateway.store.database import Database, database_time, insert_once, read_page
+from penstock.gateway.store.database import (
+    Database,
+    database_time,
+    insert_once,
+    read_page,
+    reading,
+    transaction,
+)
 from penstock.gateway.store.tables import leases
 from penstock.gateway.tenants.keyring import IS_ARCHIVED
 
@@ -139,80 +146,73 @@ class BatchStore:
         """False as long as nothing was ever stored, so that there can be no batch."""
         return self._database.exists
 
-    async def create(self, batch: Batch) -> None:
+    @transaction
+    def create(self, connection: Connection, batch: Batch) -> None:
         """Raises RateLimited if the workspace has too many batches that are not over."""
         active = select(func.count()).where(
             tables.batches.c.workspace_id == batch.workspace_id, tables.batches.c.status.in_(sorted(ACTIVE))
         )
+        if connection.execute(active).scalar_one() >= MAX_ACTIVE:
+            raise RateLimited(
+                f"This workspace has {MAX_ACTIVE} batches that are not over, which is the limit.",
+                hint="Put more requests into each batch.",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        connection.execute(insert(tables.batches).values(batch_values(batch)))
 
-        def add(connection: Connection) -> None:
-            if connection.execute(active).scalar_one() >= MAX_ACTIVE:
-                raise RateLimited(
-                    f"This workspace has {MAX_ACTIVE} batches that are not over, which is the limit.",
-                    hint="Put more requests into each batch.",
-                    retry_after_s=RETRY_AFTER_S,
-                )
-            connection.execute(insert(tables.batches).values(batch_values(batch)))
+    @reading
+    def get(self, connection: Connection, workspace_id: str, batch_id: str, kind: str) -> Batch:
+        return _find(connection, workspace_id, batch_id, kind)
 
-        await self._database.run(add)
-
-    async def get(self, workspace_id: str, batch_id: str, kind: str) -> Batch:
-        return await self._database.run(
-            lambda connection: _find(connection, workspace_id, batch_id, kind), reads_only=True
-        )
-
-    async def page(
-        self, workspace_id: str, kind: str, *, limit: int, after: str | None = None, before: str | None = None
+    @reading
+    def page(
+        self,
+        connection: Connection,
+        workspace_id: str,
+        kind: str,
+        *,
+        limit: int,
+        after: str | None = None,
+        before: str | None = None,
     ) -> tuple[Sequence[Batch], bool]:
         """Return a page of batches, newest first, and whether there are more."""
         query = select(tables.batches).where(
             tables.batches.c.workspace_id == workspace_id, tables.batches.c.kind == kind
         )
+        rows, has_more = read_page(connection, query, tables.batches, limit=limit, after=after, before=before)
+        return [batch_from_row(row) for row in rows], has_more
 
-        def read(connection: Connection) -> tuple[Sequence[Batch], bool]:
-            rows, has_more = read_page(
-                connection, query, tables.batches, limit=limit, after=after, before=before
-            )
-            return [batch_from_row(row) for row in rows], has_more
-
-        return await self._database.run(read, reads_only=True)
-
-    async def cancel(self, workspace_id: str, batch_id: str, kind: str) -> Batch:
+    @transaction
+    def cancel(self, connection: Connection, workspace_id: str, batch_id: str, kind: str) -> Batch:
         """Ask a running batch to stop. Asking again changes nothing; asking an ended one is a conflict."""
-
-        def change(connection: Connection) -> Batch:
-            batch = _find(connection, workspace_id, batch_id, kind, to_change=True)
-            if batch.status is BatchStatus.CANCELLING:
-                return batch
-            if batch.status not in CANCELLABLE:
-                raise Conflict(f"The batch {batch_id} cannot be cancelled: it is {batch.status}.")
-            cancelling = self._entered(batch, BatchStatus.CANCELLING)
-            return _write(connection, msgspec.structs.replace(cancelling, ending="canceled"))
-
-        return await self._database.run(change)
-
-    async def delete(self, workspace_id: str, batch_id: str, kind: str) -> Batch:
-        def remove(connection: Connection) -> Batch:
-            batch = _find(connection, workspace_id, batch_id, kind, to_change=True)
-            if batch.is_active:
-                raise Conflict(f"The batch {batch_id} is still running.", hint="Cancel it first.")
-            connection.execute(delete(tables.batches).where(tables.batches.c.id == batch_id))
+        batch = _find(connection, workspace_id, batch_id, kind, to_change=True)
+        if batch.status is BatchStatus.CANCELLING:
             return batch
+        if batch.status not in CANCELLABLE:
+            raise Conflict(f"The batch {batch_id} cannot be cancelled: it is {batch.status}.")
+        cancelling = self._entered(batch, BatchStatus.CANCELLING)
+        return _write(connection, msgspec.structs.replace(cancelling, ending="canceled"))
 
-        return await self._database.run(remove)
+    @transaction
+    def delete(self, connection: Connection, workspace_id: str, batch_id: str, kind: str) -> Batch:
+        batch = _find(connection, workspace_id, batch_id, kind, to_change=True)
+        if batch.is_active:
+            raise Conflict(f"The batch {batch_id} is still running.", hint="Cancel it first.")
+        connection.execute(delete(tables.batches).where(tables.batches.c.id == batch_id))
+        return batch
 
-    async def active(self) -> list[Batch]:
+    @reading
+    def active(self, connection: Connection) -> list[Batch]:
         """Return every batch that is not over, oldest first."""
         query = (
             select(tables.batches)
             .where(tables.batches.c.status.in_(sorted(ACTIVE)))
             .order_by(tables.batches.c.created_at)
         )
-        return await self._database.run(
-            lambda connection: [batch_from_row(row) for row in connection.execute(query)], reads_only=True
-        )
+        return [batch_from_row(row) for row in connection.execute(query)]
 
-    async def abandoned(self) -> frozenset[str]:
+    @reading
+    def abandoned(self, connection: Connection) -> frozenset[str]:
         """Return the ids of running batches whose workspace was archived, so that no key is left to cancel them."""
         query = (
             select(tables.batches.c.id)
@@ -220,16 +220,13 @@ class BatchStore:
             .join(tables.organizations, tables.workspaces.c.organization_id == tables.organizations.c.id)
             .where(tables.batches.c.status.in_(CANCELLABLE), IS_ARCHIVED)
         )
-        return await self._database.run(
-            lambda connection: frozenset(connection.execute(query).scalars()), reads_only=True
-        )
+        return frozenset(connection.execute(query).scalars())
 
-    async def recorded_lines(self, batch_id: str) -> set[int]:
+    @reading
+    def recorded_lines(self, connection: Connection, batch_id: str) -> set[int]:
         results = tables.batch_results
         query = select(results.c.line_number).where(results.c.batch_id == batch_id)
-        return await self._database.run(
-            lambda connection: set(connection.execute(query).scalars()), reads_only=True
-        )
+        return set(connection.execute(query).scalars())
 
     def read_results(self, batch_id: str, first_line: int) -> list[LineResult]:
         """Some results from `first_line` on, in order; none when there are no more. For a thread."""
@@ -246,89 +243,76 @@ class BatchStore:
             for row in rows
         ]
 
-    async def take_lease(self, holder: str, duration_s: float) -> bool:
+    @transaction
+    def take_lease(self, connection: Connection, holder: str, duration_s: float) -> bool:
         """Take or renew the right to run batches. False while another process has it."""
-        return await self._database.run(
-            lambda connection: take_lease(connection, holder, self._lease_clock(connection), duration_s)
-        )
+        return take_lease(connection, holder, self._lease_clock(connection), duration_s)
 
-    async def release_lease(self, holder: str) -> None:
-        await self._database.run(lambda connection: release_lease(connection, holder))
+    @transaction
+    def release_lease(self, connection: Connection, holder: str) -> None:
+        release_lease(connection, holder)
 
-    async def record(self, holder: str, results: Sequence[tuple[str, LineResult]]) -> None:
+    @transaction
+    def record(self, connection: Connection, holder: str, results: Sequence[tuple[str, LineResult]]) -> None:
         """Write (batch id, result) pairs and count them, or raise LeaseLost."""
+        check_lease(connection, holder)
+        counted: Counter[tuple[str, str]] = Counter()
+        for batch_id, result in results:
+            if insert_once(connection, tables.batch_results, _result_values(batch_id, result)):
+                counted[batch_id, result.outcome] += 1
+        for (batch_id, outcome), count in counted.items():
+            column = tables.batches.c[f"num_{outcome}"]
+            of_batch = update(tables.batches).where(tables.batches.c.id == batch_id)
+            connection.execute(of_batch.values({column: column + count}))
 
-        def write(connection: Connection) -> None:
-            check_lease(connection, holder)
-            counted: Counter[tuple[str, str]] = Counter()
-            for batch_id, result in results:
-                values = _result_values(batch_id, result)
-                if insert_once(connection, tables.batch_results, values):
-                    counted[batch_id, result.outcome] += 1
-            for (batch_id, outcome), count in counted.items():
-                column = tables.batches.c[f"num_{outcome}"]
-                connection.execute(
-                    update(tables.batches)
-                    .where(tables.batches.c.id == batch_id)
-                    .values({column: column + count})
-                )
-
-        await self._database.run(write)
-
-    async def enter(self, holder: str, batch_id: str, status: BatchStatus, **changes: Any) -> Batch:
+    @transaction
+    def enter(
+        self, connection: Connection, /, holder: str, batch_id: str, status: BatchStatus, **changes: Any
+    ) -> Batch:
         """Move a batch to its next status. A batch that was cancelled meanwhile, or is over, stays as it is."""
+        check_lease(connection, holder)
+        batch = _read(connection, batch_id)
+        if batch.status is BatchStatus.CANCELLING or not batch.is_active:
+            return batch
+        changed = msgspec.structs.replace(self._entered(batch, status), **changes)
+        return _write(connection, changed, writes_counts="counts" in changes)
 
-        def change(connection: Connection) -> Batch:
-            check_lease(connection, holder)
-            batch = _read(connection, batch_id)
-            if batch.status is BatchStatus.CANCELLING or not batch.is_active:
-                return batch
-            changed = msgspec.structs.replace(self._entered(batch, status), **changes)
-            return _write(connection, changed, writes_counts="counts" in changes)
-
-        return await self._database.run(change)
-
-    async def current(self, holder: str, batch_id: str) -> Batch:
+    @transaction
+    def current(self, connection: Connection, holder: str, batch_id: str) -> Batch:
         """Return the batch as it is now, for the process that runs it."""
+        check_lease(connection, holder)
+        return _read(connection, batch_id)
 
-        def read(connection: Connection) -> Batch:
-            check_lease(connection, holder)
-            return _read(connection, batch_id)
-
-        return await self._database.run(read)
-
-    async def mark_ending(self, holder: str, batch_id: str, ending: Ending) -> Batch:
+    @transaction
+    def mark_ending(self, connection: Connection, holder: str, batch_id: str, ending: Ending) -> Batch:
         """Note why a batch stops early; the first reason is kept."""
+        check_lease(connection, holder)
+        batch = _read(connection, batch_id)
+        if batch.ending is not None:
+            return batch
+        return _write(connection, msgspec.structs.replace(batch, ending=ending))
 
-        def change(connection: Connection) -> Batch:
-            check_lease(connection, holder)
-            batch = _read(connection, batch_id)
-            if batch.ending is not None:
-                return batch
-            return _write(connection, msgspec.structs.replace(batch, ending=ending))
-
-        return await self._database.run(change)
-
-    async def finish(
-        self, holder: str, batch: Batch, status: BatchStatus, counts: Counts, files: Mapping[str, StoredFile]
+    @transaction
+    def finish(
+        self,
+        connection: Connection,
+        holder: str,
+        batch: Batch,
+        status: BatchStatus,
+        counts: Counts,
+        files: Mapping[str, StoredFile],
     ) -> None:
         """End a batch whose output is on the disk, and delete its results from the database. `files` are the files
         that the workspace will see, by the name of the detail that holds their id."""
-
-        def change(connection: Connection) -> None:
-            check_lease(connection, holder)
-            for file in files.values():
-                insert_file(connection, file)
-            ids = {name: file.id for name, file in files.items()}
-            current = _read(connection, batch.id)
-            details = msgspec.structs.replace(current.details, **ids)
-            ended = msgspec.structs.replace(self._entered(current, status), counts=counts, details=details)
-            _write(connection, ended, writes_counts=True)
-            connection.execute(
-                delete(tables.batch_results).where(tables.batch_results.c.batch_id == batch.id)
-            )
-
-        await self._database.run(change)
+        check_lease(connection, holder)
+        for file in files.values():
+            insert_file(connection, file)
+        ids = {name: file.id for name, file in files.items()}
+        current = _read(connection, batch.id)
+        details = msgspec.structs.replace(current.details, **ids)
+        ended = msgspec.structs.replace(self._entered(current, status), counts=counts, details=details)
+        _write(connection, ended, writes_counts=True)
+        connection.execute(delete(tables.batch_results).where(tables.batch_results.c.batch_id == batch.id))
 
     def _entered(self, batch: Batch, status: BatchStatus) -> Batch:
         times = {status.value: self._wall_clock(), **batch.times}

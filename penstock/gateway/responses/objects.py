@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, or_, 
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.responses.store import GrowthCheck, HistoryBound
-from penstock.gateway.store.database import Database, Order, QueryTurns, insert_into
+from penstock.gateway.store.database import Database, Order, QueryTurns, insert_into, transaction
 from penstock.gateway.store.tables import stored_objects as table
 
 # What an object counts besides its body, so that a bound in bytes also bounds the number of objects.
@@ -71,7 +71,7 @@ class ObjectStore:
         """Add objects of one workspace in their order. An object that is there already stays as it is, and an object
         whose parent is not there is not added."""
         if objects:
-            await self._database.run(lambda connection: self._add(connection, objects))
+            await self._add(objects)
 
     async def find(
         self, workspace_id: str, kind: str, object_id: str, *, parent_id: str = ""
@@ -98,25 +98,18 @@ class ObjectStore:
             )
         )
 
-    async def change(self, changed: StoredObject) -> bool:
+    @transaction
+    def change(self, connection: Connection, changed: StoredObject) -> bool:
         """Put another body and other metadata in the place of an object's. False when it is not there."""
         named = self._named(changed.workspace_id, changed.kind, changed.id, changed.parent_id)
         statement = update(table).where(named).values(body=changed.body, metadata=changed.metadata)
-        return await self._database.run(lambda connection: connection.execute(statement).rowcount == 1)
+        return connection.execute(statement).rowcount == 1
 
     async def delete(self, workspace_id: str, kind: str, object_id: str, *, parent_id: str = "") -> bool:
         if not self._could_exist(object_id, parent_id):
             return False
 
-        def remove(connection: Connection) -> bool:
-            named = self._named(workspace_id, kind, object_id, parent_id)
-            exists = connection.execute(delete(table).where(named)).rowcount == 1
-            if exists and not parent_id:
-                is_child = table.c.workspace_id == workspace_id, table.c.parent_id == object_id
-                connection.execute(delete(table).where(*is_child))
-            return exists
-
-        return await self._database.run(remove)
+        return await self._delete(workspace_id, kind, object_id, parent_id)
 
     async def children(
         self, workspace_id: str, kind: str, parent_id: str, *, keep_until: float, param: str
@@ -125,30 +118,7 @@ class ObjectStore:
         `keep_until` at least. Raises InvalidRequest when that is more than a conversation may have."""
         if not self._could_exist(parent_id):
             return None
-
-        def read(connection: Connection) -> list[StoredObject] | None:
-            of_parent = table.c.workspace_id == workspace_id, table.c.parent_id == parent_id
-            is_parent = and_(
-                table.c.workspace_id == workspace_id, table.c.parent_id == "", table.c.id == parent_id
-            )
-            renewed = connection.execute(
-                update(table)
-                .where(or_(is_parent, and_(*of_parent)), table.c.expires_at > self._now())
-                .values(expires_at=keep_until)
-            )
-            if (
-                not renewed.rowcount
-                or connection.execute(select(table.c.id).where(is_parent)).first() is None
-            ):
-                return None
-            bound = HistoryBound(param)
-            bound.add(connection.execute(select(func.sum(_NUM_BYTES)).where(*of_parent)).scalar() or 0)
-            rows = connection.execute(
-                select(*_COLUMNS).where(self._of(workspace_id, kind, parent_id)).order_by(table.c.position)
-            )
-            return [_object(row) for row in rows]
-
-        return await self._database.run(read)
+        return await self._children(workspace_id, kind, parent_id, keep_until, param)
 
     async def page(
         self,
@@ -222,6 +192,46 @@ class ObjectStore:
     def _named(self, workspace_id: str, kind: str, object_id: str, parent_id: str) -> ColumnElement[bool]:
         return and_(self._of(workspace_id, kind, parent_id), table.c.id == object_id)
 
+    @transaction
+    def _delete(
+        self, connection: Connection, workspace_id: str, kind: str, object_id: str, parent_id: str
+    ) -> bool:
+        named = self._named(workspace_id, kind, object_id, parent_id)
+        exists = connection.execute(delete(table).where(named)).rowcount == 1
+        if exists and not parent_id:
+            is_child = table.c.workspace_id == workspace_id, table.c.parent_id == object_id
+            connection.execute(delete(table).where(*is_child))
+        return exists
+
+    @transaction
+    def _children(
+        self,
+        connection: Connection,
+        workspace_id: str,
+        kind: str,
+        parent_id: str,
+        keep_until: float,
+        param: str,
+    ) -> list[StoredObject] | None:
+        of_parent = table.c.workspace_id == workspace_id, table.c.parent_id == parent_id
+        is_parent = and_(
+            table.c.workspace_id == workspace_id, table.c.parent_id == "", table.c.id == parent_id
+        )
+        renewed = connection.execute(
+            update(table)
+            .where(or_(is_parent, and_(*of_parent)), table.c.expires_at > self._now())
+            .values(expires_at=keep_until)
+        )
+        if not renewed.rowcount or connection.execute(select(table.c.id).where(is_parent)).first() is None:
+            return None
+        bound = HistoryBound(param)
+        bound.add(connection.execute(select(func.sum(_NUM_BYTES)).where(*of_parent)).scalar() or 0)
+        rows = connection.execute(
+            select(*_COLUMNS).where(self._of(workspace_id, kind, parent_id)).order_by(table.c.position)
+        )
+        return [_object(row) for row in rows]
+
+    @transaction
     def _add(self, connection: Connection, objects: Sequence[StoredObject]) -> None:
         now = self._now()
         if now - self._swept_at > _SWEEP_EVERY_S:

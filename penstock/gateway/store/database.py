@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import sqlalchemy
@@ -35,6 +36,7 @@ from penstock.gateway.turns import FairSlots
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Work = Callable[[Connection], T]
 
 DATABASE_FILE = "penstock.db"
@@ -221,6 +223,39 @@ class Database:
                 f"The database {self.file} cannot be written: {error.strerror}.",
                 hint="Choose another folder with --data-dir, or a server's database with --database-url.",
             ) from error
+
+
+class _Store(Protocol):
+    _database: Database
+
+
+StoreT = TypeVar("StoreT", bound=_Store)
+
+
+def transaction(
+    method: Callable[Concatenate[StoreT, Connection, P], T],
+) -> Callable[Concatenate[StoreT, P], Coroutine[Any, Any, T]]:
+    """Run a method of a store in a transaction of the store's database: callers await it, and pass no connection."""
+
+    @functools.wraps(method)
+    async def run(self: StoreT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._database.run(lambda connection: method(self, connection, *args, **kwargs))
+
+    return run
+
+
+def reading(
+    method: Callable[Concatenate[StoreT, Connection, P], T],
+) -> Callable[Concatenate[StoreT, P], Coroutine[Any, Any, T]]:
+    """Like `transaction`, for a method that only reads."""
+
+    @functools.wraps(method)
+    async def run(self: StoreT, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._database.run(
+            lambda connection: method(self, connection, *args, **kwargs), reads_only=True
+        )
+
+    return run
 
 
 def _is_there(file: Path) -> bool:

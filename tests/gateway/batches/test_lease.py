@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.gateway.batches.store import BatchStore, is_dead, new_holder
-from penstock.gateway.responses.store import DatabaseResponses
+from penstock.gateway.responses.store import ResponseStore
 from penstock.gateway.store.database import Database
 
 _MAKE = "from penstock.gateway.batches.store import new_holder; print(new_holder())"
@@ -33,7 +33,7 @@ async def test_clocks_of_gateways_that_differ_take_no_lease_away() -> None:
     behind, ahead = (BatchStore(database, wall_clock=lambda now=now: now) for now in (1e9, 2e9))
     assert await behind.take_lease("a", 1000)
     assert not await ahead.take_lease("b", 1000)
-    stores = [DatabaseResponses(database, now=lambda now=now: now) for now in (1e9, 2e9)]
+    stores = [ResponseStore(database, now=lambda now=now: now) for now in (1e9, 2e9)]
     first, second = [await store.time() for store in stores]
     assert first <= second < first + 1000
     database.close()

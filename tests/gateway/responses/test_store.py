@@ -1,4 +1,4 @@
-"""Both stores keep the same promises."""
+"""A store keeps the same promises in memory and in a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.responses import store as store_module
-from penstock.gateway.responses.store import DatabaseResponses, MemoryResponses, ResponseStore, StoredResponse
+from penstock.gateway.responses.store import ResponseStore, StoredResponse
 from penstock.gateway.store.database import Database, sqlite_url
 
 
@@ -28,11 +28,8 @@ def clock() -> FakeClock:
 
 @pytest.fixture(params=["memory", "database"])
 def store(request: pytest.FixtureRequest, clock: FakeClock, tmp_path: Path) -> Iterator[ResponseStore]:
-    if request.param == "memory":
-        yield MemoryResponses(now=clock.now)
-        return
-    database = Database(sqlite_url(tmp_path))
-    yield DatabaseResponses(database, now=clock.now)
+    database = Database("sqlite://" if request.param == "memory" else sqlite_url(tmp_path))
+    yield ResponseStore(database, now=clock.now)
     database.close()
 
 
@@ -138,18 +135,17 @@ async def test_deleted_while_it_runs_stays_deleted(store: ResponseStore) -> None
 
 
 async def test_memory_is_bounded(clock: FakeClock) -> None:
-    store = MemoryResponses(max_bytes=100, now=clock.now)
+    store = ResponseStore(Database("sqlite://"), max_workspace_bytes=100, now=clock.now)
     for number in range(10):
-        await store.add(response(str(number), body=b"x" * 38))
-    found = [number for number in range(10) if await store.find("w", str(number))]
-    assert found == [8, 9]
+        await store.add(response(str(number), body=b"x" * 38, created_at=float(number)))
+    assert [number for number in range(10) if await store.find("w", str(number))] == [8, 9]
     await store.add(response("large", body=b"x" * 200))
-    assert await store.find("w", "large") is None
+    assert [number for number in range(10) if await store.find("w", str(number))] == []
 
 
 async def test_nothing_is_written_by_looking(tmp_path: Path, clock: FakeClock) -> None:
     database = Database(sqlite_url(tmp_path))
-    store = DatabaseResponses(database, now=clock.now)
+    store = ResponseStore(database, now=clock.now)
     assert await store.find("w", "a") is None
     assert await store.history("w", "a", keep_until=0) is None
     assert not await store.delete("w", "a")
@@ -179,7 +175,7 @@ async def test_a_conversation_is_bounded_in_bytes(
 async def test_a_workspace_is_bounded_in_bytes(tmp_path: Path, clock: FakeClock) -> None:
     """The oldest responses of the workspace go, those of other workspaces and those that still run stay."""
     database = Database(sqlite_url(tmp_path))
-    store = DatabaseResponses(database, max_workspace_bytes=10_000, now=clock.now)
+    store = ResponseStore(database, max_workspace_bytes=10_000, now=clock.now)
     await store.add(response("theirs", workspace_id="v", body=b"x" * 9000, created_at=1.0))
     await store.add(response("running", is_final=False, created_at=1.0, lease_until=1e9))
     for number in range(300):

@@ -25,7 +25,7 @@ from penstock.core.identity import Scope
 from penstock.gateway.blobs.blobs import FileFolder
 from penstock.gateway.files import FileStore
 from penstock.gateway.responses.objects import ObjectStore
-from penstock.gateway.responses.store import DatabaseResponses
+from penstock.gateway.responses.store import ResponseStore
 from penstock.gateway.settings.live import LiveSettings, SharedSettings
 from penstock.gateway.settings.store import SettingsStore
 from penstock.gateway.store import database as database_module
@@ -247,7 +247,7 @@ async def test_a_server_that_became_a_standby_is_away_for_writers(
 
 async def test_a_response_with_a_nul_in_its_id_does_not_exist(world: World) -> None:
     world.database.migrate()
-    responses = DatabaseResponses(world.database)
+    responses = ResponseStore(world.database)
     assert await responses.find("default", "a\0") is None
     assert await responses.history("default", "a\0", keep_until=0.0) is None
     assert not await responses.delete("default", "a\0")
@@ -257,7 +257,7 @@ def test_objects_events_and_uploads_on_postgresql(url: str, tmp_path: Path) -> N
     database = Database(url)
 
     async def use() -> None:
-        responses = DatabaseResponses(database, now=lambda: 0.0)
+        responses = ResponseStore(database, now=lambda: 0.0)
         await responses.add(response("a", num_event_bytes=0))
         for first, events in ((0, b"one"), (5, b"two")):
             await responses.add_events("w", "a", first, events)
