@@ -26,7 +26,7 @@ PEER_JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # Where torch comes from, if not from pip's own index. Without an NVIDIA GPU, the CPU build is enough and far smaller:
 # make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-NATIVE := $(wildcard penstock/kernels/cpu/*.cpp penstock/kernels/cpu/*.h)
+NATIVE := $(wildcard penstock/kernels/cpu/*.cpp penstock/kernels/cpu/*.h penstock/gateway/ratelimits/*.cpp)
 
 .PHONY: serve check test test-gpu compile-targets compile-record test-ray test-peers test-clients test-browser test-image lint format clean help
 
@@ -163,4 +163,4 @@ format: $(STAMPS)/dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(STAMPS) .peers .clients .image build *.egg-info penstock/kernels/*.so
+	rm -rf $(VENV) $(STAMPS) .peers .clients .image build *.egg-info penstock/kernels/*.so penstock/gateway/ratelimits/*.so

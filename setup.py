@@ -1,8 +1,9 @@
-"""Builds the optional CPU kernel library. Everything else about the package is in pyproject.toml.
+"""Builds the optional CPU kernel library, and the gateway's decisions on limits. Everything else about the package is
+in pyproject.toml.
 
-The library has a plain C interface and is loaded with ctypes, so it depends on neither the Python nor the torch
-ABI. It is optional: where no C++ compiler is found the install goes on, Penstock falls back to plain torch, and
-`penstock doctor` says so.
+The libraries have a plain C interface and are loaded with ctypes, so they depend on neither the Python nor the torch
+ABI. They are optional: where no C++ compiler is found the install goes on, Penstock falls back to plain torch and
+plain Python, and `penstock doctor` says so of the kernels.
 
 With PENSTOCK_COMPILE=1, the scheduler, the block cache, the router, the dispatcher and the simulator are compiled
 too, from the same source, by mypyc (it comes with mypy). Python takes the compiled modules where they are built, and
@@ -12,6 +13,7 @@ the source elsewhere.
 import importlib.util
 import os
 import platform
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,6 +43,13 @@ FLAGS = [
 FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 
 LIBRARY = "penstock/kernels/library.py"
+DECISIONS = "penstock/gateway/ratelimits/decisions"
+
+
+def decisions_interface() -> int:
+    """The number that `decisions.py` expects the compiled decisions on limits to return."""
+    source = Path(f"{DECISIONS}.py").read_text(encoding="utf-8")
+    return int(re.search(r"^INTERFACE = (\d+)", source, re.MULTILINE)[1])
 
 
 def interface_stamp() -> int:
@@ -96,6 +105,17 @@ if SOURCES and platform.system() in ("Linux", "Darwin"):
             define_macros=[("PENSTOCK_INTERFACE_STAMP", f"{interface_stamp():#x}ULL")],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
+            optional=True,
+            language="c++",
+        )
+    )
+    extensions.append(
+        Extension(
+            "penstock.gateway.ratelimits._decisions",
+            [f"{DECISIONS}.cpp"],
+            depends=[f"{DECISIONS}.py"],
+            define_macros=[("PENSTOCK_LIMITS_INTERFACE", str(decisions_interface()))],
+            extra_compile_args=FLAGS,
             optional=True,
             language="c++",
         )

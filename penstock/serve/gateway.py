@@ -231,9 +231,8 @@ async def open_gateway(
         )
         stack.push_async_callback(tenants.close)
         state = await stack.enter_async_context(open_gateway_state(config, database, is_open=is_open))
-        table = None
-        if siblings.folder is not None:
-            table = MeterTable(siblings.folder / "limits", siblings.num_processes, siblings.number)
+        table = MeterTable.made(siblings.folder, siblings.num_processes, siblings.number)
+        if table is not None:
             stack.callback(table.close)
         limiter = state.build_limiter(config.gateway, table)
         stack.push_async_callback(limiter.close)

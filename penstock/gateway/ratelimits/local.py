@@ -15,11 +15,13 @@ from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Self
 
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import RateLimited
 from penstock.core.identity import Principal, RateLimits
 from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome, open_by_halves
+from penstock.gateway.ratelimits.decisions import CompiledDecisions, TableStruct, load_decisions
 from penstock.gateway.ratelimits.meters import SECONDS_PER_LIMIT, CallerMeters, Meter, Meters
 from penstock.gateway.ratelimits.settings import (
     CallerLimits,
@@ -71,15 +73,20 @@ class MeterTable:
     each process counts that subject for itself.
     """
 
-    def __init__(self, path: Path, num_processes: int, number: int, num_slots: int = NUM_SLOTS) -> None:
+    def __init__(
+        self, path: Path | None, num_processes: int, number: int, num_slots: int = NUM_SLOTS
+    ) -> None:
+        """Without a path, the table is in the memory of the only process."""
         self._num_slots = num_slots
         self._columns = num_slots * _SLOT_CELLS
         self._all_columns = range(self._columns, self._columns + 2 * num_slots * num_processes, 2 * num_slots)
         self._own = self._all_columns[number]
         self._others = tuple(start for start in self._all_columns if start != self._own)
         size = (self._columns + 2 * num_slots * num_processes) * _CELL_BYTES
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(self._file, size)  # zeros, where there was nothing
+        self._file = -1
+        if path is not None:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            os.ftruncate(self._file, size)  # zeros, where there was nothing
         memory = memoryview(mmap.mmap(self._file, size))
         self._cells = memory.cast("d")
         self._keys = memory.cast("Q")
@@ -87,8 +94,20 @@ class MeterTable:
         self._holds_lock = False
         first_byte = self._own * _CELL_BYTES
         memory[first_byte : first_byte + 2 * num_slots * _CELL_BYTES] = bytes(2 * num_slots * _CELL_BYTES)
+        self.described = TableStruct.of(memory, num_slots, self._columns, num_processes, number, self._file)
+
+    @classmethod
+    def made(cls, folder: Path | None, num_processes: int, number: int) -> Self | None:
+        """Return the table of the processes that share a folder. A process without others has a table where compiled
+        code decides, and otherwise none: plain Python is faster without."""
+        if folder is not None:
+            return cls(folder / "limits", num_processes, number)
+        return cls(None, 1, 0) if load_decisions() is not None else None
 
     def lock(self) -> None:
+        if self._file < 0:
+            self._holds_lock = True
+            return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._holds_lock = True
@@ -98,11 +117,13 @@ class MeterTable:
     def unlock(self) -> None:
         if self._holds_lock:
             self._holds_lock = False
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            if self._file >= 0:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Let go of the lock. The mapping goes with the object."""
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
 
     def load(self, meter: Meter, now: float) -> None:
         """Bring a meter up to date with all processes."""
@@ -213,9 +234,12 @@ class MeterTable:
 
 
 class SharedCallerMeters(CallerMeters):
-    """The meters of one caller, with the lock held and up to date within a `with` statement."""
+    """The meters of one caller, with the lock held and up to date within a `with` statement.
 
-    __slots__ = ("_clock", "_table")
+    Most requests are opened and closed by compiled code, in the table itself. Compiled code leaves to Python what is
+    rare: subjects without a slot, limits that changed, budgets, and a lock that another process holds."""
+
+    __slots__ = ("_clock", "_compiled", "_table")
 
     def __init__(
         self, limits: CallerLimits, meters: tuple[Meter, ...], table: MeterTable, clock: Clock
@@ -223,6 +247,9 @@ class SharedCallerMeters(CallerMeters):
         super().__init__(limits, meters)
         self._table = table
         self._clock = clock
+        self._compiled: CompiledDecisions | None = None
+        if not limits.has_budget and (library := load_decisions()) is not None:
+            self._compiled = CompiledDecisions(library, table.described, meters)
 
     def __enter__(self) -> None:
         table = self._table
@@ -230,6 +257,33 @@ class SharedCallerMeters(CallerMeters):
         now = self._clock.now()
         for meter in self.meters:
             table.load(meter, now)
+        if self._compiled is not None:
+            self._compiled.note_slots()
+
+    def begin(self, num_requests: int, demand: Demand, now: float) -> RateLimits | None:
+        compiled = self._compiled
+        if compiled is None or not compiled.take(num_requests, demand, now):
+            return super().begin(num_requests, demand, now)
+        if num_requests:
+            for meter in self.meters:
+                meter.num_running += 1
+        return compiled.left()
+
+    def end(self, reserved: Demand, used: Demand, now: float) -> None:
+        compiled = self._compiled
+        input_tokens = reserved.input_tokens - used.input_tokens
+        output_tokens = reserved.output_tokens - used.output_tokens
+        if compiled is None or not compiled.give_back(1, input_tokens, output_tokens, now):
+            super().end(reserved, used, now)
+            return
+        for meter in self.meters:
+            meter.num_running -= 1
+            if not meter.num_running:
+                meter.reserved_microdollars = 0.0
+
+    def give_back_input(self, num_tokens: int, now: float) -> None:
+        if self._compiled is None or not self._compiled.give_back(0, num_tokens, 0, now):
+            super().give_back_input(num_tokens, now)
 
     def __exit__(self, *_: object) -> None:
         table = self._table
@@ -248,40 +302,30 @@ _NO_LIMITS = NoLimits()
 
 
 class LocalLease:
-    __slots__ = ("_claim", "_limiter", "_meters", "_rate_limits", "_reserved")
+    __slots__ = ("_claim", "_limiter", "_meters", "_reserved", "rate_limits")
 
-    def __init__(self, limiter: LocalLimiter, claim: Claim, meters: CallerMeters) -> None:
+    def __init__(
+        self, limiter: LocalLimiter, claim: Claim, meters: CallerMeters, reserved: Demand, left: RateLimits
+    ) -> None:
         self._limiter = limiter
         self._claim = claim
         self._meters = meters
-        self._reserved = NOTHING
-        self._rate_limits: RateLimits | None = None
-
-    @property
-    def rate_limits(self) -> RateLimits:
-        """As of the reservation; before it, as of now."""
-        return self._rate_limits or self._meters.rate_limits()
+        self._reserved = reserved
+        self.rate_limits = left  # as of the half that was taken last
 
     async def reserve(self, claim: Claim) -> Lease:
         self._claim = claim
-        self.hold(await self._limiter.reserve(claim, self._meters))
+        self._reserved, self.rate_limits = await self._limiter.reserve(claim, self._meters)
         return self
-
-    def hold(self, reserved: Demand) -> None:
-        """Note what was reserved just now."""
-        self._reserved = reserved
-        self._rate_limits = self._meters.rate_limits()
 
     def give_back_cached(self, num_tokens: int) -> None:
         given, self._reserved = self._reserved.without_input(num_tokens)
-        with self._meters:
-            self._meters.give_back_input(given, self._limiter.now())
+        self._meters.give_back_input(given, self._limiter.now())
 
     def settle(self, outcome: Outcome) -> None:
         limiter = self._limiter
         used = used_by(self._claim, outcome, self._meters.limits, limiter.spending)
-        with self._meters:
-            self._meters.settle(self._reserved, used, limiter.now())
+        self._meters.end(self._reserved, used, limiter.now())
         limiter.slot_times.observe(outcome.duration_s)
 
     def undo(self) -> None:
@@ -335,7 +379,11 @@ class LocalLimiter:
             return _NO_LIMITS
         over_budget: list[Refusal] = []
         spends: dict[Subject, Spend] = {}
-        if meters.limits.has_budget:
+        if not meters.limits.has_budget:
+            left = meters.begin(1, NOTHING, now)
+            if left is not None:
+                return self._lease(claim, meters, NOTHING, left)
+        else:
             spends = await self._spends(meters.limits)
             # Time has passed: the meters may have been swept, and the limits changed.
             now = self.now()
@@ -348,8 +396,8 @@ class LocalLimiter:
                     over_budget + meters.refusals(1, NOTHING, now) + self._full(meters), meters
                 )
             meters.admit()
-        self.metrics.admitted += 1
-        return LocalLease(self, claim, meters)
+            left = meters.rate_limits()
+        return self._lease(claim, meters, NOTHING, left)
 
     async def open(self, claim: Claim) -> Lease:
         now = self.now()
@@ -359,31 +407,35 @@ class LocalLimiter:
             return _NO_LIMITS
         if not meters.limits.has_budget:
             demand = demand_of(claim, meters.limits, self.spending)
-            with meters:
-                has_room = meters.admits(now, demand)
-                if has_room:
-                    meters.admit()
-                    meters.take(demand)
-            if has_room:
-                self.metrics.admitted += 1
-                lease = LocalLease(self, claim, meters)
-                lease.hold(demand)
-                return lease
+            left = meters.begin(1, demand, now)
+            if left is not None:
+                return self._lease(claim, meters, demand, left)
         return await open_by_halves(self, claim)
 
-    async def reserve(self, claim: Claim, meters: CallerMeters) -> Demand:
-        """Take the second half of a lease. `meters` hold the first half, so that they are not swept meanwhile."""
+    def _lease(self, claim: Claim, meters: CallerMeters, reserved: Demand, left: RateLimits) -> LocalLease:
+        self.metrics.admitted += 1
+        return LocalLease(self, claim, meters, reserved, left)
+
+    async def reserve(self, claim: Claim, meters: CallerMeters) -> tuple[Demand, RateLimits]:
+        """Take the second half of a lease. Returns it, and what is left. `meters` hold the first half, so that they
+        are not swept meanwhile."""
         demand = demand_of(claim, meters.limits, self.spending)
         over_budget: list[Refusal] = []
-        spends = await self._spends(meters.limits) if meters.limits.has_budget else {}
+        spends: dict[Subject, Spend] = {}
+        if meters.limits.has_budget:
+            spends = await self._spends(meters.limits)
         now = self.now()
+        if not spends:
+            left = meters.begin(0, demand, now)
+            if left is not None:
+                return demand, left
         with meters:
             if spends:
                 over_budget = self._over_budget(meters, spends, demand)
             if over_budget or not meters.fits(demand, now):
                 raise self._refuse(over_budget + meters.refusals(0, demand, now), meters)
             meters.take(demand)
-        return demand
+            return demand, meters.rate_limits()
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
         now = self.now()

@@ -211,13 +211,32 @@ class CallerMeters:
             for meter in self.meters:
                 meter.reserved_microdollars += demand.microdollars
 
+    def begin(self, num_requests: int, demand: Demand, now: float) -> RateLimits | None:
+        """Take tokens, and with `num_requests` of 1 also a request and its place. Returns what is left; None, with
+        nothing taken, where a limit refuses."""
+        with self:
+            has_room = self.admits(now, demand) if num_requests else self.fits(demand, now)
+            if not has_room:
+                return None
+            if num_requests:
+                self.admit()
+            self.take(demand)
+            return self.rate_limits()
+
+    def end(self, reserved: Demand, used: Demand, now: float) -> None:
+        """End a request: what was used counts, instead of what was reserved."""
+        with self:
+            self.settle(reserved, used, now)
+
     def give_back_request(self, now: float) -> None:
         for bucket in self._requests:
             bucket.take(-1, now)
 
     def give_back_input(self, num_tokens: int, now: float) -> None:
-        for bucket in self._inputs:
-            bucket.take(-num_tokens, now)
+        """Have tokens of a running request's prompt count no longer."""
+        with self:
+            for bucket in self._inputs:
+                bucket.take(-num_tokens, now)
 
     def settle(self, reserved: Demand, used: Demand, now: float) -> None:
         input_tokens = used.input_tokens - reserved.input_tokens

@@ -121,12 +121,12 @@ class LimiterMachine(RuleBasedStateMachine):
         for limiter in self.limiters:
             self.do(limiter.start())
 
-    @rule(asked=CLAIMS, choice=st.integers(0, 9))
-    def ask(self, asked: Claim, choice: int) -> None:
+    @rule(asked=CLAIMS, choice=st.integers(0, 9), at_once=st.booleans())
+    def ask(self, asked: Claim, choice: int, at_once: bool) -> None:
         # Whoever waits as long as told gets further: through the first half, through the second, and through the
         # first again if being held up by tokens had used up the requests.
         for _ in range(4):
-            refusal = self.try_to_run(asked, choice)
+            refusal = self.try_to_run(asked, choice, at_once)
             if isinstance(refusal, RequestExceedsLimit):
                 assert refusal.retry_after_s is None
                 return
@@ -181,23 +181,25 @@ class LimiterMachine(RuleBasedStateMachine):
         reserved = sum(request.reserved.microdollars for request in self.running)
         assert reserved <= BUDGET_MICRODOLLARS
 
-    def try_to_run(self, asked: Claim, choice: int) -> RateLimited | None:
+    def try_to_run(self, asked: Claim, choice: int, at_once: bool) -> RateLimited | None:
         limiter = self.limiters[choice % len(self.limiters)]
         limits = self.resolver.limits_of_caller(asked.principal, asked.model)
         demand = demand_of(asked, limits, self.spending)
         subjects = tuple(subject for subject, _ in limits.applying)
         try:
-            lease = self.do(limiter.admit(asked))
+            lease = self.do(limiter.open(asked) if at_once else limiter.admit(asked))
         except RateLimited as refusal:
+            self.settled()
             return refusal
         for subject in subjects:
             self.note(subject, "requests", 1)
-        try:
-            lease = self.do(lease.reserve(asked))
-        except RateLimited as refusal:
-            lease.settle(outcome(0, 0, status="failed", has_begun=False))
-            self.settled()
-            return refusal
+        if not at_once:
+            try:
+                lease = self.do(lease.reserve(asked))
+            except RateLimited as refusal:
+                lease.settle(outcome(0, 0, status="failed", has_begun=False))
+                self.settled()
+                return refusal
         self.running.append(Running(lease, asked, demand, subjects))
         for subject in subjects:
             self.note(subject, "input_tokens", demand.input_tokens)
