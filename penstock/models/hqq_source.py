@@ -34,6 +34,13 @@ _PACKINGS = {
 class HQQSource(QuantizedSource):
     _has_logged = False  # that weights are unpacked
 
+    def shape(self, name: str) -> tuple[int, int]:
+        stem = name.removesuffix(".weight")
+        if f"{stem}.W_q" not in self.names():
+            return super().shape(name)
+        rows, columns = self.files.tensor(f"{stem}.shape", (2,)).tolist()
+        return int(rows), int(columns)
+
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         stem = name.removesuffix(".weight")
         if f"{stem}.W_q" not in self.names():

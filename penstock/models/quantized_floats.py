@@ -131,6 +131,14 @@ class StackedFloat4Source(QuantizedSource):
 
 
 class Float4Source(QuantizedSource):
+    def shape(self, name: str) -> tuple[int, int]:
+        stem = name.removesuffix(".weight")
+        is_packed = f"{stem}.weight_packed" in self.names() and f"{stem}.weight_shape" not in self.names()
+        if not is_packed and f"{stem}.weight_scale_2" not in self.names():
+            return super().shape(name)
+        rows, num_bytes = self.files.shape(f"{stem}.weight_packed" if is_packed else name)
+        return rows, 2 * num_bytes
+
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         stem = name.removesuffix(".weight")
         names, read = self.names(), self.files.tensor
@@ -166,6 +174,19 @@ class Float4Source(QuantizedSource):
 
 class BitsAndBytesSource(QuantizedSource):
     _has_logged = False  # that weights are unpacked
+
+    def shape(self, name: str) -> tuple[int, int]:
+        states = sorted(each for each in self.names() if each.startswith(f"{name}.quant_state."))
+        if not states:
+            return super().shape(name)
+        stored = read_state(self.files.tensor(states[0]), states[0]).get("shape")
+        if (
+            not isinstance(stored, list)
+            or len(stored) != 2
+            or not all(isinstance(each, int) for each in stored)
+        ):
+            raise ModelLoadError(f"{states[0]} does not state the shape of a matrix.")
+        return stored[0], stored[1]
 
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         names = self.names()

@@ -74,6 +74,23 @@ class QuantizedSource:
         )
         return any(f"{stem}.{each}" in self._names for each in beside)
 
+    def shape(self, name: str) -> tuple[int, int]:
+        """Return the outputs and inputs of a quantized matrix, as its tensors show them."""
+        stem = name.removesuffix(".weight")
+        shape = self.files.shape
+        match self._kind:
+            case AWQ() if f"{stem}.qweight" in self._names:
+                columns, words = shape(f"{stem}.qweight")
+                return words * 8, columns
+            case GPTQ(bits=bits) if f"{stem}.qweight" in self._names:
+                words, rows = shape(f"{stem}.qweight")
+                return rows, words * 32 // bits
+        if f"{stem}.weight_shape" in self._names:
+            rows, columns = self.files.tensor(f"{stem}.weight_shape", (2,)).tolist()
+        else:
+            rows, columns = shape(name)
+        return rows, columns
+
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         stem = name.removesuffix(".weight")
         shape = Shape(rows, columns)

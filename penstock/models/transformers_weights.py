@@ -80,8 +80,9 @@ def _wanted_name(name: str, wanted: Mapping[str, Any]) -> str | None:
 
 
 def _reader(source: WeightSource, name: str) -> Callable[[], Tensor]:
+    """Return what reads a tensor that transformers merges with others. A quantized one is unpacked for that."""
     if isinstance(source, QuantizedSource) and source.is_quantized(name):
-        raise ModelLoadError(f"{name} is quantized, and transformers would have to merge it with others.")
+        return lambda: _stored_tensor(source, name, source.shape(name))
     return lambda: _stored_tensor(source, name)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.adapted import AdaptedProduct, Delta, adapters_on
@@ -26,7 +27,7 @@ from tests.models.checkpoints import SMALL, VOCAB_SIZE, Reference, save_random
 from tests.models.conftest import available_ops, random_prompt
 from tests.models.paged import BLOCK_SIZE, PagedRunner, Sequence
 from tests.models.quantized_checkpoints import LAYOUTS, quantize_folder
-from tests.models.tiny_families import PROMPTS, TINY, answers, family_engine, save_tiny
+from tests.models.tiny_families import PROMPTS, TINY, Tiny, answers, family_engine, save_tiny
 
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
 PLAIN = {name: value for name, value in SMALL.items() if name not in ("head_dim", "num_key_value_heads")}
@@ -154,6 +155,23 @@ def test_an_adapter_changes_a_product(opt: Reference) -> None:
     expected = opt.logits(prompt)
     layer.weight.data -= right @ left
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantized_experts_are_merged(layout: str, tmp_path: Path) -> None:
+    """Of a mixture that is not native, whose experts transformers puts into one tensor."""
+    tiny = Tiny("dots1", {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "moe_intermediate_size": 32})
+    made = save_tiny("dots1", tmp_path, tiny)
+    dense = quantize_folder(tmp_path, LAYOUTS[layout])
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file({name: each.contiguous() for name, each in dense.items()}, plain / "model.safetensors")
+    made.model.config.save_pretrained(plain)
+    ops, prompt = TorchOps(), random_prompt(20, seed=1)
+    got, expected = (
+        PagedRunner(load_model(folder, ops), ops).prompt_logits(prompt) for folder in (tmp_path, plain)
+    )
+    torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", ["GPTQ act-order", "compressed int4", "float8 in blocks"])
