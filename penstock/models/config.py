@@ -44,6 +44,10 @@ class NotNative(ModelLoadError):
     """No native family does what the settings ask for. The code of transformers may."""
 
 
+class UnknownArchitecture(NotNative):
+    """No native family has the architecture."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
     """Describes how a model was stretched past its first training context."""

@@ -93,7 +93,11 @@ def ropes_by_layer_kind(
     )
     whole, local = parameters, {"rope_theta": fields.number("rope_local_base_freq", local_theta)}
     if "full_attention" in parameters or "sliding_attention" in parameters:
-        whole, local = (parameters.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
+        # Transformers looks for `truncate` beside the kinds of layers, not within them.
+        common = {"truncate": parameters.get("truncate", True)}
+        whole, local = (
+            {**(parameters.get(kind) or {}), **common} for kind in ("full_attention", "sliding_attention")
+        )
     rope = rope_config(whole, fields, max_positions, head_dim=head_dim, default_theta=whole_theta)
     local_rope = rope_config(local, fields, max_positions, head_dim=head_dim, default_theta=local_theta)
     plain = {key: value for key, value in fields.values.items() if not key.startswith("rope_")}

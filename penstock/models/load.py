@@ -20,7 +20,7 @@ from penstock.core.engine_config import LoadFormat, ModelImplementation, Quantiz
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.figures import format_bytes
 from penstock.kernels.interface import DenseWeight, Ops
-from penstock.models.config import ArchitectureConfig, Fields, NotNative, read_settings
+from penstock.models.config import ArchitectureConfig, Fields, NotNative, UnknownArchitecture, read_settings
 from penstock.models.decoder import Decoder
 from penstock.models.encoders.load import ENCODERS
 from penstock.models.families import FAMILIES
@@ -82,10 +82,6 @@ def weights_identity(path: Path) -> str:
                 file.seek(position)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-class UnknownArchitecture(NotNative):
-    """No native family has the architecture."""
 
 
 def architecture_for_huggingface(fields: Fields) -> type[Decoder]:

@@ -15,7 +15,7 @@ from torch import nn
 from penstock.core.engine_config import Quantization
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.interface import Ops
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import ArchitectureConfig, Fields, UnknownArchitecture
 from penstock.models.quantized_floats import open_folder
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, folder_quantization
@@ -110,9 +110,10 @@ class TransformersCheckpoint:
 
 def _both_reasons(unknown: ModelLoadError, error: ModelLoadError) -> ModelLoadError:
     """Return an error that says why a model runs neither by transformers' code nor natively, and what to do. The list
-    of native families is long, and comes last."""
+    of native families is long, and comes last; a setting that is not native comes first."""
     hint = error.hint or "Run the model in another server, and name that server with --external."
-    return ModelLoadError(f"{error.message} {unknown.message}", hint=hint)
+    reasons = (error, unknown) if isinstance(unknown, UnknownArchitecture) else (unknown, error)
+    return ModelLoadError(" ".join(reason.message for reason in reasons), hint=hint)
 
 
 def refuse_shards(shard: Shard) -> None:

@@ -22,6 +22,7 @@ from tests.models.tiny_families import EXPERTS, Tiny, save_tiny, varied
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
            "llama_4_scaling_beta": 0.4}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 1.5, "original_max_position_embeddings": 64}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -41,6 +42,10 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "num_experts": 4, **
         varied("falcon_h1", mamba_proj_bias=True, projectors_bias=True, ssm_in_multiplier=0.5, **TWO),
         varied("ministral3", rope_parameters=DYNAMIC, **TWO),
         varied("zamba2", rms_norm_eps=1e-2),
+        varied(
+            "olmo3",
+            rope_parameters={"full_attention": {**YARN, "truncate": False}, "sliding_attention": YARN},
+        ),
         Tiny("qwen3_moe", WINDOWS),
         varied("bailing_hybrid", kda_safe_gate=False),
         varied("gemma", hidden_act="gelu", **TWO),

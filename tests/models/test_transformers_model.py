@@ -160,7 +160,16 @@ def test_an_adapter_changes_a_product(opt: Reference) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_quantized_experts_are_merged(layout: str, tmp_path: Path) -> None:
     """Of a mixture that is not native, whose experts transformers puts into one tensor."""
-    tiny = Tiny("dots1", {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "moe_intermediate_size": 32})
+    tiny = Tiny(
+        "dots1",
+        {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    )
     made = save_tiny("dots1", tmp_path, tiny)
     dense = quantize_folder(tmp_path, LAYOUTS[layout])
     plain = tmp_path / "plain"
