@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,6 +18,7 @@ from starlette.requests import Request
 
 from penstock.api.http.answers import answer_whole
 from penstock.api.http.context import ON_DEPARTURE
+from penstock.api.http.routes import Operation
 from penstock.core.errors import Overloaded
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.request import FinishReason
@@ -24,6 +26,7 @@ from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.responses.service import EventLog
+from penstock.gateway.text.tokenizer import TextTokenizer
 from tests.api.bounded_server import bounded_server
 from tests.api.conftest import Serve, Served
 from tests.api.test_streams import ThreadedFakeEngine, open_stream, read_until
@@ -190,6 +193,63 @@ def test_a_client_that_leaves_after_a_large_prompt_is_noticed(*, streams: bool) 
         served.wait_until(lambda: len(engine.streams) == 1)
         connection.close()
         served.wait_until(lambda: len(engine.aborted) == 1)
+
+
+class HeldWork:
+    """Work for a client that does not end. Notes what happens to it."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.was_cancelled = threading.Event(), threading.Event()
+
+    async def __call__(self, *_: Any, **options: Any) -> Any:
+        self.has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.was_cancelled.set()
+            raise
+
+
+def leave_during(work: HeldWork, served: Served, method: str, path: str, body: dict[str, Any]) -> None:
+    sent = json.dumps(body).encode()
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(sent)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(head.encode() + sent)
+        assert work.has_begun.wait(60)
+    assert work.was_cancelled.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "hi"}),
+        ("/v1/messages/count_tokens", {"model": "bytes", "messages": [USER]}),
+        ("/v1/responses/input_tokens", {"input": "hi"}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/api/embed", {"model": "bytes", "input": "hi"}),
+    ],
+)
+def test_a_client_that_leaves_ends_the_tokenizing(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """Hundreds of clients that have left would keep the threads busy with large texts for minutes."""
+    work = HeldWork()
+    for name in ("encode", "encode_marked", "encode_with_template"):
+        monkeypatch.setattr(TextTokenizer, name, work)
+    card = model_card(embedding_size=4 if "embed" in path else None)
+    with bounded_server(FakeEngine(ready=engine_ready(card))) as served:
+        leave_during(work, served, "POST", path, body)
+        served.wait_until(lambda: not served.gateway._on_the_way)
+
+
+def test_a_client_that_leaves_ends_what_only_reads() -> None:
+    work = HeldWork()
+
+    def routes(_: Gateway) -> list[Operation]:
+        return [Operation("GET /held", work.__call__)]
+
+    with bounded_server(FakeEngine(), more_routes=routes) as served:
+        leave_during(work, served, "GET", "/held", {})
 
 
 def test_the_last_token_and_the_end_of_a_stream_leave_together(serve: Serve) -> None:
