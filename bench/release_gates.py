@@ -18,7 +18,7 @@ from random import Random
 from statistics import median
 
 from penstock.control.gates import EvidenceCollector, GateConfig
-from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
+from penstock.control.release import ReleaseConfig, ReleaseEvent, Releases, Stage
 from penstock.core.figures import percentile
 from penstock.simulator import ControlTimes, LogNormal, SimulationConfig, Workload, simulate
 from penstock.simulator.releases import SimulatedRelease
@@ -46,7 +46,7 @@ def run(config: ReleaseConfig, rng: Random, sigma: float, phi: float, ratio: flo
     """Return how a release ended, and after how many requests of the candidate."""
     rules = Releases(config)
     collector = EvidenceCollector("stable", "candidate", config.gates)
-    state = rules.happened(rules.start("stable", "candidate", 0.0), Happening.WARMED_UP, 0.0)
+    state = rules.happened(rules.start("stable", "candidate", 0.0), ReleaseEvent.WARMED_UP, 0.0)
     num_in_all = 0
     stable, candidate = times(rng, sigma, phi, 1.0), times(rng, sigma, phi, ratio)
     while state.stage in (Stage.SHADOW, Stage.CANARY):

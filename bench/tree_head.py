@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.draft_costs import Shape
 from penstock.core.errors import ConfigError
-from penstock.engine.learning.trainable import Lesson, TrainableHead
+from penstock.engine.learning.trainable import TrainableHead, TrainingData
 from penstock.models.drafters.files import read_heads
 from penstock.models.drafters.heads import EagleHead, Target, load_heads
 
@@ -52,7 +52,7 @@ class TreeHead:
         for name, weight in self.head.published().items():
             weight.copy_(stored[name])
         token_ids = served._token_ids
-        self.lesson = Lesson(target, None if token_ids is None else token_ids.cpu())
+        self.lesson = TrainingData(target, None if token_ids is None else token_ids.cpu())
 
     @torch.inference_mode()
     def guess(self, text: Sequence[int], prompt_len: int, width: int, depth: int) -> Guesses:

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import msgspec
 
 from penstock.cluster.early import WORKER
-from penstock.cluster.local import LocalLauncher, _Adopted
+from penstock.cluster.local import LocalLauncher, _StartedProcess
 from penstock.core.engine_config import EngineConfig
 
 RANK = "penstock.engine.parallel.rank"
@@ -72,9 +72,9 @@ class Copy:
 class CopyingLauncher(LocalLauncher):
     """Launches engines as copies."""
 
-    async def _start(self, arguments: list[str], config: EngineConfig) -> _Adopted:
+    async def _start(self, arguments: list[str], config: EngineConfig) -> _StartedProcess:
         engine: Any = Copy(WORKER, arguments, standard_input=msgspec.json.encode(config))
-        return _Adopted(engine)
+        return _StartedProcess(engine)
 
 
 @contextmanager

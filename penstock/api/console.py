@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.api.http.answers import Departure, private_json
+from penstock.api.http.answers import DisconnectWatch, private_json
 from penstock.api.http.parsing import choice_of, integer_of
 from penstock.api.http.routes import Operation
 from penstock.core.errors import InvalidRequest, NotFound, StoreUnavailable
@@ -229,7 +229,7 @@ class SimulationEndpoints:
         return private_json(self._simulations.choices)
 
     async def run(self, request: Request, order: SimulationOrder) -> Response:
-        departure = Departure(request)  # a reader that goes ends the simulation
+        departure = DisconnectWatch(request)  # a reader that goes ends the simulation
         try:
             return private_json(await self._simulations.run(order))
         except asyncio.CancelledError:

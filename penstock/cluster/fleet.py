@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from penstock.cluster.connections import Connections
 from penstock.cluster.replica import Connector, Member, OnError, OnEvent
-from penstock.cluster.replica_process import Silence
+from penstock.cluster.replica_process import FreezeDetector
 from penstock.cluster.transport import KeyPair
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError, PenstockError
@@ -69,7 +69,7 @@ class Reachability:
     def __init__(self, timeout_s: float, on_change: Callable[[], None]) -> None:
         self._timeout_s = timeout_s
         self._on_change = on_change
-        self._silences: dict[str, Silence] = {}  # of connected replicas
+        self._silences: dict[str, FreezeDetector] = {}  # of connected replicas
         self._unreachable: dict[str, asyncio.TimerHandle] = {}
         self._checking: asyncio.TimerHandle | None = None
 
@@ -88,7 +88,7 @@ class Reachability:
         """Expect heartbeats of a replica from now on."""
         if member.id not in self._silences:
             max_step_tokens = member.spec.engine.scheduler.max_num_batched_tokens
-            self._silences[member.id] = Silence(self._timeout_s, max_step_tokens)
+            self._silences[member.id] = FreezeDetector(self._timeout_s, max_step_tokens)
             self._check_later()
 
     def heard(self, replica_id: str, stats: EngineStats) -> None:

@@ -164,14 +164,14 @@ class Leases:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedLease:
     """A Lease, and when it was seen to change last, by the clock of this process."""
 
     lease: Lease
     since_s: float
 
 
-class Copy:
+class LeaseCache:
     """A copy of the Leases of one kind. It begins with a list, and a watch keeps it up to date. A watch that ends,
     breaks or is silent for `silence_s` is followed by another list, which also shows whether the API server still
     answers. `on_change` is called for every change but a renewal."""
@@ -181,7 +181,7 @@ class Copy:
         self._kind: Kind = kind
         self._silence_s = silence_s
         self._on_change = on_change
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, ObservedLease] = {}
         self._version = ""
         self._error: RegistryError | None = None
         self._is_outdated = False
@@ -189,7 +189,7 @@ class Copy:
         self._following: asyncio.Task[None] | None = None
         self.heard_s = 0.0  # when the API server last said anything about these objects
 
-    async def read(self) -> dict[str, Seen]:
+    async def read(self) -> dict[str, ObservedLease]:
         """Return the objects by name. The first call begins to follow them. Raises RegistryError while the API server
         does not answer."""
         async with self._reading:
@@ -274,7 +274,7 @@ class Copy:
             raise
         if self._error is not None:
             # Nobody could renew anything meanwhile, or be seen to.
-            self._seen = {name: Seen(each.lease, asked_s) for name, each in self._seen.items()}
+            self._seen = {name: ObservedLease(each.lease, asked_s) for name, each in self._seen.items()}
         if not is_watching:
             self._version = version
             present = {lease.metadata.name for lease in leases}
@@ -289,7 +289,7 @@ class Copy:
         known = self._seen.get(lease.metadata.name)
         if known is not None and not _is_later(lease, known.lease):
             return
-        self._seen[lease.metadata.name] = Seen(lease, time.monotonic())
+        self._seen[lease.metadata.name] = ObservedLease(lease, time.monotonic())
         if known is None or known.lease.metadata.annotations != lease.metadata.annotations:
             self._on_change()
 

@@ -25,7 +25,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from penstock.cluster import registry
-from penstock.cluster.kubernetes_leases import Copy, Lease, Leases, Seen, now_text
+from penstock.cluster.kubernetes_leases import Lease, LeaseCache, Leases, ObservedLease, now_text
 from penstock.cluster.registry import RegistryError
 
 NUM_PARTS = 16  # of the documents; the annotations of one object may have 256 KiB together
@@ -52,11 +52,11 @@ class KubernetesRegistry:
         self._leases = leases
         self._pod = pod
         self._changed = asyncio.Event()
-        self._hosts = Copy(leases, "host", HOSTS_SILENCE_S, self._tell)
-        self._documents = Copy(leases, "documents", DOCUMENTS_SILENCE_S, self._tell)
+        self._hosts = LeaseCache(leases, "host", HOSTS_SILENCE_S, self._tell)
+        self._documents = LeaseCache(leases, "documents", DOCUMENTS_SILENCE_S, self._tell)
         self._parts: dict[str, Lease] = {}  # of the documents, as this leader left them
         self._leader = f"{leases.fleet}-leader"
-        self._leader_seen: Seen | None = None  # while another candidate leads
+        self._leader_seen: ObservedLease | None = None  # while another candidate leads
         self._held_until_s = 0.0
         self._fenced_epoch = 0  # to which this process has raised all parts of the documents
 
@@ -103,7 +103,7 @@ class KubernetesRegistry:
         """Say whether the lease of another candidate has not ended: whether it was seen to change lately."""
         seen, version = self._leader_seen, lease.metadata.resource_version
         if seen is None or seen.lease.metadata.resource_version != version:
-            self._leader_seen = Seen(lease, time.monotonic())
+            self._leader_seen = ObservedLease(lease, time.monotonic())
             return True
         return asked_s - seen.since_s < _duration_s(lease)
 

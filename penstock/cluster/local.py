@@ -94,7 +94,7 @@ class LocalLauncher:
 
     async def _start(self, arguments: list[str], config: EngineConfig) -> _Process:
         if self._early is not None and (early := self._early.take(arguments, config)) is not None:
-            return _Adopted(early)
+            return _StartedProcess(early)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", WORKER, *arguments, *self._bytecode, stdin=asyncio.subprocess.PIPE
         )
@@ -125,7 +125,7 @@ class _Process(Protocol):
     def kill(self) -> None: ...
 
 
-class _Adopted:
+class _StartedProcess:
     """A process that was started before there was an event loop."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:

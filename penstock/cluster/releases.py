@@ -37,7 +37,7 @@ from penstock.cluster.staged_records import (
     start_missing,
 )
 from penstock.control.gates import EvidenceCollector
-from penstock.control.release import Happening, ReleaseConfig, Releases, ReleaseState, Stage
+from penstock.control.release import ReleaseConfig, ReleaseEvent, Releases, ReleaseState, Stage
 from penstock.core.cluster_view import GateView, ReleaseOrder, ReleaseView
 from penstock.core.errors import (
     Conflict,
@@ -174,7 +174,7 @@ class ReleaseRun(StagedRun[ReleaseRecord]):
         for pool in self._pools:
             pool.is_releasing = is_held
 
-    async def order(self, happening: Happening) -> None:
+    async def order(self, happening: ReleaseEvent) -> None:
         """Carry out an order of an operator. Raises Conflict where the order does not apply; else cancels the present
         step."""
         after = self.rules.happened(self.state, happening, time.time(), "by an operator")
@@ -222,11 +222,11 @@ class ReleaseRun(StagedRun[ReleaseRecord]):
         if not await self._candidate_serves(self.state):
             return
         if self._tokenizers(self.record.stable) <= self._tokenizers(self.record.candidate):
-            await self._happen(Happening.WARMED_UP)
+            await self._happen(ReleaseEvent.WARMED_UP)
         else:
             # Gateways tokenize a request before a revision is chosen.
             reason = "its tokenizer is another one; serve it under a name of its own"
-            await self._happen(Happening.CANDIDATE_LOST, reason)
+            await self._happen(ReleaseEvent.CANDIDATE_LOST, reason)
 
     async def _watch(self) -> None:
         """Carry out one stage, or one step of it."""
@@ -237,7 +237,7 @@ class ReleaseRun(StagedRun[ReleaseRecord]):
         while self.state is state:
             await asyncio.sleep(self._interval_s)
             if self._is_lost(zip(self._pools, revisions, strict=True)):
-                await self._happen(Happening.CANDIDATE_LOST, "no replica of it is ready")
+                await self._happen(ReleaseEvent.CANDIDATE_LOST, "no replica of it is ready")
                 return
             after = self.rules.judged(state, self.collector.evidence(), time.time())
             if after is state:
@@ -258,7 +258,7 @@ class ReleaseRun(StagedRun[ReleaseRecord]):
         await self._announce()
         await self._remove(self.record.stable)
         await self._start_missing(self.record.candidate, counts)
-        await self._happen(Happening.DRAINED, self.state.reason)
+        await self._happen(ReleaseEvent.DRAINED, self.state.reason)
 
     async def _retire_candidate(self) -> None:
         # The replicas may have left already.
@@ -267,7 +267,7 @@ class ReleaseRun(StagedRun[ReleaseRecord]):
             pool.spec = spec
         await self._announce()
         await self._remove(self.record.candidate)
-        await self._happen(Happening.DRAINED, self.state.reason)
+        await self._happen(ReleaseEvent.DRAINED, self.state.reason)
 
     async def _candidate_serves(self, state: ReleaseState) -> bool:
         """Start the replicas that the candidate needs in a stage. If that fails, the candidate has lost."""
@@ -284,7 +284,7 @@ class ReleaseRun(StagedRun[ReleaseRecord]):
             except PenstockError as error:
                 if counts == fewest:
                     reason = f"it cannot be started: {error.message}"
-                    await self._happen(Happening.CANDIDATE_LOST, reason)
+                    await self._happen(ReleaseEvent.CANDIDATE_LOST, reason)
                     return False
                 logger.warning(
                     "%s replicas of the candidate instead of %s, so each has more load than a stable one: %s",
@@ -322,7 +322,7 @@ class ReleaseRun(StagedRun[ReleaseRecord]):
             )
         ]
 
-    async def _happen(self, happening: Happening, reason: str = "") -> None:
+    async def _happen(self, happening: ReleaseEvent, reason: str = "") -> None:
         await self._enter(self.rules.happened(self.state, happening, time.time(), reason))
 
     async def _enter(self, state: ReleaseState) -> None:
@@ -404,10 +404,10 @@ class ReleaseService(StagedService[ReleaseRecord, ReleaseRun]):
         return (await self._begin(record)).view()
 
     async def promote(self, model: str | None) -> ReleaseView:
-        return await self._order(model, Happening.OPERATOR_PROMOTES)
+        return await self._order(model, ReleaseEvent.OPERATOR_PROMOTES)
 
     async def roll_back(self, model: str | None) -> ReleaseView:
-        return await self._order(model, Happening.OPERATOR_ROLLS_BACK)
+        return await self._order(model, ReleaseEvent.OPERATOR_ROLLS_BACK)
 
     def observe(self, report: Report) -> None:
         for sample in report.samples:
@@ -441,7 +441,7 @@ class ReleaseService(StagedService[ReleaseRecord, ReleaseRun]):
                 del self._runs[model]
         await self._announce()
 
-    async def _order(self, model: str | None, happening: Happening) -> ReleaseView:
+    async def _order(self, model: str | None, happening: ReleaseEvent) -> ReleaseView:
         run = self._runs.get(self._model(model))
         if run is None:
             raise NotFound("There is no release.", hint="Begin one with `penstock release start`.")

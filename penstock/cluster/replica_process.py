@@ -60,7 +60,7 @@ def ask_for_stacks(pid: int | None) -> None:
             os.kill(pid, signal.SIGUSR1)
 
 
-class Silence:
+class FreezeDetector:
     """Decides how long an engine may send nothing before it counts as frozen. Heartbeats and time are passed in.
 
     An engine sends no heartbeat during a step, and on a slow device the largest step may take long: the patience
@@ -108,7 +108,7 @@ class ReplicaProcess:
         self.spec = spec
         self._on_change = on_change
         self._on_progress = on_progress
-        self._silence = Silence(heartbeat_timeout_s, spec.engine.scheduler.max_num_batched_tokens)
+        self._silence = FreezeDetector(heartbeat_timeout_s, spec.engine.scheduler.max_num_batched_tokens)
         self._state = ReplicaState.STARTING
         self._running: RunningReplica | None = None
         self._client: ZmqEngineClient | None = None

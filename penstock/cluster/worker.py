@@ -70,7 +70,7 @@ _READABLE = int(zmq.POLLIN)
 _decode_config = msgspec.json.Decoder(EngineConfig).decode
 
 
-class _Every:
+class _Interval:
     """Tells when to do something that is done at most once in an interval."""
 
     def __init__(self, interval_s: float) -> None:
@@ -106,12 +106,12 @@ class Worker:
         self._gateways: dict[bytes, None] = {}
         self._gateway_of: dict[str, bytes] = {}
         self._readers: set[bytes] = set()  # gateways that want KV events
-        self._kv_events_every = _Every(KV_EVENTS_INTERVAL_S)
+        self._kv_events_every = _Interval(KV_EVENTS_INTERVAL_S)
         self._engine: Engine | None = None
         self._transfers: TransferThread | None = None
         self._stopping = False
-        self._stats_every = _Every(STATS_INTERVAL_S)
-        self._events_every = _Every(EVENTS_INTERVAL_S)
+        self._stats_every = _Interval(STATS_INTERVAL_S)
+        self._events_every = _Interval(EVENTS_INTERVAL_S)
         self._unsent: list[TokenEvent] = []
         self._parent = parent_pid or os.getppid()
 

@@ -33,7 +33,7 @@ class Stage(enum.StrEnum):
     ROLLED_BACK = "rolled_back"
 
 
-class Happening(enum.StrEnum):
+class ReleaseEvent(enum.StrEnum):
     WARMED_UP = "warmed_up"
     GATES_PASSED = "gates_passed"
     LAST_GATES_PASSED = "last_gates_passed"  # of the last canary step
@@ -44,24 +44,24 @@ class Happening(enum.StrEnum):
     OPERATOR_ROLLS_BACK = "operator_rolls_back"
 
 
-TRANSITIONS: dict[tuple[Stage, Happening], Stage] = {
-    (Stage.WARMING, Happening.WARMED_UP): Stage.SHADOW,
-    (Stage.WARMING, Happening.CANDIDATE_LOST): Stage.ROLLING_BACK,
-    (Stage.WARMING, Happening.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,
-    (Stage.SHADOW, Happening.GATES_PASSED): Stage.CANARY,
-    (Stage.SHADOW, Happening.GATE_FAILED): Stage.ROLLING_BACK,
-    (Stage.SHADOW, Happening.CANDIDATE_LOST): Stage.ROLLING_BACK,
-    (Stage.SHADOW, Happening.OPERATOR_PROMOTES): Stage.LAME_DUCK,
-    (Stage.SHADOW, Happening.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,
-    (Stage.CANARY, Happening.GATES_PASSED): Stage.CANARY,  # the next step
-    (Stage.CANARY, Happening.LAST_GATES_PASSED): Stage.LAME_DUCK,
-    (Stage.CANARY, Happening.GATE_FAILED): Stage.ROLLING_BACK,
-    (Stage.CANARY, Happening.CANDIDATE_LOST): Stage.ROLLING_BACK,
-    (Stage.CANARY, Happening.OPERATOR_PROMOTES): Stage.LAME_DUCK,
-    (Stage.CANARY, Happening.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,
-    (Stage.LAME_DUCK, Happening.DRAINED): Stage.PROMOTED,
-    (Stage.LAME_DUCK, Happening.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,  # the old revision still runs
-    (Stage.ROLLING_BACK, Happening.DRAINED): Stage.ROLLED_BACK,
+TRANSITIONS: dict[tuple[Stage, ReleaseEvent], Stage] = {
+    (Stage.WARMING, ReleaseEvent.WARMED_UP): Stage.SHADOW,
+    (Stage.WARMING, ReleaseEvent.CANDIDATE_LOST): Stage.ROLLING_BACK,
+    (Stage.WARMING, ReleaseEvent.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,
+    (Stage.SHADOW, ReleaseEvent.GATES_PASSED): Stage.CANARY,
+    (Stage.SHADOW, ReleaseEvent.GATE_FAILED): Stage.ROLLING_BACK,
+    (Stage.SHADOW, ReleaseEvent.CANDIDATE_LOST): Stage.ROLLING_BACK,
+    (Stage.SHADOW, ReleaseEvent.OPERATOR_PROMOTES): Stage.LAME_DUCK,
+    (Stage.SHADOW, ReleaseEvent.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,
+    (Stage.CANARY, ReleaseEvent.GATES_PASSED): Stage.CANARY,  # the next step
+    (Stage.CANARY, ReleaseEvent.LAST_GATES_PASSED): Stage.LAME_DUCK,
+    (Stage.CANARY, ReleaseEvent.GATE_FAILED): Stage.ROLLING_BACK,
+    (Stage.CANARY, ReleaseEvent.CANDIDATE_LOST): Stage.ROLLING_BACK,
+    (Stage.CANARY, ReleaseEvent.OPERATOR_PROMOTES): Stage.LAME_DUCK,
+    (Stage.CANARY, ReleaseEvent.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,
+    (Stage.LAME_DUCK, ReleaseEvent.DRAINED): Stage.PROMOTED,
+    (Stage.LAME_DUCK, ReleaseEvent.OPERATOR_ROLLS_BACK): Stage.ROLLING_BACK,  # the old revision still runs
+    (Stage.ROLLING_BACK, ReleaseEvent.DRAINED): Stage.ROLLED_BACK,
 }
 _GATED = (Stage.SHADOW, Stage.CANARY)
 
@@ -115,7 +115,7 @@ class Releases:
         return ReleaseState(stable=stable, candidate=candidate, since_s=now)
 
     def happened(
-        self, state: ReleaseState, happening: Happening, now: float, reason: str = ""
+        self, state: ReleaseState, happening: ReleaseEvent, now: float, reason: str = ""
     ) -> ReleaseState:
         """Apply a transition. Raises Conflict if the table has no such transition."""
         stage = TRANSITIONS.get((state.stage, happening))
@@ -148,11 +148,13 @@ class Releases:
         result = overall(reports)
         if result is GateResult.FAILED:
             failed = [f"{r.gate}: {r.sentence}" for r in reports if r.result is GateResult.FAILED]
-            return self.happened(state, Happening.GATE_FAILED, now, "; ".join(failed))
+            return self.happened(state, ReleaseEvent.GATE_FAILED, now, "; ".join(failed))
         if result is GateResult.UNDECIDED or now - state.since_s < self.config.min_stage_s:
             return state
         is_last = state.stage is Stage.CANARY and state.step + 1 == len(self.config.canary_shares)
-        return self.happened(state, Happening.LAST_GATES_PASSED if is_last else Happening.GATES_PASSED, now)
+        return self.happened(
+            state, ReleaseEvent.LAST_GATES_PASSED if is_last else ReleaseEvent.GATES_PASSED, now
+        )
 
     def split(self, state: ReleaseState) -> TrafficSplit:
         if state.stage is Stage.SHADOW:

@@ -55,7 +55,7 @@ class KVLayout(msgspec.Struct, frozen=True, tag="layout"):
     heads: KVHeads | None = None
 
 
-class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
+class AskForLayout(msgspec.Struct, frozen=True, tag="introduce"):
     """Asks for KVLayout."""
 
 
@@ -80,7 +80,7 @@ class CancelTransfer(msgspec.Struct, frozen=True, tag="cancel"):
     fetch: int
 
 
-ToSender: TypeAlias = Introduce | AskForBlocks | BlocksRead | CancelTransfer
+ToSender: TypeAlias = AskForLayout | AskForBlocks | BlocksRead | CancelTransfer
 
 
 class BlocksOffered(msgspec.Struct, frozen=True, tag="offered"):

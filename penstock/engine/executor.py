@@ -43,7 +43,7 @@ from penstock.engine.pooling import sampled_vector
 from penstock.engine.sampler import Sampler
 from penstock.engine.staging import Staging
 from penstock.engine.step_timers import CudaTimer, HostTimer, StepTimer
-from penstock.engine.trees import Straightened, straighten
+from penstock.engine.trees import AcceptedPaths, straighten
 from penstock.kernels.interface import HalvesBlocks, KVStore, MovesTokens
 from penstock.kernels.states import StateStore
 
@@ -244,7 +244,7 @@ class ModelExecutor:
         late = step.masks.late if step.masks is not None else ()
         self._late = frozenset(samples.request_ids[index] for index in late)
 
-    def _straighten(self, step: _Submitted, host: HostStep, sampled: Tensor) -> Straightened:
+    def _straighten(self, step: _Submitted, host: HostStep, sampled: Tensor) -> AcceptedPaths:
         """Let what follows a step with trees find chains: the accepted paths."""
         assert isinstance(self._kv, MovesTokens), "trees are drafted where KV can be moved"
         parts = step.hidden.states
@@ -350,7 +350,7 @@ class ModelExecutor:
         sampled: tuple[SampledToken, ...] = ()
         if step.token_ids is not None:
             samples = step.samples if step.drafts is None else _with_ids(step.samples, step.drafts)
-            logprobs, trees = step.logprobs, step.drafts if isinstance(step.drafts, Straightened) else None
+            logprobs, trees = step.logprobs, step.drafts if isinstance(step.drafts, AcceptedPaths) else None
             if trees is not None and logprobs:
                 logprobs = trees.logprobs(samples, logprobs)
             sampled = self._sampler.report(samples, step.token_ids.tolist(), logprobs, step.masks)
@@ -409,7 +409,7 @@ def _with_ids(samples: Samples, late: LateDrafts) -> Samples:
     return replace(samples, drafts=drafts)
 
 
-def _with_nodes(sampled: SampledToken, trees: Straightened) -> SampledToken:
+def _with_nodes(sampled: SampledToken, trees: AcceptedPaths) -> SampledToken:
     if not sampled.accepted or sampled.request_id not in trees.request_ids:
         return sampled
     nodes = trees.nodes_of(sampled.request_id, len(sampled.accepted))

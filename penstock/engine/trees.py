@@ -55,7 +55,7 @@ def accepted_paths(tokens: Tensor, sampled: Tensor, ancestors: Tensor, counts: T
 
 
 @dataclass(frozen=True, slots=True)
-class Straightened:
+class AcceptedPaths:
     """The outcome of a step's trees. Implements `LateDrafts`: the drafts are those of the paths."""
 
     request_ids: list[str]
@@ -91,7 +91,7 @@ def straighten(
     kv: MovesTokens,
     rows: BatchRows,
     staging: Staging,
-) -> Straightened:
+) -> AcceptedPaths:
     """Move what belongs to the accepted paths of a step's trees, in place. `sampled` are its samples, int64 [S], and
     `hidden` its hidden states, [T, ...] each."""
     trees = {chunk.request_id: chunk for chunk in chunks if chunk.tree_depth is not None}
@@ -132,4 +132,4 @@ def straighten(
     made = torch.cat([paths.nodes[:, 1:], drafts[:, 1:]], dim=1)
     if made.device.type == "cuda":
         made = torch.empty(made.shape, dtype=made.dtype, pin_memory=True).copy_(made, non_blocking=True)
-    return Straightened([chunk.request_id for chunk, _, _ in found], levels - 1, made)
+    return AcceptedPaths([chunk.request_id for chunk, _, _ in found], levels - 1, made)

@@ -27,7 +27,7 @@ from penstock.gateway.checks import (
     resolve_max_tokens,
 )
 from penstock.gateway.external.models import ExternalModel, calls_for
-from penstock.gateway.guards.policy import Case
+from penstock.gateway.guards.policy import PolicyRun
 from penstock.gateway.models.catalogue import AnsweringModel
 from penstock.gateway.models.served_model import PreparedPrompt, ServedModel
 from penstock.gateway.prompts import (
@@ -64,7 +64,7 @@ class PreparedRequest:
     is_internal: bool  # asked by the gateway itself, on behalf of a request that was admitted
     refuses_long_outputs: bool = False  # instead of lowering `max_tokens` to what fits
     admission: Admission | None = None
-    case: Case | None = None  # what guards report to; None without a policy
+    case: PolicyRun | None = None  # what guards report to; None without a policy
     prompts: list[PreparedPrompt] = field(default_factory=list)
     engine_requests: list[Request] = field(default_factory=list)  # for a model of our own engines
     choices: list[Choice] = field(default_factory=list)  # one for each of them

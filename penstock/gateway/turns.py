@@ -47,8 +47,8 @@ class Turns:
         self.wait(partial(_begin, turn))
         await turn
 
-    def pace(self) -> Pace:
-        return Pace(self)
+    def pace(self) -> TurnBudget:
+        return TurnBudget(self)
 
     def _next(self) -> None:
         go_on = self._next_ones.popleft() if self._next_ones else _first_of(self._waiting)
@@ -167,7 +167,7 @@ async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
     return await slots.in_thread(None, partial(work, *arguments))
 
 
-class Pace:
+class TurnBudget:
     """What one request may still do in its turn."""
 
     def __init__(self, turns: Turns) -> None:

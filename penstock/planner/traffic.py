@@ -37,7 +37,7 @@ _DAMAGED_SHARE = 0.05  # of a trace's lines that may be left out
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class EmpiricalLengths:
     """Draws a length from recorded lengths, all with the same probability."""
 
     tokens: tuple[int, ...]
@@ -90,8 +90,8 @@ class Trace:
         duration_s = self.lines[-1].time_s - self.lines[0].time_s
         return Traffic(
             requests_per_s=requests_per_s or max(1, len(self.lines) - 1) / max(1.0, duration_s),
-            prompt_tokens=Drawn(prompts),
-            output_tokens=Drawn(outputs),
+            prompt_tokens=EmpiricalLengths(prompts),
+            output_tokens=EmpiricalLengths(outputs),
             mean_prompt=sum(prompts) / len(prompts),
             mean_output=sum(outputs) / len(outputs),
             prefix_share=self._prefix_share(),

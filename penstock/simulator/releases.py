@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from penstock.control.gates import EvidenceCollector
-from penstock.control.release import Happening, ReleaseConfig, Releases, ReleaseState, Stage
+from penstock.control.release import ReleaseConfig, ReleaseEvent, Releases, ReleaseState, Stage
 from penstock.core.errors import EngineUnavailable
 from penstock.core.request import FinishReason, Request
 from penstock.dispatch import Attempt
@@ -131,13 +131,13 @@ class ReleaseRun:
 
     def _warm_up(self, state: ReleaseState, now: float) -> None:
         if self._has_replicas(state):
-            self._happen(Happening.WARMED_UP, now)
+            self._happen(ReleaseEvent.WARMED_UP, now)
 
     def _watch(self, state: ReleaseState, now: float) -> None:
         if self._ready(CANDIDATE):
             self._ready_s = now
         elif now - max(self._ready_s, state.since_s) >= LOST_AFTER_S:
-            self._happen(Happening.CANDIDATE_LOST, now, "no replica of it is ready")
+            self._happen(ReleaseEvent.CANDIDATE_LOST, now, "no replica of it is ready")
             return
         if self._next is None:
             after = self._rules.judged(state, self._collector.evidence(), now)
@@ -153,13 +153,13 @@ class ReleaseRun:
     def _retire_stable(self, state: ReleaseState, now: float) -> None:
         self._start_missing(state, now)
         if self._has_replicas(state) and self._drain(STABLE, now):
-            self._happen(Happening.DRAINED, now, state.reason)
+            self._happen(ReleaseEvent.DRAINED, now, state.reason)
 
     def _retire_candidate(self, state: ReleaseState, now: float) -> None:
         if self._drain(CANDIDATE, now):
-            self._happen(Happening.DRAINED, now, state.reason)
+            self._happen(ReleaseEvent.DRAINED, now, state.reason)
 
-    def _happen(self, happening: Happening, now: float, reason: str = "") -> None:
+    def _happen(self, happening: ReleaseEvent, now: float, reason: str = "") -> None:
         assert self._state is not None
         self._enter(self._rules.happened(self._state, happening, now, reason), now)
 

@@ -288,7 +288,7 @@ async def test_too_many_inputs_are_refused_before_they_are_read(
 ) -> None:
     monkeypatch.setattr(embeddings, "tuple", None, raising=False)
     with pytest.raises(InvalidRequest, match=f"There are {len(given)} inputs"):
-        embeddings.TextsToRead(input=given).inputs()
+        embeddings.TextInputFields(input=given).inputs()
 
 
 async def test_a_large_body_is_joined_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

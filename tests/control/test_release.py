@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from penstock.control.gates import Evidence, Finding
 from penstock.control.release import (
     TRANSITIONS,
-    Happening,
     ReleaseConfig,
+    ReleaseEvent,
     Releases,
     ReleaseState,
     Stage,
@@ -43,14 +43,14 @@ def evidence(
 
 def in_shadow(releases: Releases) -> ReleaseState:
     state = releases.start("v1", "v2", now=0.0)
-    return releases.happened(state, Happening.WARMED_UP, now=5.0)
+    return releases.happened(state, ReleaseEvent.WARMED_UP, now=5.0)
 
 
 def test_a_good_candidate_goes_all_the_way() -> None:
     releases = Releases(CONFIG)
     state = releases.start("v1", "v2", now=0.0)
     seen = []
-    state = releases.happened(state, Happening.WARMED_UP, now=0.0)
+    state = releases.happened(state, ReleaseEvent.WARMED_UP, now=0.0)
     for tick in range(1, 100):
         after = releases.judged(state, evidence(state), now=tick * 4.0)
         if after != state:
@@ -58,7 +58,7 @@ def test_a_good_candidate_goes_all_the_way() -> None:
             seen.append((after.stage, releases.split(after).candidate_share))
         state = after
     assert seen == [(Stage.CANARY, 0.1), (Stage.CANARY, 0.5), (Stage.LAME_DUCK, 1.0)]
-    state = releases.happened(state, Happening.DRAINED, now=500.0)
+    state = releases.happened(state, ReleaseEvent.DRAINED, now=500.0)
     assert state.stage is Stage.PROMOTED
     assert state.is_over
 
@@ -87,7 +87,7 @@ def test_evidence_of_another_stage_proves_nothing() -> None:
     releases = Releases(CONFIG)
     state = in_shadow(releases)
     old = evidence(state, errors=FAILS)
-    state = releases.happened(state, Happening.GATES_PASSED, now=20.0)
+    state = releases.happened(state, ReleaseEvent.GATES_PASSED, now=20.0)
     assert releases.judged(state, old, now=100.0) == state
 
 
@@ -121,13 +121,13 @@ def test_rollback_exactly_when_a_gate_finds_more_than_chance_beyond_its_limit(
     assert (after is state) == (not fails and not passes)
 
 
-@given(st.lists(st.sampled_from(list(Happening)), max_size=12))
+@given(st.lists(st.sampled_from(list(ReleaseEvent)), max_size=12))
 @settings(deadline=None)
-def test_no_order_of_happenings_leads_outside_of_the_table(happenings: list[Happening]) -> None:
+def test_no_order_of_happenings_leads_outside_of_the_table(happenings: list[ReleaseEvent]) -> None:
     releases = Releases(CONFIG)
     state = releases.start("v1", "v2", now=0.0)
     for now, happening in enumerate(happenings):
-        if happening is Happening.GATES_PASSED and state.step + 1 == len(CONFIG.canary_shares):
+        if happening is ReleaseEvent.GATES_PASSED and state.step + 1 == len(CONFIG.canary_shares):
             continue  # the last step passes as LAST_GATES_PASSED
         if (state.stage, happening) in TRANSITIONS:
             after = releases.happened(state, happening, float(now))
@@ -146,7 +146,7 @@ def test_every_stage_that_is_not_over_can_be_left_and_the_last_ones_cannot() -> 
     leaving = {stage for stage, _ in TRANSITIONS}
     assert leaving == set(Stage) - {Stage.PROMOTED, Stage.ROLLED_BACK}
     for stage in (Stage.WARMING, Stage.SHADOW, Stage.CANARY, Stage.LAME_DUCK):
-        assert TRANSITIONS[stage, Happening.OPERATOR_ROLLS_BACK] is Stage.ROLLING_BACK
+        assert TRANSITIONS[stage, ReleaseEvent.OPERATOR_ROLLS_BACK] is Stage.ROLLING_BACK
 
 
 def test_users_move_to_the_candidate_as_its_share_grows_and_never_back() -> None:

@@ -13,7 +13,7 @@ from sqlalchemy import update
 from penstock.cluster.leadership import Leadership
 from penstock.cluster.releases import ReleaseOwner
 from penstock.cluster.staged_records import ReleaseRecord, changed
-from penstock.control.release import Happening, ReleaseConfig, Releases, Stage
+from penstock.control.release import ReleaseConfig, ReleaseEvent, Releases, Stage
 from penstock.core.errors import Conflict, Superseded
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.store.tables import releases
@@ -48,7 +48,7 @@ async def test_what_is_written_comes_back_oldest_first(database: Database) -> No
     older, newer = record("rel_b", 1.0), record("rel_a", 2.0)
     await store.save(newer)
     await store.save(older)
-    state = Releases(older.config).happened(older.state, Happening.WARMED_UP, now=5.0)
+    state = Releases(older.config).happened(older.state, ReleaseEvent.WARMED_UP, now=5.0)
     await store.save(older.at(state))
     assert await store.load() == (replace(older, state=state), newer)
 
@@ -77,7 +77,7 @@ class Server:
         return bool(self.running)
 
     async def end_release(self, ended: ReleaseRecord) -> None:
-        state = Releases(ended.config).happened(ended.state, Happening.OPERATOR_ROLLS_BACK, now=9.0)
+        state = Releases(ended.config).happened(ended.state, ReleaseEvent.OPERATOR_ROLLS_BACK, now=9.0)
         await self.store.save(ended.at(replace(state, stage=Stage.ROLLED_BACK)))
         self.running.clear()
 

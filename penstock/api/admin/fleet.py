@@ -48,7 +48,7 @@ from penstock.gateway.settings.live import LiveSettings
 from penstock.gateway.store.database import Database
 
 
-class WhichModel(msgspec.Struct, forbid_unknown_fields=True):
+class ReleaseTarget(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None  # the served name; None: the only model
 
 
@@ -80,13 +80,17 @@ class ClusterEndpoints:
             Operation("GET /admin/releases", self.list_releases, ReleaseList),
             Operation("POST /admin/releases", self.start, ReleaseObject, reads=ReleaseOrder),
             Operation(
-                "POST /admin/releases/promote", self.promote, ReleaseObject, reads=WhichModel, default=b"{}"
+                "POST /admin/releases/promote",
+                self.promote,
+                ReleaseObject,
+                reads=ReleaseTarget,
+                default=b"{}",
             ),
             Operation(
                 "POST /admin/releases/rollback",
                 self.roll_back,
                 ReleaseObject,
-                reads=WhichModel,
+                reads=ReleaseTarget,
                 default=b"{}",
             ),
         ]
@@ -119,10 +123,10 @@ class ClusterEndpoints:
     async def start(self, request: Request, order: ReleaseOrder) -> Response:
         return await self._done(request, "release.start", await self._control.start_release(order))
 
-    async def promote(self, request: Request, which: WhichModel) -> Response:
+    async def promote(self, request: Request, which: ReleaseTarget) -> Response:
         return await self._done(request, "release.promote", await self._control.promote_release(which.model))
 
-    async def roll_back(self, request: Request, which: WhichModel) -> Response:
+    async def roll_back(self, request: Request, which: ReleaseTarget) -> Response:
         return await self._done(
             request, "release.rollback", await self._control.roll_back_release(which.model)
         )
@@ -231,7 +235,11 @@ class ExperimentEndpoints:
             Operation("GET /admin/experiments", self.list_experiments, ExperimentList),
             Operation("POST /admin/experiments", self.start, ExperimentObject, reads=NewExperiment),
             Operation(
-                "POST /admin/experiments/stop", self.stop, ExperimentObject, reads=WhichModel, default=b"{}"
+                "POST /admin/experiments/stop",
+                self.stop,
+                ExperimentObject,
+                reads=ReleaseTarget,
+                default=b"{}",
             ),
         ]
 
@@ -255,7 +263,7 @@ class ExperimentEndpoints:
         )
         return await self._done(request, "experiment.start", await self._control.start_experiment(order))
 
-    async def stop(self, request: Request, which: WhichModel) -> Response:
+    async def stop(self, request: Request, which: ReleaseTarget) -> Response:
         return await self._done(request, "experiment.stop", await self._control.stop_experiment(which.model))
 
     def _policy(self, name: str, param: str) -> PolicySet:

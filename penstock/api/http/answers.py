@@ -50,7 +50,7 @@ class Cancellable(Protocol):
     def cancel(self) -> object: ...
 
 
-class Departure:
+class DisconnectWatch:
     """Cancels the work for a client that disconnects: the work that was handed over, or before that the task of the
     request. The request body must have been read."""
 
@@ -115,7 +115,7 @@ async def answer_whole(
     request: Request, submitted: Awaitable[AnswerT], build: Callable[[AnswerT, Sequence[Delta]], bytes]
 ) -> WholeAnswer:
     """Wait for the end of an answer that is being submitted, and build its body."""
-    departure = Departure(request)
+    departure = DisconnectWatch(request)
     try:
         answer = await submitted
         try:
@@ -198,7 +198,7 @@ class EventStream:
         self._scope = request.scope
         self._send = request._send
         self._keep_alive = keep_alive
-        self._departure = Departure(request)
+        self._departure = DisconnectWatch(request)
         self._answer: AnswerStream | None = None
         self._events: EventWriter | None = None
         self._first: Sequence[Delta] = ()

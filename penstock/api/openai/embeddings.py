@@ -11,14 +11,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from penstock.api.http.answers import Departure, WholeAnswer
+from penstock.api.http.answers import DisconnectWatch, WholeAnswer
 from penstock.api.http.context import CACHE_HEADER, principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import Operation
 from penstock.core.errors import InvalidRequest, PenstockError, quoted
 from penstock.core.identity import RateLimits
 from penstock.core.request import Pooling
-from penstock.gateway.embeddings.inputs import Input, Reading, Role, RoledText, Truncation
+from penstock.gateway.embeddings.inputs import Input, Reading, Role, TextWithRole, Truncation
 from penstock.gateway.embeddings.run import EmbeddingAnswer, numbers
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings, check_num_inputs
 from penstock.gateway.turns import in_thread
@@ -86,7 +86,7 @@ class ReadingFields(msgspec.Struct, kw_only=True):
         return Reading(prompt_name, truncation, self.add_special_tokens)
 
 
-class TextsToRead(ReadingFields, kw_only=True):
+class TextInputFields(ReadingFields, kw_only=True):
     """Texts, or token ids of texts."""
 
     input: str | list[str | int | list[int]]
@@ -110,7 +110,7 @@ class TextsToRead(ReadingFields, kw_only=True):
         )
 
 
-class CreateEmbeddings(TextsToRead, kw_only=True):
+class CreateEmbeddings(TextInputFields, kw_only=True):
     """`pooling` and `normalize` are extensions, as are `prompt_name` and `input_type`, which choose the prompt that
     the model's files have for the inputs; the rest is OpenAI's."""
 
@@ -127,7 +127,7 @@ class CreateEmbeddings(TextsToRead, kw_only=True):
         if self.prompt_name is not None:
             raise InvalidRequest("input_type and prompt_name exclude each other.", param="input_type")
         role = _ROLES[self.input_type]
-        return tuple(RoledText(each, role) if isinstance(each, str) else each for each in self.inputs())
+        return tuple(TextWithRole(each, role) if isinstance(each, str) else each for each in self.inputs())
 
 
 class EmbeddingEntry(msgspec.Struct):
@@ -204,7 +204,7 @@ class Job(Protocol[AnswerT]):
 
 async def run_job(job: Job[AnswerT], request: Request) -> AnswerT:
     """Run a job until the answer is there or the client has gone, whichever comes first."""
-    departure = Departure(request)
+    departure = DisconnectWatch(request)
     departure.hand_over(job)
     try:
         return await job.run()

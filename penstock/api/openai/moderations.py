@@ -26,7 +26,7 @@ from penstock.gateway.embeddings.run import numbers
 from penstock.gateway.embeddings.scores import probabilities
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.guards.policy import Case, Direction, PolicyRule
+from penstock.gateway.guards.policy import Direction, PolicyRule, PolicyRun
 from penstock.gateway.guards.settings import Action
 from penstock.gateway.models.served_model import ServedModel
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt
@@ -85,7 +85,7 @@ class ModerationList(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class ModerationCase(Case):
+class ModerationCase(PolicyRun):
     """A case that remembers which rules found something."""
 
     found_by: set[str] = field(default_factory=set)

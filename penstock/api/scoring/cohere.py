@@ -16,7 +16,7 @@ from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import Operation
 from penstock.api.openai.embeddings import EmbeddingUsage, ReadingFields, refusing, run_job, uses_cache
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.embeddings.inputs import Input, Reading, Role, RoledText, Truncation
+from penstock.gateway.embeddings.inputs import Input, Reading, Role, TextWithRole, Truncation
 from penstock.gateway.embeddings.run import numbers
 from penstock.gateway.embeddings.scores import ScoreAnswer, ScoreRequest, Scores
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
@@ -240,7 +240,9 @@ class EmbedEndpoints:
     async def embed(self, request: Request, wire: CohereEmbedRequest) -> ASGIApp:
         texts, kinds = wire.all_texts(), wire.kinds()
         role = _ROLES.get(wire.input_type or "")
-        inputs: tuple[Input, ...] = tuple(RoledText(text, role) for text in texts) if role else tuple(texts)
+        inputs: tuple[Input, ...] = (
+            tuple(TextWithRole(text, role) for text in texts) if role else tuple(texts)
+        )
         job = await self._embeddings.open(
             EmbeddingRequest(
                 inputs=inputs,

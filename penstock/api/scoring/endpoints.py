@@ -19,7 +19,7 @@ from penstock.api.openai.embeddings import (
     ENTRIES_AT_ONCE,
     EmbeddingUsage,
     ReadingFields,
-    TextsToRead,
+    TextInputFields,
     refusing,
     run_job,
     uses_cache,
@@ -87,7 +87,7 @@ class ScoreList(msgspec.Struct):
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
 
-class CreateClassification(TextsToRead, kw_only=True):
+class CreateClassification(TextInputFields, kw_only=True):
     use_activation: bool | None = None  # false leaves logits as they are
     activation: bool | None = None  # the same, in older versions
 

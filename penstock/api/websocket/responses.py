@@ -71,7 +71,7 @@ class Steer(msgspec.Struct):
         return failure
 
 
-class Steered(msgspec.Struct):
+class SteeredResponse(msgspec.Struct):
     """A response that is being made, and the steering inputs that wait for its end."""
 
     lane: str | None
@@ -89,12 +89,12 @@ class Steering:
 
     def __init__(self) -> None:
         self._decoder = BodyDecoder(SteerMessage)
-        self._live: dict[str, Steered] = {}
+        self._live: dict[str, SteeredResponse] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._held: OrderedDict[str, list[Steer]] = OrderedDict()
 
     def begin(self, events: ResponseEvents, lane: str | None, *, is_steerable: bool) -> None:
-        self._live[events.response_id] = Steered(lane, events, is_steerable)
+        self._live[events.response_id] = SteeredResponse(lane, events, is_steerable)
 
     def end(self, events: ResponseEvents) -> list[Steer]:
         """Note that the response has ended, and return the inputs that waited for the end."""
@@ -137,7 +137,7 @@ class Steering:
         return items_of(self._held.pop(response_id or "", []))
 
     def _refusal(
-        self, code: str, reason: str, message: SteerMessage, steered: Steered | None
+        self, code: str, reason: str, message: SteerMessage, steered: SteeredResponse | None
     ) -> tuple[bytes, str | None]:
         failure = _failure(code, reason, message.previous_response_id, message.input)
         if steered is None:

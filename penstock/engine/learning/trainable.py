@@ -138,7 +138,7 @@ def shifted(tensor: Tensor, by: int) -> Tensor:
     return tensor if not by else torch.cat([tensor[..., :by, :], tensor[..., :-by, :]], dim=-2)
 
 
-class Lesson:
+class TrainingData:
     """The training data of a head: the model's hidden states, embeddings and distributions over tokens."""
 
     def __init__(self, target: Target, draft_ids: Tensor | None) -> None:

@@ -31,7 +31,7 @@ from penstock.core.messages import DrafterStats, ModelCard
 from penstock.core.request import SamplingParams
 from penstock.engine.device import choose_ops
 from penstock.engine.learning.texts import TEXTS, OnStage, Prompts, Texts, TrainSettings, write_texts
-from penstock.engine.learning.trainable import Lesson, TrainableHead, head_config, shifted
+from penstock.engine.learning.trainable import TrainableHead, TrainingData, head_config, shifted
 from penstock.engine.offline import OfflineEngine
 from penstock.models.drafters.files import write_heads
 from penstock.models.drafters.heads import Target
@@ -62,7 +62,7 @@ class Measured:
 class Trainer:
     """Trains a head epoch by epoch. Its state can be saved after every batch."""
 
-    def __init__(self, lesson: Lesson, settings: TrainSettings, texts: Texts) -> None:
+    def __init__(self, lesson: TrainingData, settings: TrainSettings, texts: Texts) -> None:
         torch.manual_seed(settings.seed)
         self.lesson, self._settings, self._texts = lesson, settings, texts
         self.config = head_config(lesson.target.model.config)
@@ -300,7 +300,7 @@ def train_head(
             f"The training in {folder} is of a head that can draft {num_chosen:,} tokens.",
             hint="Leave --vocabulary out, or give another --output.",
         )
-    trainer = Trainer(Lesson(target, chosen), settings, texts)
+    trainer = Trainer(TrainingData(target, chosen), settings, texts)
     if state is not None:
         try:
             trainer.restore(state)

@@ -112,7 +112,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 ToRank: TypeAlias = Begin | Step | Report | CountExperts | Leave
 
 
-class Present(msgspec.Struct, frozen=True, tag="present"):
+class RankStarted(msgspec.Struct, frozen=True, tag="present"):
     """The rank has started and is about to join the others."""
 
     weights_id: str = ""  # of a rank on several nodes, which must have the same weights
@@ -141,7 +141,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     hint: str | None = None
 
 
-FromRank: TypeAlias = Present | Sampled | Failed
+FromRank: TypeAlias = RankStarted | Sampled | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
@@ -349,7 +349,7 @@ class RankProcesses:
                 self._lost(child)
                 return
             match message:
-                case Present(weights_id=weights_id):
+                case RankStarted(weights_id=weights_id):
                     if self._rendezvous is not None:
                         self._weights_ids[child.rank] = weights_id
                     self._present.release()

@@ -27,7 +27,7 @@ from penstock.engine.parallel.processes import (
     CountExperts,
     Failed,
     Leave,
-    Present,
+    RankStarted,
     Report,
     Sampled,
     Step,
@@ -55,7 +55,7 @@ def main() -> int:
         set_up_logs(f"rank {begin.rank}", begin.log_format, begin.log_level)
         rendezvous = rendezvous or begin.rendezvous
         weights_id = weights_identity(Path(begin.model_path)) if rendezvous is not None else ""
-        connection.send_bytes(encode(Present(weights_id)))
+        connection.send_bytes(encode(RankStarted(weights_id)))
         failure = _run(begin, connection, rendezvous)
         if failure is not None:
             connection.send_bytes(encode(failure))

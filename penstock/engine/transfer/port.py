@@ -95,13 +95,13 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class TransferEnded:
     """The receiver no longer reads the blocks of this transfer, or waits for them."""
 
     transfer: TransferKey
 
 
-News: TypeAlias = Fetched | Asked | Over
+News: TypeAlias = Fetched | Asked | TransferEnded
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from penstock.core.kv_transfer import (
     AskForBlocks,
+    AskForLayout,
     BlocksOffered,
     BlocksRead,
     BlocksReady,
     CancelTransfer,
     CannotSend,
-    Introduce,
     KVLayout,
     ReadConfirmed,
     SenderAlive,
@@ -233,7 +233,7 @@ class Receiver:
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         self._connect_to(socket, endpoint)
         peer = self._peers[endpoint] = _Peer(endpoint, socket, monitor, now)
-        self._send(peer, Introduce())
+        self._send(peer, AskForLayout())
         return peer
 
     def _read_peer(self, peer: _Peer, now: float) -> None:

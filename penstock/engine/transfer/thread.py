@@ -24,12 +24,12 @@ import zmq
 from penstock.core.errors import EngineUnavailable
 from penstock.core.kv_transfer import (
     AskForBlocks,
+    AskForLayout,
     BlocksOffered,
     BlocksRead,
     BlocksReady,
     CancelTransfer,
     CannotSend,
-    Introduce,
     KVLayout,
     ReadConfirmed,
     SenderAlive,
@@ -43,9 +43,9 @@ from penstock.engine.transfer.port import (
     News,
     Offer,
     Order,
-    Over,
     Ready,
     Refuse,
+    TransferEnded,
     TransferKey,
     Wire,
 )
@@ -120,7 +120,7 @@ class Sender:
 
     def _handle(self, receiver: bytes, data: bytes) -> None:
         match self._codec.decode_to_sender(data):
-            case Introduce():
+            case AskForLayout():
                 self._send(receiver, self._layout)
             case AskForBlocks() as message:
                 key = receiver, message.fetch
@@ -135,7 +135,7 @@ class Sender:
     def _end(self, key: TransferKey) -> bool:
         if self._exports.pop(key, None) is None:
             return False
-        self._tell(Over(key))
+        self._tell(TransferEnded(key))
         return True
 
     def _send(self, receiver: bytes, message: ToReceiver) -> None:

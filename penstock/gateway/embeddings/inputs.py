@@ -34,7 +34,7 @@ _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer
 _HAS_ROLES = tuple(re.compile(rf"""["']{role}["']""") for role in ("query", "document"))
 
 
-class RoledText(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class TextWithRole(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A text with its role: it gets the prompt that the model has for this role."""
 
     text: str
@@ -49,7 +49,7 @@ class Pair(msgspec.Struct, frozen=True, array_like=True, tag=True):
     instruction: str | None = None
 
 
-Input: TypeAlias = str | tuple[int, ...] | RoledText | Pair
+Input: TypeAlias = str | tuple[int, ...] | TextWithRole | Pair
 
 
 class Truncation(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class Tokens(msgspec.Struct, frozen=True):
 def num_characters(given: Input) -> int:
     if isinstance(given, Pair):
         return len(given.first) + len(given.second)
-    return len(given.text if isinstance(given, RoledText) else given)
+    return len(given.text if isinstance(given, TextWithRole) else given)
 
 
 def longest_of(card: ModelCard) -> int:
@@ -109,10 +109,10 @@ def _room(card: ModelCard, reading: Reading) -> int:
 def within_reach(given: Input, label: str, model: ServedModel, reading: Reading) -> Input:
     """Refuse an input that cannot fit before any work is done for it, or cut off what no token is made of."""
     cut, room = reading.truncation, _room(model.card, reading)
-    if isinstance(given, RoledText):
+    if isinstance(given, TextWithRole):
         text = _within_reach(given.text, label, model, cut, room)
         assert isinstance(text, str)
-        return RoledText(text, given.role)
+        return TextWithRole(text, given.role)
     return _within_reach(given, label, model, cut, room)
 
 
@@ -122,7 +122,7 @@ async def tokens_of(given: Input, label: str, model: ServedModel, reading: Readi
     card = model.card
     if not num_characters(given) or (isinstance(given, Pair) and not (given.first and given.second)):
         raise InvalidRequest(f"{label} is empty.", param=param)
-    if isinstance(given, RoledText | str):
+    if isinstance(given, TextWithRole | str):
         given = _with_prompt(given, card, reading.prompt_name)
     longest = longest_of(card)
     cut, room = reading.truncation, _room(card, reading)
@@ -158,9 +158,9 @@ async def tokens_of(given: Input, label: str, model: ServedModel, reading: Readi
     return tokens
 
 
-def _with_prompt(given: RoledText | str, card: ModelCard, prompt_name: str | None) -> str:
+def _with_prompt(given: TextWithRole | str, card: ModelCard, prompt_name: str | None) -> str:
     prompts = card.pooler.prompts
-    if isinstance(given, RoledText):
+    if isinstance(given, TextWithRole):
         text = given.text
         named = next((name for name in _PROMPTS_OF_ROLE[given.role] if name in prompts), None)
     else:

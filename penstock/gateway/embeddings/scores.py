@@ -15,7 +15,7 @@ import msgspec
 from penstock.core.errors import InvalidRequest
 from penstock.core.identity import OPEN_PRINCIPAL, Principal, RateLimits
 from penstock.core.messages import ModelCard, PoolerCard
-from penstock.gateway.embeddings.inputs import Input, Pair, Reading, RoledText
+from penstock.gateway.embeddings.inputs import Input, Pair, Reading, TextWithRole
 from penstock.gateway.embeddings.run import numbers
 from penstock.gateway.embeddings.service import MAX_INPUTS, EmbeddingJob, EmbeddingRequest, Embeddings
 from penstock.gateway.prompts import Usage
@@ -150,8 +150,8 @@ def _inputs(request: ScoreRequest, card: ModelCard) -> tuple[tuple[Input, ...], 
         if "" in request.queries:
             raise InvalidRequest(f"{request.query_label} is empty.", param=request.query_label)
         return tuple(Pair(query, document, request.instruction) for query, document in pairs), labels
-    documents = tuple(RoledText(text, "document") for text in request.documents)
-    queries_in = tuple(RoledText(text, "query") for text in request.queries)
+    documents = tuple(TextWithRole(text, "document") for text in request.documents)
+    queries_in = tuple(TextWithRole(text, "query") for text in request.queries)
     return documents + queries_in, labels + (request.query_label,) * len(queries_in)
 
 

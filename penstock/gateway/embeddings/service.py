@@ -31,7 +31,7 @@ from penstock.gateway.embeddings.inputs import (
     Input,
     Pair,
     Reading,
-    RoledText,
+    TextWithRole,
     Tokens,
     check_reading,
     num_characters,
@@ -414,7 +414,7 @@ def _prompt(given: Input) -> TextPrompt | TokenPrompt:
     return (
         TokenPrompt(given)
         if isinstance(given, tuple)
-        else TextPrompt(given.text if isinstance(given, RoledText) else given)
+        else TextPrompt(given.text if isinstance(given, TextWithRole) else given)
     )
 
 

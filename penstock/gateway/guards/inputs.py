@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.core.errors import ContentRefused, InvalidRequest, SafetyCheckFailed
 from penstock.gateway.guards.detector import GuardFailed, Review, Subject
-from penstock.gateway.guards.policy import Case, Direction, PolicyRule
+from penstock.gateway.guards.policy import Direction, PolicyRule, PolicyRun
 from penstock.gateway.guards.scanner import Span, scan_whole
 from penstock.gateway.guards.settings import Action
 from penstock.gateway.prompts import (
@@ -242,7 +242,7 @@ def failure() -> SafetyCheckFailed:
 
 
 async def check_input(
-    case: Case, request: GenerationRequest, decode: Decode, run_later: RunLater
+    case: PolicyRun, request: GenerationRequest, decode: Decode, run_later: RunLater
 ) -> GenerationRequest:
     """Return the request as it may run. Raises ContentRefused, or SafetyCheckFailed when a check that must be made
     failed. `run_later` takes reviews whose result the request does not wait for."""
@@ -277,7 +277,7 @@ async def check_input(
 
 
 async def watch(
-    case: Case, rules: Sequence[PolicyRule], subjects: Sequence[Subject], direction: Direction
+    case: PolicyRun, rules: Sequence[PolicyRule], subjects: Sequence[Subject], direction: Direction
 ) -> None:
     """Run reviews that only report what they find."""
     for subject in subjects:
@@ -286,7 +286,9 @@ async def watch(
                 await reviewed(case, rule, subject, direction)
 
 
-async def reviewed(case: Case, rule: PolicyRule, subject: Subject, direction: Direction) -> Review | None:
+async def reviewed(
+    case: PolicyRun, rule: PolicyRule, subject: Subject, direction: Direction
+) -> Review | None:
     """Return the review of a rule's guard. When the guard fails, the policy decides: no finding, or
     SafetyCheckFailed."""
     try:
@@ -305,7 +307,7 @@ async def reviewed(case: Case, rule: PolicyRule, subject: Subject, direction: Di
 
 
 async def _apply_patterns(
-    case: Case, request: GenerationRequest, by_prompt: Sequence[Sequence[Passage]], routes: list[str]
+    case: PolicyRun, request: GenerationRequest, by_prompt: Sequence[Sequence[Passage]], routes: list[str]
 ) -> GenerationRequest:
     num_chars = sum(len(passage.text) for prompt in by_prompt for passage in prompt)
     try:
@@ -335,7 +337,7 @@ def _pairs(
     return [pair for both in zip(scans, by_prompt, strict=True) for pair in zip(*both, strict=True)]
 
 
-def _scan_all(case: Case, by_prompt: Sequence[Sequence[Passage]]) -> list[list[_Scan]]:
+def _scan_all(case: PolicyRun, by_prompt: Sequence[Sequence[Passage]]) -> list[list[_Scan]]:
     deadline = monotonic() + case.policy.scan_timeout_s
 
     def check_time() -> None:
@@ -345,7 +347,7 @@ def _scan_all(case: Case, by_prompt: Sequence[Sequence[Passage]]) -> list[list[_
     return [[_scan(case, passage, check_time) for passage in prompt] for prompt in by_prompt]
 
 
-def _scan(case: Case, passage: Passage, check_time: Callable[[], None]) -> _Scan:
+def _scan(case: PolicyRun, passage: Passage, check_time: Callable[[], None]) -> _Scan:
     stage = case.policy.input
     scanner = stage.scanner()
     shown = scan_whole(passage.text, scanner, is_json=passage.is_json, between_slices=check_time)
@@ -357,7 +359,7 @@ def _scan(case: Case, passage: Passage, check_time: Callable[[], None]) -> _Scan
 
 
 def _spans_of_parts(
-    case: Case, passage: Passage, found: Sequence[Span], check_time: Callable[[], None]
+    case: PolicyRun, passage: Passage, found: Sequence[Span], check_time: Callable[[], None]
 ) -> tuple[Span, ...]:
     """Return the findings in a message of several parts with line breaks between them, and the findings that exist
     only without line breaks."""
@@ -367,7 +369,7 @@ def _spans_of_parts(
     return tuple(sorted(every, key=lambda span: (span.start, -span.end)))
 
 
-def _after_failed_scan(case: Case, request: GenerationRequest, reason: str) -> GenerationRequest:
+def _after_failed_scan(case: PolicyRun, request: GenerationRequest, reason: str) -> GenerationRequest:
     scanning = [rule for rule in case.policy.input.rules if rule.guard.detectors]
     for rule in scanning:
         case.failed(rule, "input", reason)

@@ -22,7 +22,7 @@ from penstock.gateway.answers.choice import Delta, ToolCallDelta, merge_deltas
 from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
 from penstock.gateway.guards.detector import Subject
 from penstock.gateway.guards.inputs import Decode, RunLater, check_input, reviewed, watch
-from penstock.gateway.guards.policy import Case, GuardMetrics, Policy, compile_policy
+from penstock.gateway.guards.policy import GuardMetrics, Policy, PolicyRun, compile_policy
 from penstock.gateway.guards.reviews import Ask
 from penstock.gateway.guards.scanner import Scanner
 from penstock.gateway.guards.settings import NO_POLICY, GuardSettings, check_guard_settings
@@ -32,7 +32,7 @@ from penstock.gateway.prompts import GenerationRequest
 class GuardedChoice:
     """One answer's way through the patterns of a policy."""
 
-    def __init__(self, index: int, case: Case) -> None:
+    def __init__(self, index: int, case: PolicyRun) -> None:
         self._index = index
         self._case = case
         self._stage = case.policy.output
@@ -123,7 +123,7 @@ class GuardedAnswer(WrappedAnswer):
     `on_decided` is called, perhaps more than once, when no review can delay the reader any more."""
 
     def __init__(
-        self, answer: AnswerStream, case: Case, run_later: RunLater, on_decided: Callable[[], None]
+        self, answer: AnswerStream, case: PolicyRun, run_later: RunLater, on_decided: Callable[[], None]
     ) -> None:
         super().__init__(answer)
         self._case = case
@@ -250,13 +250,13 @@ class GuardPolicies:
         name = self._settings.workspaces.get(principal.workspace_id, self._settings.default_policy)
         return None if name is None or name == NO_POLICY else self._policies[name]
 
-    def case(self, policy: Policy, request_id: str, principal: Principal, tier: Tier) -> Case:
-        return Case(policy, self.metrics, request_id, principal, tier)
+    def case(self, policy: Policy, request_id: str, principal: Principal, tier: Tier) -> PolicyRun:
+        return PolicyRun(policy, self.metrics, request_id, principal, tier)
 
-    async def check(self, case: Case, request: GenerationRequest, decode: Decode) -> GenerationRequest:
+    async def check(self, case: PolicyRun, request: GenerationRequest, decode: Decode) -> GenerationRequest:
         return await check_input(case, request, decode, self._run_later)
 
-    def wrap(self, case: Case, answer: AnswerStream, on_decided: Callable[[], None]) -> AnswerStream:
+    def wrap(self, case: PolicyRun, answer: AnswerStream, on_decided: Callable[[], None]) -> AnswerStream:
         return GuardedAnswer(answer, case, self._run_later, on_decided)
 
     def _run_later(self, review: Coroutine[Any, Any, None]) -> None:

@@ -1,6 +1,6 @@
 """A compiled policy: each rule with its guard, sorted by the texts that the rule applies to.
 
-`Case` is a policy at work on one request. It reports what guards found and did: a log line with the reason, and
+`PolicyRun` is a policy at work on one request. It reports what guards found and did: a log line with the reason, and
 counters. The log line quotes the prompt only if the policy says so.
 
 The detectors of blocklists and of personal data are here too. Patterns find candidates for personal data, and
@@ -327,7 +327,7 @@ class GuardMetrics(Collector):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PolicyRun:
     """One request under one policy: guards report about it, and judges ask on its behalf."""
 
     policy: Policy

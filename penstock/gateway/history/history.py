@@ -111,14 +111,14 @@ SAVE_INTERVAL_S = 60.0
 KEPT: tuple[SpanName, ...] = ("hour", "day")  # in the database, where the operator wants that
 
 
-class Told(msgspec.Struct, frozen=True):
+class ProcessSamples(msgspec.Struct, frozen=True):
     """The samples of one process."""
 
     process: str
     samples: list[Sample]
 
 
-_decode = msgspec.json.Decoder(Told).decode
+_decode = msgspec.json.Decoder(ProcessSamples).decode
 
 
 class Ring:
@@ -270,7 +270,7 @@ class History:
 
     def _encoded(self, span: str) -> bytes:
         ring = next((ring for name, ring in self._rings.items() if name == span), None)
-        return msgspec.json.encode(Told(self._siblings.process, list(ring.samples) if ring else []))
+        return msgspec.json.encode(ProcessSamples(self._siblings.process, list(ring.samples) if ring else []))
 
 
 def show(

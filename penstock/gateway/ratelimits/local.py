@@ -36,7 +36,7 @@ from penstock.gateway.ratelimits.settings import (
 from penstock.gateway.ratelimits.spend import (
     NOTHING,
     Demand,
-    FreeOfCharge,
+    NoSpending,
     Spend,
     SpendTracker,
     budgets_of,
@@ -350,7 +350,7 @@ class LocalLimiter:
     ) -> None:
         clock = clock or SystemClock()
         self.now = clock.now
-        self.spending: SpendTracker = spending or FreeOfCharge()
+        self.spending: SpendTracker = spending or NoSpending()
         self.metrics = metrics or LimiterMetrics()
         self.slot_times = SlotTimes()
         self._wall_clock = wall_clock

@@ -113,7 +113,7 @@ class ResolvedLimits(msgspec.Struct, frozen=True, kw_only=True):
 NO_LIMITS = ResolvedLimits()
 
 
-class Applying(NamedTuple):
+class AppliedLimits(NamedTuple):
     subject: Subject
     limits: ResolvedLimits
 
@@ -121,7 +121,7 @@ class Applying(NamedTuple):
 class CallerLimits(NamedTuple):
     """Everything that limits one caller of one model."""
 
-    applying: tuple[Applying, ...]  # only subjects that are limited at all
+    applying: tuple[AppliedLimits, ...]  # only subjects that are limited at all
     max_reserved_output_tokens: int
     has_budget: bool
 
@@ -145,7 +145,7 @@ class LimitResolver:
         """Without a model, only the limits that apply to all models."""
         names = ((scope, _name(scope, principal, model)) for scope in self._scopes)
         subjects = (Subject(scope, name) for scope, name in names if name is not None)
-        pairs = (Applying(subject, self.limits_of(subject)) for subject in subjects)
+        pairs = (AppliedLimits(subject, self.limits_of(subject)) for subject in subjects)
         applying = tuple(pair for pair in pairs if pair.limits != NO_LIMITS)
         max_reserved = self._settings.max_reserved_output_tokens
         for _, limits in applying:

@@ -40,7 +40,7 @@ class SpendTracker(Protocol):
         ...
 
 
-class FreeOfCharge:
+class NoSpending:
     """The spend tracker of a gateway without a ledger: budgets never bind."""
 
     async def spent(self, subject: Subject) -> Spend:

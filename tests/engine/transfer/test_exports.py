@@ -11,10 +11,10 @@ import zmq
 from penstock.core.clock import SystemClock
 from penstock.core.kv_transfer import (
     AskForBlocks,
+    AskForLayout,
     BlocksOffered,
     BlocksRead,
     BlocksReady,
-    Introduce,
     KVLayout,
     ReadConfirmed,
     SenderAlive,
@@ -23,7 +23,7 @@ from penstock.core.kv_transfer import (
 )
 from penstock.engine.build import Engine
 from penstock.engine.collaborator import RecordedExchange
-from penstock.engine.transfer.port import Asked, LoopCalls, News, Offer, Order, Over, Ready, Refuse
+from penstock.engine.transfer.port import Asked, LoopCalls, News, Offer, Order, Ready, Refuse, TransferEnded
 from penstock.engine.transfer.thread import READ_TIMEOUT_S, Sender
 from penstock.engine.transfer.transfers import KVTransfers
 
@@ -90,7 +90,7 @@ def test_each_layer_is_told_while_the_step_runs(model: Path) -> None:
         engine.loop.scheduler.check_integrity()
     assert progress(port.orders) == [(0, 2, 1), (2, 2, 0), (2, 5, 1), (5, 5, 0), (5, 6, 1), (6, 6, 0)]
     assert engine.loop.stats().num_kv_blocks_used == 6, "the export outlives the request"
-    port.pending.append(Over(TRANSFER))
+    port.pending.append(TransferEnded(TRANSFER))
     engine.loop.step()
     assert engine.loop.stats().num_kv_blocks_used == 0
 
@@ -99,7 +99,7 @@ def test_cached_blocks_are_ready_at_once(model: Path) -> None:
     engine, port = exporting_engine(model)
     port.pending.append(asked_for(100))
     engine.loop.step()
-    port.pending.append(Over(TRANSFER))
+    port.pending.append(TransferEnded(TRANSFER))
     engine.loop.step()
     port.orders.clear()
     port.pending.append(asked_for(100))
@@ -164,7 +164,7 @@ class TestTheWire:
         self, ends: tuple[Sender, list[News], zmq.Socket[bytes]]
     ) -> None:
         sender, told, _ = ends
-        self.send(ends, Introduce())
+        self.send(ends, AskForLayout())
         assert isinstance(self.hear(ends), KVLayout)
         self.send(ends, AskForBlocks(7, request("r", [1] * 40), 2, True))
         (asked,) = told
@@ -177,7 +177,7 @@ class TestTheWire:
         assert self.hear(ends) == SenderAlive()
         assert len(sender) == 1
         sender.tick(3.0 + READ_TIMEOUT_S)
-        assert told[-1] == Over(asked.transfer)
+        assert told[-1] == TransferEnded(asked.transfer)
         assert self.hear(ends) == SenderAlive()
         self.send(ends, BlocksRead(7))
         assert self.hear(ends) == ReadConfirmed(7, was_kept=False)
@@ -193,5 +193,5 @@ class TestTheWire:
             sender.tick(float(second))
             if len(told) > 1:
                 break
-        assert told[-1] == Over(told[0].transfer)  # type: ignore[union-attr]
+        assert told[-1] == TransferEnded(told[0].transfer)  # type: ignore[union-attr]
         assert not len(sender)

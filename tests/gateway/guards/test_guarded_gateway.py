@@ -26,7 +26,7 @@ from penstock.core.request import FinishReason, Request, Tier
 from penstock.gateway.answers.choice import Delta, ToolCallDelta
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.guards.policies import GuardedChoice
-from penstock.gateway.guards.policy import MAX_LOGGED_FINDINGS, Case, GuardMetrics, compile_policy
+from penstock.gateway.guards.policy import MAX_LOGGED_FINDINGS, GuardMetrics, PolicyRun, compile_policy
 from penstock.gateway.guards.settings import GuardSettings, PolicySettings
 from penstock.gateway.prompts import (
     ChatMessage,
@@ -519,7 +519,7 @@ def _call(parts: dict[str, str], is_first: bool) -> tuple[ToolCallDelta, ...]:
 
 
 def _run(policy: Any, deltas: list[Delta]) -> tuple[str, str, str, FinishReason | None]:
-    choice = GuardedChoice(0, Case(policy, GuardMetrics(), "r", OPEN_PRINCIPAL, Tier.DEFAULT))
+    choice = GuardedChoice(0, PolicyRun(policy, GuardMetrics(), "r", OPEN_PRINCIPAL, Tier.DEFAULT))
     reasoning = text = arguments = ""
     reason: FinishReason | None = None
     for delta in [*deltas, Delta(0, "", finish_reason=FinishReason.STOP)]:
