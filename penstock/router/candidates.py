@@ -144,7 +144,8 @@ class Candidates(Sequence[ReplicaLoad]):
 
     def recent_requests(self) -> float:
         """Return the requests that these replicas got lately, together."""
-        return sum(self._of_these(self._columns.recent_requests))
+        columns = self._columns
+        return columns.recent_total if self._are_all else sum(self._of_these(columns.recent_requests))
 
     def have_free(self, num_blocks: float) -> bool:
         """Say whether each of these replicas has this many blocks free. False may mean that it is not known."""

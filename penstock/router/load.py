@@ -14,7 +14,6 @@ of other gateways, which are the difference to the heartbeat; and the speed of t
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import repeat
@@ -83,16 +82,21 @@ _FEW_REQUESTS = 8  # too few to tell gateways by
 SEVERAL_GATEWAYS = 1.5  # below, requests that ended since a heartbeat are mistaken for those of others
 
 
-@dataclass(slots=True)
 class Ticket:
     """The load that a request adds to its replica until the request ends."""
 
-    load: ReplicaLoad
-    routed_s: float
-    prefill_tokens: int  # thought not to be cached
-    num_blocks: int  # of KV, at its expected end
-    work_tokens: float  # to be computed before the first token, with the tokens of earlier requests
-    has_output: bool = False
+    __slots__ = ("has_output", "load", "num_blocks", "prefill_tokens", "routed_s", "work_tokens")
+
+    def __init__(
+        self, load: ReplicaLoad, routed_s: float, prefill_tokens: int, num_blocks: int, work_tokens: float
+    ) -> None:
+        self.load = load
+        self.routed_s = routed_s
+        self.prefill_tokens = prefill_tokens  # thought not to be cached
+        self.num_blocks = num_blocks  # of KV, at its expected end
+        # To be computed before the first token, with the tokens of earlier requests.
+        self.work_tokens = work_tokens
+        self.has_output = False
 
 
 _MOST_EQUAL = 16  # holders of one cost, such as idle ones; with more, comparing all columns is quicker
@@ -110,9 +114,8 @@ class CostOrder:
 
     def __init__(self, columns: LoadColumns) -> None:
         self._columns = columns
-        self._ordered: list[
-            tuple[float, int]
-        ] = []  # the cost of `_reference` tokens, and the place of the load
+        # The cost of `_reference` tokens, and the place of the load: no two are equal, so loads are not compared.
+        self._ordered: list[tuple[float, int, ReplicaLoad]] = []
         self._keys: list[float] = []  # these costs, by place
         self._reference = 0.0
         self._usual = 0.0  # tokens of a prompt
@@ -125,19 +128,18 @@ class CostOrder:
         """Return the places of the loads with the least queue_s + num_tokens * token_s: among those that got at most
         `most_recent` requests lately and have a bit in `holders`. None if too many holders cost the same."""
         self._update(num_tokens)
-        columns = self._columns
-        queue_s, token_s, recent = columns.queue_s, columns.token_s, columns.recent_requests
+        recent = self._columns.recent_requests
         more = num_tokens - self._reference
         more_s = more * (self._fastest_s if more > 0.0 else self._slowest_s)
         least_s, limit_s = inf, inf
         found: list[int] = []
-        for key_s, place in self._ordered:
+        for key_s, place, load in self._ordered:
             if key_s + more_s > limit_s:
                 break
-            cost_s = queue_s[place] + num_tokens * token_s[place]
+            cost_s = load.queue_s + num_tokens * load.token_s
             if cost_s > least_s or recent[place] > most_recent:
                 continue
-            if holders is not None and not holders & columns.loads[place].bit:
+            if holders is not None and not holders & load.bit:
                 continue
             if cost_s < least_s:
                 least_s, limit_s = cost_s, cost_s * _ROUNDING
@@ -156,12 +158,13 @@ class CostOrder:
         if len(stale) > _STALE_SHARE * len(ordered):
             self._sort()
             return
-        queue_s, token_s = self._columns.queue_s, self._columns.token_s
+        loads = self._columns.loads
         for place in stale:
+            load = loads[place]
             del ordered[bisect_left(ordered, (keys[place], place))]
-            each_s = token_s[place]
-            keys[place] = key_s = queue_s[place] + self._reference * each_s
-            insort(ordered, (key_s, place))
+            each_s = load.token_s
+            keys[place] = key_s = load.queue_s + self._reference * each_s
+            insort(ordered, (key_s, place, load))
             if each_s < self._fastest_s:
                 self._fastest_s = each_s
             elif each_s > self._slowest_s:
@@ -173,7 +176,7 @@ class CostOrder:
         self._reference = self._usual
         self._fastest_s, self._slowest_s = min(columns.token_s), max(columns.token_s)
         self._keys = list(map(add, columns.queue_s, map(mul, repeat(self._reference), columns.token_s)))
-        self._ordered = sorted(zip(self._keys, range(len(self._keys)), strict=True))
+        self._ordered = sorted(zip(self._keys, range(len(self._keys)), columns.loads, strict=True))
         self.stale.clear()
 
 
@@ -191,6 +194,7 @@ class LoadColumns:
         "own_requests",
         "queue_s",
         "recent_requests",
+        "recent_total",
         "token_s",
     )
 
@@ -202,6 +206,7 @@ class LoadColumns:
         self.queue_s = [0.0] * num_loads
         self.token_s = [0.0] * num_loads
         self.recent_requests = [0.0] * num_loads  # kept by RecentShares, in units of its own
+        self.recent_total = 0.0  # of all loads
         self.own_requests = 0  # unfinished, of all loads: this gateway's,
         self.others_requests = 0  # and those of other gateways, by the last heartbeats
         self.least_free: float = inf  # blocks that each load has free, at least; and
@@ -221,6 +226,11 @@ class LoadColumns:
             self._costs_s = {}
         if load.blocks_free < self.least_free:
             self.least_free = load.blocks_free
+
+    def scale_recent(self, factor: float) -> None:
+        """Scale all counts of recent requests. Their sum is formed anew, without the rounding errors so far."""
+        self.recent_requests = [count * factor for count in self.recent_requests]
+        self.recent_total = sum(self.recent_requests)
 
     def costs_s(self, num_tokens: float) -> list[float]:
         """Return queue_s + num_tokens * token_s of each load."""
@@ -282,7 +292,8 @@ class ReplicaLoad:
 
     def join(self, columns: LoadColumns, place: int) -> None:
         """Keep the figures of this load there from now on."""
-        columns.recent_requests[place] = self.recent_requests
+        columns.recent_requests[place] = recent = self.recent_requests
+        columns.recent_total += recent
         columns.own_requests += self.own_requests
         columns.others_requests += self._others_requests
         self.columns, self.place = columns, place
@@ -298,7 +309,9 @@ class ReplicaLoad:
 
     @recent_requests.setter
     def recent_requests(self, value: float) -> None:
-        self.columns.recent_requests[self.place] = value
+        columns = self.columns
+        columns.recent_total += value - columns.recent_requests[self.place]
+        columns.recent_requests[self.place] = value
 
     @property
     def prefill_tokens(self) -> float:

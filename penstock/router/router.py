@@ -185,7 +185,7 @@ class Router:
         replicas are ignored."""
         known = self._known.get(replica_id)
         if known is not None and not known.replica.sends_kv_events:
-            self._shares.count(known.load, self._by_number.values(), now)
+            self._shares.count(known.load, now)
             self.expectations.expect(known.load.bit, hashes, now, self.config.approximate_ttl_s)
 
     def load(self, replica_id: str) -> ReplicaLoad | None:
@@ -219,7 +219,7 @@ class Router:
                     picked, reason, candidates = other, why, within
             if reason is Reason.LOAD and request.block_hashes and not picked.replica.sends_kv_events:
                 picked = self._least_filled(request, picked, candidates)
-            self._shares.count(picked, self._by_number.values(), now)
+            self._shares.count(picked, now)
         return picked, reason
 
     def _least_filled(
@@ -348,12 +348,11 @@ class RecentShares:
         self._window_s = window_s
         self._origin_s: float | None = None
 
-    def count(self, picked: ReplicaLoad, known: Iterable[ReplicaLoad], now: float) -> None:
-        """`known`: all replicas; their counts are scaled down together before the numbers get too large."""
+    def count(self, picked: ReplicaLoad, now: float) -> None:
+        """Count a request. All counts are scaled down together before the numbers get too large."""
         if self._exponent(now) > _LARGEST_EXPONENT:
             factor = exp(-min(self._exponent(now), _LARGEST_EXPONENT + 200.0))
-            for load in known:
-                load.recent_requests *= factor
+            picked.columns.scale_recent(factor)
             self._origin_s = now
         picked.recent_requests += exp(self._exponent(now))
 

@@ -59,12 +59,20 @@ class _Group:
                 given_back += own_blocks
         return worst
 
+    def copy(self) -> _Group:
+        copy = _Group()
+        copy.counts = self.counts.copy()
+        copy.growth_blocks = self.growth_blocks.copy()
+        copy.own_blocks = self.own_blocks.copy()
+        return copy
+
     def plus(self, other: _Group) -> _Group:
-        total = _Group()
-        for name in _SUMS:
-            setattr(
-                total, name, [a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)]
-            )
+        total = self.copy()
+        if any(other.counts):
+            for index in range(_NUM_BINS):
+                total.counts[index] += other.counts[index]
+                total.growth_blocks[index] += other.growth_blocks[index]
+                total.own_blocks[index] += other.own_blocks[index]
         return total
 
 
@@ -102,7 +110,7 @@ class Headroom:
         if candidate.rank == BATCH_RANK:
             others = self._urgent.plus(self._batch)
         else:
-            others = self._urgent.plus(_Group())
+            others = self._urgent.copy()
             num_spare += sum(self._batch.own_blocks)
         others.add(self._growth(candidate, num_blocks, num_window_blocks), 0)
         return num_spare >= others.needed()

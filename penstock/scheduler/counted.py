@@ -261,16 +261,16 @@ class CountedScheduler(Scheduler):
         commits, at most `most`, up to the first commit that ends an answer. Plans that could lack blocks are left
         out. This method makes no plan."""
         num_committed, num_planned = self._num_committed, self._num_planned
-        next_end = min(
-            (each.end for each in self._decodes.values() if each.end > num_committed),
-            default=num_committed + most + 1,
-        )
+        next_end = num_committed + most + 1
+        for decode in self._decodes.values():  # quicker than `min` where modules are compiled
+            if num_committed < decode.end < next_end:
+                next_end = decode.end
         num_spare = self.cache.num_available
         count, num_entries = self._num_in_step, self._num_entries
         leaving, growing = self._leaving, self._growing
         again: dict[int, int] = {}  # by plan: the number of requests that need slots a second time
         steps = []
-        for index in range(num_planned + 1, num_planned + 1 + min(most, next_end - num_committed - 1)):
+        for index in range(num_planned + 1, num_planned + next_end - num_committed):
             if index in leaving:
                 for decode in leaving[index]:
                     if not decode.has_left:

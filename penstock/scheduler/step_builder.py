@@ -142,7 +142,8 @@ class StepTimePredictor:
             for index in range(6):
                 total += self._variances[index] * features[index] * features[index]
             total += _NOISE_VARIANCE
-            self._learn(tuple(enumerate(features)), error, total)
+            for index in range(6):
+                self._learn(index, features[index], error, total)
 
     def observe_decodes(self, rows: int, context_tokens: int, elapsed_s: float) -> None:
         """Learn from a step of decodes alone. The result is that of `observe`, to the last bit, because absent
@@ -157,23 +158,22 @@ class StepTimePredictor:
         total = variances[0] * scale * scale + variances[2] * of_rows * of_rows
         total += variances[3] * of_context * of_context
         total += _NOISE_VARIANCE
-        self._learn(((0, scale), (2, of_rows), (3, of_context)), error, total)
+        self._learn(0, scale, error, total)
+        self._learn(2, of_rows, error, total)
+        self._learn(3, of_context, error, total)
 
-    def _learn(self, features: tuple[tuple[int, float], ...], error: float, total: float) -> None:
-        """Correct the weights of features, by index, by their parts in the error. `total`: the variance of all
-        parts."""
-        weights, variances, max_variances = self._weights, self._variances, self._max_variances
-        for index, feature in features:
-            if not feature:
-                continue
-            variance = variances[index]
-            spread = variance * feature
-            gain = spread / total
-            weight = weights[index] + gain * error
-            weights[index] = weight if weight > 0.0 else 0.0
-            variance = (variance - gain * spread) / _FORGETTING
-            most = max_variances[index]
-            variances[index] = variance if variance < most else most
+    def _learn(self, index: int, feature: float, error: float, total: float) -> None:
+        """Correct the weight of one feature by its part in the error. `total`: the variance of all parts."""
+        if not feature:
+            return
+        variance = self._variances[index]
+        spread = variance * feature
+        gain = spread / total
+        weight = self._weights[index] + gain * error
+        self._weights[index] = weight if weight > 0.0 else 0.0
+        variance = (variance - gain * spread) / _FORGETTING
+        most = self._max_variances[index]
+        self._variances[index] = variance if variance < most else most
 
     def _cut(self, error: float) -> float:
         usual_error = self._usual_error

@@ -29,15 +29,25 @@ _MIN_SPREAD = 100  # observed steps of about one size, for a spread of their own
 _FACTORS_PER_DOUBLING = 4  # of the tokens in a step
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class StepWork:
-    """The work of a step that determines its duration."""
+    """The work of a step that determines its duration. The constructor is written out, because those of dataclasses
+    stay slow when the simulator is compiled."""
 
     tokens: int  # computed
     sequences: int
     context_tokens: int  # KV entries read, counted once per sequence
-    pairs: int = 0  # of query and key
-    samples: int = 0  # rows of logits: the middle of a prompt needs none, and each drafted token another one
+    pairs: int  # of query and key
+    samples: int  # rows of logits: the middle of a prompt needs none, and each drafted token another one
+
+    def __init__(
+        self, tokens: int, sequences: int, context_tokens: int, pairs: int = 0, samples: int = 0
+    ) -> None:
+        self.tokens = tokens
+        self.sequences = sequences
+        self.context_tokens = context_tokens
+        self.pairs = pairs
+        self.samples = samples
 
     @property
     def only_decodes(self) -> bool:

@@ -45,6 +45,7 @@ from penstock.simulator.workload import Arrival
 MIRROR_PREFIX = "mirror-"  # of the id of a copy that goes to the candidate of a release
 GATEWAY_RESTARTED = "gateway_restarted"  # the rejection of a request whose gateway was replaced
 _EventAction: TypeAlias = Callable[[float], None]
+_Event: TypeAlias = tuple[float, int, int, int, _EventAction]  # the time, rank, turn and number of an action
 
 
 class Admission(Protocol):
@@ -91,19 +92,25 @@ class Rank(enum.IntEnum):
 class EventHeap:
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
-        self._heap: list[tuple[float, int, int, int, _EventAction]] = []
+        self._heap: list[_Event] = []
+        # Events at the present instant, also a heap: mostly one, the next plan, which thousands of later events need
+        # not be compared with.
+        self._soon: list[_Event] = []
         self._next_sequence = 0
 
     def at(self, time_s: float, rank: Rank, action: _EventAction, turn: int = 0) -> None:
         """Call `action(time_s)` when that time has come: of equal time and rank by ascending `turn`, and then in the
         order of these calls."""
-        heapq.heappush(self._heap, (time_s, int(rank), turn, self._next_sequence, action))
+        heap = self._soon if time_s == self._clock.now() else self._heap
+        heapq.heappush(heap, (time_s, int(rank), turn, self._next_sequence, action))
         self._next_sequence += 1
 
     def run(self, after: Callable[[], None] | None = None) -> None:
         """Run until no event is left. `after` is called after each."""
-        while self._heap:
-            time_s, _, _, _, action = heapq.heappop(self._heap)
+        later, soon = self._heap, self._soon
+        while soon or later:
+            is_soon = bool(soon) and not (later and later[0] < soon[0])
+            time_s, _, _, _, action = heapq.heappop(soon if is_soon else later)
             self._clock.advance_to(time_s)
             action(time_s)
             if after is not None:
@@ -358,7 +365,9 @@ class Driver:
     def _plan_soon(self, member: Member, now: float) -> None:
         if not member.is_planning:
             member.is_planning = True
-            self.events.at(now, Rank.PLAN, partial(self._plan, member), member.number)
+            if member.plan is None:
+                member.plan = partial(self._plan, member)
+            self.events.at(now, Rank.PLAN, member.plan, member.number)
 
     def _plan(self, member: Member, now: float) -> None:
         member.is_planning = False
@@ -383,7 +392,9 @@ class Driver:
         if due_s != member.due_s:
             member.due_s = due_s
             if due_s is not None:
-                self.events.at(due_s, Rank.COMMIT, partial(self._commit, member), member.number)
+                if member.commit is None:
+                    member.commit = partial(self._commit, member)
+                self.events.at(due_s, Rank.COMMIT, member.commit, member.number)
 
     def _commit(self, member: Member, now: float) -> None:
         if member.due_s != now or not member.is_alive:

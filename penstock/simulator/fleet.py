@@ -128,6 +128,10 @@ class SimulatedReplica:
         if request.deadline_s is not None and self._clock_s:
             request = replace(request, deadline_s=request.deadline_s + self._clock_s)
         self.scheduler.add(request, now + self._clock_s)
+        sequence = self.scheduler.sequence_of(request.id)
+        num_hashed = (len(request.prompt_token_ids) - 1) // self.cache.block_size
+        if sequence is not None and len(arrival.block_hashes) == num_hashed:
+            sequence.hashes = list(arrival.block_hashes)  # saves the scheduler's computation
         self._arrivals[arrival.request.id] = arrival
         self._num_output_tokens[arrival.request.id] = len(request.output_token_ids)
 
@@ -326,6 +330,9 @@ class Member:
     number: int = 0  # in the order of starting
     is_planning: bool = False  # a plan is already due at this instant
     due_s: float | None = None  # when the driver looks at this replica next
+    # The driver's actions for this replica, made once: a request means several events.
+    plan: Callable[[float], None] | None = None
+    commit: Callable[[float], None] | None = None
     num_taken: int = 0  # requests, ever
     role: Role = "both"
     revision: str = ""

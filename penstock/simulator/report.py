@@ -6,7 +6,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import sub
 
@@ -27,23 +27,39 @@ _ANSWERED = (FinishReason.STOP, FinishReason.LENGTH)
 _MAX_SAMPLES = 1_000_000
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Outcome:
-    """The outcome of one request. Exactly one of `finish_reason` and `rejection` is set in the end."""
+    """The outcome of one request. Exactly one of `finish_reason` and `rejection` is set in the end. The constructor
+    is written out, because those of dataclasses stay slow when the simulator is compiled."""
 
     arrival: Arrival
     gateway: int
-    replica_id: str | None = None  # that had the request last
-    token_ids: list[int] = field(default_factory=list)
-    token_times_s: list[float] = field(default_factory=list)
-    end_s: float | None = None
-    finish_reason: FinishReason | None = None
-    rejection: str | None = None  # the code of the error that the client got instead
-    num_cached_tokens: int = 0
-    queue_s: float | None = None  # from arrival to the first planned chunk; None if nothing was ever planned
-    num_failures: int = 0  # attempts that a replica failed
-    is_mirrored: bool = False  # a copy for the candidate of a release, which no client waits for
-    earlier_s: Sequence[float] = ()  # when the first tokens of the event came that is delivered now
+    replica_id: str | None  # that had the request last
+    token_ids: list[int]
+    token_times_s: list[float]
+    end_s: float | None
+    finish_reason: FinishReason | None
+    rejection: str | None  # the code of the error that the client got instead
+    num_cached_tokens: int
+    queue_s: float | None  # from arrival to the first planned chunk; None if nothing was ever planned
+    num_failures: int  # attempts that a replica failed
+    is_mirrored: bool  # a copy for the candidate of a release, which no client waits for
+    earlier_s: Sequence[float]  # when the first tokens of the event came that is delivered now
+
+    def __init__(self, arrival: Arrival, gateway: int, *, is_mirrored: bool = False) -> None:
+        self.arrival = arrival
+        self.gateway = gateway
+        self.replica_id = None
+        self.token_ids = []
+        self.token_times_s = []
+        self.end_s = None
+        self.finish_reason = None
+        self.rejection = None
+        self.num_cached_tokens = 0
+        self.queue_s = None
+        self.num_failures = 0
+        self.is_mirrored = is_mirrored
+        self.earlier_s = ()
 
     def note(self, event: TokenEvent, now: float) -> None:
         self.token_ids += event.token_ids

@@ -9,6 +9,7 @@ and then consecutive ids from a random start, so that no two prompts continue al
 from __future__ import annotations
 
 import heapq
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, count
@@ -202,7 +203,10 @@ class _Generator:
 
     def _first_turn(self, time_s: float) -> _Turn:
         workload, rng = self._workload, self._rng
-        ((tenant, prefix),) = rng.choices(self._prefixes, cum_weights=self._weights)
+        weights = self._weights
+        # As `rng.choices` does, and quicker.
+        place = bisect(weights, rng.random() * weights[-1], 0, len(weights) - 1)
+        tenant, prefix = self._prefixes[place]
         if rng.random() < workload.burst_share:
             for _ in range(workload.burst_size - 1):
                 self._put(time_s, _Turn(tenant, self._asked(prefix)))

@@ -358,3 +358,5 @@ def test_shares_of_long_ago_do_not_matter() -> None:
     load = harness.router.load("replica-0")
     assert load is not None
     assert load.recent_requests < float("inf")
+    counts = [load.columns.recent_requests[place] for place in range(2)]
+    assert load.columns.recent_total == pytest.approx(sum(counts))

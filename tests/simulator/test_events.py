@@ -34,3 +34,24 @@ def test_time_does_not_run_backwards() -> None:
     heap.at(5.0, Rank.ARRIVE, lambda now: heap.at(4.0, Rank.PLAN, lambda now: None))
     with pytest.raises(ValueError, match="backwards"):
         heap.run()
+
+
+def test_events_that_an_event_adds_at_its_own_instant_take_their_turn() -> None:
+    heap = EventHeap(VirtualClock())
+    happened: list[str] = []
+
+    def note(name: str, rank: Rank, turn: int = 0) -> None:
+        heap.at(1.0, rank, lambda now: happened.append(name), turn)
+
+    def arrive(now: float) -> None:
+        note("second plan", Rank.PLAN, turn=2)
+        note("first plan", Rank.PLAN, turn=1)
+        note("commit", Rank.COMMIT)
+
+    heap.at(1.0, Rank.ARRIVE, arrive)
+    note("third plan", Rank.PLAN, turn=3)
+    note("control", Rank.CONTROL)
+    note("plan before all", Rank.PLAN)
+    heap.run()
+    plans = ["plan before all", "first plan", "second plan", "third plan"]
+    assert happened == ["commit", "control", *plans]

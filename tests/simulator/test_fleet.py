@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from penstock.control.autoscaler import AutoscalerConfig
+from penstock.core.hashing import chain_hashes
 from penstock.dispatch import DispatchConfig, WaitingConfig
 from penstock.dispatch.health import BreakerConfig, OutlierConfig
 from penstock.router import POLICIES
@@ -26,6 +27,7 @@ from penstock.simulator import (
     simulate,
 )
 from penstock.simulator.cost import LinearCost
+from penstock.simulator.workload import Arrival
 
 COST = LinearCost(base_s=2e-2, per_token_s=1e-4, per_sequence_s=1e-4, per_context_token_s=1e-7)
 REPLICA = ReplicaConfig(num_blocks=1500, max_model_len=8192, cost=COST)
@@ -63,6 +65,25 @@ def test_the_same_seed_gives_the_same_report() -> None:
     first, second, other = (run(workload=few, faults=faults, seed=seed) for seed in (3, 3, 4))
     assert first == second
     assert first != other
+
+
+def test_schedulers_take_the_hashes_that_requests_come_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def count(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+        hashed.append(len(token_ids) // block_size)
+        return chain_hashes(parent, token_ids, block_size)
+
+    def report_of(arrivals: list[Arrival]) -> tuple[Report, int]:
+        hashed.clear()
+        return run(arrivals=arrivals, dispatch={"routing_policy": "round-robin"}), sum(hashed)
+
+    monkeypatch.setattr("penstock.scheduler.sequence.chain_hashes", count)
+    arrivals = list(generate(WORKLOAD, Random(1)))
+    report, num_hashed = report_of(arrivals)
+    expected, all_hashed = report_of([each._replace(block_hashes=()) for each in arrivals])
+    assert report == expected
+    assert num_hashed < 0.1 * all_hashed  # those of answers, and of last blocks that are full
 
 
 def test_routing_by_prefix_finds_more_in_the_cache_and_answers_sooner() -> None:
