@@ -40,15 +40,23 @@ E2E_TIMEOUT_S = 1200
 CLIENT_TIMEOUT_S = 60.0
 # These files take longest, in one process each.
 LONG_FILES = (
-    "tests/triton/test_targets.py",
-    "tests/triton/",
-    "tests/kernels/test_attention.py",
+    "tests/triton/test_interpreted.py",
     "tests/models/test_families.py",
-    "tests/engine/parallel/",
+    "tests/engine/test_model_drafts.py",
+    "tests/engine/test_drafts.py",
+    "tests/triton/",
+    "tests/simulator/",
+    "tests/engine/test_images.py",
+    "tests/api/test_openapi.py",
+    "tests/kernels/test_attention.py",
     "tests/e2e/",
+    "tests/engine/parallel/",
+    "tests/cluster/",
     "tests/deploy/",
     "tests/clients/",
 )
+# Tests in these folders mostly wait for the processes that they start.
+WAITING = ("e2e", "engine/parallel", "cluster", "deploy", "clients", "serve", "cli", "gateway/store")
 # Tests in these files share a server with the default model. One worker takes them all, and starts the server once.
 SHARING_A_SERVER = tuple(f"tests/e2e/test_{name}.py" for name in ("readme", "serve", "structured_output"))
 
@@ -58,7 +66,8 @@ def log_level() -> Iterator[None]:
     """Commands that a test runs in this process set the level of all logs, which later tests compare."""
     level = logging.root.level
     yield
-    logging.root.setLevel(level)
+    if logging.root.level != level:  # all loggers then forget what they have looked up
+        logging.root.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -162,7 +171,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     option = session.config.option
     if option.workers < 2 or option.collectonly or option.usepdb or session.testsfailed:
         return None
-    return Workers(session, option.workers, SHARING_A_SERVER, without_threads_of_kernels()).run()
+    begin = without_threads_of_kernels()
+    return Workers(session, option.workers, SHARING_A_SERVER, begin, mostly_waits).run()
+
+
+def mostly_waits(file: str) -> bool:
+    return file.startswith(tuple(f"tests/{folder}/" for folder in WAITING))
 
 
 def without_threads_of_kernels() -> Callable[[], None]:

@@ -16,7 +16,8 @@ def pytest_addoption(parser):
     parser.addoption("--workers", type=int)
 
 def pytest_runtestloop(session):
-    return Workers(session, session.config.option.workers, together=("test_a.py", "test_b.py")).run()
+    workers = session.config.option.workers
+    return Workers(session, workers, ("test_a.py", "test_b.py"), waits=lambda file: file == "test_c.py").run()
 """
 FIXTURE = """
 import os, pytest, warnings
@@ -83,3 +84,12 @@ def test_the_first_failure_ends_all_workers(tmp_path: Path) -> None:
     assert "1 failed, 1 passed" in output
     assert "stopping after 1 failures" in output
     assert told.startswith("ended test_a in ")  # with its fixtures
+
+
+def test_only_every_second_worker_begins_with_files_that_wait(tmp_path: Path) -> None:
+    _, told = run(tmp_path, "--workers", "1")
+    assert re.findall(r"ended test_(\w)", told) == ["a", "b", "d", "c"]
+    (tmp_path / "told").unlink()
+    _, told = run(tmp_path, "--workers", "2")
+    ended = dict(re.findall(r"ended test_(\w) in (\d+)", told))
+    assert ended["a"] == ended["b"] != ended["c"]

@@ -38,6 +38,7 @@ class Result:
 class Worker:
     process: BaseProcess
     connection: Connection
+    prefers_waiting: bool = False
     assigned: deque[int] = field(default_factory=deque)  # the first of them runs
 
 
@@ -50,8 +51,11 @@ class Workers:
         count: int,
         together: Sequence[str] = (),
         begin: Callable[[], None] = lambda: None,
+        waits: Callable[[str], bool] = lambda file: False,
     ) -> None:
-        """One worker takes all of the files in `together`. Each worker calls `begin` first."""
+        """One worker takes all of the files in `together`. Each worker calls `begin` first. Every second worker
+        takes files that mostly wait for processes first, and the others take those last, so that the cores always
+        have work."""
         self._session = session
         self._count = count
         self._begin = begin
@@ -59,13 +63,16 @@ class Workers:
         for number, item in enumerate(session.items):
             file = item.nodeid.partition("::")[0]
             groups.setdefault(together[0] if file in together else file, []).append(number)
-        self._waiting = deque(groups.values())
+        # Files that mostly wait for processes, and those that compute.
+        self._queues: dict[bool, deque[list[int]]] = {True: deque(), False: deque()}
+        for file, numbers in groups.items():
+            self._queues[waits(file)].append(numbers)
         self._workers: dict[Connection, Worker] = {}
         self._num_started = 0
 
     def run(self) -> bool:
         try:
-            for _ in range(min(self._count, len(self._waiting))):
+            for _ in range(min(self._count, sum(map(len, self._queues.values())))):
                 self._start()
             while self._workers:
                 for connection in wait(list(self._workers)):
@@ -86,6 +93,7 @@ class Workers:
         folder.mkdir(mode=0o700)
         self._num_started += 1
         others = [ours, *self._workers]
+        num_waiting = sum(worker.prefers_waiting for worker in self._workers.values())
 
         def work() -> None:
             for each in others:
@@ -96,13 +104,13 @@ class Workers:
         process = FORK.Process(target=work)
         process.start()
         theirs.close()
-        self._workers[ours] = Worker(process, ours)
+        self._workers[ours] = Worker(process, ours, prefers_waiting=2 * num_waiting < len(self._workers))
 
     def _hear(self, worker: Worker) -> None:
         try:
             message = worker.connection.recv()
             if message is None:  # it is about to run the last of its tests
-                numbers = self._waiting.popleft() if self._waiting else []
+                numbers = self._next_file(worker.prefers_waiting)
                 worker.assigned.extend(numbers)
                 worker.connection.send(numbers)
             else:
@@ -110,6 +118,10 @@ class Workers:
                 self._report(message)
         except (EOFError, ConnectionError):
             self._remove(worker)
+
+    def _next_file(self, prefers_waiting: bool) -> list[int]:
+        queue = self._queues[prefers_waiting] or self._queues[not prefers_waiting]
+        return queue.popleft() if queue else []
 
     def _report(self, result: Result) -> None:
         hook = self._session.config.hook
@@ -135,7 +147,7 @@ class Workers:
         report = pytest.TestReport(item.nodeid, item.location, {}, "failed", problem, "call")
         self._session.config.hook.pytest_runtest_logreport(report=report)
         if worker.assigned:
-            self._waiting.appendleft(list(worker.assigned))
+            self._queues[worker.prefers_waiting].appendleft(list(worker.assigned))
         self._start()
 
     def _end_all(self) -> None:
