@@ -47,7 +47,7 @@ async def test_requests_are_answered_token_by_token(engine: EngineProcess) -> No
 
 async def test_a_process_is_told_where_bytecode_may_be_kept(tmp_path: Path) -> None:
     async with engine_process(echo_spec(), LocalLauncher(bytecode=tmp_path)) as process:
-        command = Path(f"/proc/{process.running.pid}/cmdline").read_text().split("\0")
+        command = _command(process.running.pid)
         assert command[command.index("--bytecode") + 1] == str(tmp_path)
 
 
@@ -148,8 +148,15 @@ async def test_processes_are_spread_over_the_gpus() -> None:
 
 
 def _gpus(pid: int | None) -> str:
-    arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    arguments = _command(pid)
     return arguments[arguments.index("--gpus") + 1]
+
+
+def _command(pid: int | None) -> list[str]:
+    """Once Linux has written it down: a program has none for a moment after its process has begun to run it."""
+    file = Path(f"/proc/{pid}/cmdline")
+    _wait_for(file.read_bytes)
+    return file.read_text().split("\0")
 
 
 async def test_an_early_process_becomes_the_first_engine() -> None:
