@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from penstock.engine.staging import Staging
 from penstock.kernels.select import select_ops
 from tests.models.tiny_families import save_tiny
 
-from .drafting import KnowingDrafter, answers, num_accepted, num_late, speculate
+from .drafting import Answer, KnowingDrafter, answers, num_accepted, num_late, speculate
 from .tiny import VOCAB_SIZE, request, teach_short_answers, tiny_engine, write_tiny_model
 
 SPOILED = [0.0, 0.5, 1.0]
@@ -90,6 +91,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("drafts") / "tiny")
 
 
+@cache
+def plain_answers(model: Path, *, taught: bool = True, **settings: Any) -> dict[str, Answer]:
+    """The answers of an engine without drafts."""
+    engine = tiny_engine(model, speculate="off", **settings)
+    if taught:
+        teach_short_answers(engine)
+    return answers(engine, all_requests())
+
+
 @pytest.mark.parametrize("spoiled", SPOILED)
 @pytest.mark.parametrize(
     "settings",
@@ -105,9 +115,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()) or "together",
 )
 def test_drafts_change_no_answer(model: Path, settings: dict[str, Any], spoiled: float) -> None:
-    plain = tiny_engine(model, speculate="off", **settings)
-    teach_short_answers(plain)
-    expected = answers(plain, all_requests())
+    expected = plain_answers(model, **settings)
     known = {name: token_ids for name, (token_ids, *_) in expected.items()}
     engine = tiny_engine(model, speculate="off", **settings)
     teach_short_answers(engine)
@@ -146,7 +154,7 @@ def test_drafts_that_are_laid_out_as_decodes_change_no_answer(
     model: Path, spoiled: float, depth: int
 ) -> None:
     """As on a GPU, where each drafted token is a sequence of its own."""
-    expected = answers(tiny_engine(model, speculate="off"), all_requests())
+    expected = plain_answers(model, taught=False)
     engine = tiny_engine(model, speculate="off", max_num_batched_tokens=60, steps_in_flight=depth)
     engine.loop.executor._rows._splits_drafts = True  # type: ignore[attr-defined]
     speculate(engine, KnowingDrafter({name: found[0] for name, found in expected.items()}, spoiled))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from typing import get_args
 
 import llguidance
@@ -277,11 +278,17 @@ def choosing(mode: str, *tools: Tool, name: str | None = None, parallel: bool = 
     return ChatPrompt(messages=(USER,), tools=tools, tool_choice=choice)
 
 
+@lru_cache(maxsize=8)
+def byte_matcher(text: str) -> llguidance.LLMatcher:
+    tokenizer = llguidance.LLTokenizer(byte_tokenizer().to_str(), eos_token=256)
+    matcher = llguidance.LLMatcher(tokenizer, text)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
 def accepts(grammar: Grammar, text: str) -> bool:
     """Whether the grammar lets the whole text through, and lets it end there."""
-    tokenizer = llguidance.LLTokenizer(byte_tokenizer().to_str(), eos_token=256)
-    matcher = llguidance.LLMatcher(tokenizer, grammar_text(grammar, {}))
-    assert not matcher.is_error(), matcher.get_error()
+    matcher = byte_matcher(grammar_text(grammar, {})).deep_copy()
     return all(matcher.consume_token(byte) for byte in text.encode()) and bool(matcher.is_accepting())
 
 
@@ -533,10 +540,11 @@ def token_matcher(grammar: Grammar, card: ModelCard, eos: int = 256) -> Callable
     tokenizer_json = card.tokenizer_json
     tokenizer = llguidance.LLTokenizer(with_unspellable_tokens(tokenizer_json), eos_token=eos)
     text = grammar_text(grammar, token_ids_by_number(tokenizer_json))
+    compiled = llguidance.LLMatcher(tokenizer, text, log_level=0)
+    assert not compiled.is_error(), compiled.get_error()
 
     def allows(token_ids: list[int]) -> bool:
-        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
+        matcher = compiled.deep_copy()
         return all(map(matcher.consume_token, token_ids)) and bool(matcher.is_accepting())
 
     return allows
