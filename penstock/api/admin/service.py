@@ -187,8 +187,16 @@ class ServiceEndpoints:
             Operation("GET /version", self.version),
             Operation("GET /metrics", self.metrics, content_type="text/plain"),
             Operation("GET /tokenizer_info", self.tokenizer_info, TokenizerInfo, query=("model",)),
-            Operation("POST /tokenize", self.tokenize, TokenizeResponse, reads=TokenizeRequest),
-            Operation("POST /detokenize", self.detokenize, DetokenizeResponse, reads=DetokenizeRequest),
+            Operation(
+                "POST /tokenize", self.tokenize, TokenizeResponse, reads=TokenizeRequest, only_reads=True
+            ),
+            Operation(
+                "POST /detokenize",
+                self.detokenize,
+                DetokenizeResponse,
+                reads=DetokenizeRequest,
+                only_reads=True,
+            ),
         ]
 
     async def health(self, request: Request) -> Response:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from penstock.api.anthropic.requests import GUARDED_FIELDS, CountTokensRequest, MessagesRequest
 from penstock.api.extensions import refuse_foreign
-from penstock.api.http.answers import EventStream, answer_whole, json_response
+from penstock.api.http.answers import EventStream, answer_whole, json_response, while_present
 from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
 from penstock.api.http.errors import anthropic_error_event, timestamp
 from penstock.api.http.parsing import BodyDecoder, translated
@@ -354,7 +354,7 @@ class AnthropicEndpoints:
         model = self._gateway.catalogue.permitted(principal, wire.model)
         async with self._gateway.accounts.errand(principal, model.card.name, "count_tokens"):
             prompt = await translated(wire.messages, wire.prompt)
-            count = await self._gateway.count_tokens(model, prompt, principal)
+            count = await while_present(request, self._gateway.count_tokens(model, prompt, principal))
         return json_response(TokenCount(count, wire.warnings))
 
 

@@ -108,6 +108,22 @@ class DisconnectWatch:
             self._task.cancel()
 
 
+Result = TypeVar("Result")
+
+
+async def while_present(request: Request, work: Awaitable[Result]) -> Result:
+    """Return the result of work for a client, whose request body was read. The work is cancelled when the client
+    leaves: raises ReaderGone then."""
+    departure = DisconnectWatch(request)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        departure.check()
+        raise
+    finally:
+        departure.stop()
+
+
 AnswerT = TypeVar("AnswerT", bound=AnswerStream)
 
 

@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from penstock import __version__
+from penstock.api.http.answers import while_present
 from penstock.api.http.errors import AnthropicErrorBody, CohereErrorBody, ErrorBody, OllamaErrorBody
 from penstock.api.http.parsing import BodyDecoder
 
@@ -47,8 +48,11 @@ class Operation(Route):
         takes_body: bool = True,  # of a method that could
         form: Mapping[str, Any] | None = None,  # fields of a multipart form, in place of a JSON body
         content_type: str = JSON,  # of the answer
+        only_reads: bool = False,  # as every GET does: such a request ends when its client leaves
     ) -> None:
         self.request = request
+        if only_reads or method_and_path.startswith("GET "):
+            handler = _while_present(handler)
         if reads is not None:
             decoder = reads if isinstance(reads, BodyDecoder) else BodyDecoder(reads)
             self.request = decoder.shape
@@ -63,6 +67,16 @@ class Operation(Route):
         self.takes_body = takes_body
         self.form = form
         self.content_type = content_type
+
+
+def _while_present(handler: Handler) -> Handler:
+    """A client that leaves ends what only reads: hundreds of them would keep the threads busy after an attack."""
+
+    @functools.wraps(handler)
+    async def handle_while_present(request: Request, *body: object) -> ASGIApp:
+        return await while_present(request, handler(request, *body))
+
+    return handle_while_present
 
 
 def _with_body(handler: Handler, decoder: BodyDecoder[Any], default: bytes) -> Handler:

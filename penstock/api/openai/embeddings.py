@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from penstock.api.http.answers import DisconnectWatch, WholeAnswer
+from penstock.api.http.answers import DisconnectWatch, WholeAnswer, while_present
 from penstock.api.http.context import CACHE_HEADER, principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import Operation
@@ -157,7 +157,7 @@ class EmbeddingEndpoints:
         return [Operation("POST /v1/embeddings", self.create, EmbeddingList, reads=decoder)]
 
     async def create(self, request: Request, wire: CreateEmbeddings) -> ASGIApp:
-        job = await self._embeddings.open(
+        opening = self._embeddings.open(
             EmbeddingRequest(
                 inputs=wire.roled_inputs(),
                 model=wire.model,
@@ -173,6 +173,7 @@ class EmbeddingEndpoints:
                 allows_external=True,
             )
         )
+        job = await while_present(request, opening)
         answer = await run_job(job, request)
         body = await _body(answer, as_text=wire.encoding_format == "base64")
         return WholeAnswer(body, answer.rate_limits)

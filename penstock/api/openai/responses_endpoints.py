@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp
 
 from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
-from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole, json_response
+from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole, json_response, while_present
 from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
 from penstock.api.http.errors import named_params
 from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, translated
@@ -281,7 +281,8 @@ class ResponsesEndpoints:
             earlier = await history.earlier_items(wire.previous_response_id, wire.conversation_id)
             items = [*earlier, *own_items]
             prompt = wire.chat_prompt(items, Toolbox(wire.tools))
-            return json_response(InputTokens(await gateway.count_tokens(model, prompt, principal)))
+            counting = gateway.count_tokens(model, prompt, principal)
+            return json_response(InputTokens(await while_present(request, counting)))
 
     async def compact(self, request: Request) -> ASGIApp:
         """Answer with a shorter form of a long conversation: the user's messages, and one compaction item with the

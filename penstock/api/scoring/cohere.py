@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from penstock.api.http.answers import WholeAnswer
+from penstock.api.http.answers import WholeAnswer, while_present
 from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import Operation
@@ -116,7 +116,7 @@ class RerankEndpoints:
         if wire.top_n is not None and wire.top_n < 0:
             raise InvalidRequest(f"top_n must be at least 1, not {wire.top_n}.", param="top_n")
         texts = wire.texts()
-        job = await self._scores.open(
+        opening = self._scores.open(
             ScoreRequest(
                 queries=(wire.query,),
                 documents=texts,
@@ -131,6 +131,7 @@ class RerankEndpoints:
                 timeout_s=timeout_s_of(request),
             )
         )
+        job = await while_present(request, opening)
         answer = await run_job(job, request)
         results = _ranked(answer, texts if returns_documents else None, wire.top_n)
         num_tokens = answer.usage.prompt_tokens
@@ -243,7 +244,7 @@ class EmbedEndpoints:
         inputs: tuple[Input, ...] = (
             tuple(TextWithRole(text, role) for text in texts) if role else tuple(texts)
         )
-        job = await self._embeddings.open(
+        opening = self._embeddings.open(
             EmbeddingRequest(
                 inputs=inputs,
                 labels=tuple(f"texts[{index}]" for index in range(len(texts))),
@@ -256,6 +257,7 @@ class EmbedEndpoints:
                 timeout_s=timeout_s_of(request),
             )
         )
+        job = await while_present(request, opening)
         answer = await run_job(job, request)
         found: dict[str, list[Any]] = {}
         if "float" in kinds:

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from penstock.api.http.answers import WholeAnswer
+from penstock.api.http.answers import WholeAnswer, while_present
 from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import Operation
@@ -156,7 +156,7 @@ class ScoringEndpoints:
 
     async def score(self, request: Request, wire: CreateScores) -> ASGIApp:
         (first_name, first), (second_name, second) = wire.sides()
-        job = await self._scores.open(
+        opening = self._scores.open(
             ScoreRequest(
                 queries=(first,) if isinstance(first, str) else tuple(first),
                 documents=(second,) if isinstance(second, str) else tuple(second),
@@ -174,6 +174,7 @@ class ScoringEndpoints:
                 timeout_s=timeout_s_of(request),
             )
         )
+        job = await while_present(request, opening)
         answer = await run_job(job, request)
         data = [Score(index, score) for index, score in enumerate(answer.scores)]
         num_tokens = answer.usage.prompt_tokens
@@ -219,7 +220,7 @@ class ScoringEndpoints:
         dimensions, normalizes = (
             (wire.dimensions, wire.normalize) if isinstance(wire, CreatePooling) else (None, None)
         )
-        job = await self._embeddings.open(
+        opening = self._embeddings.open(
             EmbeddingRequest(
                 inputs=wire.inputs(),
                 endpoint=endpoint,
@@ -235,6 +236,7 @@ class ScoringEndpoints:
                 timeout_s=timeout_s_of(request),
             )
         )
+        job = await while_present(request, opening)
         return await run_job(job, request)
 
 
