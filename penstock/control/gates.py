@@ -189,13 +189,13 @@ class EvidenceCollector:
         self._stage_number = stage_number
         self._stable, self._candidate = _Samples(), _Samples()
         self._of = dict(zip(self._names, (self._stable, self._candidate), strict=True))
-        self._looks = TestSchedule(self._config.min_requests)
+        self._looks = CheckSchedule(self._config.min_requests)
         self._errors: Finding | None = None
         self._ttft: Finding | None = None
         self._itl: Finding | None = None
         self._num_compared = 0
         self._num_diverged = 0
-        self._looks_at_answers = TestSchedule(self._config.min_compared)
+        self._looks_at_answers = CheckSchedule(self._config.min_compared)
         self._divergence: Finding | None = None
 
     def add(self, sample: AttemptSample) -> None:
@@ -317,7 +317,7 @@ class GateReport(msgspec.Struct, frozen=True):
     sentence: str
 
 
-class TestSchedule:
+class CheckSchedule:
     """Says when to look at samples that grow."""
 
     def __init__(self, first: int) -> None:

@@ -10,11 +10,11 @@ from random import Random
 import pytest
 
 from penstock.control.gates import (
+    CheckSchedule,
     Evidence,
     EvidenceCollector,
     GateConfig,
     GateResult,
-    TestSchedule,
     chance_of_more,
     chance_of_share,
     chance_of_slower,
@@ -166,6 +166,6 @@ def test_answers_that_differ_are_judged_when_their_number_has_grown() -> None:
 
 
 def test_looks_come_when_samples_have_grown_by_half() -> None:
-    looks = TestSchedule(20)
+    looks = CheckSchedule(20)
     assert [count for count in range(1, 110) if looks.is_due(count)] == [20, 30, 45, 68, 102]
     assert looks.number == 5
