@@ -103,10 +103,10 @@ def _insert_once(connection: Connection, rows: Sequence[UsageRow]) -> int:
             )
     except (sa.exc.DataError, sa.exc.IntegrityError):
         written = _insert_unless_there(connection, rows)
-    else:
-        written = frozenset(row.request_id for row in rows)
-    _add_spend(connection, rows, written)
-    return len(written)
+        _add_spend(connection, rows, written)
+        return len(written)
+    _add_spend(connection, rows, None)
+    return len(rows)
 
 
 def _plain_insert(connection: Connection) -> str:
@@ -137,9 +137,15 @@ def _insert_unless_there(connection: Connection, rows: Sequence[UsageRow]) -> fr
     return frozenset(connection.execute(statement.returning(usage.c.request_id), values).scalars())
 
 
-def _groups(rows: Sequence[UsageRow]) -> list[list[UsageRow]]:
+def _groups(rows: Sequence[UsageRow]) -> list[Sequence[UsageRow]]:
     """Return the rows in their order, in as few groups as hold no request twice: one statement cannot write a row
-    twice."""
+    twice. Nearly always one group is enough."""
+    if len({row.request_id for row in rows}) == len(rows):
+        return [rows] if rows else []
+    return [*_separated(rows)]
+
+
+def _separated(rows: Sequence[UsageRow]) -> list[list[UsageRow]]:
     groups: list[list[UsageRow]] = []
     num_seen: Counter[str] = Counter()
     for row in rows:
@@ -151,10 +157,11 @@ def _groups(rows: Sequence[UsageRow]) -> list[list[UsageRow]]:
     return groups
 
 
-def _add_spend(connection: Connection, rows: Sequence[UsageRow], inserted: frozenset[str]) -> None:
+def _add_spend(connection: Connection, rows: Sequence[UsageRow], inserted: frozenset[str] | None) -> None:
+    """Add the money of the inserted rows, all of them for None."""
     spent: dict[tuple[int, str, str, str], int] = defaultdict(int)
     for row in rows:
-        if row.cost_picodollars and row.request_id in inserted:
+        if row.cost_picodollars and (inserted is None or row.request_id in inserted):
             spent[row.day, row.workspace_id, row.key_id, row.model] += row.cost_picodollars
     if not spent:
         return

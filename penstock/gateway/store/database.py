@@ -43,6 +43,7 @@ DATABASE_FILE = "penstock.db"
 # For writers, and as many for readers: while writers wait for another process's lock, keys are still checked.
 NUM_THREADS = 4
 _QUIET_S = 5.0  # without a failure, after which an outage is over
+_SAME_TIME_NS = 100_000_000  # file systems' clocks tick every few milliseconds
 # A connection to PostgreSQL whose other end is silently gone, such as behind a cut network, ends after this on both
 # sides. The server then rolls back, so that locks of rows (a lease, for example) do not outlive their holder.
 _GONE_S = 10
@@ -205,6 +206,19 @@ class Database:
         except OSError:
             return 0, 0
         return found.st_dev, found.st_ino
+
+    def stamp(self) -> tuple[int, ...] | None:
+        """Return numbers that any change of a SQLite file changes, by whichever process, for the cost of a look at
+        two files. None where only a query can tell: for other databases, and right after a change, because two
+        changes may have the same time."""
+        if self.file is None:
+            return None
+        found = [os.stat(self.file)]
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.stat(f"{self.file}-wal"))
+        if time.time_ns() - max(each.st_mtime_ns for each in found) < _SAME_TIME_NS:
+            return None
+        return tuple(number for each in found for number in (each.st_ino, each.st_size, each.st_mtime_ns))
 
     def _note_return(self) -> None:
         """On a full disk reads succeed, and so does a write into free pages: one success does not end an outage."""

@@ -159,6 +159,8 @@ class Follower:
         async with contextlib.AsyncExitStack() as stack:
             if self._database.dialect == "postgresql":
                 await stack.enter_async_context(running(self._hear()))
+            stamp: tuple[int, ...] | None = None
+            looked_at = -SLOW_POLL_S
             while True:
                 wait_s = SLOW_POLL_S if self._hears else POLL_S
                 with contextlib.suppress(TimeoutError):
@@ -166,12 +168,27 @@ class Follower:
                         await self._wake.wait()
                 self._wake.clear()
                 try:
+                    before, stamp = stamp, self._stamp()
+                    now = time.monotonic()
+                    if stamp is not None and stamp == before and now - looked_at < SLOW_POLL_S:
+                        self.checked_at = time.time()
+                        continue
                     await self.look()
+                    looked_at = now
                 except StoreUnavailable:
+                    stamp = None
                     await asyncio.sleep(_RETRY_S)  # the database has said why in the log
                 except Exception:
+                    stamp = None
                     logger.exception("new versions could not be looked for")
                     await asyncio.sleep(_RETRY_S)
+
+    def _stamp(self) -> tuple[int, ...] | None:
+        """Return the stamp of the database; None where only a query tells whether it is as before."""
+        try:
+            return self._database.stamp()
+        except OSError:  # the query says what is wrong
+            return None
 
     async def _hear(self) -> None:
         """Listen for announcements. A connection counts once its own announcement came back, because a pooler between

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.core.errors import InvalidRequest, PreconditionFailed, StoreUnavailable
+from penstock.gateway.store import database as database_module
 from penstock.gateway.store import versions
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.store.versions import (
@@ -99,6 +100,44 @@ async def test_a_follower_of_another_process_hears_of_a_change(
     heard.clear()
     await follower.look()
     assert not heard.is_set(), "the same version is told once"
+    following.cancel()
+    ours.close()
+    theirs.close()
+
+
+async def test_a_file_that_nobody_changed_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "POLL_S", 0.001)
+    monkeypatch.setattr(database_module, "_SAME_TIME_NS", 20_000_000)
+    ours, theirs = ready_made_database(tmp_path), Database(sqlite_url(tmp_path))
+    heard = asyncio.Event()
+    num_asked = 0
+    run = theirs.run
+
+    async def count(*args: object, **options: object) -> object:
+        nonlocal num_asked
+        num_asked += 1
+        return await run(*args, **options)  # type: ignore[arg-type]
+
+    async def on_change() -> None:
+        heard.set()
+
+    monkeypatch.setattr(theirs, "run", count)
+    follower = Follower(theirs)
+    follower.follow("k", on_change)
+    following = asyncio.create_task(follower.run())
+    while (stamp := theirs.stamp()) is None or follower.checked_at == 0.0:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)
+    num_before, checked_at = num_asked, follower.checked_at
+    while follower.checked_at < checked_at + 0.02:
+        await asyncio.sleep(0.001)
+    assert num_asked == num_before
+    await put(ours, b"x")
+    assert theirs.stamp() != stamp
+    async with asyncio.timeout(60):
+        await heard.wait()
     following.cancel()
     ours.close()
     theirs.close()
