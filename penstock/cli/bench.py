@@ -104,11 +104,13 @@ def bench_serve(
     """
     import msgspec
 
-    from penstock.bench.drafts import drafts_table, read_drafters, reports_since
     from penstock.bench.load import find_target
     from penstock.bench.summary import (
         check_plot,
+        drafts_table,
         plot_latencies,
+        read_drafters,
+        reports_since,
         serve_table,
         summarize,
         totals_line,

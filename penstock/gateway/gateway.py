@@ -33,7 +33,6 @@ from penstock.gateway.external.answer import ExternalAnswer
 from penstock.gateway.external.models import ExternalModel
 from penstock.gateway.guards.policies import GuardPolicies
 from penstock.gateway.images import ImageLoader
-from penstock.gateway.metrics.exchange import MetricsExchange
 from penstock.gateway.metrics.gateway import GatewayMetrics
 from penstock.gateway.models.catalogue import RETRY_AFTER_S, Catalogue
 from penstock.gateway.models.routes import AutoModel, ModelRoutes
@@ -43,6 +42,7 @@ from penstock.gateway.prompts import GenerationRequest, Prompt
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.reuse.shared_cache import EmbeddingCacheSettings, SharedCaches
 from penstock.gateway.settings.settings import TierSettings, least_urgent
+from penstock.gateway.siblings import MetricsExchange
 from penstock.gateway.telemetry import current_record
 from penstock.gateway.text.caching import PromptCacheSettings
 from penstock.gateway.turns import Turns

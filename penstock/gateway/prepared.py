@@ -18,7 +18,6 @@ from penstock.core.errors import ContextLengthExceeded, DeadlineExceeded, Invali
 from penstock.core.request import Request, SamplingParams, Tier
 from penstock.gateway.accounts import Admission, Claim
 from penstock.gateway.answers.choice import Choice
-from penstock.gateway.answers.prompt_scores import PromptScores
 from penstock.gateway.checks import (
     MAX_BEAM_TOKENS,
     check_num_prompt_logprobs,
@@ -35,6 +34,7 @@ from penstock.gateway.prompts import (
     ChatPrompt,
     GenerationRequest,
     Prompt,
+    PromptScores,
     RequestWarning,
     image_parts,
 )

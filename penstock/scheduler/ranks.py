@@ -20,7 +20,7 @@ from penstock.core.errors import Overloaded
 from penstock.core.messages import EngineStats, KVEvent, added_up
 from penstock.core.plan import NO_DRAFTS, Chunk, Draft, StepPlan, StepResult, TokenEvent
 from penstock.core.request import Request
-from penstock.kvcache.union import IndexUnion
+from penstock.kvcache.block import IndexUnion
 from penstock.scheduler.rank_choice import cached_tokens, ranks_by_cost
 from penstock.scheduler.scheduler import Scheduler
 

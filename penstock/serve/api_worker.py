@@ -14,8 +14,7 @@ import uvloop
 
 from penstock.cluster.fleet import Fleet
 from penstock.dispatch import DispatchConfig
-from penstock.gateway.metrics.exchange import MetricsExchange
-from penstock.gateway.siblings import Siblings
+from penstock.gateway.siblings import MetricsExchange, Siblings
 from penstock.serve.api_workers import (
     Begin,
     CutShort,

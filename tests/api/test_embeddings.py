@@ -22,7 +22,7 @@ from penstock.core.request import FinishReason, Request
 from penstock.gateway.accounts import Accounts, Claim, Outcome
 from penstock.gateway.answers.stream import ENGINE_GRACE_S, ReaderGone
 from penstock.gateway.embeddings import service
-from penstock.gateway.embeddings.cache import cache_key
+from penstock.gateway.embeddings.inputs import cache_key
 from penstock.gateway.embeddings.run import MAX_TEXTS_IN_FLIGHT
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
 from penstock.gateway.gateway import Gateway

@@ -92,7 +92,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="fake-m
 def test_drafts_of_a_run_are_reported_without_those_before(
     tmp_path: Path, metrics: str, expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.bench.drafts.SETTLING_S", 0.0)
+    monkeypatch.setattr("penstock.bench.summary.SETTLING_S", 0.0)
     with serving(FakeServer(metrics=metrics)) as server:
         result = run(
             *("serve", "--url", server.url, "--requests", "3", "--warmup", "2", "--speculate-report"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.core.messages import KeptEntry, KVCleared, KVRemoved, KVStored
 from penstock.kvcache import KVCache, root_hash
-from penstock.kvcache.union import IndexUnion
+from penstock.kvcache.block import IndexUnion
 from tests.kvcache.chains import Mirror, hashes, remember
 
 

@@ -21,10 +21,9 @@ from penstock.api.openai.answers import (
 )
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.prompt_scores import ScoredPrompt
 from penstock.gateway.answers.stream import DIRECT_LOGPROBS, AnswerStream, WrappedAnswer
 from penstock.gateway.models.catalogue import AnsweringModel
-from penstock.gateway.prompts import Prompt, TextPrompt, TokenPrompt
+from penstock.gateway.prompts import Prompt, ScoredPrompt, TextPrompt, TokenPrompt
 from penstock.gateway.turns import in_thread
 
 TokenBytes = Callable[[int], bytes]

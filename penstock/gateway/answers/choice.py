@@ -17,8 +17,7 @@ import msgspec
 
 from penstock.core.plan import CacheUse, TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request
-from penstock.gateway.answers.prompt_scores import PromptScores, ScoredPrompt
-from penstock.gateway.prompts import AnswerText
+from penstock.gateway.prompts import AnswerText, PromptScores, ScoredPrompt
 from penstock.gateway.text.detokenizer import StopMatcher, StopWatch
 from penstock.gateway.text.tokenizer import TextTokenizer
 from penstock.gateway.tools.answer_form import AnswerForm

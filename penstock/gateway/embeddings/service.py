@@ -19,21 +19,19 @@ from penstock.core.messages import ModelCard
 from penstock.core.request import Pooling, Request, SamplingParams, Tier
 from penstock.gateway.accounts import Account, Claim
 from penstock.gateway.checks import check_names
-from penstock.gateway.embeddings.cache import (
+from penstock.gateway.embeddings.inputs import (
     SHARED_KIND,
     CachedVector,
     EmbeddingCache,
-    cache_key,
-    decode_vector,
-    encode_vector,
-)
-from penstock.gateway.embeddings.inputs import (
     Input,
     Pair,
     Reading,
     TextWithRole,
     Tokens,
+    cache_key,
     check_reading,
+    decode_vector,
+    encode_vector,
     num_characters,
     tokens_of,
     within_reach,

@@ -45,8 +45,8 @@ from penstock.gateway.tools.answer_form import (
     forces_calls,
     reasoning_of,
 )
+from penstock.gateway.tools.call_parser import CONTROL_TOKENS
 from penstock.gateway.tools.formats import tool_format_of
-from penstock.gateway.tools.harmony import CONTROL_TOKENS
 from penstock.gateway.turns import in_thread
 
 MAX_LOOSE_CHARACTERS = 1 << 20  # of a text that need not fit the context

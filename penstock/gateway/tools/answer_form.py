@@ -15,9 +15,8 @@ from penstock.core.grammar_text import StructuralTags, TaggedText, ThinkingBudge
 from penstock.core.messages import ModelCard
 from penstock.core.request import Grammar
 from penstock.gateway.prompts import ChatPrompt, Tool
-from penstock.gateway.tools import harmony
+from penstock.gateway.tools.call_parser import CHANNEL, HarmonyParser
 from penstock.gateway.tools.formats import HARMONY
-from penstock.gateway.tools.harmony import HarmonyParser
 from penstock.gateway.tools.parser import (
     THINK,
     AnswerSink,
@@ -80,7 +79,7 @@ _THINKING_SIGNS = (
 
 
 # Of templates that put the marks together from parts.
-_OTHER_SIGNS = {"harmony": harmony.CHANNEL, "hy_v3": ":opensource"}
+_OTHER_SIGNS = {"harmony": CHANNEL, "hy_v3": ":opensource"}
 
 
 def reasoning_of(card: ModelCard, setting: str = AUTO) -> ReasoningMarks | None:

@@ -11,8 +11,14 @@ import msgspec
 
 from penstock.core.grammar_text import ParameterText
 from penstock.gateway.prompts import Tool, ToolCall
-from penstock.gateway.tools import harmony
-from penstock.gateway.tools.call_parser import CallMarkers, CallParser
+from penstock.gateway.tools.call_parser import (
+    CHANNEL,
+    CONTROL_TOKENS,
+    START,
+    CallMarkers,
+    CallParser,
+    HarmonyParser,
+)
 from penstock.gateway.tools.parser import AnswerSink, OutputParser
 from penstock.gateway.tools.tagged_calls import TaggedCallParser, TaggedCalls
 
@@ -51,7 +57,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def opening(self) -> tuple[str, ...]:
         """Return the texts that calls, and nothing else, begin with."""
-        return (harmony.CHANNEL, harmony.START) if self.markers is None else self.markers.opening
+        return (CHANNEL, START) if self.markers is None else self.markers.opening
 
     @property
     def triggers(self) -> tuple[str, ...]:
@@ -63,12 +69,12 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def control_texts(self) -> tuple[str, ...]:
         """Texts that a parser must see even where they are control tokens."""
-        return harmony.CONTROL_TOKENS if self.markers is None else self.markers.texts
+        return CONTROL_TOKENS if self.markers is None else self.markers.texts
 
     def parser(self, sink: AnswerSink, schemas: Mapping[str, Mapping[str, Any]]) -> OutputParser:
         """Return a parser of answers that may call the functions in `schemas`, which has their parameters."""
         if self.markers is None:
-            return harmony.HarmonyParser(sink, frozenset(schemas))
+            return HarmonyParser(sink, frozenset(schemas))
         if isinstance(self.markers, TaggedCalls):
             return TaggedCallParser(sink, self.markers, schemas)
         return CallParser(sink, self.markers, frozenset(schemas))

@@ -14,9 +14,8 @@ from prometheus_client.registry import Collector
 
 from penstock.gateway import siblings
 from penstock.gateway.ledger.ledger import TokensPerHour
-from penstock.gateway.metrics.exchange import MetricsExchange, merge
 from penstock.gateway.metrics.table import Metric, metric, metric_by
-from penstock.gateway.siblings import Siblings
+from penstock.gateway.siblings import MetricsExchange, Siblings, merge
 
 
 @pytest.fixture(autouse=True)

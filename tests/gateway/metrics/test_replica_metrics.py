@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from penstock.cluster.fleet import Fleet
 from penstock.core.errors import EngineUnavailable
 from penstock.core.messages import DrafterStats, EngineStats
-from penstock.gateway.metrics.exchange import merge
 from penstock.gateway.metrics.gateway import ReplicaMetrics
+from penstock.gateway.siblings import merge
 from tests.cluster.engines import send
 from tests.cluster.fake_replicas import FakeReplicas, make_request, member
 

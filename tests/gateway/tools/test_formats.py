@@ -36,6 +36,7 @@ from penstock.gateway.tools.answer_form import (
     reasoning_of,
     tool_grammar,
 )
+from penstock.gateway.tools.call_parser import CONTROL_TOKENS
 from penstock.gateway.tools.formats import (
     FORMATS,
     GEMMA,
@@ -46,7 +47,6 @@ from penstock.gateway.tools.formats import (
     MISTRAL_ARGS,
     tool_format_of,
 )
-from penstock.gateway.tools.harmony import CONTROL_TOKENS
 from penstock.gateway.tools.parser import THINK
 from penstock.gateway.tools.tool_format import ToolFormat
 from tests.gateway.fake_engine import CHAT_TEMPLATE, byte_tokenizer, engine_ready, model_card
