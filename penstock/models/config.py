@@ -6,9 +6,10 @@ alone are read in the family's file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -360,6 +361,18 @@ class Fields:
         return ModelLoadError(
             f"{self.where} has {self._prefix}{key} = {value!r:.80}, which is not {expected}."
         )
+
+
+@contextlib.contextmanager
+def sound_settings(where: str) -> Iterator[None]:
+    """Refuse settings of types or sizes that no reader has looked for."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+        raise ModelLoadError(
+            f"{where} has settings that do not fit together: {str(error) or type(error).__name__}.",
+            hint="Fetch the file again.",
+        ) from error
 
 
 def read_settings(path: Path) -> dict[str, Any] | None:

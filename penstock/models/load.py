@@ -20,7 +20,14 @@ from penstock.core.engine_config import LoadFormat, ModelImplementation, Quantiz
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.figures import format_bytes
 from penstock.kernels.interface import DenseWeight, Ops
-from penstock.models.config import ArchitectureConfig, Fields, NotNative, UnknownArchitecture, read_settings
+from penstock.models.config import (
+    ArchitectureConfig,
+    Fields,
+    NotNative,
+    UnknownArchitecture,
+    read_settings,
+    sound_settings,
+)
 from penstock.models.decoder import Decoder
 from penstock.models.encoders.load import ENCODERS
 from penstock.models.families import FAMILIES
@@ -158,7 +165,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_dir():
         fields = text_fields(path, _read_config(path / "config.json"))
         architecture = architecture_for_huggingface(fields)
-        config = architecture.config_from_huggingface(with_class_defaults(fields, architecture.name))
+        with sound_settings(fields.where):
+            config = architecture.config_from_huggingface(with_class_defaults(fields, architecture.name))
         pooling = read_pooling(path, fields, is_decoder=True)
         if pooling.only_pools and pooling.score_tokens is None:  # there may be no head for tokens
             config = dataclasses.replace(config, tie_embeddings=True)
@@ -170,7 +178,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, architecture, config, None, folder_quantization(path, fields))
     file = GGUFFile(path)
     architecture = architecture_for_gguf(file)
-    config = architecture.config_from_gguf(file)
+    with sound_settings(file.path.name):
+        config = architecture.config_from_gguf(file)
     refuse_unread_settings(file, config)
     config = dataclasses.replace(config, rope_axes=_rope_axes(gguf_rope_axes(file), config))
     return Checkpoint(path, architecture, config, file)

@@ -45,7 +45,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
     raw = Fields(transformers.PretrainedConfig.get_config_dict(folder)[0], str(folder / "config.json"))
     model_type = raw.raw("model_type")
     own_code = raw.raw("auto_map")
-    known = model_type in transformers.CONFIG_MAPPING
+    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
     if not known and own_code and not trust_remote_code:
         raise ModelLoadError(
             f"The model in {folder} brings Python code of its own, which is not run unasked.",

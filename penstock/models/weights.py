@@ -147,7 +147,7 @@ class WeightLoader:
         self._quantization = quantization
         self._on_progress = on_progress
         self._num_loaded = 0
-        self._vectors: set[str] = set()  # that have been read
+        self._read: set[str] = set()  # names of tensors
         self._denied: dict[str, int] = {}  # biases that products do not have by the settings, and their sizes
 
     def has(self, name: str) -> bool:
@@ -215,7 +215,7 @@ class WeightLoader:
     def refuse_unread_biases(self) -> None:
         """Refuse biases of products that have none by the settings. Some tools store zeros for every product."""
         for stored, height in self._denied.items():
-            is_unread = stored in self._names and stored not in self._vectors
+            is_unread = stored in self._names and stored not in self._read
             if is_unread and bool(self._source.vector(stored, height, None).any()):
                 raise ModelLoadError(
                     f"The checkpoint has {stored}, and by its settings the model has no such bias.",
@@ -325,6 +325,7 @@ class WeightLoader:
     def _matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         if part is not None and (len(part.rows), len(part.columns)) == (rows, columns):
             part = None
+        self._read.add(name)
         with _named(f"{name} of {rows} × {columns} numbers"):
             weight = self._source.matrix(name, rows, columns, part)
         if not isinstance(weight, DenseWeight):
@@ -335,7 +336,7 @@ class WeightLoader:
         return weight
 
     def _host_vector(self, name: str, size: int, part: range | None = None) -> Tensor:
-        self._vectors.add(name)
+        self._read.add(name)
         with _named(f"{name} of {size} numbers"):
             values = self._source.vector(name, size, part if part is not None and len(part) < size else None)
         refuse_infinite(name, values)

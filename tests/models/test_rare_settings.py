@@ -120,3 +120,21 @@ def test_a_stored_bias_that_the_settings_deny_is_refused_unless_it_is_zero(
         return
     with pytest.raises(ModelLoadError, match=name):
         load_model(tiny_llama.folder, plain_ops)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("lfm3", {"rope_parameters": {"sliding_attention": "full_attention", "full_attention": {}}}),
+        ("gpt_neo", {"attention_types": True}),
+        ("llama4", {"moe_layers": -0.5}),
+        ("helium", {"head_dim": 15, "model_type": [1, 2]}),
+    ],
+)
+def test_settings_of_unexpected_types_are_refused(
+    family: str, settings: dict[str, Any], tmp_path: Path, plain_ops: Ops
+) -> None:
+    save_tiny(family, tmp_path)
+    changed(tmp_path, lambda tensors: None, **settings)
+    with pytest.raises(ModelLoadError):
+        load_model(tmp_path, plain_ops)
