@@ -27,6 +27,7 @@ from penstock.core.errors import InvalidRequest, Overloaded, quoted
 from penstock.core.grammar_text import decode_tags, grammar_text, is_lenient, lenient, without_assertions
 from penstock.core.request import Grammar
 from penstock.gateway.prompts import RequestWarning
+from penstock.gateway.text.terminals import expanded_size
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ MAX_SCHEMA_VALUES = 20_000  # keys and values of all levels
 MAX_NOTE_CHARS = 400  # of one warning
 MAX_SOFTENED_PATTERNS = 100  # each is compiled to find out whether it can be
 CHECK_TIMEOUT_S = 10.0
+MAX_TERMINAL_CHARACTERS = 4_000_000  # of a grammar in Lark, written out
 MAX_MULTIPLE = 20_000
 MAX_MULTIPLE_DIGITS = 400  # of one number, written without an exponent
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,3})?)')
@@ -205,25 +207,44 @@ class GrammarChecker:
         param = _USUAL_PARAMS[grammar.kind]
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"The grammar is larger than {MAX_GRAMMAR_BYTES} bytes.", param=param)
-        turn = self._turns.setdefault(workspace_id, asyncio.Lock())
-        loop = asyncio.get_running_loop()
-        has_begun = False
+        has_begun = asyncio.Event()
+        checking = asyncio.create_task(self._check_in_turn(key, special_token_ids, has_begun))
+        checking.add_done_callback(_note_seen)
+        beginning = asyncio.create_task(has_begun.wait())
         try:
-            async with asyncio.timeout(CHECK_TIMEOUT_S) as limit, turn:
-                if (known := self._remembered(key)) is not None:  # the request before had the same
-                    return known
-                async with self._free_threads:
-                    has_begun = True
-                    limit.reschedule(loop.time() + CHECK_TIMEOUT_S)
-                    good = await loop.run_in_executor(self._pool, _checked, grammar, special_token_ids)
+            await asyncio.wait(
+                (checking, beginning), timeout=CHECK_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not has_begun.is_set() and not checking.done():
+                raise Overloaded("Too many grammars are being checked.", retry_after_s=1.0)
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                return await asyncio.shield(checking)
         except TimeoutError:
-            if not has_begun:
-                raise Overloaded("Too many grammars are being checked.", retry_after_s=1.0) from None
             raise InvalidRequest(
                 f"The grammar takes more than {CHECK_TIMEOUT_S:g} s to compile.", param=param
             ) from None
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param) from None
+        finally:
+            beginning.cancel()
+            if not has_begun.is_set():
+                checking.cancel()
+
+    async def _check_in_turn(
+        self, key: tuple[str, Grammar], special_token_ids: Mapping[str, int], has_begun: asyncio.Event
+    ) -> CheckedGrammar:
+        """Check a grammar when it is the turn of its workspace. The turn and the thread are taken for as long as the
+        thread works, also when nobody waits for it any more: a workspace with grammars that take minutes would
+        otherwise have all threads."""
+        workspace_id, grammar = key
+        turn = self._turns.setdefault(workspace_id, asyncio.Lock())
+        async with turn:
+            if (known := self._remembered(key)) is not None:  # the request before had the same
+                return known
+            async with self._free_threads:
+                has_begun.set()
+                loop = asyncio.get_running_loop()
+                good = await loop.run_in_executor(self._pool, _checked, grammar, special_token_ids)
         self._remember(key, good)
         return good
 
@@ -240,6 +261,12 @@ class GrammarChecker:
         if good is not None:
             self._good.move_to_end(key)
         return good
+
+
+def _note_seen(checking: asyncio.Task[CheckedGrammar]) -> None:
+    """Take note of an error for which nobody waits any more; asyncio would log it."""
+    if not checking.cancelled():
+        checking.exception()
 
 
 def _num_bytes(grammar: Grammar, good: CheckedGrammar) -> int:
@@ -280,8 +307,27 @@ def _checked(grammar: Grammar, special_token_ids: Mapping[str, int]) -> CheckedG
     return CheckedGrammar(grammar, tuple(RequestWarning("schema_not_enforced", note, param) for note in told))
 
 
+class _LarkGrammar(msgspec.Struct):
+    lark_grammar: str = ""
+
+
+class _MatcherGrammars(msgspec.Struct):
+    """The part of a matcher's text in which clients can write Lark."""
+
+    grammars: list[_LarkGrammar]
+
+
+_decode_grammars = msgspec.json.Decoder(_MatcherGrammars).decode
+
+
 def _compiled(text: str) -> tuple[str | None, list[str]]:
     """Return the error of a grammar, or what the matcher says about parts of it that it skips."""
+    for each in _decode_grammars(text).grammars:
+        if expanded_size(each.lark_grammar, MAX_TERMINAL_CHARACTERS) > MAX_TERMINAL_CHARACTERS:
+            raise InvalidRequest(
+                "The grammar's terminals have too many parts: written out, they have more than "
+                f"{MAX_TERMINAL_CHARACTERS:,} characters."
+            )
     limits = LLParserLimits(verbose_errors=False)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(text, None, limits=limits)
     return (_first_line("".join(messages[:1])), []) if is_error else (None, messages)

@@ -186,6 +186,22 @@ async def test_the_slow_grammars_of_one_workspace_leave_room_for_another(
     assert checks.begun == ["slow0", "quick", "slow1", "slow2"], "each grammar is checked once"
 
 
+async def test_a_grammar_that_is_given_up_keeps_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread goes on. The workspace would otherwise have all threads, and its next grammars every new one."""
+    checks, checker = SlowChecks(monkeypatch), GrammarChecker()
+    monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 0.1)
+    with pytest.raises(InvalidRequest, match="to compile"):
+        await checker.check(Grammar("regex", "slow0"), {}, "a")
+    with pytest.raises(Overloaded):
+        await checker.check(Grammar("regex", "slow1"), {}, "a")
+    monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 600.0)
+    async with asyncio.timeout(50):
+        await checker.check(Grammar("regex", "quick"), {}, "b")
+    assert checks.begun == ["slow0", "quick"]
+    checks.released.set()
+    await checker.check(Grammar("regex", "slow1"), {}, "a")
+
+
 async def test_as_many_grammars_are_remembered_as_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     checks, checker = SlowChecks(monkeypatch), GrammarChecker()
     monkeypatch.setattr(grammars, "_MAX_REMEMBERED_BYTES", 200_000)
