@@ -19,6 +19,7 @@ from penstock.api.http.multipart import UploadReader
 from penstock.api.http.parsing import choice_of, integer_of, text_of
 from penstock.api.http.routes import PAGE, Operation
 from penstock.core.errors import InvalidRequest
+from penstock.core.figures import Count
 from penstock.gateway.files import FileStore, StoredFile
 from penstock.gateway.store.database import Order
 from penstock.gateway.uploads import MAX_PART_BYTES, MAX_PARTS, UploadPlan, Uploads, plan_of
@@ -244,7 +245,7 @@ class ExpiresAfter(msgspec.Struct):
 
 
 class NewUpload(msgspec.Struct):
-    bytes: Annotated[int, Meta(ge=1)]
+    bytes: Count
     filename: str
     purpose: str
     mime_type: str | None = None

@@ -6,14 +6,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 import click
 
 from penstock.cli.commands import PenstockCommand, PenstockGroup
 from penstock.cli.console import json_option, print_json
-from penstock.cli.options import connect, server_options
+from penstock.cli.options import server_options
 from penstock.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,30 +53,27 @@ def cluster() -> None:
 @cluster.command(short_help="Show hosts, replicas, gateways and the leader.")
 @json_option
 @server_options
-def status(as_json: bool, url: str, api_key: str | None) -> None:
+def status(as_json: bool, client: AdminClient) -> None:
     """Show the leader, hosts, replicas and gateways. Without a leader, show the replicas that the gateway knows."""
-    with closing(connect(url, api_key)) as client:
-        _show(client.cluster(), as_json=as_json)
+    _show(client.cluster(), as_json=as_json)
 
 
 @cluster.command(short_help="Place no more replicas on a host.")
 @click.argument("host")
 @json_option
 @server_options
-def cordon(host: str, as_json: bool, url: str, api_key: str | None) -> None:
+def cordon(host: str, as_json: bool, client: AdminClient) -> None:
     """Place no more replicas on HOST. Its replicas continue."""
-    with closing(connect(url, api_key)) as client:
-        _show(client.operate({"action": "cordon", "target": host}), as_json=as_json)
+    _show(client.operate({"action": "cordon", "target": host}), as_json=as_json)
 
 
 @cluster.command(short_help="Take a host back into service.")
 @click.argument("host")
 @json_option
 @server_options
-def uncordon(host: str, as_json: bool, url: str, api_key: str | None) -> None:
+def uncordon(host: str, as_json: bool, client: AdminClient) -> None:
     """Take HOST back into service. If it was drained, its own replicas start again."""
-    with closing(connect(url, api_key)) as client:
-        _show(client.operate({"action": "uncordon", "target": host}), as_json=as_json)
+    _show(client.operate({"action": "uncordon", "target": host}), as_json=as_json)
 
 
 @cluster.command(short_help="Move all replicas away from a host.")
@@ -86,7 +82,7 @@ def uncordon(host: str, as_json: bool, url: str, api_key: str | None) -> None:
 @_timeout_option
 @json_option
 @server_options
-def drain(host: str, wait: bool, timeout_s: float, as_json: bool, url: str, api_key: str | None) -> None:
+def drain(host: str, wait: bool, timeout_s: float, as_json: bool, client: AdminClient) -> None:
     """Move all replicas away from HOST, and place no more there.
 
     Each replica starts on another host first, if one has room. Then it finishes its requests and ends. The process
@@ -96,11 +92,10 @@ def drain(host: str, wait: bool, timeout_s: float, as_json: bool, url: str, api_
     def is_done(view: ClusterView) -> bool:
         return view.leader is not None and not any(replica.host == host for replica in view.replicas)
 
-    with closing(connect(url, api_key)) as client:
-        view = client.operate({"action": "drain", "target": host})
-        if wait:
-            view = _wait(client, is_done, timeout_s, f"{host} still has replicas.")
-        _show(view, as_json=as_json)
+    view = client.operate({"action": "drain", "target": host})
+    if wait:
+        view = _wait(client, is_done, timeout_s, f"{host} still has replicas.")
+    _show(view, as_json=as_json)
 
 
 @cluster.command(short_help="Move one replica to another host.")
@@ -111,18 +106,17 @@ def drain(host: str, wait: bool, timeout_s: float, as_json: bool, url: str, api_
 @json_option
 @server_options
 def move(
-    replica: str, to: str | None, wait: bool, timeout_s: float, as_json: bool, url: str, api_key: str | None
+    replica: str, to: str | None, wait: bool, timeout_s: float, as_json: bool, client: AdminClient
 ) -> None:
     """Start a replica like REPLICA on another host, then let REPLICA finish its requests and end."""
 
     def is_done(view: ClusterView) -> bool:
         return view.leader is not None and not any(each.id == replica for each in view.replicas)
 
-    with closing(connect(url, api_key)) as client:
-        view = client.operate({"action": "move", "target": replica, "to": to})
-        if wait:
-            view = _wait(client, is_done, timeout_s, f"{replica} is still there.")
-        _show(view, as_json=as_json)
+    view = client.operate({"action": "move", "target": replica, "to": to})
+    if wait:
+        view = _wait(client, is_done, timeout_s, f"{replica} is still there.")
+    _show(view, as_json=as_json)
 
 
 @cluster.command(short_help="Let a replica prefill or decode from now on.")
@@ -133,7 +127,7 @@ def move(
 @json_option
 @server_options
 def convert(
-    replica: str, role: str, wait: bool, timeout_s: float, as_json: bool, url: str, api_key: str | None
+    replica: str, role: str, wait: bool, timeout_s: float, as_json: bool, client: AdminClient
 ) -> None:
     """Let REPLICA work in the other ROLE from now on: prefill or decode.
 
@@ -145,11 +139,10 @@ def convert(
     def is_done(view: ClusterView) -> bool:
         return any((each.id, each.role) == (replica, role) for each in view.replicas)
 
-    with closing(connect(url, api_key)) as client:
-        view = client.order_replica({"action": "convert", "replica_id": replica, "role": role})
-        if wait:
-            view = _wait(client, is_done, timeout_s, f"{replica} does not {role} yet.")
-        _show(view, as_json=as_json)
+    view = client.order_replica({"action": "convert", "replica_id": replica, "role": role})
+    if wait:
+        view = _wait(client, is_done, timeout_s, f"{replica} does not {role} yet.")
+    _show(view, as_json=as_json)
 
 
 def _wait(
@@ -211,7 +204,7 @@ _STYLES = {"ready": "green", "draining": "yellow", "unhealthy": "red", "starting
 @click.option("--once", is_flag=True, help="Print once and exit, for scripts.")
 @json_option
 @server_options
-def top(interval: float, once: bool, as_json: bool, url: str, api_key: str | None) -> None:
+def top(interval: float, once: bool, as_json: bool, client: AdminClient) -> None:
     """Watch a running server: its replicas with their queues, KV caches and latencies, how requests were routed,
     what the autoscaler did last, and releases.
 
@@ -219,27 +212,25 @@ def top(interval: float, once: bool, as_json: bool, url: str, api_key: str | Non
     tokens that were accepted, and the tokens per step of requests with drafts, since the replica started. Ctrl-C ends
     it.
     """
-    from penstock.cli.clients import AdminClient
     from penstock.cli.console import stdout_console
 
-    with contextlib.closing(AdminClient(url, api_key)) as client:
-        view = client.cluster()
-        if as_json:
-            print_json(view)
-            return
-        console = stdout_console()
-        if once:
-            # A pipe has no width, and scripts need whole words.
-            console.width = console.width if console.is_terminal else max(console.width, SCRIPT_WIDTH)
-            console.print(drawn(view))
-            return
-        from rich.live import Live
+    view = client.cluster()
+    if as_json:
+        print_json(view)
+        return
+    console = stdout_console()
+    if once:
+        # A pipe has no width, and scripts need whole words.
+        console.width = console.width if console.is_terminal else max(console.width, SCRIPT_WIDTH)
+        console.print(drawn(view))
+        return
+    from rich.live import Live
 
-        live = Live(drawn(view), console=console, screen=True, auto_refresh=False)
-        with contextlib.suppress(KeyboardInterrupt), live:
-            while True:
-                time.sleep(interval)
-                live.update(drawn(client.cluster()), refresh=True)
+    live = Live(drawn(view), console=console, screen=True, auto_refresh=False)
+    with contextlib.suppress(KeyboardInterrupt), live:
+        while True:
+            time.sleep(interval)
+            live.update(drawn(client.cluster()), refresh=True)
 
 
 def drawn(view: ClusterView) -> RenderableType:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import click
 import msgspec
@@ -39,11 +40,7 @@ from penstock.serve.environment import (
     URL_VARIABLE,
 )
 
-if TYPE_CHECKING:
-    from penstock.cli.clients import AdminClient
-
 DEFAULT_URL = "http://127.0.0.1:8000"
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 _ENVIRONMENT = {
     "api_key": API_KEY_VARIABLE,
@@ -169,22 +166,23 @@ def _shown(default: Any) -> str:
     return {True: "on", False: "off"}[default] if isinstance(default, bool) else f"{default}"
 
 
-def connect(url: str, api_key: str | None) -> AdminClient:
-    """Return a client of a running server, for a command with `server_options`."""
-    from penstock.cli.clients import AdminClient  # an import that other commands need not wait for
+def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --url and --api-key to a command, which gets a client of that running server as `client`."""
 
-    return AdminClient(url, api_key)
+    @functools.wraps(command)
+    def with_client(*args: Any, url: str, api_key: str | None, **given: Any) -> Any:
+        from penstock.cli.clients import AdminClient  # an import that other commands need not wait for
 
+        with closing(AdminClient(url, api_key)) as client:
+            return command(*args, client=client, **given)
 
-def server_options(command: Command) -> Command:
-    """Add --url and --api-key to a command that connects to a running server."""
-    command = click.option(
+    with_key = click.option(
         "--api-key",
         envvar=API_KEY_VARIABLE,
         show_envvar=True,
         metavar="TEXT",
         help="Key with the scope admin, if the server asks for keys.",
-    )(command)
+    )(with_client)
     return click.option(
         "--url",
         default=DEFAULT_URL,
@@ -193,4 +191,4 @@ def server_options(command: Command) -> Command:
         show_default=True,
         metavar="URL",
         help="URL of the server.",
-    )(command)
+    )(with_key)

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from penstock.cli.commands import PenstockGroup
 from penstock.cli.console import json_option, print_facts, print_json, shown_time
-from penstock.cli.options import connect, server_options
+from penstock.cli.options import server_options
 from penstock.core.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -115,8 +114,7 @@ def start(
     revision: str | None,
     watch: bool,
     as_json: bool,
-    url: str,
-    api_key: str | None,
+    client: AdminClient,
     **policy: Any,
 ) -> None:
     """Start a release. The server continues by itself: it promotes the new revision, or rolls it back."""
@@ -129,10 +127,9 @@ def start(
         "settings": _settings(settings),
         "policy": _policy(**policy),
     }
-    with closing(connect(url, api_key)) as client:
-        _show(client.start_release(order), as_json=as_json)
-        if watch:
-            _watch(client, model)
+    _show(client.start_release(order), as_json=as_json)
+    if watch:
+        _watch(client, model)
 
 
 @release.command(short_help="Show the current or last release.")
@@ -140,38 +137,35 @@ def start(
 @_watch_option
 @json_option
 @server_options
-def status(model: str | None, watch: bool, as_json: bool, url: str, api_key: str | None) -> None:
+def status(model: str | None, watch: bool, as_json: bool, client: AdminClient) -> None:
     """Show the current or last release, with the results of its gates."""
-    with closing(connect(url, api_key)) as client:
-        found = _find(client, model)
-        if not found:
-            click.echo("There was no release.", err=True)
-        for number, view in enumerate(found):
-            if number and not as_json:
-                click.echo()
-            _show(view, as_json=as_json)
-        if watch and found:
-            _watch(client, model)
+    found = _find(client, model)
+    if not found:
+        click.echo("There was no release.", err=True)
+    for number, view in enumerate(found):
+        if number and not as_json:
+            click.echo()
+        _show(view, as_json=as_json)
+    if watch and found:
+        _watch(client, model)
 
 
 @release.command(short_help="Give all traffic to the new revision now.")
 @_model_option
 @json_option
 @server_options
-def promote(model: str | None, as_json: bool, url: str, api_key: str | None) -> None:
+def promote(model: str | None, as_json: bool, client: AdminClient) -> None:
     """Give all traffic to the new revision now, whatever the gates say. The old revision finishes its requests."""
-    with closing(connect(url, api_key)) as client:
-        _show(client.promote_release(model), as_json=as_json)
+    _show(client.promote_release(model), as_json=as_json)
 
 
 @release.command(short_help="Take the new revision out of service.")
 @_model_option
 @json_option
 @server_options
-def rollback(model: str | None, as_json: bool, url: str, api_key: str | None) -> None:
+def rollback(model: str | None, as_json: bool, client: AdminClient) -> None:
     """Take the new revision out of service. It finishes its requests first."""
-    with closing(connect(url, api_key)) as client:
-        _show(client.roll_back_release(model), as_json=as_json)
+    _show(client.roll_back_release(model), as_json=as_json)
 
 
 def _settings(pairs: tuple[str, ...]) -> dict[str, str]:
@@ -300,8 +294,7 @@ def start_experiment(
     model: str | None,
     watch: bool,
     as_json: bool,
-    url: str,
-    api_key: str | None,
+    client: AdminClient,
 ) -> None:
     """Compare the policy sets A and B, named in the settings. The set `default` is how the server was started."""
     order = {
@@ -314,11 +307,10 @@ def start_experiment(
         "max_duration_s": None if hours is None else hours * 3600.0,
         "confidence": confidence,
     }
-    with closing(connect(url, api_key)) as client:
-        view = client.start_experiment(order)
-        if watch:
-            view = _watch_experiment(client, view)
-        _show_experiment(view, as_json=as_json)
+    view = client.start_experiment(order)
+    if watch:
+        view = _watch_experiment(client, view)
+    _show_experiment(view, as_json=as_json)
 
 
 @experiment.command("status", short_help="Show the current or last experiment.")
@@ -326,26 +318,24 @@ def start_experiment(
 @_watch_experiment_option
 @json_option
 @server_options
-def experiment_status(model: str | None, watch: bool, as_json: bool, url: str, api_key: str | None) -> None:
+def experiment_status(model: str | None, watch: bool, as_json: bool, client: AdminClient) -> None:
     """Show the current or last experiment, with its interval, its guard rails and its verdict."""
-    with closing(connect(url, api_key)) as client:
-        found = [view for view in client.experiments() if model in (None, view.model)]
-        if not found:
-            click.echo("There was no experiment.", err=True)
-        for number, view in enumerate(found):
-            if number and not as_json:
-                click.echo()
-            _show_experiment(_watch_experiment(client, view) if watch else view, as_json=as_json)
+    found = [view for view in client.experiments() if model in (None, view.model)]
+    if not found:
+        click.echo("There was no experiment.", err=True)
+    for number, view in enumerate(found):
+        if number and not as_json:
+            click.echo()
+        _show_experiment(_watch_experiment(client, view) if watch else view, as_json=as_json)
 
 
 @experiment.command("stop", short_help="End the experiment now.")
 @_model_option
 @json_option
 @server_options
-def stop_experiment(model: str | None, as_json: bool, url: str, api_key: str | None) -> None:
+def stop_experiment(model: str | None, as_json: bool, client: AdminClient) -> None:
     """End the experiment. The replicas from before come back first, and no request is lost."""
-    with closing(connect(url, api_key)) as client:
-        _show_experiment(client.stop_experiment(model), as_json=as_json)
+    _show_experiment(client.stop_experiment(model), as_json=as_json)
 
 
 def _watch_experiment(client: AdminClient, view: ExperimentView) -> ExperimentView:

@@ -27,7 +27,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from penstock.core.figures import percentile
+from penstock.core.figures import Count, CountOrZero, percentile
 
 _LEAST_VARIANCE = 1e-12
 _MAX_DEPENDENCE = 0.95  # of a value on the previous value
@@ -269,8 +269,8 @@ _GROWTH = 1.5  # of samples, from one look to the next
 
 
 class GateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    min_requests: Annotated[int, Meta(ge=1)] = 200  # of each revision, for errors and latencies
-    min_compared: Annotated[int, Meta(ge=0)] = 50  # mirrored answers, for divergence; 0 needs none
+    min_requests: Count = 200  # of each revision, for errors and latencies
+    min_compared: CountOrZero = 50  # mirrored answers, for divergence; 0 needs none
     max_extra_errors: float = 0.005  # share of requests, beyond the stable revision's share
     max_ttft_ratio: float = 1.25  # of the 95th percentiles
     max_itl_ratio: float = 1.25

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from penstock.core.engine_config import LengthBins, SchedulerConfig, TierShares
 from penstock.core.errors import ConfigError
+from penstock.core.figures import Positive, ShareOrZero
 from penstock.core.request import Tier
 
 MAX_RATIO = 10.0
@@ -60,7 +61,7 @@ class ObjectiveSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     targets: Targets = Targets()
     # Tokens per second that one replica can compute. None: what it computes per second of its steps, so that
     # utilisation is the share of time in which it computes.
-    capacity_tokens_per_s: Annotated[float, Meta(gt=0)] | None = None
+    capacity_tokens_per_s: Positive | None = None
 
 
 class TierSums(msgspec.Struct):
@@ -167,7 +168,7 @@ class RoutingWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     policy: RoutingPolicy | None = None
     recompute_weight: Annotated[float, Meta(ge=1, le=100)] | None = None  # of prefix-aware
-    affinity_share: Annotated[float, Meta(ge=0, le=1)] | None = None  # of prefix-aware
+    affinity_share: ShareOrZero | None = None  # of prefix-aware
 
 
 class PolicySet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,13 +15,13 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 from sqlalchemy import Connection, Row, Select, delete, func, insert, or_, select
 
 from penstock.core.errors import NotFound, RequestTooLarge, StoreUnavailable
+from penstock.core.figures import Count
 from penstock.gateway.blobs.blobs import Blobs, BlobWriter, is_blob_id
 from penstock.gateway.store import tables
 from penstock.gateway.store.database import Database, Order, read_page
@@ -42,8 +42,8 @@ _HIDDEN = (_UPLOADING, UPLOAD, PART)
 class FilesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits on the files of a workspace."""
 
-    max_file_bytes: Annotated[int, Meta(ge=1)] = 512 << 20
-    max_workspace_bytes: Annotated[int, Meta(ge=1)] = 16 << 30
+    max_file_bytes: Count = 512 << 20
+    max_workspace_bytes: Count = 16 << 30
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,6 +35,7 @@ from penstock.cluster.external.wire import server_name
 from penstock.core.config import Dialect, Discover, ExternalServerConfig, ExtraModelConfig
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
+from penstock.core.figures import Count, NotNegative
 from penstock.core.gateway_config import NamesConfig
 from penstock.serve.environment import EXTERNAL_API_KEY_VARIABLE, secret_in
 
@@ -182,8 +183,8 @@ class ExternalTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     models: dict[str, str] | tuple[str, ...] = ()
     discover: Discover | None = None
     region: str = ""
-    cost: Annotated[float, Meta(ge=0)] = 0.0
-    max_concurrent: Annotated[int, Meta(ge=1)] | None = None
+    cost: NotNegative = 0.0
+    max_concurrent: Count | None = None
     continues: bool | None = None
     shows_cached_tokens: bool = False
     api_key_variable: str | None = None

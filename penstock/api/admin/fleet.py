@@ -48,7 +48,7 @@ from penstock.gateway.settings.live import LiveSettings
 from penstock.gateway.store.database import Database
 
 
-class ReleaseTarget(msgspec.Struct, forbid_unknown_fields=True):
+class TargetModel(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None  # the served name; None: the only model
 
 
@@ -83,14 +83,14 @@ class ClusterEndpoints:
                 "POST /admin/releases/promote",
                 self.promote,
                 ReleaseObject,
-                reads=ReleaseTarget,
+                reads=TargetModel,
                 default=b"{}",
             ),
             Operation(
                 "POST /admin/releases/rollback",
                 self.roll_back,
                 ReleaseObject,
-                reads=ReleaseTarget,
+                reads=TargetModel,
                 default=b"{}",
             ),
         ]
@@ -123,10 +123,10 @@ class ClusterEndpoints:
     async def start(self, request: Request, order: ReleaseOrder) -> Response:
         return await self._done(request, "release.start", await self._control.start_release(order))
 
-    async def promote(self, request: Request, which: ReleaseTarget) -> Response:
+    async def promote(self, request: Request, which: TargetModel) -> Response:
         return await self._done(request, "release.promote", await self._control.promote_release(which.model))
 
-    async def roll_back(self, request: Request, which: ReleaseTarget) -> Response:
+    async def roll_back(self, request: Request, which: TargetModel) -> Response:
         return await self._done(
             request, "release.rollback", await self._control.roll_back_release(which.model)
         )
@@ -238,7 +238,7 @@ class ExperimentEndpoints:
                 "POST /admin/experiments/stop",
                 self.stop,
                 ExperimentObject,
-                reads=ReleaseTarget,
+                reads=TargetModel,
                 default=b"{}",
             ),
         ]
@@ -263,7 +263,7 @@ class ExperimentEndpoints:
         )
         return await self._done(request, "experiment.start", await self._control.start_experiment(order))
 
-    async def stop(self, request: Request, which: ReleaseTarget) -> Response:
+    async def stop(self, request: Request, which: TargetModel) -> Response:
         return await self._done(request, "experiment.stop", await self._control.stop_experiment(which.model))
 
     def _policy(self, name: str, param: str) -> PolicySet:

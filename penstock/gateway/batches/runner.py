@@ -12,12 +12,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from penstock.core.errors import PenstockError
+from penstock.core.figures import Count, Positive
 from penstock.gateway.batches.batch import Batch, BatchDialect, BatchStatus, Ending
 from penstock.gateway.batches.run import BatchMetrics, BatchRun, RunContext
 from penstock.gateway.batches.store import BatchStore, LeaseLost, ResultWriter, new_holder
@@ -34,10 +33,10 @@ MAX_PASSES = 2  # through the lines of whole batches at a time
 
 
 class BatchesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    max_concurrent_lines: Annotated[int, Meta(ge=1)] = 32
-    poll_s: Annotated[float, Meta(gt=0)] = 2.0
-    lease_s: Annotated[float, Meta(gt=0)] = 20.0  # another machine takes over this long after one is lost
-    sweep_s: Annotated[float, Meta(gt=0)] = 60.0  # how often expired files are removed
+    max_concurrent_lines: Count = 32
+    poll_s: Positive = 2.0
+    lease_s: Positive = 20.0  # another machine takes over this long after one is lost
+    sweep_s: Positive = 60.0  # how often expired files are removed
 
 
 class BatchRunner:

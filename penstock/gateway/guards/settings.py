@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.core.errors import ConfigError
+from penstock.core.figures import Count, Share
 
 NO_POLICY = "none"  # the name that exempts a workspace
 
@@ -72,7 +73,7 @@ class PiiRule(RuleSettings, frozen=True, kw_only=True, tag="pii"):
 
 class InjectionRule(RuleSettings, frozen=True, kw_only=True, tag="injection"):
     stage: Stage = "input"
-    threshold: Annotated[float, Meta(gt=0, le=1)] = 0.6
+    threshold: Share = 0.6
 
 
 class JudgeRule(RuleSettings, frozen=True, kw_only=True, tag="judge"):
@@ -80,7 +81,7 @@ class JudgeRule(RuleSettings, frozen=True, kw_only=True, tag="judge"):
     model: str | None = None  # any served model; None: the only one there is
     timeout_s: Annotated[float, Meta(gt=0, le=600)] = 20.0
     max_tokens: Annotated[int, Meta(ge=16, le=4096)] = 200
-    max_characters: Annotated[int, Meta(ge=1)] = 200_000  # of one text; for a longer one the check has failed
+    max_characters: Count = 200_000  # of one text; for a longer one the check has failed
 
 
 Rule: TypeAlias = BlocklistRule | PiiRule | InjectionRule | JudgeRule

@@ -36,6 +36,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.core.errors import ConfigError
+from penstock.core.figures import NotNegative, Positive, ShareOrZero
 from penstock.core.identity import Principal
 
 # What one sign at its strongest contributes. Two strong signs make a large prompt, one makes a medium one.
@@ -188,8 +189,8 @@ class AutoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     small: str | None = None
     medium: str | None = None
     large: str | None = None
-    medium_from: Annotated[float, Meta(ge=0, le=1)] = 0.3
-    large_from: Annotated[float, Meta(ge=0, le=1)] = 0.6
+    medium_from: ShareOrZero = 0.3
+    large_from: ShareOrZero = 0.6
     # An answer whose tokens had a lower mean log-probability is asked for again, of the next larger model.
     min_mean_logprob: Annotated[float, Meta(le=0)] = -1.0
     max_escalations: Annotated[int, Meta(ge=0, le=2)] = 1
@@ -237,7 +238,7 @@ class RegionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     region: str = ""
     policy: Literal["prefer", "pin"] = "prefer"
     # The predicted wait at which a request goes elsewhere.
-    spill_over_s: Annotated[float, Meta(ge=0)] | None = None
+    spill_over_s: NotNegative | None = None
 
     def applied(self, region: str) -> tuple[str, float | None]:
         """Return the region of a request that would be served in `region`, and the wait at which it leaves."""
@@ -259,7 +260,7 @@ _NO_RULES = ModelAccess()
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     aliases: dict[str, str] = {}
     auto: AutoSettings | None = None
-    splits: dict[str, dict[str, Annotated[float, Meta(gt=0)]]] = {}  # names that stand for models by weight
+    splits: dict[str, dict[str, Positive]] = {}  # names that stand for models by weight
     fallbacks: dict[str, Fallbacks] = {}  # by model
     regions: dict[str, RegionPolicy] = {}  # by model
     workspaces: dict[str, ModelAccess] = {}

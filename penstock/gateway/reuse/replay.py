@@ -14,12 +14,12 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
 from penstock.core.errors import PenstockError
+from penstock.core.figures import CountOrZero, NotNegative, Positive
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.accounts import NOTHING_USED, Account, Outcome, RateLimits
 from penstock.gateway.answers.choice import Delta
@@ -92,22 +92,22 @@ class ResponseCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     """The table `[response_cache]`. Nothing is kept for a caller that did not opt in."""
 
     enabled: bool = True
-    ttl_s: Annotated[float, Meta(gt=0)] = 300.0  # for keys that opted in, where no header says otherwise
-    max_ttl_s: Annotated[float, Meta(gt=0)] = 86_400.0  # the longest that a header gets
-    max_bytes: Annotated[int, Meta(ge=0)] = 64 << 20
-    max_entry_bytes: Annotated[int, Meta(ge=0)] = 1 << 20
+    ttl_s: Positive = 300.0  # for keys that opted in, where no header says otherwise
+    max_ttl_s: Positive = 86_400.0  # the longest that a header gets
+    max_bytes: CountOrZero = 64 << 20
+    max_entry_bytes: CountOrZero = 1 << 20
     shared: bool = False  # also in Redis, for all gateways, where there is a Redis
-    shared_max_bytes: Annotated[int, Meta(ge=0)] = 256 << 20  # in Redis
+    shared_max_bytes: CountOrZero = 256 << 20  # in Redis
 
 
 class IdempotencySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The table `[idempotency]`."""
 
     enabled: bool = True
-    ttl_s: Annotated[float, Meta(gt=0)] = 86_400.0
-    abandoned_after_s: Annotated[float, Meta(ge=0)] = 60.0  # how long an answer runs on without any reader
-    max_bytes: Annotated[int, Meta(ge=0)] = 64 << 20
-    max_entry_bytes: Annotated[int, Meta(ge=0)] = 4 << 20
+    ttl_s: Positive = 86_400.0
+    abandoned_after_s: NotNegative = 60.0  # how long an answer runs on without any reader
+    max_bytes: CountOrZero = 64 << 20
+    max_entry_bytes: CountOrZero = 4 << 20
 
 
 # These two endings would come again in a repetition; a deadline need not.

@@ -22,15 +22,15 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
-from msgspec import Meta
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.figures import CountOrZero, Positive, Share
 from penstock.gateway.answers.stream import AnswerStream
 from penstock.gateway.metrics.table import metrics
 from penstock.gateway.prepared import PreparedRequest
@@ -62,9 +62,9 @@ class SemanticCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
     enabled: bool = False
     model: str | None = None  # a served model that makes embeddings
     # The least cosine between two texts that count as one.
-    threshold: Annotated[float, Meta(gt=0, le=1)] = 0.97
-    ttl_s: Annotated[float, Meta(gt=0)] = 3600.0  # at most; a caller may ask for less
-    max_bytes: Annotated[int, Meta(ge=0)] = 64 << 20
+    threshold: Share = 0.97
+    ttl_s: Positive = 3600.0  # at most; a caller may ask for less
+    max_bytes: CountOrZero = 64 << 20
 
     def check(self) -> None:
         if self.enabled and not self.model:

@@ -15,15 +15,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import Meta
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock import __version__
 from penstock.core.errors import ConfigError
+from penstock.core.figures import CountOrZero, Positive
 from penstock.core.machine import install_command
 from penstock.gateway.metrics.table import metric_by
 
@@ -49,8 +49,8 @@ class EmbeddingCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     """The table `[embedding_cache]`: vectors in Redis. Those in memory are bounded by --embedding-cache-memory."""
 
     shared: bool = False  # for all gateways, where there is a Redis
-    ttl_s: Annotated[float, Meta(gt=0)] = 7 * 86_400.0
-    shared_max_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
+    ttl_s: Positive = 7 * 86_400.0
+    shared_max_bytes: CountOrZero = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)

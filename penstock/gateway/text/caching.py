@@ -17,12 +17,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
 from penstock.core.errors import InvalidRequest
+from penstock.core.figures import Count
 from penstock.core.plan import CacheUse
 from penstock.core.request import CacheBreakpoint
 from penstock.gateway.prompts import CacheMark, ChatMessage, ChatPrompt, ImagePart, TextPart
@@ -45,7 +45,7 @@ class PromptCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """The table `[prompt_cache]` of the settings file, which may change while a server runs."""
 
     # Of a prefix to be kept; None: as the engine was started.
-    min_tokens: Annotated[int, Meta(ge=1)] | None = None
+    min_tokens: Count | None = None
 
 
 class Piece(msgspec.Struct, frozen=True):
