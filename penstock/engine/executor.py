@@ -72,6 +72,7 @@ class _Submitted:
     token_ids: Tensor | None = None
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     masks: StepMasks | None = None
+    drafter_recording_s: float = 0.0
 
 
 class LateDrafts(Protocol):
@@ -99,6 +100,10 @@ class StepFollower(Protocol):
         """Draft after a step. `sampled` are its samples, int64 [S], and `states` its hidden states, if heads need
         them, [T, ...]. The host needs no drafted tokens of the `blind` requests before they are verified. Returns
         how many states of a request, the first ones of the step, need not be kept."""
+        ...
+
+    def take_recording_s(self) -> float:
+        """Return the seconds that recordings of graphs took since the last call."""
         ...
 
 
@@ -241,6 +246,8 @@ class ModelExecutor:
             if host is not None:
                 self._latest = step.plan.chunks, host, sampled
                 self._prepare_drafts(step.plan.chunks, host, sampled, step.hidden)
+            if self._follower is not None:
+                step.drafter_recording_s = self._follower.take_recording_s()
         late = step.masks.late if step.masks is not None else ()
         self._late = frozenset(samples.request_ids[index] for index in late)
 
@@ -361,8 +368,9 @@ class ModelExecutor:
         )
         scored = tuple(scores.report() for scores in step.hidden.scores)
         encoder_s = step.encoder_timer.wait() if step.encoder_timer is not None else 0.0
+        preparation_s = step.timer.preparation_s + step.drafter_recording_s
         return StepResult(
-            step.plan.step_id, (*sampled, *embedded), elapsed_s, scored, encoder_s, step.timer.preparation_s
+            step.plan.step_id, (*sampled, *embedded), elapsed_s, scored, encoder_s, preparation_s
         )
 
     def _start_timer(self) -> StepTimer:

@@ -60,7 +60,8 @@ class _StepInFlight:
     drafted: dict[str, Drafted]
     scoring: dict[str, Sequence]
     load: StepLoad
-    planned_s: float | None  # None for a step that was planned ahead of a commit
+    # Since when the executor had no step; None for a step that was planned ahead of a commit.
+    idle_since_s: float | None
 
 
 class Scheduler(RequestLifecycle):
@@ -114,6 +115,7 @@ class Scheduler(RequestLifecycle):
         )
         self._steps: deque[_StepInFlight] = deque()  # planned, not yet committed
         self._num_steps = 0
+        self._committed_s = 0.0  # when a step was last committed
 
     def wants_drafts(self) -> dict[str, int]:
         """Return the requests for which the next call of `plan` could use drafts, with the most tokens for each."""
@@ -160,9 +162,11 @@ class Scheduler(RequestLifecycle):
         if not step.chunks and not step.encodings and not (self.exchange.lacks_copies and not self._steps):
             return None
         self._num_steps += 1
-        planned_s = None if self._steps else now
+        idle_since_s = None
+        if not self._steps:  # without decodes, the step may have waited for an arrival
+            idle_since_s = self._committed_s if step.load.decode_sequences else now
         self._steps.append(
-            _StepInFlight(self._num_steps, step.sampling, step.drafted, step.scoring, step.load, planned_s)
+            _StepInFlight(self._num_steps, step.sampling, step.drafted, step.scoring, step.load, idle_since_s)
         )
         return StepPlan(
             self._num_steps,
@@ -199,9 +203,10 @@ class Scheduler(RequestLifecycle):
             self._predictor.observe(step.load, result.elapsed_s)
         if not step.step_id % _STEPS_BETWEEN_DECISIONS:
             self._swapping.decide_spills()
-        if sets_pace:
-            waited_s = None if step.planned_s is None else now - step.planned_s - result.preparation_s
+        if sets_pace and not result.preparation_s:
+            waited_s = None if step.idle_since_s is None else now - step.idle_since_s
             self._speculation.observe_step(step.load, waited_s, result.elapsed_s)
+        self._committed_s = now
         events = [
             self._take_scores(sequence, scored, now)
             for scored in result.scored

@@ -20,22 +20,26 @@ idle. Otherwise such a step brings one token for each request. The rates of both
 The step-time predictor fits all loads with one straight line. So its prediction for a step without drafts is scaled
 by what such steps of about as many requests took lately, and the time of a drafted token is what drafts added to it.
 
+The first step with drafts after a while takes the host longer than later ones. So while there are no drafts, the
+estimate of the host's time fades to the lowest of its latest times.
+
 An estimate that is never tried is never corrected. So now and then, and when half of the requests have ended, a step
 takes one short draft that does not seem to pay. And now and then a step takes no draft at all: if every step had as
-many drafts for each request, the predictor could not tell what drafts cost. Steps without drafts are more frequent
-when many more requests run than before.
+many drafts for each request, the predictor could not tell what drafts cost. The first steps of a number of requests
+alternate between drafts and none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from penstock.core.engine_config import SchedulerConfig
 from penstock.core.messages import DrafterStats
 from penstock.core.plan import Draft, DraftUse, SampledToken
 from penstock.scheduler.acceptance import Kind, NodeTally, Tally
+from penstock.scheduler.plain_steps import GAIN, OUTLIER, Lowest, PlainSteps
 from penstock.scheduler.running import RunningSet, Work
 from penstock.scheduler.sequence import Drafted, Sequence, State
 from penstock.scheduler.step_builder import StepLoad, StepTimePredictor
@@ -46,17 +50,15 @@ _PRIOR_WEIGHT = 6.0  # the estimate of the previous position counts as this many
 _MARGIN = 1.1  # the required ratio of a drafted token's value to its cost, because both are estimates
 _MIN_GAIN = 1.02  # of a step with drafts over a step without: the best of many guesses are overestimated
 _MIN_GAIN_AHEAD = 1.05  # of a step with drafts over a step that is planned ahead
-_GAIN = 0.2  # of the newest step in averages of costs
 _GAIN_OF_RISE = 0.1  # of a host's time above the average: often a kernel was compiled or a graph recorded
-_OUTLIER = 1.5  # a step's time is clipped to this multiple of its prediction
 _PATIENCE = 8  # plans without a draft, after which steps are planned ahead again, or few plans ask for drafts
 _PATIENCE_WITH_MANY = 2  # the same, if many requests run: where all lack drafts, they lack the next ones too
 _FEWEST_BETWEEN_TRIALS, _MOST_BETWEEN_TRIALS = 16, 256  # plans; each failed trial doubles the number
+_FEWEST_WITH_MANY = 64  # plans between trials, if many requests run
 _TRIAL_SHARE = 4  # a trial drafts one token for one of this many requests
 _FIRST_TOKENS = 2  # of each draft, before the cost of a drafted token is known
-_FADING = 0.02  # decay of the estimated cost of drafts, per plan without drafts
-_PLANS_BETWEEN_PLAIN_STEPS = 48
-_FIRST_PLAIN_STEPS = 4  # of about as many requests
+_FADING = 0.02  # decay of the estimated cost of drafts and of the host's time, per plan without drafts
+_STEPS_THAT_PAY = 4  # with drafts, in a row, after which trials are as frequent as at first
 _MANY_REQUESTS = 16  # with more, a request whose draft was not taken pauses, and drafts are given up sooner
 _MOST_NODES = 31  # of a tree
 _LATE_STEPS = 4  # for which a long draft has tokens, besides the first
@@ -99,67 +101,6 @@ class _Counts:
             self.accepted[position] += 1
 
 
-@dataclass
-class _PlainTimes:
-    """Averages over the latest steps without drafts, of about as many requests."""
-
-    num_planned: int = 0
-    num_observed: int = 0
-    decodes: float = 0.0
-    context_tokens: float = 0.0
-    elapsed_s: float = 0.0
-
-    def observe(self, load: StepLoad, elapsed_s: float) -> None:
-        self.num_observed += 1
-        gain = max(_GAIN, 1.0 / self.num_observed)
-        self.decodes += gain * (load.decode_sequences - self.decodes)
-        self.context_tokens += gain * (load.decode_context_tokens - self.context_tokens)
-        self.elapsed_s += gain * (elapsed_s - self.elapsed_s)
-
-    def mean_load(self) -> StepLoad:
-        return StepLoad(
-            decode_sequences=round(self.decodes), decode_context_tokens=round(self.context_tokens)
-        )
-
-
-class _PlainSteps:
-    """Knows what steps without drafts take, and decides when a step takes no draft so that this stays known."""
-
-    def __init__(self, predictor: StepTimePredictor) -> None:
-        self._predictor = predictor
-        self._times: dict[int, _PlainTimes] = {}  # by the bits of the number of decodes
-        self._num_with_drafts = 0  # plans since the last one without
-
-    def predict(self, load: StepLoad) -> float:
-        """Predict the seconds of a step without drafts. The predictor's straight line passes through what such steps
-        of about as many requests took lately."""
-        predicted_s = self._predictor.predict(load)
-        seen = self._times.get(load.decode_sequences.bit_length())
-        if seen is None or not seen.num_observed:
-            return predicted_s
-        seen_s = self._predictor.predict(seen.mean_load())
-        return predicted_s * seen.elapsed_s / seen_s if seen_s > 0.0 else predicted_s
-
-    def observe(self, load: StepLoad, elapsed_s: float) -> None:
-        """Learn from a step without drafts and prompts."""
-        self._times_of(load.decode_sequences).observe(load, min(elapsed_s, _OUTLIER * self.predict(load)))
-
-    def is_due(self, num_decodes: int) -> bool:
-        """Say whether the plan of `num_decodes` decodes shall have no drafts. The first plans of a size alternate."""
-        known = self._times_of(num_decodes).num_planned >= _FIRST_PLAIN_STEPS
-        return self._num_with_drafts >= (_PLANS_BETWEEN_PLAIN_STEPS if known else 1)
-
-    def planned(self, num_decodes: int, *, with_drafts: bool) -> None:
-        if with_drafts:
-            self._num_with_drafts += 1
-        else:
-            self._num_with_drafts = 0
-            self._times_of(num_decodes).num_planned += 1
-
-    def _times_of(self, num_decodes: int) -> _PlainTimes:
-        return self._times.setdefault(num_decodes.bit_length(), _PlainTimes())
-
-
 class Speculation:
     def __init__(
         self,
@@ -176,13 +117,15 @@ class Speculation:
         self._tallies: dict[Kind, Tally] = {}
         self._nodes: dict[Kind, NodeTally] = {}  # of trees
         self._counts: dict[str, _Counts] = {}
-        self._plain_steps = _PlainSteps(predictor)
+        self._plain_steps = PlainSteps(predictor)
         self._num_plans_without = 0  # plans since the last draft that seemed to pay
         self._plans_between_trials = _FEWEST_BETWEEN_TRIALS
         self._most_requests = 0  # running since the load last fell by half
         self._row_s: float | None = None  # seconds of a drafted token, lately; None before the first
         self._num_observed = 0  # steps that were used to estimate the host's time
         self._host_s = 0.0  # host's time per step, while the executor idles
+        self._fastest_host = Lowest()
+        self._num_paying = 0  # plans in a row with drafts
         self._latest = _Choice([], 0.0, 0.0)  # of the latest step that was not planned ahead
         self.plans_ahead = False  # the driver asks for plans ahead of commits; set by the scheduler
         self._starts_late = starts_late
@@ -221,7 +164,7 @@ class Speculation:
         return drafted
 
     def _choose(self, work: Work, drafts: Mapping[str, Draft]) -> dict[int, Drafted]:
-        offers = []
+        offers, is_trial = [], self._is_trial_due
         for sequence in work.decodes if drafts else ():
             draft = drafts.get(sequence.request_id)
             room = self._room(sequence, draft)
@@ -230,7 +173,7 @@ class Speculation:
         max_tokens = self._max_step_tokens - len(work.decodes)
         drafted = self._fitted(offers, self._lengths(offers, _load_of(work), max_tokens), work)
         for offer in offers:
-            if offer.sequence.number not in drafted:
+            if offer.sequence.number not in drafted and not is_trial:
                 offer.sequence.drafting.pause(offer.sequence.num_known)
         return drafted
 
@@ -276,11 +219,12 @@ class Speculation:
         if 0 < 2 * num_requests <= self._most_requests:
             self._most_requests, self._plans_between_trials = num_requests, _FEWEST_BETWEEN_TRIALS
             if self._num_plans_without >= self._patience:
-                self._num_plans_without = self._patience + _FEWEST_BETWEEN_TRIALS - 1  # this plan counts
+                self._num_plans_without = self._patience + self._trial_interval - 1  # this plan counts
 
     def observe_step(self, load: StepLoad, waited_s: float | None, elapsed_s: float) -> None:
         """Learn the times of steps without drafts, and what drafts add to them: the host's time, and that of each
-        drafted token. `waited_s` is the time from plan to commit; None for a step that was planned ahead."""
+        drafted token. `waited_s` is the time from the commit before the step to its own; None for a step that was
+        planned ahead."""
         if not self._max_draft_tokens:
             return
         if waited_s is not None:
@@ -293,15 +237,16 @@ class Speculation:
             plain_s = self._plain_steps.predict(replace(load, draft_tokens=0))
             if plain_s <= 0.0:
                 return  # noisy step times can leave a weight of zero
-            elapsed_s = min(elapsed_s, _OUTLIER * self._predictor.predict(load))
+            elapsed_s = min(elapsed_s, OUTLIER * self._predictor.predict(load))
             row_s = max(0.0, elapsed_s - plain_s) / load.draft_tokens
             before_s = self._predictor.draft_token_s if self._row_s is None else self._row_s
-            self._row_s = before_s + _GAIN * (row_s - before_s)
+            self._row_s = before_s + GAIN * (row_s - before_s)
 
     def _observe_host(self, idle_s: float, elapsed_s: float) -> None:
         idle_s = min(idle_s, max(2.0 * self._host_s, elapsed_s))  # the host may have compiled kernels
         self._num_observed += 1
-        gain = _GAIN if idle_s < self._host_s else _GAIN_OF_RISE
+        self._fastest_host.observe(idle_s)
+        gain = GAIN if idle_s < self._host_s else _GAIN_OF_RISE
         self._host_s += max(gain, 1.0 / self._num_observed) * (idle_s - self._host_s)
 
     def settle(self, sequence: Sequence, drafted: Drafted, sampled: SampledToken) -> DraftUse:
@@ -329,14 +274,20 @@ class Speculation:
         lengths = self._best_lengths(offers, load, max_tokens)
         if any(lengths):
             self._num_plans_without = 0
-            self._plans_between_trials = _FEWEST_BETWEEN_TRIALS
+            self._num_paying += 1
+            if self._num_paying == _STEPS_THAT_PAY:
+                self._plans_between_trials = _FEWEST_BETWEEN_TRIALS
             return lengths
         self._num_plans_without += 1
+        if is_trial or 0 < self._num_paying < _STEPS_THAT_PAY:
+            self._plans_between_trials = min(2 * self._plans_between_trials, _MOST_BETWEEN_TRIALS)
+        self._num_paying = 0
+        if self._num_observed:
+            self._host_s += _FADING * (self._fastest_host.value - self._host_s)
         if self._row_s is not None:
             self._row_s += _FADING * (self._predictor.draft_token_s - self._row_s)
         if is_trial:
             self._num_plans_without = self._patience
-            self._plans_between_trials = min(2 * self._plans_between_trials, _MOST_BETWEEN_TRIALS)
             by_chance = sorted(range(len(offers)), key=lambda index: -self._chances(offers[index])[0])
             for index in by_chance[: min(-(-load.decode_sequences // _TRIAL_SHARE), max_tokens)]:
                 lengths[index] = 1
@@ -366,7 +317,11 @@ class Speculation:
 
     @property
     def _is_trial_due(self) -> bool:
-        return self._num_plans_without >= self._patience + self._plans_between_trials
+        return self._num_plans_without >= self._patience + self._trial_interval
+
+    @property
+    def _trial_interval(self) -> int:
+        return max(self._plans_between_trials, _FEWEST_WITH_MANY if self._many_run else 0)
 
     @property
     def _many_run(self) -> bool:

@@ -420,6 +420,61 @@ def test_recorded_graphs_do_not_put_drafts_off_for_long() -> None:
     assert sum(bool(chunk.drafts) for plan in driver.plans[first:] for chunk in plan.chunks) > 25
 
 
+def learned_host_s(
+    before_plan_s: float, before_commit_s: float, preparations_s: tuple[float, ...] = (0.0,) * 20
+) -> float:
+    cache = KVCache(100, block_size=4, enable_prefix_caching=True)
+    config = SchedulerConfig(max_draft_tokens=2)
+    scheduler = Scheduler(config, cache, max_model_len=64, eos_token_ids=frozenset())
+    now = 100.0  # the engine was idle before
+    scheduler.add(make_request("r", 5, 50), now)
+    for token_id, preparation_s in enumerate(preparations_s):
+        plan = scheduler.plan(now)
+        assert plan is not None
+        now += 0.01 + before_commit_s + preparation_s
+        sampled = (SampledToken("r", token_id),)
+        scheduler.commit(plan, StepResult(plan.step_id, sampled, 0.01, preparation_s=preparation_s), now)
+        now += before_plan_s
+    return scheduler._speculation._host_s
+
+
+def test_the_executor_idles_from_one_step_to_the_next() -> None:
+    assert learned_host_s(0.0, 0.004) == pytest.approx(0.004)
+    assert learned_host_s(0.003, 0.0) == pytest.approx(0.003, rel=0.3)
+    assert learned_host_s(0.003, 0.004) == pytest.approx(0.007, rel=0.3)
+
+
+def test_a_step_that_records_a_graph_tells_nothing_of_the_host() -> None:
+    assert learned_host_s(0.0, 0.004, (0.0, 0.0, 0.2, 0.3, 0.0)) == pytest.approx(0.004)
+
+
+def test_slow_first_steps_with_drafts_do_not_put_later_ones_off() -> None:
+    """After a while without drafts, the drafter has to catch up with the text."""
+    driver = drafting_driver(
+        depth=2, spoiled_share=1.0, num_blocks=300, max_model_len=1000, max_draft_tokens=2, block_size=16
+    )
+    set_step_cost(driver, 0.010, 0.0001)
+    driver.add(make_request("r", 5, 990))
+    run_with_host(driver, 0.001, 60)
+    driver.spoiled_share = 0.0
+    first = len(driver.plans)
+    while len(driver.plans) < first + 500:
+        waits = not driver.num_in_flight
+        while driver.num_in_flight < 2 and driver.plan() is not None:
+            pass
+        has_drafts, had_drafts = (
+            any(chunk.drafts for chunk in plan.chunks) for plan in driver.plans[-2:][::-1]
+        )
+        catches_up = has_drafts and not had_drafts
+        driver.now += 0.01 + (0.1 if catches_up else 0.001 if waits else 0.0)
+        if driver.num_in_flight:
+            driver.commit()
+        if driver.finished:
+            break
+    drafted = [any(chunk.drafts for chunk in plan.chunks) for plan in driver.plans[first:]]
+    assert sum(drafted) > 0.4 * len(drafted)
+
+
 @pytest.mark.parametrize(
     ("host_s", "spoiled_share", "is_late"), [(0.02, 0.0, True), (0.0, 0.0, False), (0.005, 0.3, False)]
 )

@@ -7,8 +7,10 @@ is one replay of a CUDA graph, whose inputs are the results of the replay before
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -181,6 +183,7 @@ class DraftSteps:
         self.records_graphs = records_graphs
         self._recorded: dict[tuple[int, int], _Recorded] = {}
         self._has_recorded = False
+        self._recording_s = 0.0
         self.graph_pool = torch.cuda.graph_pool_handle() if records_graphs else None
 
     def take_has_recorded(self) -> bool:
@@ -188,8 +191,20 @@ class DraftSteps:
         has_recorded, self._has_recorded = self._has_recorded, False
         return has_recorded
 
-    def note_recording(self) -> None:
+    def take_recording_s(self) -> float:
+        """Return the seconds that recordings took since the last call."""
+        taken_s, self._recording_s = self._recording_s, 0.0
+        return taken_s
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note that a graph is recorded, and for how long."""
+        began_s = perf_counter()
         self._has_recorded = True
+        try:
+            yield
+        finally:
+            self._recording_s += perf_counter() - began_s
 
     def width(self, max_context: int) -> int:
         """Return the number of blocks in a table for contexts of up to this many tokens."""
@@ -251,14 +266,14 @@ class DraftSteps:
         size = padded_rows(num_rows, self.max_rows)
         found = self._recorded.get((size, bound))
         if found is None:
-            self.note_recording()
-            found = self._recorded[size, bound] = self._record(
-                tokens.new_zeros(size),
-                states.new_zeros(size, states.shape[1]),
-                positions.new_zeros(size),
-                tables.new_full((size, tables.shape[1]), self._kv.num_blocks - 1),
-                bound,
-            )
+            with self.recording():
+                found = self._recorded[size, bound] = self._record(
+                    tokens.new_zeros(size),
+                    states.new_zeros(size, states.shape[1]),
+                    positions.new_zeros(size),
+                    tables.new_full((size, tables.shape[1]), self._kv.num_blocks - 1),
+                    bound,
+                )
         found.tables[:num_rows] = tables
         found.tables[num_rows:] = self._kv.num_blocks - 1
         found.positions[num_rows:] = 0

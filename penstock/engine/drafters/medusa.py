@@ -88,6 +88,9 @@ class MedusaDrafter:
             return NOTHING
         return {request_id: chunk.num_tokens for request_id, chunk in ready.items()}
 
+    def take_recording_s(self) -> float:
+        return 0.0  # heads run without graphs
+
     def _take_followed(self, wanted: Mapping[str, int]) -> dict[str, list[int]]:
         sent, self._on_the_way = self._on_the_way, None
         if sent is None:

@@ -269,6 +269,9 @@ class ModelDrafter:
             return NOTHING
         return read | {request_id: chunk.num_tokens for request_id, chunk in ready.items()}
 
+    def take_recording_s(self) -> float:
+        return self._steps.take_recording_s()
+
     def _grown(
         self, trees: TreeSteps, newest: Newest, tables: Tensor, context: int, depth: int
     ) -> Tree | None:

@@ -65,8 +65,8 @@ class TreeSteps:
         size = padded_rows(num_rows, self._steps.max_rows)
         found = self._recorded.get((size, bound, depth))
         if found is None:
-            self._steps.note_recording()
-            found = self._recorded[size, bound, depth] = self._record(newest, tables, size, bound, depth)
+            with self._steps.recording():
+                found = self._recorded[size, bound, depth] = self._record(newest, tables, size, bound, depth)
         found.states[:num_rows], found.positions[:num_rows] = newest.states, newest.positions
         found.positions[num_rows:] = 0
         found.tables[:num_rows] = tables
