@@ -75,7 +75,7 @@ def create_app(
 ) -> ASGIApp:
     """Without `tenants` there is one key at most, the server's own, and nothing to administer; without `work` there
     are neither files nor batches; without a store, `responses` and `objects` are kept in memory. `more_routes` are
-    those of parts that not every server has. `pending_bodies` is that of the protocols below, where there are any."""
+    those of parts that not every server has. `pending_bodies` belongs to the protocols below, where there are any."""
     authenticator = (
         Authenticator(static_key=config.api_key, is_open=config.api_key is None)
         if tenants is None

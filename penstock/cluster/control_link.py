@@ -91,7 +91,7 @@ class SocketChannel:
 
 class ControlLink:
     """Implements `FleetControl` and `ExperimentControl`. `connect` makes a connection; it raises OSError while the
-    control plane is away. `name` is that of a gateway of a shared fleet."""
+    control plane is away. `name` is the name of a gateway of a shared fleet."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class FleetLink(ControlLink):
             yield
 
     async def cluster(self) -> ClusterView:
-        """Return the leader's view; without a leader, that of this gateway."""
+        """Return the leader's view; without a leader, this gateway's view."""
         try:
             return await super().cluster()
         except EngineUnavailable:

@@ -323,7 +323,7 @@ def _bounds(scaling: ScalingConfig, num_pools: int, num_started: int, room: int)
 
 
 def _usual(offers: list[Offer], before: ReplicaSpec | None) -> ReplicaSpec:
-    """Return the spec of most hosts; the one before, if as many have it."""
+    """Return the spec of most hosts; the earlier spec, if as many hosts have that one."""
     counts = Counter(offer.spec.revision for offer in offers)
     if before is not None and before.revision in counts:
         counts[before.revision] += 1

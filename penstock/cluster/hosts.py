@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Hosts:
-    """`orders` are those of earlier leaders, by host."""
+    """`orders` are the orders of earlier leaders, by host."""
 
     def __init__(self, writer: Writer, engines: EngineWatch, orders: Mapping[str, HostOrders]) -> None:
         self._writer = writer
@@ -174,7 +174,7 @@ class Hosts:
         await self._order(host, replace(slot, want="leave", drain_timeout_s=timeout_s, is_by_operator=True))
 
     async def adopt(self) -> None:
-        """Write the orders of earlier leaders in this leader's name: hosts refuse those of earlier epochs."""
+        """Write the orders of earlier leaders in this leader's name: hosts refuse orders of earlier epochs."""
         for host in self.orders:
             await self._write(host)
 

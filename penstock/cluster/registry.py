@@ -72,7 +72,7 @@ class Registry(Protocol):
 
     async def write(self, name: str, document: bytes | None, epoch: int) -> bool:
         """Replace a document, which has no lease; None removes it. Returns False, and changes nothing, unless `epoch`
-        is that of the latest lease."""
+        is the epoch of the latest lease."""
         ...
 
     async def documents(self) -> dict[str, bytes]: ...

@@ -94,7 +94,7 @@ class Window(msgspec.Struct, frozen=True):
 class ExperimentStage(enum.StrEnum):
     STARTING = "starting"  # replicas of both arms start; all requests go where they went before
     RUNNING = "running"
-    ENDING = "ending"  # the replicas from before come back, those of the arms finish their requests
+    ENDING = "ending"  # the earlier replicas come back, and the replicas of the arms finish their requests
     OVER = "over"
 
 

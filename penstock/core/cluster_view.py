@@ -31,7 +31,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     cached_share: float | None = None
     # Since the replica started, over steps of requests with drafts; None: there were none.
     accepted_share: float | None = None  # of drafted tokens
-    tokens_per_draft: float | None = None  # the accepted tokens and the one that the step sampled itself
+    tokens_per_draft: float | None = None  # the accepted tokens, and the token that the step sampled itself
     ttft_p50_s: float | None = None  # lately, as gateways saw it; None: nothing lately
     ttft_p95_s: float | None = None
     itl_p50_s: float | None = None

@@ -126,7 +126,7 @@ def _llava_next(card: VisionCard, width: int, height: int) -> ImageLayout:
 
 
 def _best_shape(shapes: Sequence[tuple[int, int]], width: int, height: int) -> tuple[int, int]:
-    """Return the shape that keeps most pixels of the image, and among equals the one with the least padding."""
+    """Return the shape that keeps most pixels of the image, and among equals the shape with the least padding."""
 
     def kept_and_padding(shape: tuple[int, int]) -> tuple[int, int]:
         scale = min(shape[1] / width, shape[0] / height)

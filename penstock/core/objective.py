@@ -7,7 +7,7 @@ The first two terms are means over requests, and each request counts with at mos
 single request that waited for minutes must not hide what happened to all others. A tier has its own targets. The
 objective of all tiers is the mean over their requests, weighted by tier. Pure functions without a clock.
 
-A set holds only settings that differ from those of the server's start. The scheduler's part belongs to a replica
+A set holds only settings that differ from the server's own. The scheduler's part belongs to a replica
 and the routing part to a request; see docs/objective.md for the reason.
 """
 

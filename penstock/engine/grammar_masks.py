@@ -222,7 +222,7 @@ class GrammarMasks:
         self._advanced.pop(request_id, None)
 
     def constrained(self, request_ids: Sequence[str]) -> list[str]:
-        """Return those of the requests that have a grammar."""
+        """Return the requests that have a grammar."""
         return [each for each in request_ids if each in self._constraints] if self._constraints else []
 
     def forced(self, request_ids: Iterable[str]) -> dict[str, tuple[int, ...]]:

@@ -149,7 +149,7 @@ def _open_gpu() -> None:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0:
-        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # the one that torch uses
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)  # torch uses this context
 
 
 def _build_driver_library(driver: Any) -> None:

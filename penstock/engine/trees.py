@@ -56,7 +56,7 @@ def accepted_paths(tokens: Tensor, sampled: Tensor, ancestors: Tensor, counts: T
 
 @dataclass(frozen=True, slots=True)
 class AcceptedPaths:
-    """The outcome of a step's trees. Implements `LateDrafts`: the drafts are those of the paths."""
+    """The accepted paths of a step's trees. Implements `LateDrafts`: the drafts are the drafts of the paths."""
 
     request_ids: list[str]
     num_levels: int

@@ -21,7 +21,7 @@ from penstock.core.request import Grammar, SamplingDefaults, Tier
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
-    """`suffix` is the text after the one to be filled in; None: the answer follows `text`."""
+    """`suffix` is the text after the gap to be filled in; None: the answer follows `text`."""
 
     text: str
     suffix: str | None = None
@@ -44,7 +44,7 @@ class TextPart(msgspec.Struct, frozen=True):
 
 
 class LoadedImage(msgspec.Struct, frozen=True):
-    """An image that can be decoded and is within the limits. The size is that of the upright image."""
+    """An image that can be decoded and is within the limits. The size is the size of the upright image."""
 
     data: bytes
     digest: bytes

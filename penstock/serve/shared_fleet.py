@@ -105,7 +105,7 @@ def open_registry(cluster: ClusterConfig) -> Registry:
 
 
 def _kubernetes_registry(url: str) -> Registry:
-    """Return the registry of `kubernetes://NAMESPACE/FLEET`. The default namespace is that of the service account."""
+    """Return the registry of `kubernetes://NAMESPACE/FLEET`. The default namespace is the service account's."""
     from penstock.cluster.external.kubernetes_api import KubernetesError
     from penstock.cluster.kubernetes_leases import Leases
     from penstock.cluster.kubernetes_registry import KubernetesRegistry, Pod

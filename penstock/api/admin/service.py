@@ -53,7 +53,7 @@ from penstock.gateway.turns import in_thread
 
 
 class ModelEntry(msgspec.Struct):
-    """`root` is the model that answers, which an alias only stands for; `parent` the one that an adapter changes."""
+    """`root` is the model that answers, also for an alias; `parent` is the model that an adapter changes."""
 
     id: str
     created: int

@@ -47,7 +47,7 @@ _ETAG = re.compile(r'(?:W/)?"?(\d{1,18})"?')
 
 
 class SettingsObject(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings in use at the gateway that answers. `version` is that of the database, 0 where it has none."""
+    """The settings in use at the gateway that answers. `version` is 0 where the database has no settings."""
 
     version: int
     source: str

@@ -210,7 +210,7 @@ class UnreadAnswers:
 
     def __init__(self, max_bytes: int) -> None:
         self.shares = Shares(max_bytes)
-        self._waiting: dict[str, dict[StallTimer, int]] = {}  # the one that waits the longest first
+        self._waiting: dict[str, dict[StallTimer, int]] = {}  # the timer that waits the longest comes first
 
     def add(self, holder: str, connection: StallTimer, num_bytes: int) -> None:
         """Count the bytes that wait on a connection. Aborts connections of the holder that read nothing if its
@@ -350,7 +350,7 @@ MAX_LOOKS = 16  # for a connection that has nothing to send
 class Places:
     def __init__(self, max_connections: int) -> None:
         self.shares = Shares(max_connections)
-        self.resting: dict[Place, None] = {}  # the one that rests the longest first
+        self.resting: dict[Place, None] = {}  # the place that rests the longest comes first
 
     def make_room(self) -> bool:
         """End the connection that has rested the longest, and return whether there was one. Connections that have

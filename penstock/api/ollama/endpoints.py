@@ -135,7 +135,7 @@ class TimedAnswer(WrappedAnswer):
         return [merge_deltas([delta async for deltas in self for delta in deltas])]
 
     def counters(self, usage: Usage) -> dict[str, int]:
-        """Clients divide by the durations, so none is 0 but that of loading: a served model is loaded."""
+        """Clients divide by the durations, so only the time of loading is 0: a served model is loaded."""
         first_ns = self._last_ns if self._first_ns is None else self._first_ns
         return {
             "total_duration": max(1, time.monotonic_ns() - self._arrived_ns),
@@ -168,7 +168,7 @@ class AnswerWriter:
 
     def chunk(self, delta: Delta) -> bytes:
         begun = [call for call in delta.tool_calls if call.id is not None]
-        complete = self._take_calls() if begun else []  # calls before the one that begins
+        complete = self._take_calls() if begun else []  # calls before the call that begins
         lines = [self._part(calls=complete)] if complete else []
         if delta.text or delta.reasoning or delta.details:
             lines.insert(0, self._part(delta))
@@ -229,7 +229,7 @@ def _done_reason(reason: FinishReason | None) -> str:
 
 
 def _calls(calls: Iterable[ToolCallDelta]) -> list[Call]:
-    """Whole calls only: the arguments are an object here, and those of a call that was cut off are none."""
+    """Whole calls only: the arguments are an object here, and a call that was cut off has no whole object."""
     whole = []
     for call in calls:
         try:

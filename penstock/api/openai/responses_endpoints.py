@@ -101,7 +101,7 @@ class CompactedResponse(msgspec.Struct, kw_only=True):
 class BegunResponse:
     answer: AnswerStream
     events: ResponseEvents
-    # JSON: the request's own items, and before them those of responses that are not stored.
+    # JSON: the items of responses that are not stored, then the request's own items.
     input_items: bytes
     previous_id: str | None  # of a stored response
     is_stored: bool

@@ -229,7 +229,7 @@ def no_conversation(conversation_id: str) -> NotFound:
 
 
 def page_of(items: list[InputItem], after: str | None, limit: int) -> tuple[list[InputItem], bool]:
-    """Return the items behind the one with the id `after`, and whether there are more of them."""
+    """Return the items behind the item with the id `after`, and whether there are more of them."""
     if after is not None:
         ids = [item.id for item in items]
         if after not in ids:

@@ -117,7 +117,7 @@ class ResponseRequest(ExtensionFields, kw_only=True):
         check_metadata(self.metadata)
 
     def to_generation(self, items: Sequence[InputItem], toolbox: Toolbox) -> GenerationRequest:
-        """`items` are those of the whole conversation, this request's own at the end. `toolbox` holds its tools."""
+        """`items` are all items of the conversation, this request's last. `toolbox` holds its tools."""
         own = None if self.text is None or self.text.format is None else self.text.format.to_grammar()
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         options: dict[str, Any] = {

@@ -281,7 +281,7 @@ def subprotocol_of(socket: WebSocket) -> str | None:
 
 
 class SocketSession:
-    """One connection. `_live` are its requests by id, from the message that asked to the one that ends."""
+    """One connection. `_live` holds its requests by id, from their first message to their last."""
 
     def __init__(self, endpoint: WebSocketEndpoint, socket: WebSocket) -> None:
         self._endpoint = endpoint

@@ -55,7 +55,7 @@ class TrainableHead(nn.Module):
 
     def forward(self, embedded: Tensor, features: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Compute one position further ahead, for all positions of texts: [B, L, hidden] twice → [B, L, hidden].
-        `past` gets the keys and values of this call; call number j reads those of the calls before it."""
+        `past` gets the keys and values of this call; call number j reads what the calls before it have added."""
         ahead, length = len(past), features.shape[1]
         x: Tensor = self.fc(torch.cat([embedded, features], dim=-1))
         query, key, value = (each.transpose(1, 2) for each in self.attended(x, self.rope[:length]))

@@ -36,7 +36,7 @@ class DataParallelExecutor(FirstRank):
         self._waiting: dict[str, tuple[Request, CompiledGrammar | None]] = {}  # in no plan yet
         self._rank_of: dict[str, int] = {}
         self._submitted: deque[int] = deque()  # ids of steps
-        self._news_of: list[list[News]] = [[] for _ in range(num_ranks)]  # those of the first rank stay empty
+        self._news_of: list[list[News]] = [[] for _ in range(num_ranks)]  # the first rank's list stays empty
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         self._waiting[request.id] = request, grammar

@@ -51,7 +51,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     store_file: str  # a file; empty where the ranks are on several nodes
     log_level: int
     log_format: str
-    # Of ranks on several nodes; the address is that of the first rank's node.
+    # Of ranks on several nodes; the address of the first rank's node.
     rendezvous: Rendezvous | None = None
 
 
@@ -271,7 +271,7 @@ class RankProcesses:
         self.kill()
 
     def kill(self) -> None:
-        """End the ranks of this node, and the connections to those of others, which then end too."""
+        """End the ranks of this node, and the connections to ranks of other nodes, which then end too."""
         self._is_closing = True
         if self._listener is not None:
             self._listener.close()

@@ -328,7 +328,7 @@ class _RankRead(Read):
 
 
 class RankAgents(NixlAgent):
-    """The agent of the first rank together with those of the other ranks."""
+    """The agent of the first rank together with the agents of the other ranks."""
 
     def __init__(self, own: NixlAgent, connections: Sequence[Connection]) -> None:
         self.memory = own.memory

@@ -4,7 +4,7 @@ A search keeps the most probable beginnings of an answer, its beams. A step asks
 beam and reads the most probable tokens from the log-probabilities. The beam's tokens are the beginning of that
 request's output, so the engine's prefix cache has all of them but the last block.
 
-`BeamSearch` decides and does no I/O: the definitions are those of transformers' `generate(num_beams=…)`.
+`BeamSearch` decides and does no I/O: the definitions come from transformers' `generate(num_beams=…)`.
 `BeamGeneration` asks the engine, and hands the best beams to the choices of the request, which treat them like any
 other answer.
 """

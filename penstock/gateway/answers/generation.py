@@ -29,7 +29,7 @@ class Generation(MeteredAnswer[Choice]):
     """The answers of our engines to one request. Call `start` once."""
 
     _num_drafted = _num_accepted = 0  # tokens of drafts that engines have verified for this request
-    _num_predicted = _num_predicted_right = 0  # those of them that came from the client's prediction
+    _num_predicted = _num_predicted_right = 0  # tokens that came from the client's prediction
 
     def start(self, requests: Sequence[Request], timeout_s: float | None) -> None:
         """Send one request per choice to the engine, many of them in turns with other requests. One large request is

@@ -1,4 +1,4 @@
-"""The answers of external servers to one request, read like those of our own engines.
+"""The answers of external servers to one request, read like answers of our own engines.
 
 `ExternalAnswer` runs one task per answer, which reads what a server sends; the rest is `answers.stream`. An only
 answer that is read whole needs no task: its reader does the work. Each choice turns chunks into deltas without
@@ -367,7 +367,7 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
                 self._time_tokens(choice, num_new, is_whole=call.is_whole)
                 self._pass_on(choice)
             if isinstance(self._error, PenstockError):
-                raise copy.copy(self._error)  # to the one who reads the connection, which it closes
+                raise copy.copy(self._error)  # to the reader of the connection, who closes it
 
         return pool.send(call, take)
 

@@ -87,7 +87,7 @@ def _odd_role(message: ChatMessage) -> str | None:
 
 
 def replaced(prompt: Prompt, passages: Iterator[tuple[str, ...]]) -> Prompt:
-    """Return `prompt` with the pieces of every passage replaced by those of `passages`."""
+    """Return `prompt` with the pieces of every passage replaced by the pieces in `passages`."""
     if isinstance(prompt, TextPrompt):
         (text,), suffix = next(passages), prompt.suffix
         if suffix is not None:

@@ -189,7 +189,7 @@ class HistoryView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History:
-    """Samples one process's counters while `run` runs, and shows those of all processes."""
+    """Samples one process's counters while `run` runs, and shows the samples of all processes."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class History:
         self._siblings.answers[TOPIC] = self._encoded
 
     async def run(self) -> None:
-        """Take a sample at every even second, so that those of all processes are of the same intervals."""
+        """Take a sample at every even second, so that all processes sample the same intervals."""
         while True:
             await asyncio.sleep(TICK_S - self._wall_time() % TICK_S)
             self.take()

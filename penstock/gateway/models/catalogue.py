@@ -86,7 +86,7 @@ class AdapterRegistry:
         return list({**self._added, **self._given}.values())
 
     async def add(self, entry: RegisteredAdapter, actor: str = "") -> None:
-        """Add an adapter, or replace the one of the same name. Raises Conflict for a name that was given at the
+        """Add an adapter, or replace the adapter of the same name. Raises Conflict for a name that was given at the
         start."""
         self._check_not_given(entry.adapter.name)
 

@@ -363,7 +363,7 @@ class ModelRoutes(Collector):
 
 
 class FallbackAnswer(ReplaceableAnswer):
-    """An answer, or that of the next model while nothing has been shown."""
+    """A model's answer, or the next model's answer while nothing has been shown."""
 
     def __init__(
         self, answer: AnswerStream, ask_next: Callable[[PenstockError], Awaitable[AnswerStream]]

@@ -136,7 +136,7 @@ class Dialect:
 class ServedModel:
     """A model as the gateway serves it, built from an engine's model card. Lives as long as engines serve that model.
 
-    An adapter is a model of its own, which shares all but its name with the one that it adapts."""
+    An adapter is a model of its own, which shares all but its name with the model that it adapts."""
 
     def __init__(self, engine: EngineReady, config: GatewayConfig) -> None:
         self.engine = engine

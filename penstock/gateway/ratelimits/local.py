@@ -195,7 +195,7 @@ class MeterTable:
         self._is_broken_until_s = max(self._is_broken_until_s, now + _BROKEN_S)
 
     def _is_of(self, slot: int, meter: Meter) -> bool:
-        """Say whether a slot is still that of a meter's subject: another process may have given it away."""
+        """Say whether a slot still belongs to a meter's subject: another process may have given the slot away."""
         first, second = meter.key
         place = slot * _SLOT_CELLS
         return self._keys[place] == first and self._keys[place + 1] == second

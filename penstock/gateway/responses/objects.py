@@ -87,7 +87,7 @@ class ObjectStore:
     async def known_ids(
         self, workspace_id: str, kind: str, ids: Collection[str], *, parent_id: str
     ) -> set[str]:
-        """Return those of the ids that are taken."""
+        """Return the ids that are taken."""
         could = [object_id for object_id in ids if self._could_exist(object_id, parent_id)]
         query = select(table.c.id).where(self._of(workspace_id, kind, parent_id), table.c.id.in_(could))
         if not could:

@@ -111,7 +111,7 @@ logger = logging.getLogger(__name__)
 LEASE_S = 30.0
 RENEWAL_S = 2.0  # also how late a process learns that another one has cancelled or deleted a response
 STORED_AGAIN_S = 0.5  # between two attempts to store an outcome while the store is away
-FOLLOWED_EVERY_S = 0.5  # by readers in other processes than the one that makes a response
+FOLLOWED_EVERY_S = 0.5  # by readers in processes that do not make the response
 
 
 class ResponseBuilder(Protocol):

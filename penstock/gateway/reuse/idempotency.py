@@ -6,7 +6,7 @@ while the database is away, it holds within this process.
 
 The process that starts a request claims the row of its key and leases it; the lease is renewed while the request
 runs, so that the claim of a process that died lapses. The functions of the table are plain functions of a database
-connection. Times are Unix seconds; those of rows are on the clock of the database: clocks of gateways may differ.
+connection. Times are Unix seconds; times of rows are on the clock of the database: clocks of gateways may differ.
 """
 
 from __future__ import annotations

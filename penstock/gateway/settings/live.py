@@ -41,7 +41,7 @@ Apply: TypeAlias = Callable[[Settings], None]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The origin of settings. `version` is that of the database; 0 for a file and for the defaults."""
+    """The origin of settings. `version` is the database's version; 0 for a file and for the defaults."""
 
     name: str = "the defaults"
     version: int = 0

@@ -390,7 +390,7 @@ VERSIONS = (
 )
 _LOCK_NUMBER = 0x70656E73746F636B  # "penstock": any number that all our processes agree on
 
-# One row. The name is that of Alembic's table, which earlier releases wrote.
+# One row. Alembic's table, which earlier releases wrote, has this name.
 version_table = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
 
 

@@ -222,7 +222,7 @@ def read_changes(connection: Connection, since: int | None) -> Changes:
     revision = _read_revision(connection)
     if since is None or revision == since:
         return Changes(revision, (), ())
-    if revision < since:  # another database took the place of the one we knew
+    if revision < since:  # another database took the place of the known one
         return Changes(revision, None, None)
     owners_changed = or_(workspaces.c.revision > since, organizations.c.revision > since)
     key_query = (

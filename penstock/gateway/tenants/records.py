@@ -300,7 +300,7 @@ def page(
     after: str | None,
     where: tuple[ColumnElement[bool], ...],
 ) -> Page[Record]:
-    """At most `limit` records that were made before the one with the id `after`, newest first."""
+    """At most `limit` records that were made before the record with the id `after`, newest first."""
     check_limit(limit)
     table = kind.table
     query = select(table).where(*where)

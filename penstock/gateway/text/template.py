@@ -63,7 +63,7 @@ def described_in_words(
 
 
 def with_single_calls(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """Give each call a turn of its own, as if the call had waited for the result of the one before."""
+    """Give each call a turn of its own, as if the call had waited for the result of the call before."""
     told: list[ChatMessage] = []
     rest = deque(messages)
     while rest:

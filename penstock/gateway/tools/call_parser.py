@@ -273,7 +273,7 @@ def _call_nodes(expression: ast.expr) -> list[ast.expr]:
 
 
 class _JSONNames(ast.NodeTransformer):
-    """Writes the constants of JSON as those of Python: models mix them up."""
+    """Writes JSON's constants as Python's: models mix them up."""
 
     _constants: ClassVar[dict[str, bool | None]] = {"true": True, "false": False, "null": None}
 
