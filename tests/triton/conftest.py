@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,10 +29,50 @@ def _quicker_interpreter() -> None:
     if hasattr(getattr(builder, "options", None), "sanitize_overflow"):
         # Without `debug`, nothing looks at the sums and products in 64 bits.
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    if hasattr(interpreter, "_get_np_dtype"):
+        interpreter._get_np_dtype = looking_up_once(interpreter._get_np_dtype)
+    if hasattr(interpreter.tl.core, "validate_block_shape"):
+        share_shapes(interpreter.tl.core)
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = patching_once(interpreter, interpreter._patch_lang)
     if hasattr(getattr(interpreter, "ScanOps", None), "generic_scan"):
         interpreter.ScanOps.generic_scan = scan_by_slices
+
+
+def looking_up_once(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The interpreter makes a table of all types whenever it asks for the type of an array."""
+    found: dict[str, Any] = {}
+
+    def look_up(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in found:
+            found[name] = find(kind)
+        return found[name]
+
+    return look_up
+
+
+def share_shapes(core: Any) -> None:
+    """Every tensor and every type of a tensor makes a shape of its own, and checks it."""
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    of_types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    of_tensors: dict[Any, dict[str, Any]] = {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *map(core._unwrap_if_constexpr, shape))
+        if key not in of_types:
+            make_type(self, element_ty, shape)
+            of_types[key] = {name: getattr(self, name) for name in ("shape", "numel", "name")}
+        self.__dict__.update(of_types[key], element_ty=element_ty)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in of_tensors:
+            make_tensor(self, handle, type)
+            of_tensors[key] = {name: getattr(self, name) for name in ("shape", "numel")}
+        self.__dict__.update(of_tensors[key], handle=handle, type=type, dtype=type.scalar)
+
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
 
 
 def scan_by_slices(scan: Any, inputs: Any) -> list[Any]:
@@ -56,10 +98,13 @@ def patching_once(interpreter: Any, patch: Callable[[Any], Any]) -> Callable[[An
     languages = (interpreter.tl, interpreter.tl.core)
     patched: set[str] = set()
 
+    @cache
+    def seen_by(module: str) -> set[str]:
+        names = vars(sys.modules[module]).values()
+        return {each.__name__ for each in names if any(each is one for one in languages)}
+
     def patch_once(function: Any) -> Any:
-        seen = {
-            each.__name__ for each in function.__globals__.values() if any(each is one for one in languages)
-        }
+        seen = seen_by(function.__module__)
         if seen <= patched:
             return interpreter._LangPatchScope()
         is_launch = not patched
