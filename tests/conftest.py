@@ -8,6 +8,7 @@ import ssl
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,12 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TOKENIZERS_PARALLELISM", "false")
-            return (yield)
+            collected = yield
+            if session.config.option.workers >= 2 and "torch" in sys.modules:
+                import_module(
+                    "torch.distributed.tensor"
+                )  # for torch.testing: nearly a second, in each worker
+            return collected
     finally:
         gc.freeze()
         gc.set_threshold(10_000)  # tests make many objects, and few cycles
