@@ -74,6 +74,7 @@ _TEXT_ALONE = frozenset(
     {
         "Kimi_K25ForConditionalGeneration",
         "KimiK25ForConditionalGeneration",  # as its makers call it
+        "Gemma4UnifiedForConditionalGeneration",  # Gemma 4 12B
         "MiniCPMV4_6ForConditionalGeneration",
         "MiniCPMV4_7ForConditionalGeneration",
         "Ovis2ForConditionalGeneration",

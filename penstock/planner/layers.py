@@ -129,8 +129,8 @@ def _is_list(value: object, length: int) -> bool:
 _TIED = frozenset(
     {
         *("bloom", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon", "falcon_mamba", "gemma", "gemma2"),
-        *("gemma3_text", "gemma4_text", "gpt2", "gpt_bigcode", "gpt_neo", "lfm2", "lfm2_moe", "lfm3", "mamba"),
-        *("mpt", "opt", "recurrent_gemma", "smollm3", "starcoder2", "zamba", "zamba2"),
+        *("gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "lfm2"),
+        *("lfm2_moe", "lfm3", "mamba", "mpt", "opt", "recurrent_gemma", "smollm3", "starcoder2", "zamba", "zamba2"),
     }
 )  # fmt: skip
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -149,10 +149,16 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "sliding_window_pattern": 6,
     },
     "gemma4_text": {"head_dim": 256, "sliding_window": 512},
+    "gemma4_unified_text": {"head_dim": 256, "sliding_window": 1024},
     "llama4_text": {"attention_chunk_size": 8192, "no_rope_layer_interval": 4},
 }
 # Models with images, whose files may leave the type of the text model out.
-_TEXT_OF = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "llama4": "llama4_text"}
+_TEXT_OF = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "llama4": "llama4_text",
+}
 
 
 def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -123,9 +123,13 @@ def test_masks_that_belong_to_one_text_are_refused(tmp_path: Path) -> None:
     text = {**SMALL, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     text |= {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "tie_word_embeddings": False}
     config = transformers.Gemma4UnifiedConfig(text_config=text, tie_word_embeddings=False)
-    save_random("unified", transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    reference = save_random("unified", transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    ops, prompt = TorchOps(), random_prompt(21, seed=5)
     with pytest.raises(ModelLoadError, match="masks hold for the tokens of one text"):
-        load_model(tmp_path, TorchOps())
+        load_model(tmp_path, ops, implementation="transformers")
+    # The text model within is native.
+    made = PagedRunner(load_model(tmp_path, ops), ops).prompt_logits(prompt)
+    torch.testing.assert_close(made, reference.logits(prompt), **TOLERANCE)
 
 
 def test_weights_are_rounded_when_asked(opt: Reference) -> None:

@@ -120,6 +120,8 @@ TINY: dict[str, Tiny] = {
                                                   "num_key_value_heads": 4, "global_head_dim": 32,
                                                   "num_global_key_value_heads": 2, "attention_k_eq_v": True,
                                                   "hidden_size_per_layer_input": 0}),
+    "gemma4_unified": Tiny("gemma4_unified_text", {**FOUR, "sliding_window": 8, "layer_types": GLOBAL_EVERY_SECOND,
+                                                   "global_head_dim": 32, "num_kv_shared_layers": 1}),
     "gemma4-experts": Tiny("gemma4_text", {**FOUR, "sliding_window": 8, "layer_types": GLOBAL_EVERY_SECOND,
                                            "global_head_dim": 32, "hidden_size_per_layer_input": 0,
                                            "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2,

@@ -1,6 +1,6 @@
 """Gemma 4, text: layers with full attention have larger heads than layers with a window, and may use keys as values;
 the last layers may share keys and values of earlier ones; each layer may read an embedding of its own, and may have
-experts beside its MLP. Reads the text part of multimodal checkpoints.
+experts beside its MLP. Reads the text part of multimodal checkpoints, also of Gemma 4 12B (`gemma4_unified`).
 
 All layers share one KV cache. Smaller heads are padded with zeros, and fewer key-value heads are repeated.
 """
@@ -147,6 +147,10 @@ class Gemma4(Decoder):
         "Gemma4ForConditionalGeneration",
         "gemma4_text",
         "gemma4",
+        "Gemma4UnifiedForCausalLM",
+        "Gemma4UnifiedForConditionalGeneration",
+        "gemma4_unified_text",
+        "gemma4_unified",
     )
     gguf_names = ("gemma4",)
     config: Gemma4Config
@@ -156,6 +160,8 @@ class Gemma4(Decoder):
         text = fields.raw("text_config")
         outer = {key: fields.raw(key) for key in ("eos_token_id", "dtype", "torch_dtype") if fields.has(key)}
         defaults = {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 512}
+        if str(fields.raw("model_type")).startswith("gemma4_unified"):
+            defaults |= {"sliding_window": 1024, "hidden_size_per_layer_input": 0}
         fields = Fields({**defaults, **(text or fields.values), **outer}, fields.where)
         return huggingface_config(fields, cls.name)
 
