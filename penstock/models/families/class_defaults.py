@@ -198,7 +198,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 8192,
         "num_key_value_heads": 4,
     },
-    "gemma4": {"max_position_embeddings": 131072, "num_key_value_heads": 4},
+    "gemma4": {"num_key_value_heads": 4},
     "phi3": {**_EPS, "max_position_embeddings": 4096},
     "olmo2": _EPS,
     "olmo3": _EPS,

@@ -159,9 +159,14 @@ class Gemma4(Decoder):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         text = fields.raw("text_config")
         outer = {key: fields.raw(key) for key in ("eos_token_id", "dtype", "torch_dtype") if fields.has(key)}
-        defaults = {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 512}
+        defaults: dict[str, Any] = {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 512}
+        defaults["max_position_embeddings"] = 131_072
         if str(fields.raw("model_type")).startswith("gemma4_unified"):
-            defaults |= {"sliding_window": 1024, "hidden_size_per_layer_input": 0}
+            defaults |= {
+                "sliding_window": 1024,
+                "max_position_embeddings": 262_144,
+                "hidden_size_per_layer_input": 0,
+            }
         fields = Fields({**defaults, **(text or fields.values), **outer}, fields.where)
         return huggingface_config(fields, cls.name)
 
