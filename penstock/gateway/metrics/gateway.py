@@ -25,6 +25,8 @@ from penstock.dispatch.replicas import ReplicaRecord
 from penstock.gateway.metrics.table import (
     ENGINE_METRICS,
     MODEL_METRICS,
+    POOL_METRICS,
+    REPLICA_METRICS,
     TIER,
     VLLM_PREFIX,
     Declared,
@@ -35,34 +37,6 @@ from penstock.gateway.metrics.table import (
 from penstock.router import ReplicaState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# The attributes of EngineStats or ModelMetrics whose names differ from the names of their metrics.
-_ATTRIBUTES = {
-    "num_requests_running": "num_running",
-    "num_requests_waiting": "num_waiting",
-    "nan_logits": "num_nan_logits",
-    "out_of_memory": "num_out_of_memory",
-    "images": "num_images",
-    "images_encoded": "num_images_encoded",
-    "image_encoder_seconds": "image_encoder_s",
-    "kv_read_seconds": "kv_read_s",
-    "experts_moved": "num_experts_moved",
-    "kv_pinned_blocks": "num_pinned_blocks",
-    "kv_host_blocks": "num_host_blocks",
-    "kv_host_blocks_used": "num_host_blocks_used",
-    "kv_pins_demoted": "num_pins_demoted",
-    "kv_blocks_to_host": "num_blocks_to_host",
-    "kv_blocks_from_host": "num_blocks_from_host",
-    "kv_blocks_to_disk": "num_blocks_to_disk",
-    "kv_blocks_from_disk": "num_blocks_from_disk",
-    "kv_kept_blocks_lost": "num_kept_blocks_lost",
-    "time_to_first_token_seconds": "first_token_s",
-    "inter_token_latency_seconds": "inter_token_s",
-    "e2e_request_latency_seconds": "end_to_end_s",
-    "request_queue_time_seconds": "queue_s",
-    "request_prefill_time_seconds": "prefill_s",
-    "request_decode_time_seconds": "decode_s",
-    "iteration_tokens_total": "step_tokens",
-}
 
 
 class GatewayMetrics(Collector):
@@ -125,20 +99,19 @@ class GatewayMetrics(Collector):
                 {
                     (model, *labels): value
                     for model, stats in stats_of.items()
-                    for labels, value in _engine_values(declared.name, stats)
+                    for labels, value in _engine_values(declared, stats)
                 },
             )
         for declared in MODEL_METRICS:
-            attribute = _ATTRIBUTES.get(declared.name, declared.name)
             if declared.name == "request_success":
                 yield from self._successes(declared)
             elif TIER in declared.labels:
-                yield from self._latencies(declared, attribute)
+                yield from self._latencies(declared)
             elif declared.kind == "histogram":
-                yield from self._histograms(declared, attribute)
+                yield from self._histograms(declared)
             else:
                 yield from _families(
-                    declared, {(name,): getattr(model, attribute) for name, model in self._models.items()}
+                    declared, {(name,): declared.of(model) for name, model in self._models.items()}
                 )
 
     def _successes(self, declared: Declared) -> Iterator[Metric]:
@@ -149,22 +122,22 @@ class GatewayMetrics(Collector):
                     add(family, (model_name, reason.value), count)
             yield family
 
-    def _histograms(self, declared: Declared, attribute: str) -> Iterator[Metric]:
+    def _histograms(self, declared: Declared) -> Iterator[Metric]:
         for prefix in declared.prefixes:
             family = HistogramMetricFamily(prefix + declared.name, declared.help, labels=declared.labels)
             for model_name, model in self._models.items():
-                histogram: Histogram = getattr(model, attribute)
+                histogram: Histogram = declared.of(model)
                 family.add_metric([model_name], histogram.cumulative(), histogram.total)
             yield family
 
-    def _latencies(self, declared: Declared, attribute: str) -> Iterator[Metric]:
+    def _latencies(self, declared: Declared) -> Iterator[Metric]:
         """By model and tier; under the name that vLLM uses, by model."""
         for prefix in declared.prefixes:
             labels = (declared.labels[0],) if prefix == VLLM_PREFIX else declared.labels
             family = HistogramMetricFamily(prefix + declared.name, declared.help, labels=labels)
             for model_name, model in self._models.items():
                 by_tier: dict[Tier, Histogram] = {
-                    tier: getattr(latencies, attribute) for tier, latencies in model.latencies_by_tier.items()
+                    tier: declared.of(latencies) for tier, latencies in model.latencies_by_tier.items()
                 }
                 if prefix == VLLM_PREFIX:
                     whole = added_up(list(by_tier.values()))
@@ -175,8 +148,9 @@ class GatewayMetrics(Collector):
             yield family
 
 
-def _engine_values(name: str, stats: EngineStats) -> Iterator[tuple[tuple[str, ...], float]]:
+def _engine_values(declared: Declared, stats: EngineStats) -> Iterator[tuple[tuple[str, ...], float]]:
     """Yield the values of a metric, each with the labels that follow the model's name."""
+    name = declared.name
     if name == "kv_cache_usage_perc":
         yield (), stats.num_kv_blocks_used / stats.num_kv_blocks if stats.num_kv_blocks else 0.0
     elif name == "spec_decode_num_accepted_tokens_per_pos":
@@ -189,8 +163,7 @@ def _engine_values(name: str, stats: EngineStats) -> Iterator[tuple[tuple[str, .
             for position, count in enumerate(by_position):
                 yield (drafter.drafter, str(position)), count
     else:
-        attribute = _ATTRIBUTES.get(name, name).removeprefix("spec_decode_")
-        yield (), getattr(stats, attribute)
+        yield (), declared.of(stats)
 
 
 def _families(declared: Declared, values: Mapping[tuple[str, ...], float]) -> Iterator[Metric]:
@@ -342,17 +315,8 @@ class PoolMetrics(Collector):
                 for direction in ("up", "down")
             },
         )
-        for name, attribute in _POOL_ATTRIBUTES.items():
-            yield metric_by(name, {labels: getattr(pool, attribute) for labels, pool in pools.items()})
-
-
-_POOL_ATTRIBUTES = {
-    "replicas_wanted": "num_wanted",
-    "pool_queued_prefill_tokens": "queued_prefill_tokens",
-    "pool_drain_seconds": "drain_s",
-    "pool_load": "load",
-    "held_requests": "held_requests",
-}
+        for declared in POOL_METRICS:
+            yield metric_by(declared.name, {labels: declared.of(pool) for labels, pool in pools.items()})
 
 
 class ReplicaMetrics(Collector):
@@ -378,31 +342,13 @@ class ReplicaMetrics(Collector):
             if record is not None:
                 for name, value in _replica_values(record, connection.client.stats).items():
                     values.setdefault(name, {})[labels] = value
-        for name in _REPLICA_NAMES:
+        for name in REPLICA_METRICS:
             yield metric_by(name, values.get(name, {}))
         yield metric_by("routing_decisions", fleet.reasons)
         yield metric_by("failed_attempts", fleet.verdicts)
         yield metric("replica_ejections", fleet.dispatcher.table.num_ejections)
         yield metric("routed_prompt_tokens", fleet.routed_tokens)
         yield metric("matched_prompt_tokens", fleet.matched_tokens)
-
-
-_REPLICA_NAMES = (
-    "replica_ready",
-    "replica_requests_running",
-    "replica_requests_waiting",
-    "replica_kv_cache_usage_perc",
-    "replica_gpu_memory_bytes",
-    "replica_gpu_memory_used_bytes",
-    "replica_prefix_cache_queries",
-    "replica_prefix_cache_hits",
-    "replica_drafts",
-    "replica_draft_tokens",
-    "replica_accepted_tokens",
-    "replica_requests",
-    "replica_failures",
-    "replica_kv_event_resyncs",
-)
 
 
 def _replica_values(record: ReplicaRecord, stats: EngineStats) -> dict[str, float]:

@@ -7,7 +7,7 @@ the `vllm:` name too, which dashboards know. `vllm:` names have no label for the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -28,6 +28,11 @@ class Declared(NamedTuple):
     labels: tuple[str, ...] = ()
     join: Join = "sum"
     vllm: bool = False
+    attribute: str = ""  # of the object that has the value, where its name differs from the metric's
+
+    def of(self, source: object) -> Any:
+        """Return the value that `source` has for this metric."""
+        return getattr(source, self.attribute or self.name)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -40,7 +45,7 @@ class Declared(NamedTuple):
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 LabelsT = TypeVar("LabelsT", bound=str | tuple[str, ...])
-Rows: TypeAlias = tuple[tuple[str, str], ...]
+Rows: TypeAlias = tuple[tuple[str, str] | tuple[str, str, str], ...]  # name, help text, attribute
 
 
 def _each(
@@ -50,7 +55,7 @@ def _each(
     join: Join = "sum",
     vllm: bool = False,
 ) -> list[Declared]:
-    return [Declared(name, kind, help_text, labels, join, vllm) for name, help_text in rows]
+    return [Declared(row[0], kind, row[1], labels, join, vllm, *row[2:]) for row in rows]
 
 
 _MODEL = "model_name"
@@ -61,8 +66,8 @@ _REPLICA = (_MODEL, "replica", "revision", "region")
 # fmt: off
 _ENGINES = [
     *_each("gauge", (
-        ("num_requests_running", "Requests in the running batch."),
-        ("num_requests_waiting", "Requests waiting to be scheduled."),
+        ("num_requests_running", "Requests in the running batch.", "num_running"),
+        ("num_requests_waiting", "Requests waiting to be scheduled.", "num_waiting"),
         ("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them."),
     ), _MODEL, join="max", vllm=True),
     *_each("counter", (
@@ -70,11 +75,11 @@ _ENGINES = [
         ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
         ("num_preemptions", "Running requests sent back to the queue."),
         ("num_swapped", "Preempted requests whose KV may go to host memory."),
-        ("nan_logits", "Requests ended because the model produced no numbers."),
-        ("out_of_memory", "Requests ended because a step had no memory for them."),
-        ("spec_decode_num_drafts", "Drafts that were verified, one per request and step."),
-        ("spec_decode_num_draft_tokens", "Tokens of these drafts."),
-        ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
+        ("nan_logits", "Requests ended because the model produced no numbers.", "num_nan_logits"),
+        ("out_of_memory", "Requests ended because a step had no memory for them.", "num_out_of_memory"),
+        ("spec_decode_num_drafts", "Drafts that were verified, one per request and step.", "num_drafts"),
+        ("spec_decode_num_draft_tokens", "Tokens of these drafts.", "num_draft_tokens"),
+        ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", "num_accepted_tokens"),
     ), _MODEL, join="max", vllm=True),
     Declared("spec_decode_num_accepted_tokens_per_pos", "counter",
              "Accepted tokens by their position in a draft; the first is 0.", (_MODEL, "position"), "max", True),
@@ -85,9 +90,9 @@ _ENGINES = [
     *_each("gauge", (
         ("num_waiting_tokens", "Prompt tokens of requests that wait to be scheduled."),
         ("kv_fragmentation", "Share of running requests' KV slots that hold nothing."),
-        ("kv_pinned_blocks", "KV blocks held for cache breakpoints."),
-        ("kv_host_blocks", "Slots for KV blocks in host memory."),
-        ("kv_host_blocks_used", "Slots in host memory that hold a block."),
+        ("kv_pinned_blocks", "KV blocks held for cache breakpoints.", "num_pinned_blocks"),
+        ("kv_host_blocks", "Slots for KV blocks in host memory.", "num_host_blocks"),
+        ("kv_host_blocks_used", "Slots in host memory that hold a block.", "num_host_blocks_used"),
         ("image_cache_tokens", "Image tokens whose encoded form is kept."),
         ("expert_imbalance", "Tokens for the busiest rank's experts, relative to the mean of the ranks."),
         ("expert_imbalance_placed", "The same for the same tokens, after experts were moved."),
@@ -95,23 +100,23 @@ _ENGINES = [
     *_each("counter", (
         ("cache_read_tokens", "Prompt tokens read from prefixes kept at breakpoints."),
         ("cache_write_tokens", "Prompt tokens newly kept at breakpoints."),
-        ("kv_pins_demoted", "Pins given up before their time, to make room."),
-        ("kv_blocks_to_host", "KV blocks copied to host memory."),
-        ("kv_blocks_from_host", "KV blocks copied back from host memory."),
-        ("kv_blocks_to_disk", "KV blocks written to disk."),
-        ("kv_blocks_from_disk", "KV blocks read back from disk."),
+        ("kv_pins_demoted", "Pins given up before their time, to make room.", "num_pins_demoted"),
+        ("kv_blocks_to_host", "KV blocks copied to host memory.", "num_blocks_to_host"),
+        ("kv_blocks_from_host", "KV blocks copied back from host memory.", "num_blocks_from_host"),
+        ("kv_blocks_to_disk", "KV blocks written to disk.", "num_blocks_to_disk"),
+        ("kv_blocks_from_disk", "KV blocks read back from disk.", "num_blocks_from_disk"),
         ("kv_fetches", "Requests whose KV was to come from another replica."),
         ("kv_fetches_failed", "Requests whose KV did not all come from another replica."),
         ("kv_fetched_tokens", "Tokens whose KV came from another replica."),
         ("kv_read_bytes", "Bytes of KV read from what other replicas had cached."),
-        ("kv_read_seconds", "Time that reading them took."),
-        ("kv_kept_blocks_lost", "Kept KV blocks dropped before their time."),
-        ("images", "Images of requests that began to run."),
-        ("images_encoded", "Images that the vision tower has encoded."),
-        ("image_encoder_seconds", "Time for which the vision tower occupied the device."),
+        ("kv_read_seconds", "Time that reading them took.", "kv_read_s"),
+        ("kv_kept_blocks_lost", "Kept KV blocks dropped before their time.", "num_kept_blocks_lost"),
+        ("images", "Images of requests that began to run.", "num_images"),
+        ("images_encoded", "Images that the vision tower has encoded.", "num_images_encoded"),
+        ("image_encoder_seconds", "Time for which the vision tower occupied the device.", "image_encoder_s"),
         ("image_cache_queries", "Images whose encoded form a prompt needed."),
         ("image_cache_hits", "Images whose encoded form was there already."),
-        ("experts_moved", "Experts that were moved between ranks, or copied."),
+        ("experts_moved", "Experts that were moved between ranks, or copied.", "num_experts_moved"),
     ), _MODEL, join="max"),
 ]
 _REQUESTS = [
@@ -121,19 +126,21 @@ _REQUESTS = [
     ), _MODEL, vllm=True),
     Declared("request_success", "counter", "Finished requests by reason.", (_MODEL, "finished_reason"), vllm=True),
     *_each("histogram", (
-        ("time_to_first_token_seconds", "From arrival to the first token."),
+        ("time_to_first_token_seconds", "From arrival to the first token.", "first_token_s"),
         ("inter_token_latency_seconds",
-         "Between tokens of one answer; tokens that come together share the time since the last ones."),
-        ("e2e_request_latency_seconds", "From arrival to the last token."),
-        ("request_queue_time_seconds", "From arrival to the first computation."),
-        ("request_prefill_time_seconds", "From first computation to first token."),
-        ("request_decode_time_seconds", "From the first token to the last."),
+         "Between tokens of one answer; tokens that come together share the time since the last ones.",
+         "inter_token_s"),
+        ("e2e_request_latency_seconds", "From arrival to the last token.", "end_to_end_s"),
+        ("request_queue_time_seconds", "From arrival to the first computation.", "queue_s"),
+        ("request_prefill_time_seconds", "From first computation to first token.", "prefill_s"),
+        ("request_decode_time_seconds", "From the first token to the last.", "decode_s"),
     ), _MODEL, TIER, vllm=True),
     *_each("histogram", (
         ("request_prompt_tokens", "Prompt tokens per request."),
         ("request_generation_tokens", "Tokens generated per request."),
     ), _MODEL, vllm=True),
-    Declared("iteration_tokens_total", "histogram", "Tokens computed per engine step.", (_MODEL,), "max", True),
+    Declared("iteration_tokens_total", "histogram", "Tokens computed per engine step.", (_MODEL,), "max", True,
+             "step_tokens"),
 ]
 _WAY_IN = [
     Declared("auto_requests", "counter", "Requests for auto, by the model asked first.", (_MODEL,)),
@@ -182,10 +189,10 @@ _FLEET = [
     Declared("replicas", "gauge", "Replicas of a pool by state.", (*_POOL, "state"), join="max"),
     Declared("autoscaler_decisions", "counter", "Decisions to change a pool.", (*_POOL, "direction"), join="max"),
     *_each("gauge", (
-        ("replicas_wanted", "Replicas of a pool that serve or are being started."),
-        ("pool_queued_prefill_tokens", "Prompt tokens that wait, those of held requests included."),
-        ("pool_drain_seconds", "How long the ready replicas take for the queued prefill tokens."),
-        ("pool_load", "The largest of the autoscaler's signals, as a share of its target."),
+        ("replicas_wanted", "Replicas of a pool that serve or are being started.", "num_wanted"),
+        ("pool_queued_prefill_tokens", "Prompt tokens that wait, also in held requests.", "queued_prefill_tokens"),
+        ("pool_drain_seconds", "How long the ready replicas take for the queued prefill tokens.", "drain_s"),
+        ("pool_load", "The largest of the autoscaler's signals, as a share of its target.", "load"),
         ("held_requests", "Requests that wait for a first replica."),
     ), *_POOL, join="max"),
     *_each("gauge", (
@@ -283,6 +290,8 @@ _CONNECTIONS = [
 # fmt: on
 ENGINE_METRICS = tuple(_ENGINES)  # what engines report of each model
 MODEL_METRICS = tuple(_REQUESTS)  # what a gateway counts for each model
+POOL_METRICS = tuple(row for row in _FLEET if row.labels == _POOL)
+REPLICA_METRICS = tuple(row.name for row in _FLEET if row.labels == _REPLICA)
 METRICS = {row.name: row for row in (*_ENGINES, *_REQUESTS, *_WAY_IN, *_FLEET, *_CALLERS, *_CONNECTIONS)}
 
 
