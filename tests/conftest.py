@@ -147,9 +147,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
             patch.setenv("TOKENIZERS_PARALLELISM", "false")
             collected = yield
             if session.config.option.workers >= 2 and "torch" in sys.modules:
-                import_module(
-                    "torch.distributed.tensor"
-                )  # for torch.testing: nearly a second, in each worker
+                # torch.testing needs it, and the import takes nearly a second in each worker.
+                import_module("torch.distributed.tensor")
             return collected
     finally:
         gc.freeze()

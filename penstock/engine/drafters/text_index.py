@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 RUN = 3
 NO_TOKEN = 2**31 - 1  # stands between two texts: in no vocabulary, so no match reaches across
@@ -82,6 +82,8 @@ class TextIndex:
             latest[slot] = place
 
     def _index_many(self, first: int, stop: int) -> None:
+        import numpy as np  # a tenth of a second, which an echo engine need not take to start
+
         begin = max(first, RUN)
         self._earlier.extend([-1] * (begin - first))
         if begin >= stop:
@@ -104,7 +106,7 @@ class TextIndex:
         latest[slots[is_last]] = places[is_last]
 
 
-_Tokens = TypeVar("_Tokens", int, npt.NDArray[Any])
+_Tokens = TypeVar("_Tokens", int, "npt.NDArray[Any]")
 
 
 def _slot(first: _Tokens, second: _Tokens, third: _Tokens, num_slots: int) -> _Tokens:

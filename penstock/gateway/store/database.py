@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import sqlalchemy
 from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, Table, and_, event, or_
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.pool import StaticPool
 
 from penstock.core.errors import ConfigError, InvalidRequest, RateLimited, StoreUnavailable
@@ -412,7 +412,11 @@ def database_time(connection: Connection) -> float:
 
 def insert_into(connection: Connection, table: Table) -> Any:
     """Return an INSERT statement with `ON CONFLICT`, which SQLAlchemy has for each database separately."""
-    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+    if connection.dialect.name == "postgresql":
+        from sqlalchemy.dialects import postgresql  # takes a tenth of a second
+
+        return postgresql.insert(table)
+    return sqlite.insert(table)
 
 
 def insert_once(connection: Connection, table: Table, values: Mapping[str, Any]) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from penstock.core.request import Dry
 from penstock.gateway.checks import check_token_ids
@@ -70,11 +69,15 @@ class Breakers:
     text where the text has several."""
 
     def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
+        import numpy as np  # a tenth of a second, which a gateway need not take to start
+
         tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
         self._text = np.frombuffer(b"".join(tokens), dtype=np.uint8)  # of all tokens, one behind the other
         self._ends = np.cumsum([len(token) for token in tokens])
 
     def mask(self, texts: tuple[str, ...], last_ids: list[int]) -> bytes:
+        import numpy as np
+
         found = np.zeros(len(self._ends), dtype=np.bool_)
         found[last_ids] = True
         for data in (text.encode(errors="surrogatepass") for text in texts):
