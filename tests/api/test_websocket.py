@@ -13,11 +13,13 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from uvicorn.protocols.utils import ClientDisconnected
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
 from penstock.api.http import parsing, websocket_protocol
+from penstock.api.http.websocket_protocol import BoundedWebSocketProtocol
 from penstock.core.errors import AuthenticationFailed
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason, Request
@@ -297,6 +299,21 @@ def test_a_full_house_is_refused_clearly_and_opens_again() -> None:
         with socket_to(served) as socket:
             ask(socket, ping=1)
             assert hear(socket) == {"pong": 1}
+
+
+async def test_an_answer_after_the_end_of_a_connection_is_no_error_of_ours() -> None:
+    """The protocol ends a connection with broken frames, or without pongs. Bytes that the client does not read keep
+    it from being lost meanwhile. An error would write a traceback to the log for each of them."""
+    protocol = BoundedWebSocketProtocol.__new__(BoundedWebSocketProtocol)
+    protocol.writable = asyncio.Event()
+    protocol.writable.set()
+    protocol.handshake_complete = protocol.close_sent = True
+    protocol.initial_response = None
+    protocol.queue = asyncio.Queue()
+    protocol.disconnected = False
+    for message in ({"type": "websocket.send", "text": "{}"}, {"type": "websocket.close", "code": 1000}):
+        with pytest.raises(ClientDisconnected):
+            await protocol.send(message)  # type: ignore[arg-type]
 
 
 def test_a_key_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:

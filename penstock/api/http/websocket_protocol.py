@@ -15,6 +15,7 @@ import httptools
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.server import ServerState
 from websockets.frames import Frame
@@ -238,6 +239,11 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
             self._read_on_soon()
 
     async def send(self, message: ASGISendEvent) -> None:
+        await self.writable.wait()
+        is_open = self.handshake_complete and self.initial_response is None
+        if self.close_sent and is_open:
+            # The connection ended while the client was answered, which is no error of ours for the log.
+            raise ClientDisconnected
         await super().send(message)
         if self.close_sent:
             self._stall.start_at_close(self.loop, self.transport)
