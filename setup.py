@@ -6,14 +6,15 @@ ABI. They are optional: where no C++ compiler is found the install goes on, Pens
 plain Python, and `penstock doctor` says so of the kernels.
 
 With PENSTOCK_COMPILE=1, the scheduler, the block cache, the router, the dispatcher and the simulator are compiled
-too, from the same source, by mypyc (it comes with mypy). Python takes the compiled modules where they are built, and
-the source elsewhere.
+too, from the same source, by mypyc (it comes with mypy, which pip fetches for the build). Python takes the compiled
+modules where they are built, and the source elsewhere.
 """
 
 import importlib.util
 import os
 import platform
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -121,7 +122,9 @@ if SOURCES and platform.system() in ("Linux", "Darwin"):
         )
     )
 
-if os.environ.get("PENSTOCK_COMPILE") == "1":
+
+def compiled_modules():
+    """The scheduler and what it is simulated with, as extensions."""
     from mypyc.build import mypycify
 
     # msgspec's structs lose their settings when they are compiled, such as `frozen`: files that define any stay as
@@ -134,6 +137,17 @@ if os.environ.get("PENSTOCK_COMPILE") == "1":
         for path in paths
         if path.stem != "__init__" and "msgspec.Struct" not in path.read_text(encoding="utf-8")
     ]
-    extensions += mypycify(modules, opt_level="2", debug_level="0", multi_file=True, group_name="penstock")
+    return mypycify(modules, opt_level="2", debug_level="0", multi_file=True, group_name="penstock")
 
-setup(ext_modules=extensions, cmdclass={"build_ext": ParallelBuild})
+
+COMPILER = ["mypy>=1.14", "msgspec>=0.19"]  # the modules import msgspec, whose types mypyc reads
+needed = []
+if os.environ.get("PENSTOCK_COMPILE") == "1":
+    if {"egg_info", "dist_info"} & {
+        *sys.argv
+    }:  # pip first asks what the build needs, installs that, and then builds
+        needed = COMPILER
+    else:
+        extensions += compiled_modules()
+
+setup(ext_modules=extensions, cmdclass={"build_ext": ParallelBuild}, setup_requires=needed)

@@ -146,7 +146,9 @@ class PrefixAware:
             best, least_s = candidates.cheapest_of(costs_s, rng.random())
         if matches:
             best = self._cheaper_holder(best, least_s, request, candidates, matches, num_blocks)
-            is_longest = matches.get(best, 0) == longest(matches)
+            # Without the detour of `Mapping.get` over a KeyError, which most decisions would take.
+            held = matches.of(best) if isinstance(matches, HolderSets) else matches.get(best, 0)
+            is_longest = held == longest(matches)
             return best, Reason.PREFIX if is_longest else Reason.COPY
         if request.affinity_key is not None:
             favourite = led_to(request.affinity_key, candidates)

@@ -1,9 +1,10 @@
-"""The scheduler and what it is simulated with can be compiled: `PENSTOCK_COMPILE=1 python setup.py build_ext
---inplace`."""
+"""The scheduler and what it is simulated with can be compiled: `PENSTOCK_COMPILE=1 pip install .`."""
 
 from __future__ import annotations
 
 import ast
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,17 @@ def test_no_class_means_something_else_when_it_is_compiled(path: Path) -> None:
 def test_most_of_the_scheduler_can_be_compiled() -> None:
     names = {path.stem for path in _MODULES}
     assert {"scheduler", "counted", "pool", "router", "dispatcher", "driver", "fleet"} <= names
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_pip_is_told_of_the_compiler_that_a_build_needs(
+    compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip builds in an environment of its own, which has what `setup` names and nothing else."""
+    given: dict[str, list[str]] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **settings: given.update(settings))
+    monkeypatch.setattr(sys, "argv", ["setup.py", "egg_info"])
+    monkeypatch.setenv("PENSTOCK_COMPILE", "1" if compiles else "0")
+    monkeypatch.chdir(_ROOT.parent)
+    runpy.run_path("setup.py")
+    assert any(each.startswith("mypy") for each in given["setup_requires"]) is compiles
