@@ -156,14 +156,12 @@ class ConnectionMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from metrics(
-            (
-                ("connections_open", self.num_open),
-                ("connections_refused", self.num_refused),
-                ("connections_displaced", self.num_displaced),
-                ("connections_timed_out", self.num_timed_out),
-                ("connections_malformed", self.num_malformed),
-                ("connections_stalled", self.num_stalled),
-            )
+            connections_open=self.num_open,
+            connections_refused=self.num_refused,
+            connections_displaced=self.num_displaced,
+            connections_timed_out=self.num_timed_out,
+            connections_malformed=self.num_malformed,
+            connections_stalled=self.num_stalled,
         )
 
 

@@ -195,13 +195,11 @@ class SocketMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from metrics(
-            (
-                ("websockets_open", self.num_open),
-                ("websockets_accepted", self.num_accepted),
-                ("websockets_refused", self.num_refused),
-                ("websockets_requests", self.num_requests),
-                ("websockets_too_slow", self.num_too_slow),
-            )
+            websockets_open=self.num_open,
+            websockets_accepted=self.num_accepted,
+            websockets_refused=self.num_refused,
+            websockets_requests=self.num_requests,
+            websockets_too_slow=self.num_too_slow,
         )
 
 

@@ -46,7 +46,7 @@ from penstock.gateway.batches.batch import (
 from penstock.gateway.batches.store import BatchStore, ResultWriter
 from penstock.gateway.blobs.blobs import Blobs
 from penstock.gateway.files import StoredFile
-from penstock.gateway.metrics.table import metric, metric_by
+from penstock.gateway.metrics.table import metric_by, metrics
 from penstock.gateway.turns import FairSlots
 
 _COUNTED: tuple[Outcome, ...] = ("succeeded", "errored")
@@ -62,8 +62,7 @@ class BatchMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield metric_by("batch_lines", self.lines)
-        yield metric("batch_line_retries", self.retries)
-        yield metric("batches_running", self._num_running())
+        yield from metrics(batch_line_retries=self.retries, batches_running=self._num_running())
 
 
 logger = logging.getLogger(__name__)

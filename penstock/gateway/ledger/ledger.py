@@ -146,19 +146,14 @@ class LedgerMetrics(Collector):
         yield from self._speeds()
         num_unwritten = self.num_settled - self._num_written
         yield from metrics(
-            (
-                ("usage_journal_failures", self.journal_failures),
-                ("usage_flush_failures", self.flush_failures),
-                ("usage_recovered_rows", self.recovered_rows),
-                ("usage_refused_rows", self.refused_rows),
-                ("usage_lost_rows", self.lost_rows),
-                ("usage_journal_bytes", self._journal.num_bytes),
-                ("usage_unwritten_rows", num_unwritten),
-                (
-                    "usage_lag_seconds",
-                    max(0.0, self._clock() - self._written_until) if num_unwritten else 0.0,
-                ),
-            )
+            usage_journal_failures=self.journal_failures,
+            usage_flush_failures=self.flush_failures,
+            usage_recovered_rows=self.recovered_rows,
+            usage_refused_rows=self.refused_rows,
+            usage_lost_rows=self.lost_rows,
+            usage_journal_bytes=self._journal.num_bytes,
+            usage_unwritten_rows=num_unwritten,
+            usage_lag_seconds=max(0.0, self._clock() - self._written_until) if num_unwritten else 0.0,
         )
 
     def _speeds(self) -> Iterator[Metric]:

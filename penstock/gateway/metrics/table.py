@@ -6,7 +6,7 @@ the `vllm:` name too, which dashboards know. `vllm:` names have no label for the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -314,6 +314,6 @@ def add(family: Metric, labels: Sequence[str], value: float) -> None:
     family.add_metric(labels, value)  # type: ignore[attr-defined]
 
 
-def metrics(values: Iterable[tuple[str, float]]) -> list[Metric]:
-    """Several metrics without labels."""
-    return [metric(name, value) for name, value in values]
+def metrics(**values: float) -> list[Metric]:
+    """Return several metrics without labels, by their names."""
+    return [metric(name, value) for name, value in values.items()]

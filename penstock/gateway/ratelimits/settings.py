@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from penstock.core.errors import ConfigError, QuotaExceeded, RateLimited, RequestExceedsLimit
 from penstock.core.identity import Principal, RateLimits
-from penstock.gateway.metrics.table import metric, metric_by, metrics
+from penstock.gateway.metrics.table import metric_by, metrics
 
 UNLIMITED: Literal["unlimited"] = "unlimited"
 Count: TypeAlias = Annotated[int, Meta(ge=1)] | Literal["unlimited"] | None
@@ -310,17 +310,14 @@ class LimiterMetrics(Collector):
         self.refusals[refusal.subject.scope.value, refusal.figure.value] += 1
 
     def collect(self) -> Iterator[Metric]:
-        yield metric("limits_admitted", self.admitted)
         yield metric_by("limits_refused", self.refusals)
-        yield metric("limits_subjects", len(self.subjects))
+        yield from metrics(limits_admitted=self.admitted, limits_subjects=len(self.subjects))
         if self.redis_is_up is not None:
             yield from metrics(
-                (
-                    ("limits_redis_up", self.redis_is_up),
-                    ("limits_settlements_pending", self.settlements_pending),
-                    ("limits_redis_errors", self.redis_errors),
-                    ("limits_local_decisions", self.local_decisions),
-                    ("limits_closed_refusals", self.closed_refusals),
-                    ("limits_settlements_lost", self.settlements_lost),
-                )
+                limits_redis_up=self.redis_is_up,
+                limits_settlements_pending=self.settlements_pending,
+                limits_redis_errors=self.redis_errors,
+                limits_local_decisions=self.local_decisions,
+                limits_closed_refusals=self.closed_refusals,
+                limits_settlements_lost=self.settlements_lost,
             )

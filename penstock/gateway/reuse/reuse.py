@@ -344,15 +344,13 @@ class AnswerReuse(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from metrics(
-            (
-                ("response_cache_hits", self.num_hits),
-                ("response_cache_similar", self.num_similar),
-                ("response_cache_misses", self.num_misses),
-                ("idempotent_replays", self.idempotency.num_replayed),
-                ("idempotency_conflicts", self.idempotency.num_conflicts),
-                ("response_cache_bytes", self._cache.num_bytes),
-                ("semantic_cache_bytes", self._semantic.num_bytes),
-            )
+            response_cache_hits=self.num_hits,
+            response_cache_similar=self.num_similar,
+            response_cache_misses=self.num_misses,
+            idempotent_replays=self.idempotency.num_replayed,
+            idempotency_conflicts=self.idempotency.num_conflicts,
+            response_cache_bytes=self._cache.num_bytes,
+            semantic_cache_bytes=self._semantic.num_bytes,
         )
 
 

@@ -24,7 +24,7 @@ from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import AuthenticationFailed, Overloaded, PenstockError, StoreUnavailable
 from penstock.core.identity import Principal, Scope
 from penstock.core.request import Tier
-from penstock.gateway.metrics.table import metric, metric_by
+from penstock.gateway.metrics.table import metric_by, metrics
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import keys, organizations, tenant_revision, workspaces
 from penstock.gateway.tenants.records import DEFAULT_ID, PREFIX_LENGTH, could_be_id, is_secret_of, prefix_of
@@ -272,8 +272,7 @@ class AuthenticationMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield metric_by("authentication_refusals", self.refusals)
-        yield metric("key_check_failures", self.failed_checks)
-        yield metric("remembered_keys", self.remembered_keys)
+        yield from metrics(key_check_failures=self.failed_checks, remembered_keys=self.remembered_keys)
 
 
 CHECK_EVERY_S = 1.0  # while requests come
