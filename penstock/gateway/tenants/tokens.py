@@ -20,12 +20,12 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import httpx
-import jwt
 import msgspec
 
 from penstock.core.clock import Clock, SystemClock
@@ -180,6 +180,8 @@ class TokenVerifier:
         self._ring = ring
         self._wall_time = wall_time
         self._remembered: OrderedDict[bytes, tuple[Principal, float]] = OrderedDict()  # digest → until when
+        # Now: all requests would wait for it, a tenth of a second, while the first token is read.
+        import_module("jwt")
 
     async def identify(self, token: str) -> Principal:
         """Raises AuthenticationFailed for a token that is not good, PermissionDenied for a good one that maps to no
@@ -199,6 +201,8 @@ class TokenVerifier:
 
     async def verified_claims(self, token: str, audience: str | None = None) -> dict[str, Any]:
         """Return the claims of a valid token. `audience` is the expected audience, if not this server."""
+        import jwt
+
         try:
             header = jwt.get_unverified_header(token)
         except jwt.InvalidTokenError as error:
@@ -230,6 +234,8 @@ class TokenVerifier:
             raise AuthenticationFailed("The token's signature is wrong.") from error
 
     def _decode(self, token: str, key: PublicKey, algorithm: str, audience: str) -> dict[str, Any]:
+        import jwt
+
         claims: dict[str, Any] = jwt.decode(
             token,
             jwt.PyJWK(key, algorithm),
