@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Microseconds of CUDA kernels beside what they replace: sampling against a sort, int8 products against bfloat16
-products, the products of a layer of Llama-8B in every format, attention over prompts on Hopper against the kernel
-for every GPU, and against FlashInfer where that is installed, and attention of tokens that verify drafts, together
-and as decodes of their own.
+products, the products of a layer of Llama-8B in every format, each of these products in four bits, attention over
+prompts on Hopper against the kernel for every GPU, and against FlashInfer where that is installed, and attention of
+tokens that verify drafts, together and as decodes of their own.
 
-    python -m bench.gpu_kernels [sampling] [products] [layers] [attention] [drafts]
+    python -m bench.gpu_kernels [sampling] [products] [layers] [four-bits] [attention] [drafts]
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -198,7 +199,13 @@ def drafts() -> None:
 
 
 # Outputs and widths of a layer of Llama-8B: queries, keys and values; attention's output; gate and up; down.
-LAYER = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))
+PRODUCTS = {
+    "qkv": (6144, 4096),
+    "output": (4096, 4096),
+    "gate and up": (28_672, 4096),
+    "down": (4096, 14_336),
+}
+LAYER = tuple(PRODUCTS.values())
 LAYERS = 4  # so many that no weight stays in the cache until its next use
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -235,9 +242,8 @@ def layer_products(ops: TritonOps, form: str) -> Callable[[torch.Tensor], None]:
     return run
 
 
-def graph_microseconds(runs: list[Callable[[torch.Tensor], None]], rows: int) -> float:
-    """Of one layer, in a CUDA graph of several."""
-    residual = torch.randn(rows, 4096, dtype=torch.bfloat16, device=DEVICE)
+def graph_microseconds(runs: list[Callable[[torch.Tensor], None]], residual: torch.Tensor) -> float:
+    """Of one run, in a CUDA graph of several."""
     for run in runs:
         run(residual)
     graph = torch.cuda.CUDAGraph()
@@ -255,15 +261,60 @@ def layers() -> None:
     dense: list[float] = []
     for form in FORMS:
         runs = [layer_products(ops, form) for _ in range(LAYERS)]
-        taken = [graph_microseconds(runs, rows) for rows in ROWS]
+        taken = [
+            graph_microseconds(runs, torch.randn(rows, 4096, dtype=torch.bfloat16, device=DEVICE))
+            for rows in ROWS
+        ]
         dense = dense or taken
         row(form, *(f"{each:,.0f} ({one / each:.2f})" for each, one in zip(taken, dense, strict=True)))
+
+
+def layer_product(ops: TritonOps, name: str, form: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """One product of a layer with what is fused into it, of rows with a residual of as many rows."""
+    packed = ops.pack_linear([matrix(form, *PRODUCTS[name])])
+    norm = torch.rand(PRODUCTS[name][1], dtype=torch.bfloat16, device=DEVICE)
+
+    def run(x: torch.Tensor, residual: torch.Tensor) -> None:
+        if name == "qkv":
+            ops.normed_linear(x, norm, 1e-5, packed)
+        elif name == "gate and up":
+            ops.normed_gated(x, norm, 1e-5, packed, "silu")
+        else:
+            ops.add_linear(x, packed, residual)
+
+    return run
+
+
+def four_bits() -> None:
+    """Each product of a layer in four bits and in bfloat16, in graphs."""
+    ops = TritonOps(DEVICE, torch.bfloat16)
+    counts = [count for count in ROWS if count <= 512] + [192, 384]
+    print("\nproducts of Llama-8B with norm, gate or sum, µs (times as fast as bfloat16)")
+    row("product", "form", *sorted(counts))
+    row(*["---"] * (2 + len(counts)))
+    for name, (outputs, width) in PRODUCTS.items():
+        dense: list[float] = []
+        for form in FORMS[:3]:
+            runs = [layer_product(ops, name, form) for _ in range(2 * LAYERS)]
+            taken = []
+            for count in sorted(counts):
+                x = torch.randn(count, width, dtype=torch.bfloat16, device=DEVICE)
+                residual = torch.randn(count, outputs, dtype=torch.bfloat16, device=DEVICE)
+                bound = [functools.partial(run, x) for run in runs]
+                taken.append(graph_microseconds(bound, residual))
+            dense = dense or taken
+            row(
+                name,
+                form,
+                *(f"{each:,.1f} ({one / each:.2f})" for each, one in zip(taken, dense, strict=True)),
+            )
 
 
 PARTS = {
     "sampling": sampling,
     "products": products,
     "layers": layers,
+    "four-bits": four_bits,
     "attention": attention,
     "drafts": drafts,
 }

@@ -44,6 +44,7 @@ class WarmUpStep:
 # context, and short prompts.
 PREFILLS = (
     WarmUpStep(1, 400, 400),
+    WarmUpStep(1, 300, 300),
     WarmUpStep(1, 64, VERY_LONG_CONTEXT),
     WarmUpStep(4, 10, 10),
     WarmUpStep(1, 2, VERY_LONG_CONTEXT),

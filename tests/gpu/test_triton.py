@@ -22,7 +22,7 @@ from penstock.models.rounding import quantize
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from penstock.kernels.triton import int8_rows
+from penstock.kernels.triton import int4_tiles, int8_rows
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
 from penstock.kernels.triton.ops import TritonOps, attention
 from tests.triton.cases import (
@@ -310,7 +310,7 @@ def test_square_blocks_of_float8(rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("hidden", "inner", "group"), [(576, 1536, 32), (1120, 96, 32), (896, 4864, 64), (1152, 6912, 128)]
 )
-@pytest.mark.parametrize("rows", [3, 16, 48, 64, 128, 200, 1030])
+@pytest.mark.parametrize("rows", [3, 16, 48, 64, 128, 200, 300, 512, 1030])
 def test_four_bits_of_any_shape(hidden: int, inner: int, group: int, rows: int) -> None:
     gate_up, down = (
         random_quantized(*shape, group, 4, offsets=True) for shape in ((2 * inner, hidden), (hidden, inner))
@@ -346,7 +346,7 @@ def test_few_rows_of_a_head_and_of_inputs_that_are_not_aligned() -> None:
 
 
 @pytest.mark.parametrize("form", ["int4", "fp8", "bfloat16"])
-@pytest.mark.parametrize("rows", [5, 30, 60, 128, 256])
+@pytest.mark.parametrize("rows", [5, 30, 60, 128, 256, 300, 512])
 def test_products_in_a_graph(form: str, rows: int) -> None:
     """Kernels overlap: none may read what the kernel in front has yet to write."""
     ops = NARROW.ops
@@ -377,8 +377,33 @@ def test_products_in_a_graph(form: str, rows: int) -> None:
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("each", int4_tiles.EVEN_TILES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_even_tiles_of_four_bits(
+    group: int, each: int4_tiles.EvenTile, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever tile is chosen, also where programs have parts of several tiles, and tiles several programs."""
+    bench, rows = Bench(DEVICE, dtype), 200
+
+    def even(num_rows: int, made: int, width: int, *_: object) -> int4_tiles.Choice:
+        tiles = -(-num_rows // each.rows) * -(-made // 128)
+        programs = tiles * each.tile.shares
+        if each.tile.shares == 1:
+            programs = min(60, tiles * -(-width // (2 * each.tile.width)))
+        return int4_tiles.Choice(each.rows, each.tile, programs)
+
+    monkeypatch.setattr("penstock.kernels.triton.int4_hopper.choose_tile", even)
+    for outputs, width in ((1000, 1152), (2048, 4096), (512, 8192)):
+        weight = random_quantized(outputs, width, group, 4, offsets=True)
+        x, bias = bench.normal(rows, width), bench.normal(outputs)
+        got = bench.ops.linear(x, bench.ops.pack_linear([weight], bias))
+        expected = x.float() @ weight.dequantize().to(DEVICE).T + bias.float()
+        assert float((got.float() - expected).norm() / expected.norm()) < 0.02
+
+
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("rows", [2, 3, 33, 64, 200, 256])
+@pytest.mark.parametrize("rows", [2, 3, 33, 64, 200, 256, 300, 512])
 def test_four_bits_pass_from_one_product_to_the_next(group: int, rows: int) -> None:
     """The gated product of an MLP leaves its outputs in the order that the next product wants."""
     ops = NARROW.ops

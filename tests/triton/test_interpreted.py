@@ -357,7 +357,7 @@ def test_float8_blocks_multiply_rounded_rows(processors: int, monkeypatch: pytes
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_inputs_come_in_the_order_of_four_bit_words(group: int, has_norm: bool) -> None:
     """The Hopper kernel makes 32 weights of 8 words: the lowest codes of all eight, then the next ones."""
-    from penstock.kernels.triton import int4_hopper
+    from penstock.kernels.triton import int4_operand
 
     weight = random_quantized(6, 384, group, 4, offsets=False)
     words = (
@@ -369,7 +369,9 @@ def test_inputs_come_in_the_order_of_four_bit_words(group: int, has_norm: bool) 
     x = torch.randn(3, 384)
     norm = torch.rand(384) if has_norm else None
     expected = WHOLE.definition.rms_norm(x, norm, 1e-5) if norm is not None else x
-    got = int4_hopper._arranged(x, group, skinny.RowProduct(norm, 1e-5))
+    flags = torch.ones(8, dtype=torch.int32)
+    got = int4_operand.arranged(x, group, skinny.RowProduct(norm, 1e-5), flags)
+    assert not flags.any()  # programs of the product that follows count on that
     made = got.double() @ codes.reshape(6, 384).double().T
     torch.testing.assert_close(made, expected.double() @ weight.codes.double().T, rtol=1e-4, atol=1e-4)
 
