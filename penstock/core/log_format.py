@@ -33,8 +33,8 @@ def without_secrets(text: str) -> str:
     return _SECRETS.sub(mask, text)
 
 
-# Characters that could begin a new line, or control a terminal.
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+# Characters that could begin a new line, control a terminal, or turn the direction of what follows them.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def on_one_line(text: str) -> str:
