@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Penstock before an external server, beside other gateways before the same one, in one run.
 
-    python -m bench.external [--router-python PATH] [--litellm-python PATH] [--one-process] [--rounds 3] [--seconds 3]
+    python -m bench.external [--router-python PATH] [--litellm-python PATH] [--one-process] [--before CHECKOUT]
+        [--rounds 3] [--seconds 3]
 
 All stand in front of one HTTP server that answers at once with 16 tokens (`bench.instant_upstream`). Penstock runs
 twice: open, and with keys from a database, limits and the usage ledger on. The router is `sglang-router` (Rust), and
 LiteLLM its proxy with a master key and no database; each is left out without the Python that it is installed for. The
 load comes from plain sockets of another process. Rounds alternate between the gateways, and the table shows medians.
-Processor time is that of all processes of a gateway.
+Processor time is that of all processes of a gateway. With another checkout of Penstock, such as that of an older
+commit, its server stands beside: on a machine with other work, only figures of one run can be compared.
 """
 
 from __future__ import annotations
@@ -146,10 +148,22 @@ def open_penstock(upstream: Target, options: Sequence[str]) -> Iterator[Target]:
 
 
 @contextlib.contextmanager
-def full_penstock(upstream: Target, options: Sequence[str], name: str = FULL) -> Iterator[Target]:
+def full_penstock(
+    upstream: Target, options: Sequence[str], name: str = FULL, checkout: Path | None = None
+) -> Iterator[Target]:
     port = free_port()
     with ServerState.made() as state:
-        command = [*PENSTOCK, "serve", "--external", _url(upstream), "--port", str(port), "--usage-ledger"]
+        elsewhere = [] if checkout is None else ["env", "-C", str(checkout), f"PYTHONPATH={checkout}"]
+        command = [
+            *elsewhere,
+            *PENSTOCK,
+            "serve",
+            "--external",
+            _url(upstream),
+            "--port",
+            str(port),
+            "--usage-ledger",
+        ]
         command += ["--data-dir", str(state.data_dir), "--settings", str(state.settings), *options]
         headers = {"Authorization": f"Bearer {state.api_key}"}
         with _target(name, command, port, "/ready", headers) as target:
@@ -225,6 +239,7 @@ def main() -> None:
     parser.add_argument(
         "--one-process", action="store_true", help="run Penstock with keys a third time, in one process"
     )
+    parser.add_argument("--before", type=Path, help="another checkout, whose server runs with keys as well")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--json", type=Path)
@@ -242,10 +257,15 @@ def main() -> None:
             versions.append(version_of(arguments.litellm_python, "litellm"))
             targets.append(stack.enter_context(litellm(arguments.litellm_python, upstream)))
         targets.append(stack.enter_context(open_penstock(upstream, arguments.options)))
-        targets.append(stack.enter_context(full_penstock(upstream, arguments.options)))
-        if arguments.one_process:
-            alone = [*arguments.options, "--api-workers", "1"]
-            targets.append(stack.enter_context(full_penstock(upstream, alone, ONE_PROCESS)))
+        checkouts = [None] if arguments.before is None else [arguments.before.resolve(), None]
+        for checkout in checkouts:
+            suffix = "" if checkout is None else ", before"
+            full = full_penstock(upstream, arguments.options, FULL + suffix, checkout)
+            targets.append(stack.enter_context(full))
+            if arguments.one_process:
+                alone = [*arguments.options, "--api-workers", "1"]
+                full = full_penstock(upstream, alone, ONE_PROCESS + suffix, checkout)
+                targets.append(stack.enter_context(full))
         for target in targets:
             run(target.call(stream=False), num_clients=4, seconds=WARM_UP_S)
             run(target.call(stream=True), num_clients=4, seconds=WARM_UP_S)

@@ -54,10 +54,27 @@ class _SubjectStruct(Structure):
     )
 
 
-_ASKED = Struct(
-    "=6d"
-)  # now, places, requests, tokens of prompts, tokens of answers, whether limits may refuse
+# Now, places, requests, tokens of prompts, tokens of answers, and whether limits may refuse.
+_ASKED = Struct("=6d")
 _LEFT = Struct("=9d")  # limit, rest, and seconds until it is full, for each kind; limit 0 for none
+
+
+@functools.cache
+def _caller_struct(num_subjects: int) -> type[Structure]:
+    """Return the layout of a caller with so many subjects. All such callers share it: a type takes kilobytes."""
+
+    class Caller(Structure):
+        """`Caller` of decisions.cpp."""
+
+        _fields_ = (
+            ("asked", c_double * 6),
+            ("left", c_double * 9),
+            ("table", c_void_p),
+            ("num_subjects", c_int64),
+            ("subjects", _SubjectStruct * num_subjects),
+        )
+
+    return Caller
 
 
 class CompiledDecisions:
@@ -67,18 +84,7 @@ class CompiledDecisions:
     __slots__ = ("_decide", "_memory", "_meters", "_pointer", "_subjects", "_table")
 
     def __init__(self, library: ctypes.PyDLL, table: TableStruct, meters: Sequence[Meter]) -> None:
-        class Caller(Structure):
-            """`Caller` of decisions.cpp."""
-
-            _fields_ = (
-                ("asked", c_double * 6),
-                ("left", c_double * 9),
-                ("table", c_void_p),
-                ("num_subjects", c_int64),
-                ("subjects", _SubjectStruct * len(meters)),
-            )
-
-        caller = Caller(table=ctypes.addressof(table), num_subjects=len(meters))
+        caller = _caller_struct(len(meters))(table=ctypes.addressof(table), num_subjects=len(meters))
         self._table = table  # is kept alive
         self._meters = meters
         self._subjects = caller.subjects
