@@ -94,17 +94,12 @@ class TailHalves:
 
 
 class BlockTable:
+    # fmt: off
     __slots__ = (
-        "_found",
-        "_pool",
-        "_tails",
-        "block_ids",
-        "half_offset",
-        "num_reused_blocks",
-        "num_slots",
-        "state_slot",
-        "windows",
+        "_found", "_pool", "_tails", "block_ids", "half_offset", "num_reused_blocks", "num_slots",
+        "state_slot", "windows",
     )
+    # fmt: on
 
     def __init__(self, pool: BlockPool, tails: TailHalves, found: Sequence[BlockHash] = ()) -> None:
         """Take references on the blocks of a matched prefix, except on blocks in host memory."""

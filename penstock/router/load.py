@@ -183,20 +183,12 @@ class CostOrder:
 class LoadColumns:
     """Figures of several loads side by side, so that a thousand replicas are compared without a loop in Python."""
 
+    # fmt: off
     __slots__ = (
-        "_costs_s",
-        "block_size",
-        "least_free",
-        "least_room",
-        "loads",
-        "order",
-        "others_requests",
-        "own_requests",
-        "queue_s",
-        "recent_requests",
-        "recent_total",
-        "token_s",
+        "_costs_s", "block_size", "least_free", "least_room", "loads", "order", "others_requests",
+        "own_requests", "queue_s", "recent_requests", "recent_total", "token_s",
     )
+    # fmt: on
 
     def __init__(self, num_loads: int) -> None:
         self.block_size: int | None = None  # of all loads; None if they differ
@@ -242,29 +234,14 @@ class LoadColumns:
 
 
 class ReplicaLoad:
+    # fmt: off
     __slots__ = (
-        "_fit",
-        "_has_told_steps",
-        "_hold_s",
-        "_kv_used",
-        "_num_steps",
-        "_others_requests",
-        "_others_tokens",
-        "_own_tokens",
-        "_uncached_share",
-        "bit",
-        "blocks_free",
-        "columns",
-        "num_requests",
-        "number",
-        "own_requests",
-        "place",
-        "queue_s",
-        "replica",
-        "room_blocks",
-        "token_s",
+        "_fit", "_has_told_steps", "_hold_s", "_kv_used", "_num_steps", "_others_requests",
+        "_others_tokens", "_own_tokens", "_uncached_share", "bit", "blocks_free", "columns",
+        "num_requests", "number", "own_requests", "place", "queue_s", "replica", "room_blocks", "token_s",
         "wait_per_block_s",
     )
+    # fmt: on
 
     def __init__(self, replica: Replica, bit: int) -> None:
         self.replica = replica

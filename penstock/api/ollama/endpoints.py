@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole, while_present
+from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole
 from penstock.api.http.context import note_model, principal_of, request_id_of, timeout_s_of, with_context
 from penstock.api.http.errors import ollama_error_body
 from penstock.api.http.parsing import BodyDecoder
@@ -373,5 +373,4 @@ class OllamaEndpoints:
                 timeout_s=timeout_s_of(request),
             )
         )
-        job = await while_present(request, opening)
-        return await run_job(job, request)
+        return await run_job(opening, request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -173,8 +173,7 @@ class EmbeddingEndpoints:
                 allows_external=True,
             )
         )
-        job = await while_present(request, opening)
-        answer = await run_job(job, request)
+        answer = await run_job(opening, request)
         body = await _body(answer, as_text=wire.encoding_format == "base64")
         return WholeAnswer(body, answer.rate_limits)
 
@@ -203,8 +202,9 @@ class Job(Protocol[AnswerT]):
     async def run(self) -> AnswerT: ...
 
 
-async def run_job(job: Job[AnswerT], request: Request) -> AnswerT:
-    """Run a job until the answer is there or the client has gone, whichever comes first."""
+async def run_job(opening: Awaitable[Job[AnswerT]], request: Request) -> AnswerT:
+    """Open and run a job until the answer is there or the client has gone, whichever comes first."""
+    job = await while_present(request, opening)
     departure = DisconnectWatch(request)
     departure.hand_over(job)
     try:

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from penstock.api.http.answers import WholeAnswer, json_response, while_present
+from penstock.api.http.answers import WholeAnswer, json_response
 from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
 from penstock.api.http.routes import Operation
 from penstock.api.openai.embeddings import run_job
@@ -134,8 +134,7 @@ class ModerationEndpoints:
                 timeout_s=timeout_s_of(request),
             )
         )
-        job = await while_present(request, opening)
-        answer = await run_job(job, request)
+        answer = await run_job(opening, request)
         harmful = [not is_harmless(label, index, card) for index, label in enumerate(card.pooler.labels)]
         results = []
         for vector in answer.vectors:

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from penstock.api.http.answers import WholeAnswer, while_present
+from penstock.api.http.answers import WholeAnswer
 from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import Operation
@@ -131,8 +131,7 @@ class RerankEndpoints:
                 timeout_s=timeout_s_of(request),
             )
         )
-        job = await while_present(request, opening)
-        answer = await run_job(job, request)
+        answer = await run_job(opening, request)
         results = _ranked(answer, texts if returns_documents else None, wire.top_n)
         num_tokens = answer.usage.prompt_tokens
         body = RerankResponse(
@@ -257,8 +256,7 @@ class EmbedEndpoints:
                 timeout_s=timeout_s_of(request),
             )
         )
-        job = await while_present(request, opening)
-        answer = await run_job(job, request)
+        answer = await run_job(opening, request)
         found: dict[str, list[Any]] = {}
         if "float" in kinds:
             found["float"] = [numbers(vector) for vector in answer.vectors]

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from penstock.api.http.answers import WholeAnswer, while_present
+from penstock.api.http.answers import WholeAnswer
 from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import Operation
@@ -174,8 +174,7 @@ class ScoringEndpoints:
                 timeout_s=timeout_s_of(request),
             )
         )
-        job = await while_present(request, opening)
-        answer = await run_job(job, request)
+        answer = await run_job(opening, request)
         data = [Score(index, score) for index, score in enumerate(answer.scores)]
         num_tokens = answer.usage.prompt_tokens
         usage = EmbeddingUsage(num_tokens, num_tokens)
@@ -236,8 +235,7 @@ class ScoringEndpoints:
                 timeout_s=timeout_s_of(request),
             )
         )
-        job = await while_present(request, opening)
-        return await run_job(job, request)
+        return await run_job(opening, request)
 
 
 def check_classifier(card: ModelCard) -> None:

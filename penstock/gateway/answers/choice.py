@@ -192,38 +192,16 @@ class Choice:
     """The state of one answer. `num_tokens` counts what the engine generated, up to and including the token that
     ended the answer."""
 
+    # fmt: off
     __slots__ = (
-        "_details",
-        "_detokenizer",
-        "_is_announced",
-        "_is_plain_text",
-        "_matcher",
-        "_min_tokens",
-        "_num_released_chars",
-        "_num_seen_chars",
-        "_parsed",
-        "_parser",
-        "_parts",
-        "_prompt_token_ids",
-        "_shown",
-        "_token_ids",
-        "_tokenizer",
-        "buffered_bytes",
-        "cache_breakpoints",
-        "cache_use",
-        "finish_reason",
-        "first_token_at",
-        "index",
-        "is_dirty",
-        "last_token_at",
-        "num_cached_tokens",
-        "num_prompt_tokens",
-        "num_reasoning_tokens",
-        "num_tokens",
-        "prompt_scores",
-        "request_id",
+        "_details", "_detokenizer", "_is_announced", "_is_plain_text", "_matcher", "_min_tokens",
+        "_num_released_chars", "_num_seen_chars", "_parsed", "_parser", "_parts", "_prompt_token_ids",
+        "_shown", "_token_ids", "_tokenizer", "buffered_bytes", "cache_breakpoints", "cache_use",
+        "finish_reason", "first_token_at", "index", "is_dirty", "last_token_at", "num_cached_tokens",
+        "num_prompt_tokens", "num_reasoning_tokens", "num_tokens", "prompt_scores", "request_id",
         "stop_ids",
     )
+    # fmt: on
 
     def __init__(
         self,

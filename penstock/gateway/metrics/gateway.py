@@ -229,18 +229,12 @@ def added_up(histograms: Sequence[Histogram]) -> Histogram:
 class Latencies:
     """Latencies of the requests of one tier and their parts, and counts for the history."""
 
+    # fmt: off
     __slots__ = (
-        "decode_s",
-        "end_to_end_s",
-        "first_token_s",
-        "inter_token_s",
-        "num_ended",
-        "num_failed",
-        "output_tokens",
-        "prefill_s",
-        "prompt_tokens",
-        "queue_s",
+        "decode_s", "end_to_end_s", "first_token_s", "inter_token_s", "num_ended", "num_failed",
+        "output_tokens", "prefill_s", "prompt_tokens", "queue_s",
     )
+    # fmt: on
 
     def __init__(self) -> None:
         self.num_ended = self.num_failed = self.prompt_tokens = self.output_tokens = 0

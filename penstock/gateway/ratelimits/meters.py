@@ -99,21 +99,13 @@ _MAX_CACHED_CALLERS = 65_536
 class Meter:
     """One subject: its buckets (None where it has no such limit) and what it runs."""
 
+    # fmt: off
     __slots__ = (
-        "input_tokens",
-        "key",
-        "limits",
-        "max_running",
-        "num_running",
-        "output_tokens",
-        "requests",
-        "reserved_elsewhere",
-        "reserved_microdollars",
-        "running_elsewhere",
-        "slot",
-        "subject",
+        "input_tokens", "key", "limits", "max_running", "num_running", "output_tokens", "requests",
+        "reserved_elsewhere", "reserved_microdollars", "running_elsewhere", "slot", "subject",
         "unlocked_stores",
     )
+    # fmt: on
 
     def __init__(self, subject: Subject, limits: ResolvedLimits, now: float) -> None:
         self.subject = subject

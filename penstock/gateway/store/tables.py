@@ -312,17 +312,24 @@ stored_objects = Table(
     ),
 )
 
-# Owner: gateway/releases. `body` is all that is known of a release, as JSON; the other columns are for people.
-releases = Table(
-    "releases",
-    metadata,
-    Column("id", String(64), primary_key=True),
-    Column("model", String(256), nullable=False),
-    Column("stage", String(32), nullable=False),
-    Column("created_at", Double, nullable=False, index=True),
-    Column("updated_at", Double, nullable=False),
-    Column("body", LargeBinary, nullable=False),
-)
+
+def _staged_records(name: str) -> Table:
+    return Table(
+        name,
+        metadata,
+        Column("id", String(64), primary_key=True),
+        Column("model", String(256), nullable=False),
+        Column("stage", String(32), nullable=False),
+        Column("created_at", Double, nullable=False, index=True),
+        Column("updated_at", Double, nullable=False),
+        Column("body", LargeBinary, nullable=False),
+    )
+
+
+# Owner: serve/database_registry. `body` is all that is known of a release or an experiment, as JSON; the other
+# columns are for people.
+releases = _staged_records("releases")
+experiments = _staged_records("experiments")
 
 # Owner: gateway/store/versions. What all gateways follow: the settings and the adapters. Rows are never changed; the
 # highest version of a kind is the current one.
@@ -335,19 +342,6 @@ document_versions = Table(
     Column("actor", String(256), nullable=False),
     Column("note", String(512), nullable=False),
     Column("body", LargeBinary),  # null: from here on the database says nothing about this kind
-)
-
-
-# Owner: serve/control. As for releases.
-experiments = Table(
-    "experiments",
-    metadata,
-    Column("id", String(64), primary_key=True),
-    Column("model", String(256), nullable=False),
-    Column("stage", String(32), nullable=False),
-    Column("created_at", Double, nullable=False, index=True),
-    Column("updated_at", Double, nullable=False),
-    Column("body", LargeBinary, nullable=False),
 )
 
 # Owner: gateway/history. What each gateway process counted in each interval; old rows are deleted.

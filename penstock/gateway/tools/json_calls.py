@@ -94,19 +94,12 @@ class ValueSpan:
 class CallReader:
     """Reads `{"name": …, "arguments": {…}}` with its keys in any order, and others among them."""
 
+    # fmt: off
     __slots__ = (
-        "_expects",
-        "_held",
-        "_key",
-        "_known_names",
-        "_sink",
-        "_span",
-        "_streams",
-        "_value",
-        "has_begun",
-        "is_broken",
-        "is_complete",
+        "_expects", "_held", "_key", "_known_names", "_sink", "_span", "_streams", "_value", "has_begun",
+        "is_broken", "is_complete",
     )
+    # fmt: on
 
     def __init__(self, sink: AnswerSink, known_names: frozenset[str]) -> None:
         self._sink = sink
