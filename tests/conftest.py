@@ -151,10 +151,18 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
                 import_module("torch.distributed.tensor")
             return collected
     finally:
+        let_logs_of_torch_propagate()
         gc.freeze()
         gc.set_threshold(10_000)  # tests make many objects, and few cycles
         gc.enable()
         atexit.register(gc.unfreeze)  # native libraries report what is still alive after that
+
+
+def let_logs_of_torch_propagate() -> None:
+    """Six times a test, pytest gives a handler to each logger that does not propagate. Torch has fifty of those."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
