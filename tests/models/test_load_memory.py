@@ -52,7 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).to(torch.float16)
-    model.to_empty(device="cpu").save_pretrained(folder, max_shard_size="36MB")
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.01)  # what memory held before may be no number
+    model.save_pretrained(folder, max_shard_size="36MB")
     return folder
 
 
