@@ -116,9 +116,10 @@ class DeepseekV2(Decoder):
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         grouped = fields.text("topk_method", "greedy") == "group_limited_greedy"
-        return latent_config(
+        config = latent_config(
             fields, cls.name, scoring="softmax", normalizes=False, ranked_by=1, grouped=grouped
         )
+        return dataclasses.replace(config, mlp_bias=fields.flag("mlp_bias", False))
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
