@@ -14,6 +14,10 @@ is how far the errors of single runs are from the errors of all runs together, i
 
 Equal steps still take unequal times, so the fitted cost has the spread of the steps that it was fitted to. Each run
 is simulated several times, with other draws from this spread. The last line says what the errors are without it.
+
+`--twins N` says how large errors are by chance alone. Only the steps of the fit are recorded. Then N simulations of
+each load take the engine's place, one after the other: their costs are exactly those of the simulations that they are
+compared with, and only the draws from the spread differ.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ from penstock.simulator import (
     simulate,
 )
 from penstock.simulator.cost import (
+    SpreadCost,
     StepCost,
     StepWork,
     fit,
@@ -278,7 +283,11 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="runs at once, each on a core of its own")
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each load")
     parser.add_argument("--out", type=Path, help="write the table to this file")
+    parser.add_argument("--twins", type=int, help="compare so many simulations of each load with others")
     options = parser.parse_args()
+    if options.twins:
+        print(twins(options.twins, options.share))
+        return
     # Each run has a process of its own, whose clock begins with it.
     with ProcessPoolExecutor(
         options.at_once, multiprocessing.get_context("spawn"), max_tasks_per_child=1
@@ -308,20 +317,57 @@ class Recording:
     fitted: Steps
 
 
-def record(number: int, share: float) -> Recording:
+def warm_engine(loads: list[Load]) -> tuple[Engine, SteadyClock]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(MODEL))
         engine, clock = build(folder)
+    run_engine(engine, clock, loads[-1], arrivals_of(loads[-1], 99, 1.0))
+    clock.set_usual_speed()
+    return engine, clock
+
+
+def fitted_steps(engine: Engine, clock: SteadyClock, traffic: list[Load], seed: int) -> Steps:
+    runs = (run_engine(engine, clock, load, arrivals_of(load, seed, 0.05)) for load in traffic)
+    return [step for _, steps in runs for step in steps]
+
+
+def twins(count: int, share: float) -> str:
+    """Compare simulations with simulations that differ by chance alone."""
     loads, traffic = ([shortened(load, share) for load in each] for each in (LOADS, FITTED))
+    engine, clock = warm_engine(loads)
+    steps = fitted_steps(engine, clock, traffic, 1000)
+    engine.close()
+    spread = with_spread(fit_corrected(steps), steps)
+    names = ("TTFT p50", "p90", "p99", "between tokens p50", "p90", "p99", "tokens/s")
+    lines = ["| load | " + " | ".join(names) + " |", "|" + "---|" * (len(names) + 1)]
+    within = 0
+    for place, load in enumerate(loads):
+        errors = [errors_by_chance(load, number * len(loads) + place, spread) for number in range(count)]
+        within += sum(abs(error) <= 0.05 for each in errors for error in each)
+        cells = [
+            f"{mean(map(abs, each)):.1%}, {max(map(abs, each)):.1%}" for each in zip(*errors, strict=True)
+        ]
+        lines.append(f"| {load.name} | " + " | ".join(cells) + " |")
+    total = count * len(loads) * len(names)
+    return "\n".join(lines) + f"\n\nMean and largest errors by chance. {within} of {total} are within 5 %."
+
+
+def errors_by_chance(load: Load, seed: int, cost: SpreadCost) -> list[float]:
+    """Return the errors of simulations against another one, which differs in its draws from the spread of steps."""
+    arrivals = arrivals_of(load, seed, mean_s(load.workload, cost))
+    twin, *others = (run_simulator(load, arrivals, replace(cost, seed=draw)) for draw in range(DRAWS + 1))
+    return Compared(load, [(twin, others)]).errors()
+
+
+def record(number: int, share: float) -> Recording:
+    loads, traffic = ([shortened(load, share) for load in each] for each in (LOADS, FITTED))
+    engine, clock = warm_engine(loads)
 
     def calibrate(seed: int) -> Steps:
-        runs = (run_engine(engine, clock, load, arrivals_of(load, seed, 0.05)) for load in traffic)
-        return [step for _, steps in runs for step in steps]
+        return fitted_steps(engine, clock, traffic, seed)
 
-    run_engine(engine, clock, loads[-1], arrivals_of(loads[-1], 99, 1.0))  # warm up
-    clock.set_usual_speed()
     first = number * len(loads)
     fitted = calibrate(1000 + first)
     cost = fit(fitted)
