@@ -42,6 +42,7 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "num_experts": 4, **
         varied("falcon_h1", mamba_proj_bias=True, projectors_bias=True, ssm_in_multiplier=0.5, **TWO),
         varied("ministral3", rope_parameters=DYNAMIC, **TWO),
         varied("zamba2", rms_norm_eps=1e-2),
+        varied("deepseek_v2", mlp_bias=True, attention_bias=True),
         varied(
             "olmo3",
             rope_parameters={"full_attention": {**YARN, "truncate": False}, "sliding_attention": YARN},
