@@ -138,7 +138,8 @@ class BatchRunner:
         abandoned = await self._store.abandoned() if active else frozenset()
         num_running = Counter((run.batch.workspace_id, run.is_ending) for run, _ in self._runs.values())
         for batch in active:
-            if batch.kind not in self._dialects or self._wall_clock() < self._begin_at.get(batch.id, 0.0):
+            begin_at = self._begin_at.get(batch.id, 0.0)
+            if batch.kind not in self._dialects or not self._is_due(begin_at, _WAIT_AFTER_BUG_S):
                 continue
             ending: Ending | None = None
             if batch.status is BatchStatus.CANCELLING or batch.id in abandoned:
@@ -153,9 +154,14 @@ class BatchRunner:
                 self._begin(batch)
             if ending is not None:
                 self._runs[batch.id][0].stop(ending)
-        if self._wall_clock() >= self._next_sweep_at:
+        if self._is_due(self._next_sweep_at, self._config.sweep_s):
             self._next_sweep_at = self._wall_clock() + self._config.sweep_s
             await self._files.remove_expired()
+
+    def _is_due(self, at: float, wait_s: float) -> bool:
+        """Say whether a time has come that was at most `wait_s` ahead: a clock that was set back postpones nothing by
+        more."""
+        return not 0.0 < at - self._wall_clock() <= wait_s
 
     def _begin(self, batch: Batch) -> None:
         run = BatchRun(batch, self._dialects[batch.kind], self._context)

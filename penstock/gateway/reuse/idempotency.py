@@ -201,7 +201,7 @@ class IdempotentAnswers:
         """Renews leases and deletes what is too old, until cancelled."""
         sweep_at = 0.0
         while self._database is not None:
-            now = self._wall_clock()
+            now = asyncio.get_running_loop().time()
             with contextlib.suppress(StoreUnavailable):
                 if self._claims:
                     await self._database.run(partial(self._renew, list(self._claims.values())))
@@ -274,8 +274,9 @@ class IdempotentAnswers:
         """Return the answer that another gateway made; None when this gateway is to run the request."""
         if self._database is None:
             return None
-        deadline = self._wall_clock() + MAX_WAIT_S
-        while self._wall_clock() < deadline:
+        now = asyncio.get_running_loop().time  # which nobody sets back, as the wall clock may be
+        deadline = now() + MAX_WAIT_S
+        while now() < deadline:
             attempting = asyncio.ensure_future(self._database.run(partial(self._attempt, claim)))
             try:
                 result = await asyncio.shield(attempting)

@@ -22,7 +22,7 @@ from penstock.core.errors import RateLimited as TooFast
 from penstock.gateway.batches import store as batch_store
 from penstock.gateway.batches.batch import MAX_BLANK_LINES, BatchLine, BatchStatus
 from penstock.gateway.batches.run import Backoff, BatchRun, _next_lines
-from penstock.gateway.batches.runner import MAX_RUNS_OF_WORKSPACE, StoredWork
+from penstock.gateway.batches.runner import MAX_RUNS_OF_WORKSPACE, BatchRunner, StoredWork
 from penstock.gateway.store import tables
 from penstock.gateway.store.database import Database
 from tests.gateway.batches.scripted import ScriptedDialect, Server, Wall
@@ -495,3 +495,16 @@ async def test_one_results_file_that_the_workspace_does_not_list(tmp_path: Path)
     assert (await server.files.page("w1")).files == []
     assert len(server.files.blobs.path(batch.results_id).read_bytes().splitlines()) == 2
     await server.runner.stop()
+
+
+def test_a_clock_that_is_set_back_postpones_no_sweep() -> None:
+    runner = BatchRunner.__new__(BatchRunner)
+    runner._wall_clock = lambda: 1000.0
+    assert [runner._is_due(at, 60.0) for at in (990.0, 1000.0, 1030.0, 1060.0, 1061.0, 90_000.0)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]

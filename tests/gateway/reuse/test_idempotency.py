@@ -301,6 +301,39 @@ class TestAcrossProcesses:
         assert await read(await repeat) == await read(answer)
         assert not engines[1].added
 
+    @pytest.mark.parametrize("step_s", [-86_400.0, 86_400.0])
+    async def test_a_step_of_the_clock_changes_no_wait(
+        self, database: Database, monkeypatch: pytest.MonkeyPatch, step_s: float
+    ) -> None:
+        monkeypatch.setattr(idempotency, "POLL_S", 0.001)
+        clock = WallClock()
+        running, elsewhere = (
+            Gateway(
+                FakeEngine(),
+                GatewayConfig(),
+                reuse=AnswerReuse(
+                    idempotency=IdempotentAnswers(IdempotencySettings(), database, wall_clock=clock)
+                ),
+            )
+            for _ in range(2)
+        )
+        answer = await running.submit(request_for())
+        claims = CountedCalls(monkeypatch, "claim_key")
+        repeat = asyncio.create_task(elsewhere.submit(request_for()))
+        await claims.two_more()
+        clock.now += step_s
+        await claims.two_more()
+        assert not repeat.done()
+        repeat.cancel()
+
+        monkeypatch.setattr(idempotency, "MAX_WAIT_S", 2.0)
+        repeat = asyncio.create_task(elsewhere.submit(request_for()))
+        await claims.two_more()
+        clock.now -= 3600.0
+        with pytest.raises(Conflict):
+            await asyncio.wait_for(repeat, 20)
+        answer.cancel()
+
     async def test_a_claim_is_renewed_while_its_request_is_prepared(
         self, database: Database, monkeypatch: pytest.MonkeyPatch
     ) -> None:
