@@ -129,6 +129,7 @@ def test_a_stored_bias_that_the_settings_deny_is_refused_unless_it_is_zero(
         ("lfm3", {"rope_parameters": {"sliding_attention": "full_attention", "full_attention": {}}}),
         ("gpt_neo", {"attention_types": True}),
         ("llama4", {"moe_layers": -0.5}),
+        ("gemma4", {"num_kv_shared_layers": 7}),
         ("helium", {"head_dim": 15, "model_type": [1, 2]}),
     ],
 )

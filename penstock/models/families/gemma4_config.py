@@ -52,6 +52,16 @@ class Gemma4Config(ArchitectureConfig):
     input_vocab_size: int
     pad_token_id: int = 0  # whose embeddings of layers image tokens have
 
+    def __post_init__(self) -> None:
+        # Not super(): a dataclass with slots is another class than the one that its methods were written in.
+        ArchitectureConfig.__post_init__(self)
+        own = {window is None for window in self.windows[: max(self.num_kv_layers, 0)]}
+        if not own >= {window is None for window in self.windows[max(self.num_kv_layers, 0) :]}:
+            raise ModelLoadError(
+                f"The last {self.num_sharing_layers} of the model's {self.num_layers} layers share keys and values "
+                "of earlier ones, of which there are none of their kind."
+            )
+
     def kind(self, index: int) -> HeadKind:
         return self.whole if self.windows[index] is None else self.windowed
 
