@@ -204,6 +204,10 @@ class Admission:
         """Forget the request that was turned away, because blocks were freed."""
         self._blocked = None
 
+    def is_turned_away(self, sequence: Sequence) -> bool:
+        """Say whether this request was the last to be turned away, and no blocks were freed since."""
+        return self._blocked is sequence
+
     def num_missing_blocks(self, sequence: Sequence) -> int:
         """Return how many blocks this request lacked, if it was the last to be turned away; else 0."""
         return self._num_missing_blocks if self._blocked is sequence else 0

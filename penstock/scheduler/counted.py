@@ -86,7 +86,7 @@ class CountedScheduler(Scheduler):
         if not is_decoding_alone:
             self._update_services()
         growing = self._due_to_grow()
-        if self._needs_room(growing):
+        if self._needs_room(growing, now):
             return self._plan_rows(now)
         load = self._plan_decodes(growing)
         if is_decoding_alone:
@@ -111,14 +111,18 @@ class CountedScheduler(Scheduler):
         self._joins_all = True
         return self.plan(now)
 
-    def _needs_room(self, growing: list[Sequence]) -> bool:
+    def _needs_room(self, growing: list[Sequence], now: float) -> bool:
         """Say whether requests may have to be preempted."""
         if self._num_in_step > self._config.max_num_batched_tokens:
             return True
         if growing and self._running.num_spare(growing) < 0:
             return True
         waiting = self._queue.first() if len(self._queue) else None
-        if waiting is None or TIER_RANK[waiting.request.tier] == BATCH_RANK:
+        if waiting is None:
+            return False
+        if self._preemption.unfair(waiting, now):
+            return True
+        if TIER_RANK[waiting.request.tier] == BATCH_RANK:
             return False
         lacks = self._admission.num_missing_blocks(waiting) or len(self._running) >= self._config.max_num_seqs
         return bool(lacks) and any(sequence.rank == BATCH_RANK for sequence in self._running.sequences)

@@ -264,8 +264,8 @@ class RequestLifecycle:
         return event
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Take a running request's blocks and put it at the front of its queue. Samples in flight stay valid, because
-        they were planned before. The request may run again once they are committed."""
+        """Take a running request's blocks and put it at the front of its tenant's line. Samples in flight stay valid,
+        because they were planned before. The request may run again once they are committed."""
         self._swapping.preempted(sequence, now)
         self._stop(sequence)
         self._num_preemptions += 1

@@ -11,22 +11,31 @@ the most senior request gets every block it asks for, and ends. Seniority never 
 aging only makes more urgent. So each request becomes the most senior at some time, unless it ends before.
 Displacement takes the blocks of batch requests alone, for a request of a more urgent tier, and aging makes a batch
 request safe from it.
+
+One tenant could hold all seats or blocks for as long as its answers last. So a new request that has waited for a
+while displaces requests of the tenant that runs the most, as long as that tenant still runs more than the new
+request's own tenant afterwards. It never displaces the most senior request, nor one of a more urgent tier. A new
+request does that until it starts, and never again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as TokenIds
 
+from penstock.core.engine_config import SchedulerConfig
 from penstock.core.hashing import BlockHash
 from penstock.kvcache.cache import KVCache
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.running import RunningSet, Work
 from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, seniority
 from penstock.scheduler.step_builder import StepTimePredictor
+from penstock.scheduler.tenants import TenantAccounts
 
-# Preempted requests are the first of their queue: they resume when a few others have ended.
+# Preempted requests are the first of their tenant: they resume when a few others have ended.
 _RETAINED_FOR_S = 120.0
+_FAIR_WAIT = 0.05  # of `aging_s`: how long a new request waits before it displaces those of a busier tenant
 
 
 class Preemption:
@@ -35,14 +44,18 @@ class Preemption:
         cache: KVCache,
         running: RunningSet,
         admission: Admission,
-        max_num_seqs: int,
+        accounts: TenantAccounts,
+        config: SchedulerConfig,
         preempt: Callable[[Sequence, float], None],
     ) -> None:
         """`preempt` stops a running request and puts it back into the queue."""
         self._cache = cache
         self._running = running
         self._admission = admission
-        self._max_num_seqs = max_num_seqs
+        self._accounts = accounts
+        self._max_num_seqs = config.max_num_seqs
+        self._preempts_batch = config.preempt_batch
+        self._fair_wait_s = _FAIR_WAIT * config.aging_s
         self._preempt = preempt
 
     def make_room(self, max_decodes: int, waiting: Sequence | None, now: float) -> tuple[Work, bool]:
@@ -55,7 +68,7 @@ class Preemption:
         lacks_blocks = running.num_spare(work.growing, prefill) < 0
         if lacks_blocks:
             self.for_growth(work.growing, prefill, now)
-        elif not self.for_urgency(waiting, now):
+        elif waiting is None or not (self.for_urgency(waiting, now) or self.for_fairness(waiting, now)):
             return work, False
         return running.find_work(max_decodes), lacks_blocks
 
@@ -85,9 +98,9 @@ class Preemption:
             for sequence in tuple(running.sequences):
                 self._preempt(sequence, now)
 
-    def for_urgency(self, waiting: Sequence | None, now: float) -> bool:
+    def for_urgency(self, waiting: Sequence, now: float) -> bool:
         """Preempt batch requests when the next waiting request is more urgent and lacks a seat or blocks."""
-        if waiting is None or TIER_RANK[waiting.request.tier] == BATCH_RANK:
+        if not self._preempts_batch or TIER_RANK[waiting.request.tier] == BATCH_RANK:
             return False
         running, cache = self._running, self._cache
         num_missing = self._admission.num_missing_blocks(waiting)
@@ -102,6 +115,48 @@ class Preemption:
                 break
             self._preempt(victim, now)
         return True
+
+    def for_fairness(self, waiting: Sequence, now: float) -> bool:
+        """Preempt requests of the tenant that runs the most when the next waiting request is new, has waited for a
+        while and lacks a seat or blocks. Where only the forecast lacks blocks, one request is preempted at a time."""
+        victims = self.unfair(waiting, now)
+        num_missing = self._admission.num_missing_blocks(waiting)
+        if not victims or sum(victim.own_blocks for victim in victims) < num_missing:
+            return False
+        running, cache = self._running, self._cache
+        enough_available = cache.num_memory_available + num_missing
+        for index, victim in enumerate(victims):
+            if index and len(running) < self._max_num_seqs and cache.num_memory_available >= enough_available:
+                break
+            self._preempt(victim, now)
+        return True
+
+    def unfair(self, waiting: Sequence, now: float) -> list[Sequence]:
+        """Return the requests that a waiting one may displace because their tenant runs more, cheapest first."""
+        if waiting.has_started or now - waiting.arrival_s < self._fair_wait_s:
+            return []
+        if self._accounts.num_active < 2 or not self._running:
+            return []
+        if len(self._running) < self._max_num_seqs and not self._admission.is_turned_away(waiting):
+            return []
+        counts = self._counts()
+        own = counts[waiting.account.number]
+        number, count = max(counts.items(), key=lambda item: item[1])
+        if count < own + 2:
+            return []
+        senior = min(self._running.sequences, key=seniority)
+        victims = [
+            sequence
+            for sequence in self._running.sequences
+            if sequence.account.number == number
+            and TIER_RANK[sequence.request.tier] >= TIER_RANK[waiting.request.tier]
+            and sequence is not senior
+        ]
+        return _cheapest_first(victims, self._cache.block_size)[: count - own - 1]
+
+    def _counts(self) -> Counter[int]:
+        """Return the number of running requests of each tenant, by account."""
+        return Counter(sequence.account.number for sequence in self._running.sequences)
 
 
 def victims_for_growth(running: Iterable[Sequence], block_size: int) -> list[Sequence]:

@@ -1,7 +1,7 @@
 """Keeps the waiting requests, in order and within bounds. Knows no blocks, budgets or executors.
 
-Order, outermost first: tier (after aging), requests that were preempted, the tenant with the least service, and
-within a tenant the earlier arrival, where a long predicted answer counts as a later arrival. That shift is at most
+Order, outermost first: tier (after aging), the tenant with the least service, and within a tenant requests that were
+preempted, then the earlier arrival, where a long predicted answer counts as a later arrival. That shift is at most
 `aging_s`, so a long request can be overtaken by shorter ones for a bounded time only. A request that aging has made
 more urgent leaves its turn to tenants of its own tier with less service. With shares of tiers, the tier that has
 started the fewest tokens for its share goes first instead of the most urgent one.
@@ -23,6 +23,7 @@ from penstock.scheduler.tenants import NUM_LENGTH_BINS, TenantAccount, least_ser
 _DRAIN_WINDOW_S = 30.0
 _MIN_RETRY_S = 1.0
 _MAX_RETRY_S = 120.0
+_LATEST_NUMBER = 1e15  # of a request; preempted ones are ordered before all times of arrival
 
 
 class WaitingQueue:
@@ -124,7 +125,7 @@ class WaitingQueue:
         urgent tiers' new requests, and not before tenants of its own tier with less service: a tenant with a long
         queue would keep all others waiting. With shares, every tier has its turn anyway."""
         found, own_rank = aged, TIER_RANK[aged.request.tier]
-        if self._shares is None and not aged.has_started:
+        if self._shares is None:
             for rank in range(aged.rank + 1, own_rank + 1):
                 other = self._tiers[rank].first()
                 if other is not None and other.account.service < found.account.service:
@@ -190,20 +191,19 @@ class WaitingQueue:
 
 
 class _TierQueue:
-    """Orders the requests of one tier: preempted requests by age, then tenants by service, each with its own line."""
+    """Orders the requests of one tier: tenants by service, each with its own line. Preempted requests are the first
+    of their line, by age."""
 
-    __slots__ = ("_lines", "_resumed", "_tenants")
+    __slots__ = ("_lines", "_tenants")
 
     def __init__(self) -> None:
-        self._resumed: KeyedHeap[Sequence] = KeyedHeap()
         self._lines: dict[int, KeyedHeap[Sequence]] = {}  # by account number; none is empty
         # Those with a line; a key may lag behind `service`.
         self._tenants: KeyedHeap[TenantAccount] = KeyedHeap()
 
     def push(self, sequence: Sequence, order_s: float) -> None:
         if sequence.has_started:
-            self._resumed.push(sequence.number, sequence.number, sequence)
-            return
+            order_s = sequence.number - _LATEST_NUMBER
         account = sequence.account
         line = self._lines.get(account.number)
         if line is None:
@@ -212,9 +212,6 @@ class _TierQueue:
         line.push(sequence.number, order_s, sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        if sequence.has_started:
-            self._resumed.discard(sequence.number)
-            return
         account_number = sequence.account.number
         line = self._lines[account_number]
         line.discard(sequence.number)
@@ -223,8 +220,6 @@ class _TierQueue:
             self._tenants.discard(account_number)
 
     def first(self) -> Sequence | None:
-        if self._resumed:
-            return self._resumed.first()
         if not self._lines:
             return None
         account = least_served(self._tenants)
@@ -232,13 +227,13 @@ class _TierQueue:
 
     @property
     def is_empty(self) -> bool:
-        return not self._resumed and not self._lines
+        return not self._lines
 
     def services(self) -> dict[str, int]:
         return {account.tenant: account.service for account in self._tenants.items()}
 
     def sequences(self) -> list[Sequence]:
-        return [*self._resumed.items(), *(item for line in self._lines.values() for item in line.items())]
+        return [item for line in self._lines.values() for item in line.items()]
 
 
 class _TierShares:

@@ -111,7 +111,7 @@ class Scheduler(RequestLifecycle):
         self._starts_late = starts_late and cache.windows is None
         self._speculation = Speculation(config, self._predictor, self._running, starts_late=self._starts_late)
         self._preemption = Preemption(
-            cache, self._running, self._admission, config.max_num_seqs, self._preempt
+            cache, self._running, self._admission, self._accounts, config, self._preempt
         )
         self._steps: deque[_StepInFlight] = deque()  # planned, not yet committed
         self._num_steps = 0
@@ -143,8 +143,7 @@ class Scheduler(RequestLifecycle):
                 return None
             (work, drafted), lacks_blocks = late, False
         else:
-            urgent = self._queue.first() if self._config.preempt_batch else None
-            work, lacks_blocks = self._preemption.make_room(max_tokens, urgent, now)
+            work, lacks_blocks = self._preemption.make_room(max_tokens, self._queue.first(), now)
             drafted = self._speculation.choose(work, NO_DRAFTS if lacks_blocks else drafts)
         step = StepBuilder(
             max_tokens, self._predictor, self._itl_target_s, self._tile_tokens, self.cache.block_size

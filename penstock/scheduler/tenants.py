@@ -44,6 +44,11 @@ class TenantAccounts:
         self._by_service: KeyedHeap[TenantAccount] = KeyedHeap()
         self._num_tenants = 0
 
+    @property
+    def num_active(self) -> int:
+        """Count the tenants that have requests."""
+        return len(self._active)
+
     def enter(self, tenant: str) -> TenantAccount:
         """Count one more request of this tenant."""
         account = self._active.get(tenant)

@@ -219,6 +219,73 @@ def test_a_stream_of_urgent_requests_cannot_starve_a_batch_request() -> None:
     driver.run()
 
 
+def started(driver: Driver) -> list[str]:
+    return [chunk.request_id for plan in driver.plans for chunk in plan.chunks if chunk.begins]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_tenant_that_holds_all_seats_gives_some_to_others(depth: int) -> None:
+    driver = Driver(max_num_seqs=4, aging_s=2.0, num_blocks=400, max_model_len=300, depth=depth)
+    for index in range(9):
+        driver.add(make_request(f"a{index}", 8, 200, tenant="a"))
+    driver.step()
+    for index in range(3):
+        driver.add(make_request(f"b{index}", 8, 20, tenant="b"))
+    driver.step()
+    assert driver.scheduler.stats().num_preemptions == 0, "they have not waited yet"
+    for _ in range(20):
+        driver.step()
+    assert {"b0", "b1"} <= set(started(driver))
+    assert "b2" not in started(driver), "both tenants run as many"
+    assert driver.scheduler.stats().num_preemptions == 2
+    assert started(driver).count("a0") == 1, "the most senior request stays"
+    driver.run()
+    assert max(started(driver).count(f"b{index}") for index in range(3)) == 1
+
+
+def test_requests_that_aged_in_the_queue_give_way_to_other_tenants() -> None:
+    """A long queue of one tenant ages, and would be ahead of everybody, running or preempted."""
+    driver = Driver(max_num_seqs=4, aging_s=0.5, num_blocks=60, max_model_len=120)
+    driver.expect_short_answers()
+    for index in range(40):
+        driver.add(make_request(f"a{index}", 8, 90, tenant="a"))
+    while driver.scheduler.stats().num_preemptions < 3 or driver.now < 3.0:
+        driver.step()
+    driver.add(make_request("b", 8, 4, tenant="b"))
+    for _ in range(20):
+        driver.step()
+    assert "b" in driver.finished
+    driver.run()
+
+
+@pytest.mark.parametrize("num_blocks", [36, 41, 60])
+def test_a_tenant_that_holds_all_blocks_gives_some_to_others(num_blocks: int) -> None:
+    driver = Driver(max_num_seqs=16, aging_s=1.0, num_blocks=num_blocks, max_model_len=80)
+    for index in range(8):
+        driver.add(make_request(f"a{index}", 8, 60, tenant="a"))
+    for _ in range(12):
+        driver.step()
+    assert driver.scheduler.stats().num_waiting
+    driver.add(make_request("b", 30, 4, tenant="b"))
+    for _ in range(30):
+        driver.step()
+    assert "b" in driver.finished
+    driver.run()
+
+
+def test_a_request_of_a_less_urgent_tier_displaces_nobody_of_a_busier_tenant() -> None:
+    driver = Driver(max_num_seqs=2, aging_s=1.0)
+    for index in range(2):
+        driver.add(make_request(f"a{index}", 8, 40, tenant="a"))
+    driver.step()
+    driver.add(make_request("b", 8, 4, tenant="b", tier=Tier.BATCH))
+    driver.now += 0.2
+    for _ in range(10):
+        driver.step()
+    assert driver.scheduler.stats().num_preemptions == 0
+    driver.run()
+
+
 def test_a_burst_of_long_requests_neither_thrashes_nor_idles_the_cache() -> None:
     driver = Driver(num_blocks=100, max_num_seqs=64, max_num_batched_tokens=512)
     for index in range(60):
