@@ -106,7 +106,7 @@ def plain_answers(model: Path, *, taught: bool = True, **settings: Any) -> dict[
     [
         {},
         {"enable_prefix_caching": False, "max_num_batched_tokens": 17},
-        {"num_kv_blocks": 10, "max_num_batched_tokens": 40},
+        {"num_kv_blocks": 10, "max_num_batched_tokens": 80},
         {"steps_in_flight": 2},
         {"steps_in_flight": 3},
         {"kv_cache_dtype": "int8"},
