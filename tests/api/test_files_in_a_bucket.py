@@ -41,7 +41,7 @@ def object_store() -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> Line:
-    monkeypatch.setattr(bucket, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(bucket, "_FIRST_WAIT_S", 0.05)  # the store may fail parallel requests at first
     monkeypatch.setattr(bucket, "_PAUSE_S", 0.001)
     return Line()
 
