@@ -20,6 +20,7 @@ from penstock.cli.commands import EXIT_FAILURE, PenstockCommand
 from penstock.cli.console import spinner, stdout_console
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.machine import reinstall_command, usable_cores, usable_memory
+from penstock.gateway.ratelimits.decisions import load_decisions
 from penstock.kernels.gpus import Gpu
 from penstock.models.hub import ModelHub
 from penstock.serve.environment import model_hub
@@ -69,6 +70,7 @@ def _findings() -> Iterator[Finding]:
     with spinner("Importing torch"):
         engine_findings = list(check_engine([sys.executable, "-m", "penstock.cli.doctor"]))
     yield from engine_findings
+    yield check_limits(is_compiled=load_decisions() is not None)
     yield check_memory(Path("/proc/meminfo"), usable_memory())
     hub = model_hub()
     yield check_disk(hub.cache_dir)
@@ -109,6 +111,18 @@ def check_engine(command: list[str]) -> Iterator[Finding]:
     yield Finding("ok", "torch", found["torch"])
     yield from check_gpus(found["gpus"])
     yield check_kernels(found["kernels"])
+
+
+def check_limits(*, is_compiled: bool) -> Finding:
+    """Limits are the same in both kinds of code, which differ in speed."""
+    if is_compiled:
+        return Finding("ok", "Limits", "are decided by compiled code")
+    return Finding(
+        "warn",
+        "Limits",
+        "are decided in Python, which takes more CPU time for each request",
+        f"Install a C++ compiler and run `{reinstall_command()}`.",
+    )
 
 
 def check_gpus(found: list[dict[str, Any]]) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from penstock.cli.doctor import (
     check_engine,
     check_gpus,
     check_kernels,
+    check_limits,
     check_memory,
     check_models,
     check_port,
@@ -79,6 +80,13 @@ def test_a_torch_that_cannot_be_imported_fails() -> None:
     (finding,) = check_engine([sys.executable, "-c", "raise ImportError('no libtorch')"])
     assert finding.level == "fail"
     assert "no libtorch" in finding.detail
+
+
+def test_limits_that_were_not_compiled_are_a_warning() -> None:
+    assert check_limits(is_compiled=True).level == "ok"
+    finding = check_limits(is_compiled=False)
+    assert finding.level == "warn"
+    assert "C++ compiler" in (finding.hint or "")
 
 
 def test_missing_kernels_are_a_warning() -> None:
