@@ -98,6 +98,35 @@ async def test_without_a_good_key_nothing_is_done(server: TenantServer, headers:
     assert server.engine.added == []
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("names", [("authorization", "x-api-key"), ("x-api-key", "api-key")])
+async def test_two_different_keys_are_refused(
+    server: TenantServer, names: tuple[str, str], path: str
+) -> None:
+    keys = [(await server.make_key()).secret for _ in range(2)]
+    async with server.client() as client:
+        for pair, status in ((keys, 401), (keys[::-1], 401), ([keys[0]] * 2, 200), (["", keys[0]], 200)):
+            values = [
+                f"Bearer {key}" if name == "authorization" else key
+                for name, key in zip(names, pair, strict=True)
+            ]
+            answer = await client.post(path, json=MESSAGE, headers=dict(zip(names, values, strict=True)))
+            assert answer.status_code == status, pair
+            if status == 401:
+                assert "two different keys" in answer.json()["error"]["message"]
+                assert not any(key in answer.text for key in keys)
+        basic = {"authorization": "Basic dXNlcjpwYXNz", "x-api-key": keys[0]}  # of a proxy in between
+        assert (await client.post(path, json=MESSAGE, headers=basic)).status_code == 200
+
+
+async def test_an_open_server_takes_any_two_words_for_keys(tmp_path: Path) -> None:
+    server = TenantServer(tmp_path, FakeEngine(script_text("fine")), is_open=True)
+    headers = {"authorization": "Bearer none", "x-api-key": "unused"}
+    async with server.client() as client:
+        assert (await client.post("/v1/messages", json=MESSAGE, headers=headers)).status_code == 200
+    await server.close()
+
+
 async def test_a_key_in_the_url_is_not_accepted(server: TenantServer) -> None:
     issued = await server.make_key()
     async with server.client() as client:

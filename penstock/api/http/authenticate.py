@@ -33,6 +33,7 @@ _SCOPED_PATHS = (
     ("/v1/usage", Scope.USAGE),
 )
 _SCOPED_STARTS = tuple(start for start, _ in _SCOPED_PATHS)
+_KEY_HEADERS = (b"x-api-key", b"api-key")  # of Anthropic's clients, and of Azure's
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 _HINT = "Send it as the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
 _POLICY_VIOLATION = 1008  # a WebSocket's close code
@@ -55,8 +56,8 @@ class Authenticate:
             await self._app(scope, receive, send)
             return
         needed = scope_of(path)
-        credential = _credential(scope)
         try:
+            credential = _credential(scope, may_differ=self._authenticator.is_open)
             principal = await self._authenticator.authorize(credential, needed)
             if principal is OPEN_PRINCIPAL:
                 _refuse_foreign_pages(scope, needed, self._origins)
@@ -102,20 +103,40 @@ def scope_of(path: str) -> Scope:
     return Scope.INFERENCE
 
 
-def _credential(scope: Connection) -> str | None:
-    api_key = None
+def _credential(scope: Connection, *, may_differ: bool) -> str | None:
+    """Return the caller's one credential. A proxy in front may have checked another of two different credentials than
+    this server would, so two are refused unless they `may_differ`: the first counts then, and `Authorization` before
+    the others."""
+    bearer = api_key = None
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, credential = value.partition(b" ")
             if scheme.lower() == b"bearer":
-                return str(credential.strip(), "latin-1") or None
-        elif name in (b"x-api-key", b"api-key"):  # of Anthropic's clients, and of Azure's
-            api_key = str(value.strip(), "latin-1") or None
-    if api_key is None and scope["type"] == "websocket":
-        offered: list[str] = scope.get("subprotocols", [])
-        keys = [each[len(KEY_SUBPROTOCOL) :] for each in offered if each.startswith(KEY_SUBPROTOCOL)]
-        return next(filter(None, keys), None)
-    return api_key
+                bearer = credential.strip()
+        elif name in _KEY_HEADERS and (key := value.strip()):
+            if api_key is not None and key != api_key and not may_differ:
+                raise _two_keys()
+            api_key = api_key or key
+    if bearer and api_key and bearer != api_key and not may_differ:
+        raise _two_keys()
+    found = bearer or api_key
+    if found is None and scope["type"] == "websocket":
+        return _offered_key(scope, may_differ)
+    return str(found, "latin-1") if found else None
+
+
+def _offered_key(scope: Connection, may_differ: bool) -> str | None:
+    """Return the key among the subprotocols of a WebSocket."""
+    offered: list[str] = scope.get("subprotocols", [])
+    keys = {each[len(KEY_SUBPROTOCOL) :]: None for each in offered if each.startswith(KEY_SUBPROTOCOL)}
+    keys.pop("", None)
+    if len(keys) > 1 and not may_differ:
+        raise _two_keys()
+    return next(iter(keys), None)
+
+
+def _two_keys() -> AuthenticationFailed:
+    return AuthenticationFailed("The request has two different keys.", hint="Send one key, in one header.")
 
 
 async def _refuse(scope: Connection, receive: Receive, send: Send, error: PenstockError) -> None:
