@@ -107,6 +107,16 @@ class HostStep:
     # The drafts that only the device knows are nodes of trees. Their positions are laid out as if they were a chain,
     # and the device moves them back (`place_trees`).
     has_trees: bool = False
+    ahead: StepAhead | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepAhead:
+    """A step as some of the layers see it: those in which the tokens of an image attend to each other. To the other
+    layers, the tokens of an image are as those of text."""
+
+    step: HostStep
+    part_of_layer: tuple[int | None, ...]  # 0 for these layers, None for the others
 
 
 class BatchRows:
@@ -380,6 +390,15 @@ class BatchRows:
                 token_ids[targets] = known[sources]
 
     def attention_batch(self, step: HostStep) -> AttentionBatch:
+        batch = self._attention_batch(step)
+        if step.ahead is None:
+            return batch
+        ahead = self._attention_batch(step.ahead.step)
+        if ahead.parts:  # of all layers with windows, which are those that look ahead
+            return replace(batch, parts=ahead.parts, part_of_layer=ahead.part_of_layer)
+        return replace(batch, parts=(replace(ahead, part=0),), part_of_layer=step.ahead.part_of_layer)
+
+    def _attention_batch(self, step: HostStep) -> AttentionBatch:
         width = -(-step.max_context_len // self.block_size)
         contexts = self.window_contexts(step)
         more = [array for each in contexts for array in (each.context_lens, each.block_tables)]

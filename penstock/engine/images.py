@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -25,7 +25,7 @@ from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, P
 from penstock.core.plan import Chunk, Encoding
 from penstock.core.request import ImageInput, Request
 from penstock.core.shares import Shares
-from penstock.engine.batch import HostStep
+from penstock.engine.batch import HostStep, StepAhead
 from penstock.engine.collaborator import Arrival, Collaborator
 from penstock.engine.image_steps import RopePlaces, seeing_both_ways, with_rope_places, write_spare_rows
 from penstock.engine.staging import Staging
@@ -278,6 +278,9 @@ class ImageEncoder:
         self._staging = staging
         self._has_rope_axes = bool(config.rope_axes)
         self._window = min((window for window in config.windows if window), default=None)
+        self._parts_ahead: tuple[int | None, ...] | None = None
+        if config.sees_images_in_windows:
+            self._parts_ahead = tuple(None if window is None else 0 for window in config.windows)
         self._spare = spare
         self._live: dict[str, _Live] = {}
         self._pixels: dict[bytes, Pixels] = {}
@@ -378,9 +381,14 @@ class ImageEncoder:
         if live and self._has_rope_axes:
             known = {request_id: each.rope for request_id, each in live.items() if each.rope is not None}
             step = with_rope_places(step, chunks, known, self._spare)
-        if live and self.vision.card.sees_both_ways:
-            step = seeing_both_ways(step, chunks, {key: each.request for key, each in live.items()})
-        return step
+        if not live or not self.vision.card.sees_both_ways:
+            return step
+        ahead = seeing_both_ways(step, chunks, {key: each.request for key, each in live.items()})
+        if self._parts_ahead is None:
+            return ahead
+        if len(ahead.rows) == len(step.rows):  # no chunk has tokens of an image
+            return step
+        return replace(step, ahead=StepAhead(ahead, self._parts_ahead))
 
     def place(self, chunks: Sequence[Chunk], step: HostStep) -> PlacedImages | None:
         """Return the encoder's output for the image tokens of a step; None when there are none."""

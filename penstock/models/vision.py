@@ -89,7 +89,7 @@ class TransformersVision(ABC):
             numbers=self.numbers(),
             around=self.around(spellings),
             shapes=self.shapes(),
-            sees_both_ways=self.sees_both_ways,
+            sees_both_ways=self.image_sees_itself(),
             prompt_sees_both_ways=self.prompt_sees_both_ways,
         )
         self.tiles_at_once = max(
@@ -158,6 +158,10 @@ class TransformersVision(ABC):
     def around(self, spellings: Mapping[int, str]) -> tuple[str, str]:
         """Return what the prompt has before and after an image, for families whose rule does not say so."""
         return "", ""
+
+    def image_sees_itself(self) -> bool:
+        """Say whether the tokens of an image attend to each other."""
+        return self.sees_both_ways
 
     @classmethod
     def refusal(cls, fields: Fields) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from penstock.models.config import Fields
 from penstock.models.vision import Pixels, TransformersVision
+from penstock.models.vision_processors import processor_settings
 
 
 class PixtralVision(TransformersVision):
@@ -55,9 +57,6 @@ class Gemma4Vision(TransformersVision):
 
     @classmethod
     def refusal(cls, fields: Fields) -> str | None:
-        text = fields.raw("text_config")
-        if isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision":
-            return "image tokens attend to each other in some layers only, which is not supported"
         return None if isinstance(fields.raw("vision_config"), dict) else "it has no vision tower"
 
     def numbers(self) -> dict[str, int]:
@@ -68,6 +67,10 @@ class Gemma4Vision(TransformersVision):
             "max_tokens": int(self._processor.max_soft_tokens),
         }
 
+    def image_sees_itself(self) -> bool:
+        # In layers with a window; see `ArchitectureConfig.sees_images_in_windows`.
+        return bool(self.config.get_text_config().use_bidirectional_attention == "vision")
+
     def around(self, spellings: Mapping[int, str]) -> tuple[str, str]:
         return spellings[int(self.config.boi_token_id)], spellings[int(self.config.eoi_token_id)]
 
@@ -77,6 +80,21 @@ class Gemma4Vision(TransformersVision):
 
     def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         return list(self._tower.get_image_features(**tensors).pooler_output)
+
+
+class Gemma4UnifiedVision(Gemma4Vision):
+    """Gemma 4 12B: squares of pixels, which a matrix turns into rows; there are no layers."""
+
+    @classmethod
+    def load_processor(cls, path: Path) -> Any:
+        """Load Gemma 4's processor with squares of patches as its patches, which are what this model takes."""
+        from transformers import Gemma4ImageProcessorPil
+
+        known = ("max_soft_tokens", "resample", "do_rescale", "rescale_factor")
+        settings = {name: value for name, value in processor_settings(path).items() if value is not None}
+        square = int(settings.get("patch_size", 16)) * int(settings.get("pooling_kernel_size", 3))
+        settings = {name: settings[name] for name in known if name in settings}
+        return Gemma4ImageProcessorPil(**settings, patch_size=square, pooling_kernel_size=1)
 
 
 class QwenVision(TransformersVision):

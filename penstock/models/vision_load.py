@@ -16,6 +16,7 @@ from penstock.kernels.interface import Ops
 from penstock.models.config import Fields, axes_of_pairs
 from penstock.models.vision import Gemma3Vision, LlavaVision, PaliGemmaVision, TransformersVision
 from penstock.models.vision_grids import (
+    Gemma4UnifiedVision,
     Gemma4Vision,
     GlmVision,
     LightOnOcrVision,
@@ -49,6 +50,7 @@ FAMILIES: dict[str, type[TransformersVision]] = {
     "LlavaOnevisionForConditionalGeneration": LlavaOnevisionVision,
     "Gemma3ForConditionalGeneration": Gemma3Vision,
     "Gemma4ForConditionalGeneration": Gemma4Vision,
+    "Gemma4UnifiedForConditionalGeneration": Gemma4UnifiedVision,
     "PaliGemmaForConditionalGeneration": PaliGemmaVision,
     "InternVLForConditionalGeneration": InternVLVision,
     "AyaVisionForConditionalGeneration": AyaVision,
@@ -74,7 +76,6 @@ _TEXT_ALONE = frozenset(
     {
         "Kimi_K25ForConditionalGeneration",
         "KimiK25ForConditionalGeneration",  # as its makers call it
-        "Gemma4UnifiedForConditionalGeneration",  # Gemma 4 12B
         "MiniCPMV4_6ForConditionalGeneration",
         "MiniCPMV4_7ForConditionalGeneration",
         "Ovis2ForConditionalGeneration",
@@ -137,7 +138,7 @@ def text_fields(path: Path, fields: Fields) -> Fields:
     settings of other checkpoints as they are."""
     family, is_alone = family_of(fields), _class_of(fields) in _TEXT_ALONE
     # Our Gemma 3 and 4 read their own settings.
-    if family in (Gemma3Vision, Gemma4Vision) or (family is None and not is_alone):
+    if family in (Gemma3Vision, Gemma4Vision, Gemma4UnifiedVision) or (family is None and not is_alone):
         return fields
     nested = fields.raw(_NESTED_TEXT)
     text = dict(nested) if isinstance(nested, dict) else _config(path).get_text_config().to_dict()

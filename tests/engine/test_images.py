@@ -38,7 +38,7 @@ from penstock.models import vision_load
 from penstock.models.config import Fields
 from penstock.models.load import load_vision_part
 from penstock.models.vision import Pixels
-from penstock.models.vision_load import load_vision, text_fields
+from penstock.models.vision_load import text_fields
 from tests.engine.tiny import run, teach_short_answers, tokens
 from tests.models.tiny_vision import TinyVision, picture, png
 from tests.models.vision_checkpoints import CHECKPOINTS, make_vision
@@ -272,20 +272,6 @@ def test_a_cancelled_request_and_a_full_cache_leave_the_engine_working(smallest:
     for number in range(len(prompts)):
         assert tokens(first[f"first-{number}"]) == tokens(again[f"again-{number}"])
     assert engine.loop.stats().image_cache_tokens <= 2 * prompts[0].images[0].num_tokens
-
-
-def test_gemma_4_whose_images_see_themselves_takes_text(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "preprocessor_config.json").write_text("{}")
-    settings = {
-        "architectures": ["Gemma4ForConditionalGeneration"],
-        "text_config": {"use_bidirectional_attention": "vision"},
-        "vision_config": {},
-    }
-    with caplog.at_level("WARNING", logger="penstock"):
-        assert load_vision(tmp_path, Fields(settings, "config.json"), b"{}", TorchOps()) is None
-    assert "in some layers only" in caplog.text
 
 
 def test_an_older_transformers_gives_a_model_for_text(

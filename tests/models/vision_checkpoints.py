@@ -7,7 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.models.tiny_vision import TinyVision
-from tests.models.vision_grids import exaone, gemma4, glm, lighton_ocr, paddleocr_vl, pixtral, qwen
+from tests.models.vision_grids import (
+    exaone,
+    gemma4,
+    gemma4_unified,
+    glm,
+    lighton_ocr,
+    paddleocr_vl,
+    pixtral,
+    qwen,
+)
 from tests.models.vision_tiles import (
     aya_vision,
     cohere2_vision,
@@ -31,6 +40,15 @@ CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
     "llava-onevision": llava_onevision,
     "gemma3": gemma3,
     "gemma4": gemma4,
+    # Larger models, whose image tokens attend to each other in layers with a window.
+    "gemma4-both-ways": lambda folder: gemma4(
+        folder,
+        use_bidirectional_attention="vision",
+        sliding_window=256,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+    ),
+    "gemma4-unified": gemma4_unified,
     "qwen2-vl": lambda folder: qwen(folder, "2"),
     "qwen2.5-vl": lambda folder: qwen(folder, "2_5_"),
     "qwen3-vl": lambda folder: qwen(folder, "3"),

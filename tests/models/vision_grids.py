@@ -10,6 +10,7 @@ from tests.models.tiny_vision import (
     TEXT,
     VISION,
     PlainProcessor,
+    SavedSettings,
     TinyVision,
     byte_tokenizer,
     save_vision,
@@ -73,15 +74,56 @@ def gemma4(folder: Path, **text: Any) -> TinyVision:
     )
     images = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70)
     model = save_vision(folder, config, tokenizer, images, EITHER_TEMPLATE.replace("IMAGE", "<|image|>"))
-
-    def written(made: Any, number: int) -> str:
-        count = int(made["num_soft_tokens_per_image"][number])
-        if number == len(made["num_soft_tokens_per_image"]) - 1:
-            del made["num_soft_tokens_per_image"]  # which the model does not take
-        return f"<|image>{'<|image|>' * count}<image|>"
-
-    processor = PlainProcessor(images, tokenizer, "<|image|>", written, {}, marks_images=True)
+    processor = PlainProcessor(images, tokenizer, "<|image|>", _gemma4_rows, {}, marks_images=True)
     return TinyVision(folder, model, processor)
+
+
+def gemma4_unified(folder: Path) -> TinyVision:
+    """Gemma 4 12B, whose window is longer than the context."""
+    from transformers import Gemma4ImageProcessorPil, Gemma4UnifiedConfig
+
+    names = ("<|image>", "<image|>", "<|image|>", "<|video|>", "<|audio|>")
+    tokenizer = byte_tokenizer(folder, names)
+    begin, end, image, video, audio = tokenizer.convert_tokens_to_ids(list(names))
+    config = Gemma4UnifiedConfig(
+        text_config={
+            **TEXT,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 2048,
+            "global_head_dim": 32,
+        },
+        vision_config={
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "mm_embed_dim": 32,
+            "mm_posemb_size": 80,
+            "output_proj_dims": 32,
+        },
+        audio_config={"audio_embed_dim": 16},
+        boi_token_id=begin,
+        eoi_token_id=end,
+        image_token_id=image,
+        video_token_id=video,
+        audio_token_id=audio,
+        tie_word_embeddings=False,
+    )
+    settings = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    saved = SavedSettings({"image_processor_type": "Gemma4UnifiedImageProcessor", **settings})
+    model = save_vision(folder, config, tokenizer, saved, EITHER_TEMPLATE.replace("IMAGE", "<|image|>"))
+    # Transformers 5.23 makes the masks of this class in two ways. Those that `generate` makes for a cache of a fixed
+    # size are those of the other large models: image tokens see each other in layers with a window only.
+    model.generation_config.cache_implementation = "static"
+    images = Gemma4ImageProcessorPil(patch_size=8, pooling_kernel_size=1, max_soft_tokens=70)
+    processor = PlainProcessor(images, tokenizer, "<|image|>", _gemma4_rows, {}, marks_images=True)
+    return TinyVision(folder, model, processor)
+
+
+def _gemma4_rows(made: Any, number: int) -> str:
+    count = int(made["num_soft_tokens_per_image"][number])
+    if number == len(made["num_soft_tokens_per_image"]) - 1:
+        del made["num_soft_tokens_per_image"]  # which the model does not take
+    return f"<|image>{'<|image|>' * count}<image|>"
 
 
 def qwen(folder: Path, version: str) -> TinyVision:

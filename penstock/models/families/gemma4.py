@@ -166,6 +166,7 @@ class Gemma4(Decoder):
                 "sliding_window": 1024,
                 "max_position_embeddings": 262_144,
                 "hidden_size_per_layer_input": 0,
+                "use_bidirectional_attention": "vision",
             }
         fields = Fields({**defaults, **(text or fields.values), **outer}, fields.where)
         return huggingface_config(fields, cls.name)

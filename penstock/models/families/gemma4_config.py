@@ -110,6 +110,7 @@ def huggingface_config(fields: Fields, name: str) -> Gemma4Config:
         "num_kv_heads": max(whole.num_kv_heads, windowed.num_kv_heads),
         "rope": windowed.rope,
         "windows": windows,
+        "sees_images_in_windows": fields.raw("use_bidirectional_attention") == "vision",
         "attention_scale": 1.0,
         "logit_softcap": fields.optional_number("final_logit_softcapping"),
         "qkv_bias": fields.flag("attention_bias", False),
