@@ -292,7 +292,8 @@ def compare(
         chosen = drawn if made is None else made
         config = with_changes(config, chosen)
         maker = next(kind for kind, each in architectures._mappings().items() if each.get(model_type) == name)
-        model = getattr(transformers, maker).from_config(config, attn_implementation="eager").float().eval()
+        attention = architectures.attention_of(config)
+        model = getattr(transformers, maker).from_config(config, attn_implementation=attention).float().eval()
         architectures.randomize(model)
         with torch.inference_mode():
             model(input_ids=torch.tensor([architectures.prompts()[0]]))
