@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from time import time_ns
+from time import monotonic, time_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.core.errors import UsageError
@@ -57,7 +57,8 @@ class RequestRecord:
     request_id: str
     parent: TraceParent | None = None
     keeps_prompts: bool = False
-    started_ns: int = field(default_factory=time_ns)
+    started_ns: int = field(default_factory=time_ns)  # since the epoch, for traces
+    began_s: float = field(default_factory=monotonic)  # for durations: nobody sets this clock
     sampling: SamplingOptions | None = None
     prompts: list[str] = field(default_factory=list)
     accounts: list[tuple[Claim, Outcome]] = field(default_factory=list)

@@ -226,3 +226,12 @@ async def test_a_path_cannot_write_a_line_of_its_own() -> None:
     (line,) = written
     assert "/v1/x\\nINFO GET /admin\\r\\x1b[2J\\x85\\u2028\\u202e\\u2066 404" in line
     assert line.splitlines() == [line]
+
+
+def test_a_step_of_the_clock_changes_no_duration(lines: list[str]) -> None:
+    request_log = RequestLog(NoTracing(), writes_lines=True)
+    record = request_log.begin("request", "GET", "/v1/models", [])
+    record.started_ns += 3600 * 10**9  # as if the clock had been set back since
+    request_log.end(record, "GET", "/v1/models", 200, None)
+    (line,) = access_lines(lines)
+    assert 0 <= line["duration_ms"] < 60_000

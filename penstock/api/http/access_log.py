@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from time import time_ns
+from time import monotonic
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -47,7 +47,7 @@ class RequestLog:
         self._tracing.end(record, status)
         if not self._writes_lines or (path in QUIET_PATHS and status < 400):
             return
-        duration_ms = (time_ns() - record.started_ns) / 1e6
+        duration_ms = (monotonic() - record.began_s) * 1e3
         fields: dict[str, Any] = {
             "request_id": record.request_id,
             "method": method,

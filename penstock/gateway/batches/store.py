@@ -78,20 +78,22 @@ def is_dead(holder: str) -> bool:
 
 
 def take_lease(connection: Connection, holder: str, now: float, duration_s: float) -> bool:
-    """Take or renew the lease. False while another process holds it."""
+    """Take or renew the lease. False while another process holds it. Nobody leases for longer than `duration_s`: a
+    longer lease was taken before the clock was set back, and is shortened, because its holder may have died since."""
     row = connection.execute(select(leases).where(leases.c.name == LEASE_NAME)).one_or_none()
     if row is None:
         values = {"name": LEASE_NAME, "holder": holder, "expires_at": now + duration_s}
         return insert_once(connection, leases, values)
-    if row.holder != holder and row.expires_at > now and not is_dead(row.holder):
+    is_held = row.holder != holder and row.expires_at > now and not is_dead(row.holder)
+    if is_held and row.expires_at <= now + duration_s:
         return False
     is_unchanged = leases.c.holder == row.holder, leases.c.expires_at == row.expires_at
-    taken = connection.execute(
+    changed = connection.execute(
         update(leases)
         .where(leases.c.name == LEASE_NAME, *is_unchanged)
-        .values(holder=holder, expires_at=now + duration_s)
+        .values(holder=row.holder if is_held else holder, expires_at=now + duration_s)
     )
-    return taken.rowcount == 1
+    return changed.rowcount == 1 and not is_held
 
 
 def release_lease(connection: Connection, holder: str) -> None:

@@ -80,9 +80,15 @@ def claim_key(
     )
     if taken.rowcount:
         return Claimed()
-    row = connection.execute(sa.select(_columns.fingerprint, _columns.answer).where(_same_key(claim))).first()
+    found = sa.select(_columns.fingerprint, _columns.answer, _columns.lease_until).where(_same_key(claim))
+    row = connection.execute(found).first()
     if row is None:  # released meanwhile; the caller asks again
         return RunsElsewhere(claim.fingerprint)
+    if row.answer is None and row.lease_until > lease_until:
+        # The clock was set back since. Its owner renews the lease, unless the owner has died.
+        is_unchanged = _columns.answer.is_(None), _columns.lease_until == row.lease_until
+        shorter = sa.update(idempotent_answers).where(_same_key(claim), *is_unchanged)
+        connection.execute(shorter.values(lease_until=lease_until))
     return RunsElsewhere(row.fingerprint) if row.answer is None else Answered(row.fingerprint, row.answer)
 
 

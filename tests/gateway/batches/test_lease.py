@@ -39,6 +39,21 @@ async def test_clocks_of_gateways_that_differ_take_no_lease_away() -> None:
     database.close()
 
 
+async def test_a_clock_that_is_set_back_keeps_no_lease_of_a_lost_process() -> None:
+    database, now = Database("sqlite://"), 10_000.0
+    store = BatchStore(database, lease_clock=lambda connection: now)
+    assert await store.take_lease("lost", 20)
+    now -= 3600
+    assert not await store.take_lease("next", 20), "its holder may live"
+    now += 19
+    assert not await store.take_lease("next", 20)
+    now += 1
+    assert await store.take_lease("next", 20)
+    now -= 3600
+    assert await store.take_lease("next", 20)
+    database.close()
+
+
 def test_a_process_id_of_another_container_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two containers of one machine may have one host name, and process ids of their own."""
     ended = subprocess.run([sys.executable, "-c", _MAKE], capture_output=True, check=True, text=True)

@@ -430,6 +430,17 @@ class TestStore:
         assert database.run_now(lambda connection: delete_expired(connection, 299)) == 0
         assert database.run_now(lambda connection: delete_expired(connection, 300)) == 1
 
+    def test_a_clock_that_is_set_back_keeps_no_claim_of_a_lost_process(self, database: Database) -> None:
+        def claim(owner: str, now: float) -> Any:
+            mine = KeyClaim(workspace_id="w", idempotency_key="k", fingerprint=b"f", owner=owner)
+            until = {"lease_until": now + 30, "expires_at": now + 9000}
+            return database.run_now(lambda connection: claim_key(connection, mine, now, **until))
+
+        assert claim("lost", 8000) == Claimed()
+        assert claim("next", 1000) == RunsElsewhere(b"f"), "its owner may live"
+        assert claim("next", 1029) == RunsElsewhere(b"f")
+        assert claim("next", 1030) == Claimed()
+
     async def test_leases_of_running_requests_are_renewed(
         self, database: Database, monkeypatch: pytest.MonkeyPatch
     ) -> None:
