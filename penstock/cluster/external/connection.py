@@ -2,7 +2,8 @@
 
 The parser is llhttp's strict one, as in our own server. What does not fit the rules (a second answer, bytes that
 nobody asked for, a length that is not kept) ends the connection, so that no answer can be taken for the answer to
-another request.
+another request. An answer that readers could cut at different places ends the connection too, even where the parser
+has an opinion.
 
     HttpError
     ├── ConnectFailed    no connection: nothing was sent
@@ -12,16 +13,19 @@ another request.
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 import httptools
 
 SILENCE_TIMEOUT_S = 600.0  # between two pieces of an answer; the wait for the first may be as long
 HEAD_TIMEOUT_S = 30.0  # from the first byte of a head to its last
+END_TIMEOUT_S = 2.0  # from the last event of a stream to the end of its body
 IDLE_TIMEOUT_S = 30.0  # of a connection that is kept for the next request
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 200
+_WITHOUT_BODY = frozenset({204, 304})  # what a server sends behind such an answer may be a body all the same
 
 
 class HttpError(Exception):
@@ -65,6 +69,7 @@ class Answer(asyncio.Protocol):
         self._is_busy = False
         self.was_reused = False
         self._unsent = b""  # the request, until the event loop's turn ends
+        self._unread = select.poll()  # says whether bytes wait that the event loop has not seen
         self._error: HttpError | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._pieces: list[bytes] = []  # that came before anybody asked for them
@@ -82,6 +87,7 @@ class Answer(asyncio.Protocol):
         self._is_head_complete = False
         self._is_complete = False
         self._can_stay = False  # whether the server takes another request over this connection
+        self._ends_soon = False
         self._ends_at_close = False
 
     @property
@@ -109,8 +115,12 @@ class Answer(asyncio.Protocol):
         """Send the request at the end of the event loop's turn. Sending wakes the server, which may run on this
         processor at once: all that arrived together is worked on before."""
         request, self._unsent = self._unsent, b""
-        if request and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(request)
+        if not request or self._transport is None or self._transport.is_closing():
+            return
+        if self.was_reused and self._unread.poll(0):
+            self._fail("it sent more than was asked for")  # or it closed the connection
+            return
+        self._transport.write(request)
 
     async def wait_head(self) -> None:
         """Raises AnswerBroken."""
@@ -131,6 +141,12 @@ class Answer(asyncio.Protocol):
         if not self._is_complete:
             assert self._error is not None
             raise self._error
+
+    def end_soon(self) -> None:
+        """Give the server a moment to end a body of which the reader has all that it wants."""
+        if not self._is_complete:
+            self._ends_soon = True
+            self._allow_silence(END_TIMEOUT_S)
 
     async def read_all(self, max_bytes: int) -> bytes:
         """Return the whole body. Raises AnswerBroken, also for a body of more than `max_bytes`."""
@@ -169,12 +185,18 @@ class Answer(asyncio.Protocol):
         self._is_busy = False
         self._sink = None
         is_whole = self._is_complete and not self._pieces and self._error is None and self._sink_error is None
-        if is_whole and self._can_stay and self.is_open:
+        if is_whole and self._can_stay and self._has_sent_all():
             self._is_kept = True
             self._allow_silence(IDLE_TIMEOUT_S)
             self._client.keep(self)
         else:
             self.close()
+
+    def _has_sent_all(self) -> bool:
+        """Say whether the connection is open and the server took the whole request. A server that answers before it
+        has read a request may read the rest as the next one."""
+        transport = self._transport
+        return transport is not None and not transport.is_closing() and not transport.get_write_buffer_size()
 
     def close(self) -> None:
         self._client.forget(self)
@@ -225,21 +247,24 @@ class Answer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their type
+        self._unread.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
         if not self._is_busy or self._is_complete or self._unsent:
             self._fail("it sent more than was asked for")
             self._client.forget(self)
             return
-        if self._is_head_complete:
-            self._heard_at = self._loop.time()
-        else:
+        if not self._is_head_complete:
             self._head_bytes += len(data)
+        elif not self._ends_soon:
+            self._heard_at = self._loop.time()
         self._num_unread_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._fail("its answer is not HTTP")
+            if self._is_complete:  # what stands behind an answer does not shorten it
+                self._hand_over()
             return
         if not self._is_head_complete:
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -270,17 +295,27 @@ class Answer(asyncio.Protocol):
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
             raise ValueError("too many headers")
-        self.headers[name.lower()] = value
+        if self._is_head_complete:  # a trailer, which nobody asked for
+            return
+        name = name.lower()
+        self.headers[name] = self.headers[name] + b", " + value if name in self.headers else value
 
     def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
+        status, headers = self._parser.get_status_code(), self.headers
+        has_length, coding = b"content-length" in headers, headers.get(b"transfer-encoding")
         if status < 200:  # an interim answer: another head follows
-            self.headers.clear()
+            if status < 100 or has_length or coding is not None:
+                self._refuse("its answer begins with a body that no answer has")
+            headers.clear()
             return
+        if coding is not None and coding.lower() != b"chunked":
+            self._refuse("its answer has an encoding that nobody asked for")
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            self._refuse("its answer has an encoding that nobody asked for")
         self.status = status
         self._is_head_complete = True
         self._heard_at, self._silence_s = self._loop.time(), self._body_silence_s
-        self._ends_at_close = not (b"content-length" in self.headers or b"transfer-encoding" in self.headers)
+        self._ends_at_close = not has_length and coding is None
 
     def on_body(self, body: bytes) -> None:
         self._num_unread_bytes = 0
@@ -293,4 +328,10 @@ class Answer(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._is_head_complete:
             self._is_complete = True
-            self._can_stay = not self._ends_at_close and self._parser.should_keep_alive()
+            is_framed = not self._ends_at_close and self.status not in _WITHOUT_BODY
+            self._can_stay = is_framed and self._parser.should_keep_alive()
+
+    def _refuse(self, message: str) -> NoReturn:
+        """End the connection from within the parser."""
+        self._error = self._error or AnswerBroken(message)
+        raise ValueError(message)

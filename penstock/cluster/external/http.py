@@ -165,8 +165,9 @@ class HttpClient:
                 self._idle.remove(answer)
 
     async def _send(self, request: bytes, silence_s: float = SILENCE_TIMEOUT_S) -> Answer:
+        may_be_stale = True
         while True:
-            answer = self._kept() or await self._connect()
+            answer = (self._kept() if may_be_stale else None) or await self._connect()
             answer.begin(request, silence_s)
             try:
                 await answer.wait_head()
@@ -174,9 +175,11 @@ class HttpClient:
                 was_stale = answer.was_reused and not answer.has_begun
                 answer.release()
                 # A server may close a connection that it kept just when it is used again. Nothing was answered, and
-                # the next connection is another one.
+                # the next connection is a new one: a request that makes a server close connections would end all
+                # that are kept otherwise, and run as often.
                 if self._is_closed or not was_stale:
                     raise
+                may_be_stale = False
             except BaseException:
                 answer.release()
                 raise

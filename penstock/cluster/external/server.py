@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from penstock.cluster.external.connection import Answer, HttpError
+from penstock.cluster.external.connection import Answer, AnswerBroken, HttpError
 from penstock.cluster.external.dialects import ReadEvent, dialect_of
 from penstock.cluster.external.http import HttpClient
 from penstock.cluster.external.wire import (
@@ -40,6 +40,7 @@ MAX_LINE_BYTES = 16 << 20
 MAX_OBJECTS = 1 << 15
 MAX_VALUES = 1 << 18  # between commas; vectors have more, and are cheap
 MAX_SAMPLES = 4096  # of a metrics page that count
+MAX_EMPTY_BYTES = 32 << 20  # of a stream without anything for the client: comments, empty chunks
 
 T = TypeVar("T")
 _DONE = b"[DONE]"
@@ -47,6 +48,10 @@ _DONE = b"[DONE]"
 
 class LineTooLong(Exception):
     """A line is larger than any event: the stream is no event stream."""
+
+
+class SaysNothing(Exception):
+    """A stream goes on without anything for the client."""
 
 
 class TooManyValues(Exception):
@@ -273,6 +278,11 @@ class ExternalServer:
                 EngineUnavailable(f"The external server {self.name!r} cannot be reached: {error}."),
                 elsewhere=True,
             ) from error
+        except SaysNothing as error:
+            raise RequestRefused(
+                EngineUnavailable(f"The external server {self.name!r} sends a stream without an answer."),
+                elsewhere=True,
+            ) from error
         except (msgspec.DecodeError, RecursionError, LineTooLong, TooManyValues) as error:
             raise RequestRefused(
                 EngineUnavailable(
@@ -304,18 +314,32 @@ class ExternalServer:
     async def _pass_on_events(self, answer: Answer, on_chunks: OnChunks) -> None:
         lines = EventLines()
         read = self._dialect.reader()
+        num_bytes, says_something = 0, False  # since the last look
 
         def take(piece: bytes | None) -> None:
+            nonlocal num_bytes, says_something
             if lines.has_ended:
                 return
             events = lines.end() if piece is None else lines.feed(piece)
+            if lines.has_ended:
+                answer.end_soon()
             chunks, problem = self._chunks(events, read)
             if chunks:
+                says_something = says_something or any(chunk.says_something for chunk in chunks)
                 on_chunks(chunks)
             if problem is not None:
                 raise problem
+            num_bytes += len(piece or b"")
+            if num_bytes > MAX_EMPTY_BYTES:
+                if not says_something:
+                    raise SaysNothing
+                num_bytes, says_something = 0, False
 
-        await answer.deliver(take)
+        try:
+            await answer.deliver(take)
+        except AnswerBroken:
+            if not lines.has_ended:  # by its last event: what happens to the connection then is no matter
+                raise
         take(None)
 
     def _chunks(self, events: Sequence[bytes], read: ReadEvent) -> tuple[list[StreamChunk], Exception | None]:
