@@ -228,6 +228,36 @@ async def test_urls_of_images_lead_no_server_into_its_network(monkeypatch: pytes
     assert server.bodies[0]["messages"] == taken["messages"]
 
 
+@pytest.mark.parametrize("status", [200, 302, 400])
+async def test_no_header_passes_in_either_direction(status: int) -> None:
+    body = {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]} if status == 200 else {}
+    theirs = {"set-cookie": "a=b", "server": "other/1", "x-other": "1", "access-control-allow-origin": "*"}
+    server = OpenAIServer(script=lambda _: [JSONResponse(body, status, theirs | {"location": server.url})])
+    ours = {
+        "cookie": "session=1",
+        "connection": "authorization, x-api-key",
+        "proxy-authorization": "Basic eDp5",
+        "x-forwarded-for": "192.0.2.1",
+        "x-request-id": "of-the-client",
+    }
+    async with platform(server) as platform_:
+        answer = await platform_.http.post(
+            "/v1/chat/completions",
+            json=CHAT | {"max_tokens": 4},
+            headers=ours | {"authorization": "Bearer of-the-client"},
+        )
+    assert answer.status_code == {200: 200, 302: 503, 400: 400}[status]
+    assert theirs.keys().isdisjoint(answer.headers)
+    assert len(server.headers) == 1, "no redirection is followed"
+    assert server.headers[0].keys() == {
+        "host",
+        "accept-encoding",
+        "user-agent",
+        "content-type",
+        "content-length",
+    }
+
+
 async def test_tools_and_structure_are_passed_on() -> None:
     def call(body: dict[str, Any]) -> list[dict[str, Any]]:
         calls = [{"index": 0, "id": "c1", "function": {"name": "f", "arguments": '{"a": 1}'}}]
