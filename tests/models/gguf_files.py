@@ -61,6 +61,9 @@ ARCHITECTURES = {
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "dots1": gguf.MODEL_ARCH.DOTS1,
+    "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
+    "afmoe": gguf.MODEL_ARCH.AFMOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
@@ -345,18 +348,23 @@ def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -
         writer.add_expert_weights_norm(config.norm_topk_prob and config.model_type != "deepseek_v2")
     if getattr(config, "n_shared_experts", None):
         writer.add_expert_shared_count(config.n_shared_experts)
-    if getattr(config, "moe_num_shared_experts", None):
-        writer.add_expert_shared_count(config.moe_num_shared_experts)
+    for name in ("moe_num_shared_experts", "num_shared_experts"):
+        if getattr(config, name, None):
+            writer.add_expert_shared_count(getattr(config, name))
     if hasattr(config, "first_k_dense_replace"):
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
-    if hasattr(config, "routed_scaling_factor"):
-        writer.add_expert_weights_scale(config.routed_scaling_factor)
+    for name in ("routed_scaling_factor", "route_scale"):
+        if hasattr(config, name):
+            writer.add_expert_weights_scale(getattr(config, name))
     if getattr(config, "n_group", None):
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
     if config.model_type in (
         "deepseek_v3",
         "glm4_moe",
+        "dots1",
+        "exaone_moe",
+        "afmoe",
         "minimax_m2",
         "kimi_linear",
         "lfm2_moe",

@@ -45,7 +45,7 @@ class Glm4Moe(PreNormDecoder):
 
     name = "glm4_moe"
     huggingface_names = ("Glm4MoeForCausalLM", "glm4_moe")
-    gguf_names = ("glm4moe",)
+    gguf_names: ClassVar[tuple[str, ...]] = ("glm4moe",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
