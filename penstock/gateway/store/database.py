@@ -48,7 +48,9 @@ _SAME_TIME_NS = 100_000_000  # file systems' clocks tick every few milliseconds
 # sides. The server then rolls back, so that locks of rows (a lease, for example) do not outlive their holder.
 _GONE_S = 10
 _BUSY_TIMEOUT_MS = 10_000  # how long a writer of SQLite waits for another process
+_OUTAGE_TIMEOUT_MS = 1000  # the same during an outage: many writers would else wait one after the other
 _READS_ONLY = "penstock_reads_only"
+_IN_OUTAGE = "penstock_in_outage"
 # PostgreSQL's codes for errors that pass: an idle transaction was ended; the server became a standby, on which a
 # transaction cannot write (25006) or cannot begin to (0A000).
 _PASSING_CODES = frozenset({"25P03", "25006", "0A000"})
@@ -165,13 +167,11 @@ class Database:
         self._engine.dispose()
 
     def _transaction(self, work: Work[T], *, reads_only: bool) -> T:
-        options = {_READS_ONLY: reads_only}
+        options = {_READS_ONLY: reads_only, _IN_OUTAGE: bool(self._outage), "postgresql_readonly": reads_only}
         if self._file_id is not None and self._present_file_id() != self._file_id:
             raise self._outage_of(
                 "its file was removed or replaced; put the file back, or restart this server"
             )
-        if self.dialect == "postgresql":
-            options["postgresql_readonly"] = reads_only
         try:
             with self._turn, self._engine.connect() as connection:
                 connection = connection.execution_options(**options)
@@ -324,7 +324,6 @@ def _create_sqlite(url: sqlalchemy.URL) -> Engine:
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # the driver does not begin transactions by itself
-        connection.execute(f"PRAGMA busy_timeout = {_BUSY_TIMEOUT_MS}")
         _switch_to_wal(connection)
         # Survives a killed process; WAL keeps the file consistent.
         connection.execute("PRAGMA synchronous = NORMAL")
@@ -332,9 +331,13 @@ def _create_sqlite(url: sqlalchemy.URL) -> Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
+        options = connection.get_execution_options()
+        waits_ms = _OUTAGE_TIMEOUT_MS if options.get(_IN_OUTAGE) else _BUSY_TIMEOUT_MS
+        if connection.info.get("busy_timeout") != waits_ms:
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {waits_ms}")
+            connection.info["busy_timeout"] = waits_ms
         # A transaction that reads first and writes later can fail where it would only have had to wait.
-        reads_only = connection.get_execution_options().get(_READS_ONLY, False)
-        connection.exec_driver_sql("BEGIN" if reads_only else "BEGIN IMMEDIATE")
+        connection.exec_driver_sql("BEGIN" if options.get(_READS_ONLY) else "BEGIN IMMEDIATE")
 
     return engine
 
@@ -443,17 +446,14 @@ def read_page(
 
     `table` has the columns `id` and `created_at`. The cursor must be among the rows of the query."""
     ascends = (order == "asc") == (before is None)
-    cursor = after if before is None else before
-    if cursor is not None:
+    if (cursor := after if before is None else before) is not None:
         seen = connection.execute(query.where(table.c.id == cursor)).one_or_none()
         if seen is None:
             raise InvalidRequest(f"The list has no {cursor[:64]!r} to go on from.", param="after")
         query = query.where(_beyond(table, seen, ascends=ascends))
-    columns = (table.c.created_at, table.c.id)
-    ordered = query.order_by(*(column if ascends else column.desc() for column in columns))
-    rows = connection.execute(ordered.limit(limit + 1)).all()
-    page = rows[:limit]
-    return (page if before is None else page[::-1]), len(rows) > limit
+    columns = (each if ascends else each.desc() for each in (table.c.created_at, table.c.id))
+    rows = connection.execute(query.order_by(*columns).limit(limit + 1)).all()
+    return rows[:limit][:: 1 if before is None else -1], len(rows) > limit
 
 
 def _beyond(table: Table, seen: Row[Any], *, ascends: bool) -> ColumnElement[bool]:

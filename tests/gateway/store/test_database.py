@@ -85,6 +85,28 @@ def test_a_reader_does_not_wait_for_a_writer(database: Database) -> None:
     assert database.run_now(name_of_default, reads_only=True) == "new"
 
 
+def test_writers_wait_less_for_another_process_once_one_has_waited_in_vain(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four at a time wait: with the whole time for each, the hundredth would wait for minutes."""
+
+    def longest_wait(connection: Connection) -> int:
+        return int(connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one())
+
+    monkeypatch.setattr(database_module, "_BUSY_TIMEOUT_MS", 60)
+    monkeypatch.setattr(database_module, "_OUTAGE_TIMEOUT_MS", 7)
+    assert database.run_now(longest_wait) == 60
+    other = sqlite3.connect(database.file or "", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreUnavailable):
+        database.run_now(longest_wait)
+    assert database.run_now(longest_wait, reads_only=True) == 7
+    other.execute("ROLLBACK")
+    assert database.run_now(longest_wait) == 7
+    monkeypatch.setattr(database_module, "_QUIET_S", 0.0)
+    assert [database.run_now(longest_wait) for _ in range(2)] == [7, 60]
+
+
 async def test_readers_go_on_while_writers_wait_for_a_lock_of_another_process(database: Database) -> None:
     database.migrate()
     other = sqlite3.connect(database.file or "", isolation_level=None)
