@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.models.decoder import Decoder
 from penstock.models.families import (
+    axk,
     bailing,
     bamba,
     bloom,
@@ -65,6 +66,8 @@ FAMILIES: tuple[type[Decoder], ...] = (
     deepseek.Mistral4,
     deepseek_sparse.DeepseekV32,
     deepseek_sparse.GlmMoeDsa,
+    axk.AxK1,
+    axk.AxK2,
     llama4.Llama4,
     mixtures.Glm4Moe,
     glm_mixtures.Dots1,

@@ -134,18 +134,20 @@ class DeepseekV2(Decoder):
         return gguf_layout(GGUF_NAMES, rows=latent_rows(config), num_experts=num_experts(config))
 
     def load_layer(self, load: LayerLoader) -> LatentBlock:
-        experts = self.config.experts
-        is_dense = experts is None or load.index in experts.dense_layers
-        bias = f"{load.prefix}.mlp.{SELECTION_BIAS}"
-        chooses_by_bias = self.has_selection_bias or load.weights.has(bias)
         return LatentBlock(
             attention_norm=load.rms_norm("input_layernorm"),
             attention=load_latent_attention(load),
             mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=load.gated_mlp()
-            if is_dense
-            else load_experts(load, selection_bias=SELECTION_BIAS if chooses_by_bias else None),
+            mlp=self.load_mlp(load),
         )
+
+    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
+        experts = self.config.experts
+        if experts is None or load.index in experts.dense_layers:
+            return load.gated_mlp()
+        bias = f"{load.prefix}.mlp.{SELECTION_BIAS}"
+        chooses_by_bias = self.has_selection_bias or load.weights.has(bias)
+        return load_experts(load, selection_bias=SELECTION_BIAS if chooses_by_bias else None)
 
     def run_layer(
         self, layer: LatentBlock, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch
@@ -327,7 +329,10 @@ def latent_rows(config: ArchitectureConfig) -> dict[str, StoredRows]:
     return {**rows, name: StoredRows(name, len(entry), entry)}
 
 
-def load_latent_attention(load: LayerLoader, *, is_gated: bool = False) -> LatentAttention:
+def load_latent_attention(
+    load: LayerLoader, *, is_gated: bool = False, has_query: bool = True
+) -> LatentAttention:
+    """Load attention. `has_query` says whether a product of its own makes queries of narrow queries."""
     config, latent, weights = load.config, load.config.latent, load.weights
     assert latent is not None
     prefix, hidden, own = f"{load.prefix}.self_attn", config.hidden_size, load.heads.queries
@@ -338,9 +343,10 @@ def load_latent_attention(load: LayerLoader, *, is_gated: bool = False) -> Laten
     if latent.query_rank is not None:
         norm = weights.vector(f"{prefix}.q_a_layernorm.weight", latent.query_rank)
         query_norm = RMSNorm(norm, _INNER_EPS)
-        query = weights.linear(
-            [f"{prefix}.q_b_proj"], [query_size], latent.query_rank, part=LinearPart(rows=[query_rows])
-        )
+        if has_query:
+            query = weights.linear(
+                [f"{prefix}.q_b_proj"], [query_size], latent.query_rank, part=LinearPart(rows=[query_rows])
+            )
         name, size, part = "q_a_proj", latent.query_rank, range(latent.query_rank)
     width = latent.rank + latent.rope_dim
     key_up, value_up = _load_absorbed(load, prefix)

@@ -66,14 +66,14 @@ class DeepseekV32(DeepseekV3):
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         index = _settings(config)[1]
-        self._is_sparse = max_model_len > index.top_k
-        if self._is_sparse and loader.ops.kv_dtype == torch.int8:
+        self.is_sparse = max_model_len > index.top_k
+        if self.is_sparse and loader.ops.kv_dtype == torch.int8:
             raise ConfigError(
                 "A KV cache of 8-bit integers cannot hold the keys of this model's indexer.",
                 hint=f"Leave out --kv-cache-dtype, or give --max-model-len {index.top_k}.",
             )
         super().__init__(config, loader, max_model_len)
-        if self._is_sparse:
+        if self.is_sparse:
             self.records_graphs = False  # what is chosen depends on the context's length
             self.latent_width += index.head_dim
             self.head_dim = self.latent_width
@@ -140,7 +140,7 @@ class DeepseekV32(DeepseekV3):
 
     def load_layer(self, load: LayerLoader) -> LatentBlock:
         plain, index = super().load_layer(load), _settings(load.config)[1]
-        if not self._is_sparse:
+        if not self.is_sparse:
             return plain
         is_shared = load.index in index.shared_layers
         if is_shared and load.index == self.layer_indices.start:
@@ -153,7 +153,7 @@ class DeepseekV32(DeepseekV3):
             plain.attention,
             plain.mlp_norm,
             plain.mlp,
-            indexer=None if is_shared else _load_indexer(load),
+            indexer=None if is_shared else load_indexer(load),
         )
 
     def run_layer(
@@ -250,7 +250,7 @@ def _attend(
     return chosen
 
 
-def _load_indexer(load: LayerLoader) -> Indexer:
+def load_indexer(load: LayerLoader) -> Indexer:
     """Load an indexer, which every rank has whole."""
     (latent, index), weights, prefix = (
         _settings(load.config),
