@@ -49,6 +49,10 @@ class UnknownArchitecture(NotNative):
     """No native family has the architecture."""
 
 
+class MissingFeature(UnknownArchitecture):
+    """No native family has the architecture, and the message says what the architecture needs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
     """Describes how a model was stretched past its first training context."""

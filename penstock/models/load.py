@@ -23,6 +23,7 @@ from penstock.kernels.interface import DenseWeight, Ops
 from penstock.models.config import (
     ArchitectureConfig,
     Fields,
+    MissingFeature,
     NotNative,
     UnknownArchitecture,
     read_settings,
@@ -39,6 +40,7 @@ from penstock.models.gguf_keys import refuse_unread_settings
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layout import LayoutSource
+from penstock.models.missing import missing_feature
 from penstock.models.mmproj import AUTO, load_gguf_vision
 from penstock.models.mmproj_file import MMPROJ_ARCHITECTURE
 from penstock.models.model import Model
@@ -104,6 +106,12 @@ def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
             return architecture
     if not asked:
         raise ModelLoadError(f"{fields.where} names neither architectures nor a model_type.")
+    missing = missing_feature(asked[0])
+    if missing is not None:
+        raise MissingFeature(
+            f"{asked[0]} needs {missing}, which Penstock does not have.",
+            hint="Run the model in another server, and name that server with --external.",
+        )
     raise UnknownArchitecture(
         f"The architecture {asked[0]} is not known; known are {_known_families()}; and as encoders "
         f"{', '.join(sorted(encoder.name for encoder in ENCODERS))}.",

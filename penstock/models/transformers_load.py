@@ -15,7 +15,7 @@ from torch import nn
 from penstock.core.engine_config import Quantization
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.interface import Ops
-from penstock.models.config import ArchitectureConfig, Fields, UnknownArchitecture
+from penstock.models.config import ArchitectureConfig, Fields, MissingFeature, UnknownArchitecture
 from penstock.models.quantized_floats import open_folder
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, folder_quantization
@@ -109,11 +109,13 @@ class TransformersCheckpoint:
 
 
 def _both_reasons(unknown: ModelLoadError, error: ModelLoadError) -> ModelLoadError:
-    """Return an error that says why a model runs neither by transformers' code nor natively, and what to do. The list
-    of native families is long, and comes last; a setting that is not native comes first."""
+    """Return an error that says why a model runs neither by transformers' code nor natively, and what to do."""
     hint = error.hint or "Run the model in another server, and name that server with --external."
-    reasons = (error, unknown) if isinstance(unknown, UnknownArchitecture) else (unknown, error)
-    return ModelLoadError(" ".join(reason.message for reason in reasons), hint=hint)
+    if isinstance(unknown, MissingFeature):
+        return ModelLoadError(unknown.message, hint=hint)
+    if isinstance(unknown, UnknownArchitecture):
+        return ModelLoadError(f"{error.message} The architecture is not native, either.", hint=hint)
+    return ModelLoadError(f"{unknown.message} {error.message}", hint=hint)
 
 
 def refuse_shards(shard: Shard) -> None:

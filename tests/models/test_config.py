@@ -126,8 +126,12 @@ def test_gemma3_as_first_published() -> None:
     ("changes", "message"),
     [
         (
-            {"architectures": ["RwkvForCausalLM"]},
-            "RwkvForCausalLM is not known; known are .*llama, .*qwen3",
+            {"architectures": ["OtherForCausalLM"]},
+            "OtherForCausalLM is not known; known are .*llama, .*qwen3",
+        ),
+        (
+            {"architectures": ["DeepseekV4ForCausalLM"]},
+            "needs attention over keys and values that are compressed",
         ),
         ({"architectures": None}, "neither architectures nor a model_type"),
         ({"hidden_size": None}, r"config\.json has no hidden_size"),
@@ -159,7 +163,7 @@ def test_attention_in_both_directions_is_not_ignored() -> None:
 
 def test_an_unknown_architecture_names_the_flag_that_may_help() -> None:
     with pytest.raises(ModelLoadError) as caught:
-        read(architectures=["RwkvForCausalLM"])
+        read(architectures=["OtherForCausalLM"])
     assert "--model-implementation transformers" in str(caught.value.hint)
 
 

@@ -268,13 +268,21 @@ def test_masks_that_a_model_makes_are_refused(
         load_model(llama.folder, TorchOps(), implementation="transformers", load_format="random")
 
 
-def test_a_refusal_says_what_is_supported_and_what_is_left(tmp_path: Path) -> None:
+def test_a_refusal_says_what_is_missing_and_what_is_left(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = _model(transformers.RwkvConfig, vocab_size=VOCAB_SIZE, hidden_size=64, num_hidden_layers=2)
     save_random("rwkv", model, tmp_path)
-    with pytest.raises(ModelLoadError, match=r"^Transformers runs Rwkv.*known are .*llama") as caught:
+    with pytest.raises(
+        ModelLoadError, match=r"^RwkvForCausalLM needs the recurrent layers of RWKV"
+    ) as caught:
         load_model(tmp_path, TorchOps())
+    assert caught.value.message.count(".") == 1, "one sentence"
     assert "--external" in (caught.value.hint or "")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings |= {"architectures": ["OtherForCausalLM"], "model_type": "other"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelLoadError, match=r"OtherForCausalLM\. .* is not native, either\.$"):
+        load_model(tmp_path, TorchOps())
 
 
 @pytest.mark.parametrize("kind", list(REFUSED))
@@ -376,9 +384,9 @@ def test_a_pass_that_leaves_attention_out_is_an_error(
 
 def test_what_is_missing_is_named(tmp_path: Path, opt: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _write(tmp_path, architectures=["NoSuchForCausalLM"], model_type="no_such")
-    with pytest.raises(ModelLoadError, match=r"no class NoSuchForCausalLM.*NoSuchForCausalLM is not known"):
+    with pytest.raises(ModelLoadError, match=r"no class NoSuchForCausalLM.*is not native, either"):
         open_any_checkpoint(folder)
-    with pytest.raises(ModelLoadError, match=r"model type 'no_such'.*no_such is not known"):
+    with pytest.raises(ModelLoadError, match=r"model type 'no_such'.*is not native, either"):
         open_any_checkpoint(_write(tmp_path, model_type="no_such"))
     folder = _write(tmp_path, architectures=["VideoLlavaForConditionalGeneration"], model_type="video_llava")
     with pytest.raises(

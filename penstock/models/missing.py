@@ -1,0 +1,31 @@
+"""Says what known architectures need that no native family has, so that a refusal names it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# The architectures that need each of these, by their class without its head and by `model_type`.
+_NEEDED_BY: Mapping[str, frozenset[str]] = {
+    "attention over keys and values that are compressed every few tokens, and several residual streams": frozenset(
+        {"DeepseekV4", "deepseek_v4"}
+    ),
+    "several residual streams, and attention sinks beside latents": frozenset({"HYV4", "hy_v4"}),
+    "convolutions over queries and keys, and routers that read those of the layer before": frozenset(
+        {"Zaya", "zaya"}
+    ),
+    "attention that weighs and drops keys by their values": frozenset({"Doge", "doge"}),
+    "scores by distance, and short convolutions over keys and values": frozenset(
+        {"Inkling", "inkling_text", "inkling_mm_model", "Inkling2", "inkling2_text", "inkling2"}
+    ),
+    "the recurrent layers of RWKV": frozenset({"Rwkv", "rwkv", "rwkv5", "rwkv6", "rwkv7"}),
+    "the recurrent layers of xLSTM": frozenset({"xLSTM", "xlstm"}),
+    "patches of bytes in place of tokens": frozenset({"Blt", "blt"}),
+}
+_HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "Model")
+
+
+def missing_feature(name: str) -> str | None:
+    """Return what an architecture needs and Penstock does not have; None where that is not known."""
+    for head in _HEADS:
+        name = name.removesuffix(head)
+    return next((feature for feature, names in _NEEDED_BY.items() if name in names), None)
