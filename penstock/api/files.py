@@ -30,6 +30,7 @@ MAX_ANTHROPIC_EXPIRY_S = 90 * 24 * 3600
 ANTHROPIC_PURPOSE = "user_data"  # of files from Anthropic's clients, whose API knows no purpose
 _MAX_PAGE = 10_000
 _ANTHROPIC_PAGE, _MAX_ANTHROPIC_PAGE = 20, 1000
+_NO_URL = str.maketrans(":/", "__")
 _BYTES = {"type": "string", "contentMediaType": "application/octet-stream"}
 _FORM = {
     "type": "object",
@@ -226,12 +227,18 @@ def _file_metadata(file: StoredFile) -> FileMetadata:
     return FileMetadata(
         file.id,
         file.filename,
-        mimetypes.guess_type(file.filename)[0] or "application/octet-stream",
+        _media_type(file.filename),
         file.num_bytes,
         timestamp(file.created_at),
         downloadable=True,
         expires_at=None if file.expires_at is None else timestamp(file.expires_at),
     )
+
+
+def _media_type(filename: str) -> str:
+    """Return the type that belongs to a name's ending. The library would read a name with a colon or slashes as a
+    URL, and its newer releases raise an error where the URL is not valid."""
+    return mimetypes.guess_type(filename.translate(_NO_URL))[0] or "application/octet-stream"
 
 
 def file_object(file: StoredFile) -> FileObject:

@@ -350,7 +350,10 @@ class ImageFetcher:
             answer = await self._get(url, host, address, part)
             if isinstance(answer, bytes):
                 return answer
-            url = urljoin(url, answer)
+            try:
+                url = urljoin(url, answer)
+            except ValueError as error:
+                raise _unfetched(part, "is redirected to an address that is not valid") from error
         raise _unfetched(part, "is redirected too often")
 
     async def _checked(self, url: str, part: ImagePart) -> tuple[str, Address]:

@@ -55,6 +55,22 @@ def test_a_form_has_few_parts_whatever_their_names(served: ServedWork) -> None:
     assert "more than 32 fields" in refused.text
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["data:text/html,a.png", "http://[a.png", "../../a.png", "a\u202egnp.png", "C:\\a.png", '"; x="a.png'],
+)
+def test_odd_names_of_files(served: ServedWork, name: str) -> None:
+    """A name is kept as it came and is only a name: its ending tells the type, and no path follows from it."""
+    sdk = served.anthropic()
+    file = sdk.beta.files.upload(file=(name, b"x"))
+    assert (file.mime_type, sdk.beta.files.retrieve_metadata(file.id)) == ("image/png", file)
+    answer = sdk.beta.files.download(file.id)
+    assert answer.read() == b"x"
+    quoted = answer.headers["content-disposition"].removeprefix("attachment; filename*=utf-8''")
+    assert not set(quoted) & set('"; /\\')
+    sdk.beta.files.delete(file.id)
+
+
 def test_bytes_that_another_request_removes_meanwhile(served: ServedWork) -> None:
     sdk = served.openai()
     file = sdk.files.create(file=b"{}", purpose="batch")

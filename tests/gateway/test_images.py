@@ -173,6 +173,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(302, b"", location="http://other.example/cat.png")
         if name == "moved":
             return self._answer(302, b"", location="/cat.png")
+        if name == "astray":
+            return self._answer(302, b"", location="http://[")
         if name == "loop":
             return self._answer(302, b"", location="/loop")
         if name == "nowhere":
@@ -227,6 +229,7 @@ def test_an_image_is_fetched_from_a_named_host(host: str) -> None:
         ("nowhere", "status 304"),
         ("page", "text/html"),
         ("elsewhere", "'other.example' may not be fetched"),
+        ("astray", "redirected to an address that is not valid"),
         ("loop", "redirected too often"),
         ("large", "more than the 4,000 bytes"),
         ("slow", "took longer than 0.2 s"),

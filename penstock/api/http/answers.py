@@ -368,7 +368,7 @@ async def blob_response(
         raise NotFound(missing) from error
     all_headers = {**(headers or {}), "content-length": str(num_bytes)}
     if filename is not None:
-        all_headers["content-disposition"] = f"attachment; filename*=utf-8''{quote(filename)}"
+        all_headers["content-disposition"] = f"attachment; filename*=utf-8''{quote(filename, safe='')}"
     return StreamingResponse(_pieces(opened), headers=all_headers, media_type=media_type)
 
 
