@@ -356,19 +356,20 @@ async def blob_response(
 ) -> Response:
     """Raises NotFound with the sentence `missing`, and StoreUnavailable, before anything is sent. A store that fails
     later cuts the answer off, which clients see from its length."""
+    all_headers = dict(headers or {})
+    if filename is not None:  # by RFC 8187, which leaves no slashes: clients may save files by this name
+        all_headers["content-disposition"] = f"attachment; filename*=utf-8''{quote(filename, safe='')}"
     path = blobs.local_path(blob_id)
     if path is not None:
         if not await in_thread(path.exists):
             raise NotFound(missing)
-        return FileResponse(path, headers=headers, media_type=media_type, filename=filename)
+        return FileResponse(path, headers=all_headers, media_type=media_type)
     try:
         num_bytes = await in_thread(blobs.num_bytes, blob_id)
         opened = await in_thread(blobs.open, blob_id)
     except FileNotFoundError as error:
         raise NotFound(missing) from error
-    all_headers = {**(headers or {}), "content-length": str(num_bytes)}
-    if filename is not None:
-        all_headers["content-disposition"] = f"attachment; filename*=utf-8''{quote(filename, safe='')}"
+    all_headers["content-length"] = str(num_bytes)
     return StreamingResponse(_pieces(opened), headers=all_headers, media_type=media_type)
 
 
