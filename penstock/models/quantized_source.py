@@ -80,8 +80,9 @@ class QuantizedSource:
         shape = self.files.shape
         match self._kind:
             case AWQ() if f"{stem}.qweight" in self._names:
-                columns, words = shape(f"{stem}.qweight")
-                return words * 8, columns
+                return shape(f"{stem}.scales")[-1], shape(f"{stem}.qweight")[
+                    0
+                ]  # the last word may not be full
             case GPTQ(bits=bits) if f"{stem}.qweight" in self._names:
                 words, rows = shape(f"{stem}.qweight")
                 return rows, words * 32 // bits
@@ -113,7 +114,7 @@ class QuantizedSource:
         return self.files.matrix(name, rows, columns, part)
 
     def _awq(self, stem: str, shape: Shape, kind: AWQ, part: Part) -> WeightData:
-        group = self._group(stem, shape, kind.group)
+        group = min(kind.group or shape.columns, shape.columns)  # the last group may be smaller
         window = _window(part, shape, 8, group)
         groups = _axis(window.columns, shape.columns, group)
         words = _axis(window.rows, shape.rows, 8)

@@ -16,12 +16,17 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, Ops
 from penstock.kernels.reference import TorchOps
 from penstock.models.load import load_model, open_checkpoint
+from penstock.models.quantized_source import QuantizedSource
+from penstock.models.safetensors_source import SafetensorsSource
+from penstock.models.stored_quantization import AWQ
+from penstock.models.weight_parts import Part
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
 from tests.models.paged import PagedRunner
 from tests.models.quantized_checkpoints import (
     LAYOUTS,
     Layout,
+    awq,
     compressed_packed,
     float4,
     float8,
@@ -163,6 +168,8 @@ def test_a_quantized_cache_alone_leaves_weights_plain(folder: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
+        awq(40),
+        awq(128),
         gptq(4, 40, act_order=True),
         gptq(8, 128, act_order=False),
         gptq(3, 24, act_order=True),
@@ -176,6 +183,23 @@ def test_groups_that_do_not_divide_a_row(layout: Layout, folder: Path, ops: Ops)
     expected = expected_logits(folder, quantize_folder(folder, layout))
     got = PagedRunner(load_model(folder, ops), ops).prompt_logits(PROMPT)
     torch.testing.assert_close(got, expected, atol=5e-4, rtol=5e-4)
+
+
+@pytest.mark.parametrize("group", [16, 24, 128])
+def test_rows_of_awq_that_fill_no_word(group: int, tmp_path: Path) -> None:
+    made = awq(group).quantize(torch.randn(13, 40, generator=torch.Generator().manual_seed(1)))
+    save_file({f"x.{name}": tensor for name, tensor in made.tensors.items()}, tmp_path / "model.safetensors")
+    source = QuantizedSource(SafetensorsSource(tmp_path), AWQ(group))
+    assert source.shape("x.weight") == (13, 40)
+    for part in (None, Part(range(3, 13), range(40)), Part(range(2, 9), range(24, 40))):
+        found = source.matrix("x.weight", 13, 40, part)
+        values = found.values if isinstance(found, DenseWeight) else found.dequantize()
+        expected = made.dense if part is None else made.dense[_slice(part.rows), _slice(part.columns)]
+        torch.testing.assert_close(values, expected)
+
+
+def _slice(span: range) -> slice:
+    return slice(span.start, span.stop)
 
 
 @pytest.mark.parametrize("kind", ["int", "float"])
