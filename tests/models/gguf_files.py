@@ -61,6 +61,8 @@ ARCHITECTURES = {
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+    "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "dots1": gguf.MODEL_ARCH.DOTS1,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
@@ -293,7 +295,8 @@ def _write_rope(writer: GGUFWriter, rope: dict[str, Any], head_dim: int, max_pos
     if "full_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
-    writer.add_rope_freq_base(rope["rope_theta"])
+    stretch = rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))  # of Hunyuan
+    writer.add_rope_freq_base(rope["rope_theta"] * stretch)
     if "mrope_section" in rope:
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
@@ -334,7 +337,10 @@ def _num_experts(config: Any) -> int:
 def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -> None:
     writer.add_expert_count(_num_experts(config))
     if spoil != "expert_used_count":
-        named = (getattr(config, name, None) for name in ("moe_k", "top_k_experts", "num_experts_per_tok"))
+        named = (
+            getattr(config, name, None)
+            for name in ("moe_k", "top_k_experts", "num_experts_per_tok", "moe_topk")
+        )
         writer.add_expert_used_count(next(count for count in named if count))
     if spoil == "expert_gating_func":
         writer.add_expert_gating_func(_Unknown())

@@ -71,6 +71,7 @@ LATENTS = {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_den
            "num_key_value_heads": 4}  # fmt: skip
 # With many heads, no two tokens have a score of 0.
 SPARSE = {**LATENTS, "q_lora_rank": 64, "index_topk": 16, "index_n_heads": 16, "index_head_dim": 12}
+NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 20.0, "factor": 1.0}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 1, "chunk_size": 16,
@@ -188,6 +189,8 @@ TINY: dict[str, Tiny] = {
                                     "sliding_window": 8, "max_window_layers": 2}),
     "solar_open": Tiny("solar_open", {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "attention_bias": True,
                                       "routed_scaling_factor": 1.5}),
+    "hunyuan_v1_dense": Tiny("hunyuan_v1_dense", {"attention_bias": True, "rope_parameters": NTK_ALPHA}),
+    "hunyuan_v1_moe": Tiny("hunyuan_v1_moe", {"num_experts": 6, "moe_topk": 2, "rope_parameters": NTK_ALPHA}),
     "hy_v3": Tiny("hy_v3", {**EXPERTS, "num_experts": 6, "num_shared_experts": 1, "attention_bias": True,
                             "mlp_bias": True}),
     "exaone_moe": Tiny("exaone_moe", {**FOUR, **EXPERTS, "num_experts": 8, "n_group": 2, "topk_group": 1,

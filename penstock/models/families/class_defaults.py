@@ -201,6 +201,8 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "rope_theta": 1_000_000.0,
     },
+    "hunyuan_v1_dense": _EPS,
+    "hunyuan_v1_moe": {**_EPS, "moe_topk": 1, "num_experts": 1},
     "hy_v3": {
         **_EPS,
         "head_dim": 128,
