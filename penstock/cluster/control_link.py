@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
+from weakref import WeakSet
 
 from msgspec.structs import replace
 
@@ -295,6 +296,7 @@ class FleetLink(ControlLink):
         self._tokens = tokens
         self._reader = DocumentReader(tokens)
         self._leader: LeaderDocument | None = None
+        self._channels: WeakSet[CurveChannel] = WeakSet()  # to the leader
         fleet.observers += [self.traffic, self.experiment_traffic]
         fleet.choose_revisions(self.choose_revision)
 
@@ -302,11 +304,18 @@ class FleetLink(ControlLink):
         """Follow the documents of the leader that are new."""
         taken = self._reader.take(documents)
         if (document := taken.get(LEADER)) is not None:
-            self._leader = document.read(LeaderDocument)
+            self._follow_leader(document.read(LeaderDocument))
         if (document := taken.get(DIRECTIVE)) is not None:
             directive = document.read(Directive)
             if directive is not None:
                 self.follow(replace(directive, pools=self.pools))
+
+    def _follow_leader(self, leader: LeaderDocument | None) -> None:
+        if self._leader is not None and (leader is None or leader.endpoint != self._leader.endpoint):
+            for channel in self._channels:
+                channel.give_up()
+            self._channels.clear()
+        self._leader = leader
 
     @contextlib.asynccontextmanager
     async def running(self, *, must_connect: bool = False) -> AsyncIterator[None]:
@@ -328,7 +337,9 @@ class FleetLink(ControlLink):
     async def _connect_leader(self) -> Channel:
         if self._leader is None:
             raise ConnectionRefusedError(_NO_LEADER)
-        return CurveChannel(self._leader.endpoint, self._tokens.client_keys())
+        channel = CurveChannel(self._leader.endpoint, self._tokens.client_keys())
+        self._channels.add(channel)
+        return channel
 
     def _own_view(self) -> ClusterView:
         fleet = self._fleet

@@ -129,6 +129,8 @@ class CurveChannel:
 
     def __init__(self, endpoint: str, keys: KeyPair, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
+        self._limit: asyncio.Timeout | None = None  # of the question that waits for its answer
+        self._has_given_up = False
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -137,14 +139,25 @@ class CurveChannel:
         connect(self._socket, endpoint, keys)
 
     async def ask(self, line: bytes) -> bytes:
+        if self._has_given_up:
+            raise ConnectionAbortedError("it is no longer the leader")
         self._asked += 1
         number = str(self._asked).encode()
-        async with asyncio.timeout(self._timeout_s):  # a TimeoutError is an OSError
-            await self._socket.send_multipart([number, line])
-            while True:
-                answered, answer = await self._socket.recv_multipart()
-                if answered == number:
-                    return bytes(answer)
+        try:
+            async with asyncio.timeout(self._timeout_s) as self._limit:  # a TimeoutError is an OSError
+                await self._socket.send_multipart([number, line])
+                while True:
+                    answered, answer = await self._socket.recv_multipart()
+                    if answered == number:
+                        return bytes(answer)
+        finally:
+            self._limit = None
+
+    def give_up(self) -> None:
+        """Expect no more answers: another process leads now, and the earlier leader may be dead."""
+        self._has_given_up = True
+        if self._limit is not None:
+            self._limit.reschedule(0.0)
 
     def close(self) -> None:
         self._socket.close()

@@ -21,9 +21,11 @@ from penstock.cluster.fleet_leader import FleetLeader, LeaderSettings, Stores
 from penstock.cluster.host_record import JoinTokens, Offer
 from penstock.cluster.leadership import (
     HOST_PREFIX,
+    LEADER,
     SERVING,
     DocumentReader,
     HostOrders,
+    LeaderDocument,
     Leadership,
     Serving,
     Slot,
@@ -34,9 +36,11 @@ from penstock.cluster.ordered_host import OrderedHost
 from penstock.cluster.registry import Follower, Publisher, RegistryError
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.staged_records import MemoryRecords
+from penstock.cluster.transport import KeyPair, with_key
 from penstock.core.cluster_view import ClusterView, ExperimentOrder, HostOrder, ReleaseOrder
 from penstock.core.config import ScalingConfig
 from penstock.core.errors import Conflict, EngineUnavailable, NotFound, Superseded
+from penstock.core.machine import free_port
 from penstock.core.objective import ObjectiveSettings, PolicySet
 from penstock.router import ReplicaState
 from tests.cluster.control_stage import SPEC
@@ -46,6 +50,7 @@ from tests.cluster.memory_registry import MemoryRegistry
 
 TOKENS = JoinTokens.parse("a token that these machines share")
 LEASE_S = 5.0
+CHANNEL_TIMEOUT_S = 10.0  # a leader that has the same core may take long to answer on a busy machine
 
 
 class Uplink(MemoryRegistry):
@@ -153,8 +158,7 @@ async def _leading(leader: FleetLeader, leadership: Leadership) -> AsyncIterator
 
 @pytest.fixture
 async def fleets(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleets]:
-    # On a busy machine, a leader that has the same core may take long to answer.
-    monkeypatch.setitem(CurveChannel.__init__.__kwdefaults__, "timeout_s", 10.0)
+    monkeypatch.setitem(CurveChannel.__init__.__kwdefaults__, "timeout_s", CHANNEL_TIMEOUT_S)
     async with AsyncExitStack() as stack:
         yield Fleets(stack)
 
@@ -385,6 +389,22 @@ async def test_a_follower_of_directives_refuses_an_earlier_leader(fleets: Fleets
     assert link.follow(newest)
     assert not link.follow(replace(newest, number=4 << 20))
     assert link._directive.number == 5 << 20
+
+
+async def test_an_order_does_not_wait_for_a_leader_that_another_has_replaced(fleets: Fleets) -> None:
+    link = await fleets.gateway()
+    nobody = with_key(f"tcp://127.0.0.1:{free_port('127.0.0.1')}", KeyPair.make().public)
+    dead, alive = (
+        LeaderDocument(name="dead", endpoint=nobody),
+        LeaderDocument(name="alive", endpoint="tcp://"),
+    )
+    link.take({LEADER: sealed(LEADER, 1, 1, dead, TOKENS)})
+    ordering = asyncio.create_task(link.operate(HostOrder(action="cordon", target="north")))
+    await until(lambda: any(channel._limit for channel in link._channels))
+    link.take({LEADER: sealed(LEADER, 2, 1, alive, TOKENS)})
+    with pytest.raises(EngineUnavailable, match="does not answer"):
+        async with asyncio.timeout(CHANNEL_TIMEOUT_S / 2):
+            await ordering
 
 
 async def test_without_a_leader_orders_are_refused_and_the_fleet_is_shown(fleets: Fleets) -> None:

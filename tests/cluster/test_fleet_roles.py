@@ -21,7 +21,7 @@ from penstock.core.config import ScalingConfig
 from penstock.core.errors import Conflict, NotFound, PenstockError, Superseded
 from tests.cluster.control_stage import SPEC
 from tests.cluster.engines import until
-from tests.cluster.test_fleet_control import TOKENS, Fleets, Host, view_of
+from tests.cluster.test_fleet_control import CHANNEL_TIMEOUT_S, TOKENS, Fleets, Host, view_of
 
 PREFILL, DECODE = replace(SPEC, role="prefill"), replace(SPEC, role="decode")
 QUICK = ScalingConfig(min_replicas=1, scale_up_pause_s=0.05)
@@ -29,7 +29,7 @@ QUICK = ScalingConfig(min_replicas=1, scale_up_pause_s=0.05)
 
 @pytest.fixture
 async def fleets(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleets]:
-    monkeypatch.setitem(CurveChannel.__init__.__kwdefaults__, "timeout_s", 10.0)
+    monkeypatch.setitem(CurveChannel.__init__.__kwdefaults__, "timeout_s", CHANNEL_TIMEOUT_S)
     async with AsyncExitStack() as stack:
         yield Fleets(stack)
 
