@@ -318,6 +318,16 @@ def test_rows_that_were_routed_before(experts: int) -> None:
     assert placed_expert_error(HALF, 5, experts, hidden=64, inner=96) < 0.02
 
 
+@pytest.mark.parametrize("name", [None, *quantized_formats(2, 128)])
+def test_rows_that_lie_apart(name: str | None) -> None:
+    """Such as the last row of each request."""
+    weights = quantized_formats(32, 128)[name] if name else [DenseWeight(torch.randn(32, 128))]
+    weight, rows = HALF.ops.pack_linear(weights), HALF.normal(3, 5, 128)[:, -1]
+    expected = HALF.ops.logits(rows.clone(), weight)
+    assert torch.equal(HALF.ops.logits(rows, weight), expected)
+    assert torch.equal(HALF.ops.linear(rows, weight), HALF.ops.linear(rows.clone(), weight))
+
+
 @pytest.mark.parametrize("name", quantized_formats(2, 128))
 @pytest.mark.parametrize("rows", [1, 3, 5])
 @pytest.mark.usefixtures("few_is_four")

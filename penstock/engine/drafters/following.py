@@ -237,7 +237,7 @@ class DraftSteps:
         flat = None if states is None else states.reshape(num_rows * per_row, -1)
         hidden = self._guesser.forward(tokens.reshape(-1).to(torch.int32), flat, batch, self._kv)
         hidden = hidden.view(num_rows, per_row, -1)
-        newest_state = hidden[rows, step.num_accepted] if lag else hidden[:, -1]
+        newest_state = hidden[rows, step.num_accepted] if lag else hidden[:, -1].contiguous()
         return Newest(newest_state, starts + step.num_accepted + 2 - lag)
 
     def extend(

@@ -36,7 +36,7 @@ def linear(
 ) -> Tensor:
     """x @ weight.T. `beside` is explained at `skinny.linear`."""
     out_dtype = out_dtype or x.dtype
-    rows = x.shape[0]
+    rows, x = x.shape[0], x.contiguous()  # kernels find a row by the width alone
     if whole := _with_surroundings(weight, rows):
         return whole(x, weight, RowProduct(out_dtype=out_dtype))
     match weight:
