@@ -56,6 +56,7 @@ ON_DEVICE_TOKEN = tl.constexpr(ON_DEVICE)
 SAMPLE_S = 0.25
 LOAD_PROMPT_TOKENS = 64
 LOAD_ANSWER_TOKENS = (100, 400)
+MOST_SAMPLES = 4096  # of a step
 NEW_TOKENS = 128  # of every answer on average, timed
 
 
@@ -79,7 +80,8 @@ class RandomDrafter:
         return drafts
 
 
-@triton.jit
+# A new number of samples must not compile the kernel again: that takes longer than many steps.
+@triton.jit(do_not_specialize=["num_samples", "seed"])
 def _draw_lots(
     sampled, drafts, rows, places, is_late, on_device, num_rejected, last_tokens, num_samples, vocab_size, seed,
     acceptance, BLOCK: tl.constexpr,
@@ -150,7 +152,7 @@ class SetAcceptance:
                 logits.shape[1],
                 self._num_draws,
                 self.acceptance,
-                BLOCK=max(64, triton.next_power_of_2(len(wanted))),
+                BLOCK=MOST_SAMPLES,
             )
         return sampled, logprobs
 
