@@ -172,12 +172,12 @@ def load_decoder(
         vision = load_vision_part(
             model_path, whole_ops, load_format=config.model.load_format, mmproj=config.model.mmproj
         )
-    trees = setup.is_alone and _may_have_trees(config, loaded, whole_ops, drafter, vision)
+    verifies = not has_states and _drafts(config)
+    trees = verifies and setup.is_alone and _may_have_trees(config, loaded, whole_ops, drafter, vision)
     with ThreadPoolExecutor(1) as helper:
         description = helper.submit(describe, config, model_path, model, ops)
         if is_cuda and setup.is_alone:  # ranks would have to run every step together
-            verifies = not has_states and _drafts(config)
-            _warm_up(config, model, ops, clock, verifies=verifies, verifies_trees=verifies and trees)
+            _warm_up(config, model, ops, clock, drafter, verifies=verifies, verifies_trees=trees)
         memory = allocate_cache(config, model, ops, pooling, drafter, vision, setup)
         card, compiler = description.result()
     kv, sizes, layout, states = memory.kv, memory.sizes, memory.layout, memory.states
@@ -342,19 +342,32 @@ def _may_have_trees(
 
 
 def _warm_up(
-    config: EngineConfig, model: Model, ops: Ops, clock: Clock, *, verifies: bool, verifies_trees: bool
+    config: EngineConfig,
+    model: Model,
+    ops: Ops,
+    clock: Clock,
+    drafter: LoadedDrafter | None,
+    *,
+    verifies: bool,
+    verifies_trees: bool,
 ) -> None:
     """Compile kernels in parallel, before the measurement of memory, which would compile them one after the other."""
     started_s = clock.now()
-    limits = config.scheduler
+    limits, block_size = config.scheduler, config.cache.block_size
+
+    def launch_drafter() -> None:
+        if drafter is not None:
+            drafter.launch_all(block_size, verifies_trees=verifies_trees)
+
     warm_up(
         model,
         ops,
-        block_size=config.cache.block_size,
+        block_size=block_size,
         max_rows=limits.max_num_seqs,
         max_tokens=limits.max_num_batched_tokens,
         verifies=verifies,
         verifies_trees=verifies_trees,
+        launch_drafter=launch_drafter,
     )
     torch.cuda.empty_cache()
     logger.info("kernels are ready after %.1f s", clock.now() - started_s)

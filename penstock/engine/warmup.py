@@ -71,9 +71,11 @@ def warm_up(
     max_tokens: int,
     verifies: bool = False,
     verifies_trees: bool = False,
+    launch_drafter: Callable[[], None] | None = None,
 ) -> None:
     """Compile all kernels that steps of at most this many requests and tokens need, also steps that verify drafts if
-    the engine `verifies`, and trees of drafts if it `verifies_trees`."""
+    the engine `verifies`, and trees of drafts if it `verifies_trees`. `launch_drafter` launches the kernels of a
+    drafter."""
     model = model.with_distinct_layers()
     kv = allocate_kv(model, ops, 1, block_size)
     many = min(MANY_TOKENS, max_tokens)
@@ -102,6 +104,8 @@ def warm_up(
             kv.move_tokens(nothing, nothing)
         for step in steps:
             run_step(model, ops, kv, step)
+        if launch_drafter is not None:
+            launch_drafter()
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -149,6 +153,13 @@ def _compiling(device: torch.device) -> Iterator[None]:
 
 def run_step(model: Model, ops: Ops, kv: KVStore, step: WarmUpStep) -> None:
     """Run a step whose results are not used, over a cache of one block."""
+    token_ids, batch = inputs_of(step, ops, kv.block_size)
+    hidden = model.forward(token_ids, with_spare_states(batch, model, ops), kv)
+    model.logits(hidden[: step.num_requests])
+
+
+def inputs_of(step: WarmUpStep, ops: Ops, block_size: int) -> tuple[torch.Tensor, AttentionBatch]:
+    """Return the tokens of a step, int32 [T], and its batch, over a cache of one block."""
 
     def int32(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=ops.device)
@@ -159,9 +170,7 @@ def run_step(model: Model, ops: Ops, kv: KVStore, step: WarmUpStep) -> None:
         slots=int32([0] * requests * each),
         query_starts=int32(list(range(0, requests * each + 1, each))),
         context_lens=int32([each] * requests),
-        block_tables=torch.zeros(
-            requests, -(-step.span // kv.block_size), dtype=torch.int32, device=ops.device
-        ),
+        block_tables=torch.zeros(requests, -(-step.span // block_size), dtype=torch.int32, device=ops.device),
         num_requests=requests,
         max_query_len=each,
         max_context_len=step.span,
@@ -169,8 +178,7 @@ def run_step(model: Model, ops: Ops, kv: KVStore, step: WarmUpStep) -> None:
         neighbours=int32([0] * requests + [1] * requests).view(2, -1) if step.verifies else None,
         ancestors=int32([-1] * requests) if step.has_trees else None,
     )
-    hidden = model.forward(int32([0] * requests * each), with_spare_states(batch, model, ops), kv)
-    model.logits(hidden[:requests])
+    return int32([0] * requests * each), batch
 
 
 def _sample(ops: Ops, vocab_size: int) -> None:

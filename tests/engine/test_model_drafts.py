@@ -17,11 +17,12 @@ from penstock.core.clock import SystemClock
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.plan import ON_DEVICE
 from penstock.core.request import Grammar, Request
-from penstock.engine import cache_memory
+from penstock.engine import cache_memory, decoder
 from penstock.engine.build import Engine
 from penstock.engine.drafters import length
 from penstock.engine.drafters.hidden_states import HiddenStates
 from penstock.engine.drafters.length import DraftLength
+from penstock.engine.drafters.loading import LoadedDrafter, load_drafter
 from tests.models.heads import SIZE, eagle_tensors, write_folder
 
 from .byte_model import constrained, write_byte_model
@@ -438,3 +439,34 @@ def test_the_host_learns_drafts_late_unless_it_needs_them(model: Path) -> None:
     run(engine, [request("plain", SHARED[:9], 30), request("edited", SHARED[:9], 30, presence_penalty=0.5)])
     assert True in seen["plain"]
     assert seen["edited"] == {False}
+
+
+@pytest.mark.parametrize("kind", ["draft", "eagle", "eagle3", "medusa"])
+def test_a_warm_up_launches_drafters_with_few_and_many_rows(
+    model: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the first launch of a kernel compiles it: no answer shall wait for that."""
+    loaded: list[LoadedDrafter] = []
+
+    def load(*arguments: Any) -> LoadedDrafter | None:
+        found = load_drafter(*arguments)
+        loaded.extend([found] if found is not None else [])
+        return found
+
+    monkeypatch.setattr(decoder, "load_drafter", load)
+    named = f"draft={model}" if kind == "draft" else f"heads={heads(tmp_path / 'heads', kind)}"
+    tiny_engine(model, speculate=named)
+    (drafter,) = loaded
+    guesser, rows = drafter.guesser if drafter.guesser is not None else drafter.heads, []
+    assert guesser is not None
+    real = guesser.draft if drafter.guesser is None else guesser.argmax  # type: ignore[union-attr]
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return real(hidden)
+
+    monkeypatch.setattr(type(guesser), "with_distinct_layers", lambda self: self, raising=False)
+    monkeypatch.setattr(guesser, "draft" if drafter.guesser is None else "argmax", counted)
+    drafter.launch_all(16, verifies_trees=True)
+    assert {1, 2, 8, 32, 64, 128} <= set(rows)
+    assert (1024 in rows) == drafter.grows_trees

@@ -27,6 +27,10 @@ class Guesser(Protocol):
         """Guess the next tokens: [S, hidden] → int64 [S]."""
         ...
 
+    def with_distinct_layers(self) -> Guesser:
+        """Return this guesser with one layer of each kind: together these launch the same kernels."""
+        ...
+
 
 @runtime_checkable
 class TreeGuesser(Guesser, Protocol):
@@ -54,6 +58,9 @@ class ModelGuesser:
         chosen = self._model.argmax(hidden)
         return chosen if chosen is not None else self._model.logits(hidden).argmax(dim=1)
 
+    def with_distinct_layers(self) -> ModelGuesser:
+        return ModelGuesser(self._model.with_distinct_layers())
+
 
 class HeadGuesser:
     lag = 1
@@ -66,6 +73,9 @@ class HeadGuesser:
     def forward(self, token_ids: Tensor, states: Tensor | None, batch: AttentionBatch, kv: KVStore) -> Tensor:
         assert states is not None, "a head reads hidden states"
         return self._head.forward(token_ids, states, batch, kv)
+
+    def with_distinct_layers(self) -> HeadGuesser:
+        return self
 
 
 class EagleGuesser(HeadGuesser):

@@ -23,6 +23,7 @@ from penstock.engine.drafters.model import (
     ModelDrafter,
 )
 from penstock.engine.drafters.trees import TREE_WIDTH
+from penstock.engine.warmup import DECODES, PREFILLS, VERIFICATIONS, inputs_of
 from penstock.kernels.interface import KVStore, Ops
 from penstock.models.drafters.heads import EagleHead, MedusaHeads, Target, load_heads
 from penstock.models.drafters.mtp import MtpHead
@@ -67,6 +68,29 @@ class LoadedDrafter:
 
     def scratch_bytes(self, block_size: int, max_rows: int) -> int:
         return self.block_bytes(block_size) * (SCRATCH_BLOCKS * max_rows + 1)
+
+    def launch_all(self, block_size: int, *, verifies_trees: bool) -> None:
+        """Launch every kernel that drafts need, over a cache of one block. The results are not used."""
+        if self.guesser is None:
+            assert self.heads is not None
+            for step in DECODES:
+                self.heads.draft(self._no_states(step.num_requests))
+            return
+        kv, guesser = self._allocate(1, block_size), self.guesser.with_distinct_layers()
+        steps = [*PREFILLS, *DECODES]
+        if verifies_trees and self.grows_trees:
+            steps += [step for step in VERIFICATIONS if step.has_trees]
+        for step in steps:
+            token_ids, batch = inputs_of(step, self.ops, block_size)
+            states = None if self.states is None else self.states.features(self._no_states(len(token_ids)))
+            hidden = guesser.forward(token_ids, states, batch, kv)[: step.num_requests]
+            guesser.argmax(hidden)
+            if step.has_trees and isinstance(guesser, TreeGuesser):
+                guesser.top(hidden, TREE_WIDTH)
+
+    def _no_states(self, count: int) -> torch.Tensor:
+        assert self.states is not None
+        return torch.zeros(count, self.states.width, dtype=self.ops.dtype, device=self.ops.device)
 
     def build(
         self,
