@@ -91,5 +91,3 @@ def test_drafting_compiles_nothing(
     assert compiled == []
     (found,) = (each for each in stats if each.drafter != "grammar")
     assert found.drafted[0] > 30
-    if drafter == "draft":  # the model itself: some drafts of drawn tokens are wrong
-        assert found.accepted[0] > 0.3 * found.drafted[0]
