@@ -109,6 +109,7 @@ async def test_base64_is_little_endian_float32() -> None:
         ({"input": [[]]}, "input"),
         ({"input": ["a", 3]}, "input"),
         ({"input": [99999]}, "input[0]"),
+        ({"input": [1 << 64]}, "input[0]"),
         ({"input": 7}, "input"),
         ({}, None),
         ({"input": "a", "dimensions": 0}, "dimensions"),

@@ -24,6 +24,7 @@ from penstock.gateway.checks import check_token_ids
 from penstock.gateway.metrics.table import metric
 from penstock.gateway.models.served_model import CUT_MARGIN_TOKENS, ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt
+from penstock.gateway.reuse.shared_cache import bytes_of
 from penstock.gateway.text.tokenizer import TooManyTokens
 
 Role: TypeAlias = Literal["query", "document"]
@@ -324,9 +325,7 @@ class EmbeddingCache(Collector):
 
 def cache_key(workspace_id: str, generation: int, *content: Any) -> bytes:
     """Return the key of a vector. `content` is everything that the vector depends on besides the model."""
-    digest = hashlib.blake2b(digest_size=24)
-    digest.update(msgspec.msgpack.encode((workspace_id, generation, content)))
-    return digest.digest()
+    return hashlib.blake2b(bytes_of((workspace_id, generation, content)), digest_size=24).digest()
 
 
 def _size(entry: CachedVector) -> int:

@@ -45,7 +45,7 @@ from penstock.gateway.reuse.replay import (
     ResponseCacheSettings,
     decode_answer,
 )
-from penstock.gateway.reuse.shared_cache import SharedCaches, entry_name
+from penstock.gateway.reuse.shared_cache import SharedCaches, bytes_of, entry_name
 
 _ENTRY_BYTES = 512  # what Python needs for an entry besides its vector and its answer
 _MAX_PER_CONTEXT = 512  # entries that one lookup compares; older ones are dropped
@@ -198,7 +198,6 @@ logger = logging.getLogger(__name__)
 _EMBED_TIMEOUT_S = 2.0
 _EMBED_PAUSE_S = 10.0  # after a failure
 _SHARED_KIND = "responses"
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class AnswerReuse(Collector):
@@ -370,4 +369,4 @@ def request_fingerprint(request: GenerationRequest, model_fingerprint: bytes) ->
         request.text,
         request.beams,
     )
-    return hashlib.blake2b(model_fingerprint + _encode(content), digest_size=32).digest()
+    return hashlib.blake2b(model_fingerprint + bytes_of(content), digest_size=32).digest()

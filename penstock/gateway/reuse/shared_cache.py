@@ -39,10 +39,20 @@ _MAX_WRITES = 64  # on their way; more are not begun, because a cache may forget
 _NAMES_AT_ONCE = 256
 
 
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def bytes_of(content: Any) -> bytes:
+    """Return bytes for a digest of what a client sent. Clients may send integers that MessagePack has no room for."""
+    try:
+        return _encode(content)
+    except OverflowError:
+        return msgspec.json.encode(content)
+
+
 def entry_name(*content: Any) -> str:
     """Return the name of an entry. `content` is everything that it depends on, the workspace first."""
-    digest = hashlib.blake2b(msgspec.msgpack.encode((__version__, content)), digest_size=24)
-    return digest.hexdigest()
+    return hashlib.blake2b(bytes_of((__version__, content)), digest_size=24).hexdigest()
 
 
 class EmbeddingCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

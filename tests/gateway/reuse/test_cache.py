@@ -225,6 +225,8 @@ def test_the_order_of_a_schemas_keys_matters_because_a_model_sees_it() -> None:
         return request_fingerprint(request_for(ChatPrompt(messages=(), tools=(tool,))), b"")
 
     assert asked({"a": 1, "b": 2}) != asked({"b": 2, "a": 1})
+    huge = [asked({"maximum": number}) for number in (1 << 64, 1 << 65, -(1 << 64))]
+    assert len(set(huge)) == 3, "any integer of JSON may be in a schema"
 
 
 def test_what_is_shown_and_read_of_a_request_matters() -> None:
