@@ -84,9 +84,10 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one pool's autoscaler. Its times are Unix seconds."""
+    """The state of one pool's autoscaler. Its times are Unix seconds by the clock of the leader that wrote them."""
 
     state: AutoscalerState = AutoscalerState()
+    written_at: float | None = None  # earlier versions do not say
     num_scale_ups: int = 0
     num_scale_downs: int = 0
     last_decision: str = ""

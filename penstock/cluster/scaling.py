@@ -167,6 +167,7 @@ class PoolScaler:
         """Return the state that the next leader of a shared fleet continues with."""
         return PoolState(
             state=_shifted(self.state, wall_s - now),
+            written_at=round(wall_s, 3),
             num_scale_ups=self._num_ups,
             num_scale_downs=self._num_downs,
             last_decision=self._last_decision,
@@ -174,8 +175,14 @@ class PoolScaler:
         )
 
     def restore(self, kept: PoolState, now: float, wall_s: float) -> None:
-        """Continue where an earlier leader was."""
-        self.state = _shifted(kept.state, now - wall_s)
+        """Continue where an earlier leader was, whose clock may differ. What it wrote "later" than now, it wrote now
+        at the latest. How long fewer replicas have been enough is looked at anew: by another clock, a moment could
+        seem to be long enough to drain replicas."""
+        latest_s = wall_s if kept.written_at is None else kept.written_at
+        times = (kept.state.last_up_s, kept.state.last_change_s, latest_s)
+        ahead_s = max(time_s - wall_s for time_s in times if time_s is not None)
+        state = _shifted(kept.state, now - wall_s - max(0.0, ahead_s))
+        self.state = replace(state, roomy_since_s=None, idle_since_s=None)
         self._num_ups, self._num_downs = kept.num_scale_ups, kept.num_scale_downs
         self._last_decision, self._last_decision_at = kept.last_decision, kept.last_decision_at
 

@@ -102,6 +102,38 @@ async def test_a_draining_replica_is_taken_back_before_another_is_started(pool: 
     assert (await pool.look(40.0))[:2] == ["ready", "ready"]
 
 
+def successor_of(pool: Pool, skew_s: float) -> Pool:
+    """The pool under the next leader, five seconds later, by a clock that differs by `skew_s`."""
+    successor = Pool(CONFIG)
+    successor.manager = pool.manager
+    successor.scaler = PoolScaler(pool.manager, SPEC, CONFIG, drain_timeout_s=10.0)
+    successor.now = 7.0
+    successor.scaler.restore(pool.scaler.kept(pool.now, wall_s=5000.0 - skew_s), 7.0, wall_s=5005.0)
+    return successor
+
+
+@pytest.mark.parametrize("skew_s", [-300.0, 0.0, 300.0])
+async def test_a_leader_with_another_clock_scales_up_in_time(pool: Pool, skew_s: float) -> None:
+    successor = successor_of(pool, skew_s)
+    pool.manager.load(num_kv_blocks_used=95, num_running=3)
+    assert await successor.look(31.0) == ["ready", "starting"]
+    await successor.scaler.close()
+
+
+@pytest.mark.parametrize("skew_s", [-300.0, 0.0, 300.0])
+async def test_a_leader_with_another_clock_drains_nothing_too_early(pool: Pool, skew_s: float) -> None:
+    pool.manager.load(num_kv_blocks_used=95, num_running=3)
+    assert await pool.look(40.0) == ["ready", "starting"]
+    pool.manager.finish_starting()
+    pool.manager.load()
+    assert await pool.look() == ["ready", "ready"]
+    successor = successor_of(pool, skew_s)
+    assert await successor.look() == ["ready", "ready"]
+    assert await successor.look(50.0) == ["ready", "ready"]
+    assert await successor.look(61.0) == ["ready"]
+    await successor.scaler.close()
+
+
 async def test_nothing_leaves_while_a_release_compares(pool: Pool) -> None:
     pool.manager.load(num_waiting=10, num_waiting_tokens=3000)
     pool.report(arrived_tokens=3000)
