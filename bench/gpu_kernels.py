@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Microseconds of CUDA kernels beside what they replace: sampling against a sort, int8 products against bfloat16
-products, the products of a layer of Llama-8B in every format, each of these products in four bits, attention over
-prompts on Hopper against the kernel for every GPU, and against FlashInfer where that is installed, and attention of
-tokens that verify drafts, together and as decodes of their own.
+products, the products of a layer of Llama-8B in every format, each of these products in four bits, the products of
+Qwen3-30B-A3B's experts, attention over prompts on Hopper against the kernel for every GPU, and against FlashInfer
+where that is installed, and attention of tokens that verify drafts, together and as decodes of their own.
 
-    python -m bench.gpu_kernels [sampling] [products] [layers] [four-bits] [attention] [drafts]
+    python -m bench.gpu_kernels [sampling] [products] [layers] [four-bits] [experts] [attention] [drafts]
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import torch
 from penstock.kernels.interface import (
     AttentionBatch,
     DenseWeight,
+    ExpertWeights,
     Float8Weight,
     GroupQuantWeight,
+    Routing,
     SamplingBatch,
     WeightData,
 )
@@ -310,11 +312,53 @@ def four_bits() -> None:
             )
 
 
+EXPERTS, CHOSEN, HIDDEN, INNER = 128, 8, 2048, 768  # of Qwen3-30B-A3B
+EXPERT_TOKENS = (256, 1024, 2048, 4096, 8192)
+
+
+def experts() -> None:
+    """The products of a layer's experts for many tokens, whose experts are random."""
+    from penstock.kernels.triton.expert_groups import route_and_group
+    from penstock.kernels.triton.experts import multiply_groups, pack_experts
+
+    shapes = (INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)
+    stacked = [
+        pack_experts(
+            (ExpertWeights(*(matrix("bfloat16", *shape) for shape in shapes)) for _ in range(EXPERTS)),
+            torch.bfloat16,
+            DEVICE,
+        )
+        for _ in range(2)
+    ]
+    print(f"\n{EXPERTS} experts of {INNER}, of which a token has {CHOSEN}, µs (TFLOP/s)")
+    row("tokens", "gate and up", "down")
+    row(*["---"] * 3)
+    for tokens in EXPERT_TOKENS:
+        routing = Routing(num_experts=EXPERTS, top_k=CHOSEN, normalizes=True)
+        weights, groups = route_and_group(torch.randn(tokens, EXPERTS, device=DEVICE), routing)
+        x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+        active = torch.randn(tokens * CHOSEN, INNER, dtype=torch.bfloat16, device=DEVICE)
+        made = torch.empty(tokens * CHOSEN, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
+        cells = []
+        for gate, source, shares, out in (("silu", x, None, active.clone()), (None, active, weights, made)):
+
+            def run(_: torch.Tensor, index: int, given: Any = (gate, source, shares, out, groups)) -> None:
+                activation, rows, scales, to, by_expert = given
+                weight = stacked[index].gate_up if activation else stacked[index].down
+                multiply_groups(rows, weight, None, by_expert, scales, to, CHOSEN, gate=activation)
+
+            taken = graph_microseconds([functools.partial(run, index=index) for index in range(2)], x)
+            flops = tokens * CHOSEN * 2 * HIDDEN * INNER * (2 if gate else 1)
+            cells.append(f"{taken:,.0f} ({flops / taken / 1e6:.0f})")
+        row(tokens, *cells)
+
+
 PARTS = {
     "sampling": sampling,
     "products": products,
     "layers": layers,
     "four-bits": four_bits,
+    "experts": experts,
     "attention": attention,
     "drafts": drafts,
 }

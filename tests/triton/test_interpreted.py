@@ -248,6 +248,12 @@ def test_experts(tokens: int, experts: int, top_k: int, normalizes: bool) -> Non
     assert share_of_close_tokens(HALF, tokens, experts, routing, hidden=64, inner=96) > 0.9
 
 
+def test_experts_of_many_tokens() -> None:
+    """Their tiles are the largest."""
+    routing = Routing(2, 2, True)
+    assert share_of_close_tokens(HALF, 140, 2, routing, hidden=64, inner=160) > 0.9
+
+
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_experts_chosen_by_more_than_a_softmax(tokens: int) -> None:
     routing = Routing(

@@ -23,8 +23,10 @@ import triton
 
 from penstock.engine.warmup import DECODES, MANY_TOKENS, PREFILLS
 from penstock.kernels.gpus import FAMILIES, HOPPER, OLDEST, family_of
-from penstock.kernels.triton import decode_attention, int4_row, prefill_attention, targets
+from penstock.kernels.interface import DenseWeight
+from penstock.kernels.triton import decode_attention, experts, int4_row, prefill_attention, targets
 from penstock.kernels.triton.device import empty_rows, in_whole_tiles
+from penstock.kernels.triton.expert_weights import pack_matrix, stack
 from penstock.kernels.triton.products import MAX_HOPPER_ROWS
 from penstock.kernels.triton.targets import TILES, Tile
 
@@ -88,6 +90,17 @@ def test_tiles_take_the_stages_that_fit(monkeypatch: pytest.MonkeyPatch) -> None
     assert tile.fitted(96, 192).width == 32
     monkeypatch.setattr(targets, "current", lambda: HOPPER)
     assert all(targets.tile(name) == TILES[name] for name in TILES)
+
+
+def test_large_tiles_of_experts_are_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 16 bits: each number that is loaded is multiplied as often as possible."""
+    dense = pack_matrix([DenseWeight(torch.zeros(256, 2048))] * 2, torch.bfloat16, torch.device("cpu"))
+    weight = stack([dense], torch.bfloat16)
+    for family in (HOPPER, FAMILIES[1]):
+        monkeypatch.setattr(targets, "current", lambda family=family: family)
+        assert experts._tile(128, weight, torch.bfloat16, True) == Tile(128, 64, 8, 3)
+        assert experts._tile(64, weight, torch.bfloat16, True).outputs == 64
+        assert experts._tile(128, weight, torch.float32, True).outputs == 64
 
 
 def test_only_hopper_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

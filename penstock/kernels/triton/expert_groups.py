@@ -23,6 +23,7 @@ SCATTER_TILE = 256
 FEW_PAIRS = (512, 4096)
 # The pairs that a program of `_group_kernel` places, times experts: what it compares.
 COMPARED = 4096
+LARGEST_ROWS = 128  # of a tile
 SPARSE = 8  # Up to one pair for this many experts, few experts are chosen twice, and grouping does not pay.
 
 
@@ -219,4 +220,4 @@ def _tile_rows(pairs: int, num_experts: int) -> int:
     """Return the height of a tile: the usual number of an expert's pairs, so that few weights are read twice and
     little is padded."""
     share = pairs / num_experts
-    return 16 if share <= 12 else 32 if share <= 40 else 64 if share <= 128 else 128
+    return 16 if share <= 12 else 32 if share <= 40 else 64 if share <= 128 else LARGEST_ROWS

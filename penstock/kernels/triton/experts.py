@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.kernels.interface import Activation, ExpertWeights, GroupQuantWeight, Routing
 from penstock.kernels.operands import bytes_of
 from penstock.kernels.triton.elementwise import KINDS, gate_up_product
-from penstock.kernels.triton.expert_groups import Groups, route_and_group
+from penstock.kernels.triton.expert_groups import LARGEST_ROWS, Groups, route_and_group
 from penstock.kernels.triton.expert_numbers import (
     eight_bits,
     factor,
@@ -331,18 +331,18 @@ def add_experts(
     into, out_of = (weights, None) if routing.weighs_input else (None, weights)
     inner = experts.down.width
     active = torch.empty(tokens * routing.top_k, inner, dtype=normed.dtype, device=normed.device)
-    _multiply(
+    multiply_groups(
         normed, experts.gate_up, experts.gate_up_bias, groups, into, active, routing.top_k, gate=activation
     )
     made = torch.empty(tokens * routing.top_k, hidden, dtype=normed.dtype, device=normed.device)
-    _multiply(active, experts.down, experts.down_bias, groups, out_of, made, routing.top_k, gate=None)
+    multiply_groups(active, experts.down, experts.down_bias, groups, out_of, made, routing.top_k, gate=None)
     block = min(1024, triton.next_power_of_2(hidden))
     _add_up_kernel[(tokens, triton.cdiv(hidden, block))](
         made, residual, hidden, TOP_K=routing.top_k, BLOCK=block, num_warps=4, **launch_options()
     )
 
 
-def _multiply(
+def multiply_groups(
     x: Tensor,
     weight: ExpertStack,
     bias: Tensor | None,
@@ -353,6 +353,7 @@ def _multiply(
     *,
     gate: Activation | None,
 ) -> None:
+    """Multiply the rows of each group with its expert's weights. `gate` says that x has a row for each token."""
     outputs, absent = out.shape[1], x  # any pointer will do
     shape = _tile(groups.rows, weight, x.dtype, gate is not None)
     grid = triton.cdiv(outputs, shape.outputs), groups.tile_expert.shape[0]
@@ -419,7 +420,9 @@ def _tile(rows: int, weight: ExpertStack, dtype: torch.dtype, gated: bool) -> Ti
     matrices = 2 if gated else 1
     case = f"{', gated' if gated else ''}{f', {rows} rows' if rows < 64 else ''}"
     if weight.form == DENSE.value:
-        shape = tile(f"experts{case}")
+        # Without tensor cores, in float32, larger tiles gain nothing.
+        is_large = gated and rows == LARGEST_ROWS and dtype.itemsize == 2
+        shape = tile(f"experts{case}" if not is_large else f"experts{case}, {rows} rows")
         shape = shape.fitted(weight.width, dtype.itemsize * (matrices * shape.outputs + rows))
         return replace(shape, width=max(shape.width, SMALLEST_PRODUCT))
     if weight.rounds_inputs(dtype):

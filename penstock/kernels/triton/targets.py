@@ -75,6 +75,7 @@ TILES: Mapping[str, Tile] = {
     "experts, 16 rows": Tile(outputs=128, width=128, num_warps=4, num_stages=3),
     "experts, 32 rows": Tile(outputs=128, width=128, num_warps=4, num_stages=5),
     "experts, gated": Tile(outputs=64, width=64, num_warps=4, num_stages=4),
+    "experts, gated, 128 rows": Tile(outputs=128, width=64, num_warps=8, num_stages=3),
     "experts": Tile(outputs=128, width=64, num_warps=4, num_stages=3),
     "float8 experts, gated, 16 rows": Tile(outputs=64, width=128, num_warps=4, num_stages=3),
     "float8 experts, gated, 32 rows": Tile(outputs=64, width=128, num_warps=4, num_stages=3),
