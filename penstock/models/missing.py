@@ -10,9 +10,6 @@ _NEEDED_BY: Mapping[str, frozenset[str]] = {
         {"DeepseekV4", "deepseek_v4"}
     ),
     "several residual streams, and attention sinks beside latents": frozenset({"HYV4", "hy_v4"}),
-    "convolutions over queries and keys, and routers that read those of the layer before": frozenset(
-        {"Zaya", "zaya"}
-    ),
     "attention that weighs and drops keys by their values": frozenset({"Doge", "doge"}),
     "scores by distance, and short convolutions over keys and values": frozenset(
         {"Inkling", "inkling_text", "inkling_mm_model", "Inkling2", "inkling2_text", "inkling2"}

@@ -274,6 +274,9 @@ TINY: dict[str, Tiny] = {
     "zamba": Tiny("zamba", {**ZAMBA, "n_mamba_heads": 2, "mamba_ngroups": None, "chunk_size": None,
                             "mamba_dt_rank": 12, "mamba_d_conv": 6, "attention_head_dim": 32,
                             "attention_hidden_size": 128, "mamba_proj_bias": True, "tie_word_embeddings": True}),
+    "zaya": Tiny("zaya", {**FOUR, "num_experts": 4, "num_experts_per_tok": None, "moe_intermediate_size": 32,
+                          "router_hidden_size": 16, "intermediate_size": None, "sliding_window": 8,
+                          "layer_types": ["hybrid", "hybrid_sliding"] * 2, "cca_time1": 3, "attention_bias": True}),
     "recurrent_gemma": Tiny("recurrent_gemma", {**FOUR, **NO_HEAD_DIM, "attention_window_size": 8, "lru_width": 96,
                                                 "attention_bias": True}),
     "mamba2-groups": Tiny("mamba2", {**MAMBA2, "n_groups": 4, "use_conv_bias": False}),
@@ -289,15 +292,17 @@ def save_tiny(name: str, folder: Path, tiny: Tiny | None = None) -> Reference:
     torch.manual_seed(0)
     model = (tiny or TINY[name]).make().float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim < 2 and not bool((parameter == 0).all() and _is_bias(model, parameter)):
+        for key, parameter in model.named_parameters():
+            if key.endswith(("hidden_states_bias", "residual_bias")):  # larger ones make all tokens alike
+                parameter.normal_(0.0, 0.03)
+            elif parameter.ndim < 2 and not bool((parameter == 0).all() and _is_bias(model, parameter)):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             else:
                 parameter.normal_(0.0, 0.15)
         for key, buffer in model.named_buffers():
             if key.endswith("layer_scalar"):
                 buffer.fill_(0.8)
-            if key.endswith(("e_score_correction_bias", "expert_bias")):
+            if key.endswith(("e_score_correction_bias", "expert_bias", "balancing_biases")):
                 buffer.normal_(0.0, 0.1)
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         model.save_pretrained(folder)

@@ -44,6 +44,7 @@ from penstock.models.families import (
     stablelm,
     zamba,
     zamba2,
+    zaya,
 )
 
 FAMILIES: tuple[type[Decoder], ...] = (
@@ -136,4 +137,5 @@ FAMILIES: tuple[type[Decoder], ...] = (
     zamba.Zamba,
     zamba2.Zamba2,
     recurrent_gemma.RecurrentGemma,
+    zaya.Zaya,
 )

@@ -359,6 +359,13 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "olmo_hybrid": {"max_position_embeddings": 65536, "rope_theta": 10000.0},
     "minimax": {**_EPS, "max_position_embeddings": 131072, "num_key_value_heads": 8},
+    "zaya": {
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 2048,
+        "num_experts": 16,
+        "num_key_value_heads": 2,
+    },
     "zamba": {"num_key_value_heads": 16},
     "zamba2": {"max_position_embeddings": 4096},
 }
