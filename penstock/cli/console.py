@@ -230,7 +230,9 @@ def _asyncio_handles_ctrl_c() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(msgspec.to_builtins(value), indent=2, ensure_ascii=False))
+    written = json.dumps(msgspec.to_builtins(value), indent=2, ensure_ascii=False)
+    # JSON escapes the other control characters by itself; these too may come from clients' names.
+    click.echo(_CONTROLS_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", written))
 
 
 def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -250,6 +252,7 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 # And marks that turn the direction of a line around.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+_CONTROLS_IN_JSON = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str, keeps: str = "") -> str:

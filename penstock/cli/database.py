@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from penstock.cli.commands import PenstockCommand, PenstockGroup
-from penstock.cli.console import json_option, print_json, print_rows, shown_time
+from penstock.cli.console import json_option, print_json, print_rows, printable, shown_time
 from penstock.cli.options import config_options
 from penstock.cli.tenants import actor, in_database
 from penstock.core.errors import ConfigError, InvalidRequest
@@ -283,8 +283,10 @@ def _read(config: StoreConfig, query: UsageQuery) -> UsagePage:
 
 
 def _without_formulas(row: list[str]) -> list[str]:
-    """Put an apostrophe before cells that a spreadsheet would take for formulas."""
-    return [f"'{cell}" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell for cell in row]
+    """Put an apostrophe before cells that a spreadsheet would take for formulas. Control characters are spelled out:
+    a lone carriage return would begin another row, with a formula in it, and a terminal obeys the others."""
+    cells = map(printable, row)
+    return [f"'{cell}" if cell.startswith(("=", "+", "-", "@")) else cell for cell in cells]
 
 
 def _rows(page: UsagePage) -> list[list[str]]:

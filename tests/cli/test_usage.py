@@ -67,6 +67,19 @@ def test_no_cell_of_a_csv_is_a_formula(data_dir: Path) -> None:
     assert [row["key"] for row in found] == ['\'=HYPERLINK("x")', "key_1", "key_2"]
 
 
+@pytest.mark.parametrize("name", ["x\r=1+1", "\t=1+1", "\x1b[2Jx", "\x9b2Jx", "a\u202eb"])
+def test_no_control_character_of_a_name_is_in_csv_or_json(data_dir: Path, name: str) -> None:
+    """A lone carriage return begins a row for spreadsheets, and terminals obey the others."""
+    row = usage_row(begun_request(claim("e", key=name), time.time()), outcome(), 0)
+    database = Database(sqlite_url(data_dir))
+    database.run_now(lambda connection: insert_rows(connection, [row]))
+    database.close()
+    for form in ("--csv", "--json"):
+        text = run(data_dir, "--by", "key", form).stdout
+        assert all(character.isprintable() for line in text.split("\n") for character in line)
+    assert name in [entry["key"] for entry in json.loads(text)["data"]]
+
+
 def test_no_name_of_a_client_reaches_the_terminal_as_a_command(data_dir: Path) -> None:
     row = usage_row(begun_request(claim("e", key="a\x1b[2J\nb"), time.time()), outcome(), 0)
     database = Database(sqlite_url(data_dir))

@@ -74,7 +74,7 @@ export async function show(root, { api, signal }) {
     const cell = (value) => {
       const text = String(value ?? "");
       const safe = /^[=+\-@\t\r]/.test(text) && Number.isNaN(Number(text)) ? `'${text}` : text;
-      return /[",\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
+      return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
     };
     const lines = rows.map((row) => names.map((name) => cell(name === "requests" ? row.requests.total : row[name])).join(","));
     download(`penstock-usage-${asked.start}-${asked.end}.csv`, `${names.join(",")}\n${lines.join("\n")}\n`, "text/csv");
