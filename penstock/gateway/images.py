@@ -19,10 +19,10 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
-import httpx
 import msgspec
 
 from penstock.core.errors import InvalidRequest, PenstockError, quoted
@@ -38,6 +38,9 @@ from penstock.gateway.prompts import (
     are_texts,
     image_parts,
 )
+
+if TYPE_CHECKING:
+    import httpx
 
 MAX_PARTS = 1 << 16  # markers, chunks or blocks; encoders write some thousands into the largest files
 MAX_SCANS = 100  # of a JPEG; encoders write about ten
@@ -320,6 +323,8 @@ class ImageFetcher:
         self._max_bytes = config.max_image_bytes
         self._timeout_s = config.image_fetch_timeout_s
         self._hosts = [host.lower() for host in config.allowed_image_hosts]
+        if self._hosts:
+            import_module("httpx")  # now: all requests would wait for it while the first image is fetched
         self._networks = [network for host in self._hosts if (network := _network(host)) is not None]
         self._resolvers: ThreadPoolExecutor | None = None
 
@@ -331,6 +336,8 @@ class ImageFetcher:
         await self._in_time(part, self._checked(part.url, part))
 
     async def _in_time(self, part: ImagePart, work: Awaitable[Made]) -> Made:
+        import httpx
+
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await work
@@ -411,6 +418,8 @@ class ImageFetcher:
 
     async def _get(self, url: str, host: str, address: Address, part: ImagePart) -> bytes | str:
         """Return the contents of a URL, or the URL that it redirects to."""
+        import httpx
+
         target = httpx.URL(url)
         request_url = target.copy_with(host=str(address))
         headers = {"Host": target.netloc.decode(), "Accept": "image/*", "Accept-Encoding": "identity"}

@@ -88,7 +88,7 @@ def test_what_a_worker_prints_does_not_fill_the_pipe_that_the_parent_reads_and_i
 
 
 def test_a_gateway_starts_without_modules_that_few_requests_need() -> None:
-    slow = "{'torch', 'numpy', 'jwt', 'cryptography', 'sqlalchemy.dialects.postgresql'}"
+    slow = "{'torch', 'numpy', 'jwt', 'cryptography', 'sqlalchemy.dialects.postgresql', 'httpx', 'rich'}"
     modules = "penstock.serve.server, penstock.serve.api_worker, penstock.api.app"
     script = f"import sys, {modules}; print(*({slow} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -17,6 +17,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import msgspec
@@ -41,41 +42,43 @@ class Sign:
     name: str
     weight: float
     explanation: str
-    detector: Detector
+    pattern: str
+    ignore_case: bool = True
 
-
-def _sign(name: str, weight: float, explanation: str, pattern: str, *, ignore_case: bool = True) -> Sign:
-    return Sign(name, weight, explanation, Detector(name.upper(), pattern, ignore_case=ignore_case))
+    @cached_property
+    def detector(self) -> Detector:
+        """Compiled when a guard is made: few gateways have one."""
+        return Detector(self.name.upper(), self.pattern, ignore_case=self.ignore_case)
 
 
 # fmt: off
 SIGNS = (
-    _sign("override", 0.7, "asks to ignore earlier instructions",
-          rf"\b(?:ignore|disregard|forget|override|bypass|drop)\s{{1,3}}{_PRIOR}\s{{1,3}}(?:\w{{1,20}}\s{{1,3}})?{_ORDERS}\b"),
-    _sign("prompt_leak", 0.6, "asks for the system prompt",
-          r"\b(?:reveal|print|show|repeat|output|display|leak|tell me|give me|what (?:is|are|was|were))\s{1,3}"
-          rf"(?:\w{{1,12}}\s{{1,3}}){{0,3}}(?:system|hidden|secret|initial|original)\s{{1,3}}(?:prompt|message|{_ORDERS})"),
-    _sign("persona", 0.5, "assigns a persona without limits",
-          r"\b(?:you are now|act as|pretend (?:to be|you are)|from now on you(?: are|'re)?)\s{1,3}"
-          r"(?:\w{1,20}\s{1,3}){0,4}(?:DAN|unrestricted|unfiltered|uncensored|jailbroken"
-          r"|without (?:any )?(?:rules|limits|restrictions|filters))"),
-    _sign("developer_mode", 0.4, "claims a special mode",
-          r"\b(?:developer|debug|god|sudo|admin|maintenance|jailbreak) mode\b"),
-    _sign("role_markup", 0.6, "forges the markup of another role",
-          r"<\|(?:im_start|system|start_header_id|assistant)\|?>|\[/?INST\]|<<SYS>>|<(?:start_of_turn|system)>"),
-    _sign("role_heading", 0.3, "forges the heading of another role",
-          r"(?m)^\s{0,3}(?:#{1,4}\s{0,2})?(?:system|assistant|developer)\s{0,2}(?:message|prompt|instructions?)?\s{0,2}:"),
-    _sign("secrecy", 0.4, "asks to keep something from the user",
-          r"\b(?:do not|don't|never)\s{1,3}(?:tell|inform|mention|reveal|show|warn)\s{1,3}"
-          r"(?:\w{1,12}\s{1,3}){0,4}(?:user|human|anyone)\b"),
-    _sign("exfiltration", 0.5, "asks to send text to an address",
-          r"\b(?:send|post|forward|upload|exfiltrate|append)\b[^.\n]{0,80}\b(?:https?://|ftp://|webhook)"),
-    _sign("image_beacon", 0.5, "holds an image address that carries data away",
-          r"!\[[^\]\n]{0,80}\]\(https?://[^)\s]{1,200}[?&][^)\s]{1,100}="),
-    _sign("invisible_text", 0.7, "holds invisible characters that spell text",
-          "[\U000e0020-\U000e007e]{4,64}|[\u200b\u200c\u200d\u2060\ufeff]{8,64}", ignore_case=False),
-    _sign("encoded_order", 0.4, "asks to decode and obey",
-          r"\b(?:decode|base64|rot13)\b[^\n]{0,60}\b(?:follow|obey|execute|run|do what)\b"),
+    Sign("override", 0.7, "asks to ignore earlier instructions",
+         rf"\b(?:ignore|disregard|forget|override|bypass|drop)\s{{1,3}}{_PRIOR}\s{{1,3}}(?:\w{{1,20}}\s{{1,3}})?{_ORDERS}\b"),
+    Sign("prompt_leak", 0.6, "asks for the system prompt",
+         r"\b(?:reveal|print|show|repeat|output|display|leak|tell me|give me|what (?:is|are|was|were))\s{1,3}"
+         rf"(?:\w{{1,12}}\s{{1,3}}){{0,3}}(?:system|hidden|secret|initial|original)\s{{1,3}}(?:prompt|message|{_ORDERS})"),
+    Sign("persona", 0.5, "assigns a persona without limits",
+         r"\b(?:you are now|act as|pretend (?:to be|you are)|from now on you(?: are|'re)?)\s{1,3}"
+         r"(?:\w{1,20}\s{1,3}){0,4}(?:DAN|unrestricted|unfiltered|uncensored|jailbroken"
+         r"|without (?:any )?(?:rules|limits|restrictions|filters))"),
+    Sign("developer_mode", 0.4, "claims a special mode",
+         r"\b(?:developer|debug|god|sudo|admin|maintenance|jailbreak) mode\b"),
+    Sign("role_markup", 0.6, "forges the markup of another role",
+         r"<\|(?:im_start|system|start_header_id|assistant)\|?>|\[/?INST\]|<<SYS>>|<(?:start_of_turn|system)>"),
+    Sign("role_heading", 0.3, "forges the heading of another role",
+         r"(?m)^\s{0,3}(?:#{1,4}\s{0,2})?(?:system|assistant|developer)\s{0,2}(?:message|prompt|instructions?)?\s{0,2}:"),
+    Sign("secrecy", 0.4, "asks to keep something from the user",
+         r"\b(?:do not|don't|never)\s{1,3}(?:tell|inform|mention|reveal|show|warn)\s{1,3}"
+         r"(?:\w{1,12}\s{1,3}){0,4}(?:user|human|anyone)\b"),
+    Sign("exfiltration", 0.5, "asks to send text to an address",
+         r"\b(?:send|post|forward|upload|exfiltrate|append)\b[^.\n]{0,80}\b(?:https?://|ftp://|webhook)"),
+    Sign("image_beacon", 0.5, "holds an image address that carries data away",
+         r"!\[[^\]\n]{0,80}\]\(https?://[^)\s]{1,200}[?&][^)\s]{1,100}="),
+    Sign("invisible_text", 0.7, "holds invisible characters that spell text",
+         "[\U000e0020-\U000e007e]{4,64}|[\u200b\u200c\u200d\u2060\ufeff]{8,64}", ignore_case=False),
+    Sign("encoded_order", 0.4, "asks to decode and obey",
+         r"\b(?:decode|base64|rot13)\b[^\n]{0,60}\b(?:follow|obey|execute|run|do what)\b"),
 )
 # fmt: on
 
@@ -88,6 +91,7 @@ class InjectionGuard:
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
+        found_signs("")  # compiles the patterns before the first request
 
     async def review(self, subject: Subject, asker: Asker) -> Review | None:
         text = subject.untrusted

@@ -22,10 +22,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-import httpx
 import msgspec
 
 from penstock.core.clock import Clock, SystemClock
@@ -40,6 +39,9 @@ from penstock.core.errors import (
 from penstock.core.gateway_config import OidcConfig
 from penstock.core.identity import Principal, Scope
 from penstock.gateway.tenants.keyring import KeyRing
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,8 @@ class PublicKeys:
         return tuple(key for key in self._keys if key_id is None or key.get("kid") == key_id)
 
     async def _fetch(self) -> None:
+        import httpx
+
         try:
             async with asyncio.timeout(TIMEOUT_S), httpx.AsyncClient() as client:
                 if self._url is None:
@@ -180,8 +184,9 @@ class TokenVerifier:
         self._ring = ring
         self._wall_time = wall_time
         self._remembered: OrderedDict[bytes, tuple[Principal, float]] = OrderedDict()  # digest → until when
-        # Now: all requests would wait for it, a tenth of a second, while the first token is read.
+        # Now: all requests would wait for them, a tenth of a second each, while the first token is read.
         import_module("jwt")
+        import_module("httpx")
 
     async def identify(self, token: str) -> Principal:
         """Raises AuthenticationFailed for a token that is not good, PermissionDenied for a good one that maps to no
@@ -422,6 +427,8 @@ class SignIn:
         auth = (
             None if self._secret is None else (quote(self._client_id, safe=""), quote(self._secret, safe=""))
         )
+        import httpx
+
         try:
             async with (
                 asyncio.timeout(TIMEOUT_S),
@@ -441,6 +448,8 @@ class SignIn:
 
     async def _document(self) -> dict[str, Any]:
         """Anybody may ask for this, so a provider that does not answer is left alone for a while."""
+        import httpx
+
         async with self._asking:
             if self._found is None:
                 if self._clock.now() < self._ask_again_at_s:

@@ -32,7 +32,7 @@ MAX_PIECES_BACK = 20  # how far before a mark an entry may end that is reused fo
 FIVE_MINUTES_S = 300.0
 
 # Private-use characters of the last plane, one for each text: those that the chat itself does not hold.
-_SIGNS = tuple(map(chr, range(0x100000, 0x10FFFD)))
+_SIGNS = range(0x100000, 0x10FFFD)
 _SIGN = re.compile("[\U00100000-\U0010fffc]")
 _CHANGE = "\U0010fffd"
 # Where signs do not work, each place costs another rendering. The marks themselves come first.
@@ -196,7 +196,7 @@ class _Finder:
         one. None for all when signs change the text or cannot be told from it."""
         texts = [number for number, piece in enumerate(self._pieces) if piece.kind == "text"]
         held = frozenset() if self._text.isascii() else frozenset(_SIGN.findall(self._text))
-        signs = list(islice((sign for sign in _SIGNS if sign not in held), len(texts)))
+        signs = list(islice((sign for sign in map(chr, _SIGNS) if sign not in held), len(texts)))
         if not texts or len(signs) < len(texts):
             return None
         number_of = dict(zip(signs, texts, strict=True))
