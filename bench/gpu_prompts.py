@@ -56,7 +56,7 @@ def main() -> None:
             first_token_ms(num_tokens)
         taken: dict[bool, list[float]] = {False: [], True: []}
         for replays in (False, True) * TURNS:
-            PromptGraphs.hidden = replay if replays else lambda self, step: None  # type: ignore[method-assign]
+            PromptGraphs.hidden = replay if replays else lambda self, step, slots=None: None  # type: ignore[method-assign]
             taken[replays] += [first_token_ms(num_tokens) for _ in range(PROMPTS_PER_TURN)]
         PromptGraphs.hidden = replay  # type: ignore[method-assign]
         launched, replayed = (statistics.median(taken[replays]) for replays in (False, True))
