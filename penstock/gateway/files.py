@@ -10,6 +10,7 @@ table of files that no client sees; it becomes the file's row at the end, and ex
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import secrets
@@ -36,7 +37,8 @@ _RESERVED_AHEAD_BYTES = 8 << 20  # so that a long upload asks the database once 
 _RESERVED_FOR_S = 24 * 3600.0  # longer than an upload may take
 _UPLOADING = "uploading"  # the purpose of reservations
 UPLOAD, PART = "upload", "upload_part"  # the purposes of an upload in parts, and of its parts
-_HIDDEN = (_UPLOADING, UPLOAD, PART)
+BATCH_INPUT, BATCH_RESULTS = "batch_input", "batch_results"  # of batches whose API has no files
+_HIDDEN = (_UPLOADING, UPLOAD, PART, BATCH_INPUT, BATCH_RESULTS)
 
 
 class FilesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,6 +129,26 @@ class FileStore:
             lambda connection: self._reserve(connection, workspace_id, file_id, num_bytes, ahead)
         )
 
+    async def hold(self, file: StoredFile) -> None:
+        """Count bytes that are stored and that no client sees. Raises RequestTooLarge when the workspace has too
+        little room."""
+
+        def hold(connection: Connection) -> None:
+            self._check_room(connection, file.workspace_id, file.id, file.num_bytes)
+            if file.num_bytes:
+                insert_file(connection, file)
+
+        await self.database.run(hold)
+
+    async def remove(self, file_id: str) -> None:
+        """Remove bytes that no client sees, and the row that counts them."""
+        is_file = tables.files.c.id == file_id
+        with contextlib.suppress(StoreUnavailable):  # the row expires
+            await self.database.run(
+                lambda connection: connection.execute(delete(tables.files).where(is_file))
+            )
+        await self.remove_bytes(file_id)
+
     async def release(self, file_id: str) -> None:
         """Give back the room of an upload that was abandoned."""
         is_reservation = tables.files.c.id == file_id, tables.files.c.purpose == _UPLOADING
@@ -207,18 +229,7 @@ class FileStore:
     def _reserve(
         self, connection: Connection, workspace_id: str, file_id: str, num_bytes: int, ahead: int
     ) -> int:
-        lock_workspace(connection, workspace_id)
-        is_other = tables.files.c.workspace_id == workspace_id, tables.files.c.id != file_id
-        used = connection.execute(
-            select(func.coalesce(func.sum(tables.files.c.num_bytes), 0)).where(*is_other)
-        ).scalar_one()
-        room = self.config.max_workspace_bytes - used
-        if num_bytes > room:
-            raise RequestTooLarge(
-                f"The workspace's files would take more than the {self.config.max_workspace_bytes} bytes that it may "
-                "keep.",
-                hint="Delete files that are no longer needed.",
-            )
+        room = self._check_room(connection, workspace_id, file_id, num_bytes)
         now = self._wall_clock()
         reservation = StoredFile(
             id=file_id,
@@ -231,6 +242,22 @@ class FileStore:
         )
         _replace_reservation(connection, reservation)
         return reservation.num_bytes
+
+    def _check_room(self, connection: Connection, workspace_id: str, file_id: str, num_bytes: int) -> int:
+        """Return the bytes that the workspace's other files leave. Raises RequestTooLarge if they are too few."""
+        lock_workspace(connection, workspace_id)
+        is_other = tables.files.c.workspace_id == workspace_id, tables.files.c.id != file_id
+        used = connection.execute(
+            select(func.coalesce(func.sum(tables.files.c.num_bytes), 0)).where(*is_other)
+        ).scalar_one()
+        room = self.config.max_workspace_bytes - int(used)
+        if num_bytes > room:
+            raise RequestTooLarge(
+                f"The workspace's files would take more than the {self.config.max_workspace_bytes} bytes that it may "
+                "keep.",
+                hint="Delete files and batches that are no longer needed.",
+            )
+        return room
 
     def _of_workspace(self, workspace_id: str) -> Select[Any]:
         expires_at = tables.files.c.expires_at

@@ -160,8 +160,8 @@ class MessageBatchEndpoints:
             expires_at=now + _EXPIRES_AFTER_S,
             counts=Counts(lines=len(wire.requests)),
         )
-        await in_thread(_write_input, self._work.files.blobs, batch, wire.requests)
-        await self._work.add(batch)
+        num_bytes = await in_thread(_write_input, self._work.files.blobs, batch, wire.requests)
+        await self._work.add(batch, num_bytes)
         return json_response(_message_batch(request, batch))
 
     async def list_batches(self, request: Request) -> Response:
@@ -188,7 +188,7 @@ class MessageBatchEndpoints:
     async def delete_batch(self, request: Request) -> Response:
         batch = await self._batch_of(request)
         await self._work.batches.delete(batch.workspace_id, batch.id, KIND)
-        await self._work.files.remove_bytes(batch.results_id)
+        await self._work.files.remove(batch.results_id)
         return json_response(MessageBatchDeleted(batch.id))
 
     async def read_results(self, request: Request) -> Response:
@@ -235,11 +235,16 @@ class MessageBatchEndpoints:
                 )
 
 
-def _write_input(blobs: Blobs, batch: Batch, requests: Sequence[RequestOfBatch]) -> None:
+def _write_input(blobs: Blobs, batch: Batch, requests: Sequence[RequestOfBatch]) -> int:
+    """Return the number of bytes that were written."""
+    num_bytes = 0
     with blobs.writing(batch.input_id) as file:
         for request in requests:
             # One request, one line: JSON needs no line breaks between its tokens.
-            file.write(msgspec.json.format(msgspec.json.encode(request), indent=-1) + b"\n")
+            line = msgspec.json.format(msgspec.json.encode(request), indent=-1) + b"\n"
+            file.write(line)
+            num_bytes += len(line)
+    return num_bytes
 
 
 def _message_batch(request: Request, batch: Batch) -> MessageBatch:

@@ -45,7 +45,7 @@ from penstock.gateway.batches.batch import (
 )
 from penstock.gateway.batches.store import BatchStore, ResultWriter
 from penstock.gateway.blobs.blobs import Blobs
-from penstock.gateway.files import StoredFile
+from penstock.gateway.files import BATCH_RESULTS, StoredFile
 from penstock.gateway.metrics.table import metric_by, metrics
 from penstock.gateway.turns import FairSlots
 
@@ -69,6 +69,7 @@ logger = logging.getLogger(__name__)
 
 _LINES_AT_ONCE = 128  # that are read from a file, unless they are large
 _BYTES_AT_ONCE = 1 << 20
+_KEEP_RESULTS_S = 29 * 86_400.0  # of batches whose API has no files; as long as Anthropic keeps them
 _MIN_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
 
 
@@ -277,7 +278,12 @@ class BatchRun:
             async with context.passes.slot(self.batch.workspace_id):
                 counts = await asyncio.to_thread(writer.write, context.store.read_results)
         await context.store.finish(
-            context.holder, self.batch, _final_status(self.batch), counts, self._listed_files(writer)
+            context.holder,
+            self.batch,
+            _final_status(self.batch),
+            counts,
+            self._listed_files(writer),
+            self._hidden_files(writer),
         )
         await asyncio.to_thread(context.blobs.remove, self.batch.input_id)
         logger.info("batch %s is over: %s", self.batch.id, counts)
@@ -299,6 +305,24 @@ class BatchRun:
             )
             for part, num_bytes in writer.num_bytes.items()
         }
+
+    def _hidden_files(self, writer: OutputWriter) -> list[StoredFile]:
+        """Return the results that clients read as a part of the batch."""
+        if self._dialect.lists_output_files:
+            return []
+        now = self._context.wall_clock()
+        return [
+            StoredFile(
+                id=writer.file_id(part),
+                workspace_id=self.batch.workspace_id,
+                filename="",
+                purpose=BATCH_RESULTS,
+                num_bytes=num_bytes,
+                created_at=now,
+                expires_at=now + _KEEP_RESULTS_S,
+            )
+            for part, num_bytes in writer.num_bytes.items()
+        ]
 
 
 def _next_lines(lines: Iterator[BatchLine]) -> list[BatchLine]:

@@ -21,13 +21,14 @@ from penstock.gateway.batches.batch import Batch, BatchDialect, BatchStatus, End
 from penstock.gateway.batches.run import BatchMetrics, BatchRun, RunContext
 from penstock.gateway.batches.store import BatchStore, LeaseLost, ResultWriter, new_holder
 from penstock.gateway.blobs.blobs import Blobs
-from penstock.gateway.files import FilesConfig, FileStore
+from penstock.gateway.files import BATCH_INPUT, FilesConfig, FileStore, StoredFile
 from penstock.gateway.store.database import Database
 from penstock.gateway.turns import FairSlots
 
 logger = logging.getLogger(__name__)
 
 _WAIT_AFTER_BUG_S = 60.0
+_INPUT_LEFT_FOR_S = 86_400.0  # after a batch must be over; what is left then belongs to no batch
 MAX_RUNS_OF_WORKSPACE = 16  # at a time, and again as many that end early
 MAX_PASSES = 2  # through the lines of whole batches at a time
 
@@ -222,11 +223,23 @@ class StoredWork:
         self.batches = BatchStore(database)
         self.runner = BatchRunner(self.batches, self.files, batches)
 
-    async def add(self, batch: Batch) -> None:
-        """Run a batch whose lines are stored. The lines of a batch that cannot be recorded are removed."""
+    async def add(self, batch: Batch, num_input_bytes: int = 0) -> None:
+        """Run a batch whose lines are stored. The lines of a batch that cannot be recorded are removed.
+        `num_input_bytes` are those that no file of the workspace has counted. Raises RequestTooLarge when the files
+        of the workspace leave no room: the outputs of batches would take more and more."""
+        lines = StoredFile(
+            id=batch.input_id,
+            workspace_id=batch.workspace_id,
+            filename="",
+            purpose=BATCH_INPUT,
+            num_bytes=num_input_bytes,
+            created_at=batch.created_at,
+            expires_at=batch.expires_at + _INPUT_LEFT_FOR_S,
+        )
         try:
+            await self.files.hold(lines)
             await self.batches.create(batch)
         except Exception:
-            await self.files.remove_bytes(batch.input_id)
+            await self.files.remove(batch.input_id)
             raise
         self.runner.wake()

@@ -277,6 +277,8 @@ class BatchStore:
         if batch.status is BatchStatus.CANCELLING or not batch.is_active:
             return batch
         changed = msgspec.structs.replace(self._entered(batch, status), **changes)
+        if not changed.is_active:
+            _forget_input(connection, batch)
         return _write(connection, changed, writes_counts="counts" in changes)
 
     @transaction
@@ -303,12 +305,15 @@ class BatchStore:
         status: BatchStatus,
         counts: Counts,
         files: Mapping[str, StoredFile],
+        hidden: Sequence[StoredFile] = (),
     ) -> None:
         """End a batch whose output is on the disk, and delete its results from the database. `files` are the files
-        that the workspace will see, by the name of the detail that holds their id."""
+        that the workspace will see, by the name of the detail that holds their id, and `hidden` those that only count
+        in its quota."""
         check_lease(connection, holder)
-        for file in files.values():
+        for file in (*files.values(), *hidden):
             insert_file(connection, file)
+        _forget_input(connection, batch)
         ids = {name: file.id for name, file in files.items()}
         current = _read(connection, batch.id)
         details = msgspec.structs.replace(current.details, **ids)
@@ -386,6 +391,11 @@ def _find(
 def _read(connection: Connection, batch_id: str) -> Batch:
     query = select(tables.batches).where(tables.batches.c.id == batch_id).with_for_update()
     return batch_from_row(connection.execute(query).one())
+
+
+def _forget_input(connection: Connection, batch: Batch) -> None:
+    """Give back the room of the lines of a batch that is over. Their bytes are removed afterwards."""
+    connection.execute(delete(tables.files).where(tables.files.c.id == batch.input_id))
 
 
 def _write(connection: Connection, batch: Batch, *, writes_counts: bool = False) -> Batch:

@@ -1,0 +1,92 @@
+"""What batches store counts in the quota of their workspace, and does not stay for ever."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from sqlalchemy import Connection, func, select
+
+from penstock.gateway.blobs.blobs import FileFolder
+from penstock.gateway.files import FileStore
+from penstock.gateway.store import tables
+from penstock.gateway.store.database import Database
+from tests.api.stored_work import ServedWork, serving_work
+from tests.api.test_files_and_batches_sdk import (
+    HeldEngine,
+    chat_line,
+    message_request,
+    until,
+    until_ended,
+    until_over,
+    upload,
+)
+from tests.gateway.fake_engine import FakeEngine, script_text
+
+
+def files_counted(served: ServedWork) -> dict[str, int]:
+    """Bytes in the quota of all workspaces, by purpose."""
+
+    def read(connection: Connection) -> dict[str, int]:
+        columns = tables.files.c.purpose, func.sum(tables.files.c.num_bytes)
+        return {
+            row[0]: row[1] for row in connection.execute(select(*columns).group_by(tables.files.c.purpose))
+        }
+
+    return served.work.files.database.run_now(read)
+
+
+def test_message_batches_count_in_the_quota_until_they_are_deleted(tmp_path: Path) -> None:
+    """They could else fill the disk: each batch is stored, and so are its results."""
+    engine = HeldEngine()
+    with serving_work(engine, tmp_path, max_workspace_bytes=300) as served:
+        sdk = served.anthropic()
+        long = message_request("a", system="x" * 100)
+        running = sdk.messages.batches.create(requests=[long])
+        assert files_counted(served)["batch_input"] > 100
+        with pytest.raises(anthropic.APIStatusError, match="more than the 300 bytes") as refused:
+            sdk.messages.batches.create(requests=[long])
+        assert refused.value.status_code == 413
+        with pytest.raises(openai.APIStatusError, match="more than the 300 bytes"):
+            served.openai().files.create(file=b"x" * 250, purpose="batch")
+        served.anthropic("w2").messages.batches.create(requests=[message_request("a")])
+        until(lambda: len(engine.added), lambda count: count == 2)
+        engine.release()
+        until_ended(sdk, running.id)
+        until(lambda: files_counted(served), lambda counted: "batch_input" not in counted)
+        results = (tmp_path / "files" / f"{running.id}-results").stat().st_size
+        assert files_counted(served)["batch_results"] > results > 0
+        assert list(served.openai().files.list()) == []
+        sdk.messages.batches.delete(running.id)
+        assert 0 < files_counted(served)["batch_results"] < 2 * results
+        assert len(list((tmp_path / "files").iterdir())) == 1, "the results of the other workspace are left"
+
+
+async def test_results_of_message_batches_are_removed_after_29_days(tmp_path: Path) -> None:
+    now = time.time()
+    with serving_work(FakeEngine(script_text("fine")), tmp_path) as served:
+        batch = served.anthropic().messages.batches.create(requests=[message_request("a")])
+        until_ended(served.anthropic(), batch.id)
+    for days, left in ((28, 1), (30, 0)):
+        later = now + days * 86_400
+        database = Database(f"sqlite:///{tmp_path / 'penstock.db'}")
+        blobs = FileFolder(tmp_path / "files")
+        await FileStore(database, blobs, wall_clock=lambda later=later: later).remove_expired()
+        assert len(list((tmp_path / "files").iterdir())) == left
+        database.close()
+
+
+def test_a_batch_begins_only_where_its_workspace_has_room(tmp_path: Path) -> None:
+    """Its output may still take more than the quota, but no batch after that."""
+    with serving_work(FakeEngine(script_text("fine")), tmp_path, max_workspace_bytes=1000) as served:
+        sdk = served.openai()
+        file_id = upload(sdk, [chat_line(f"c{number}") for number in range(5)])
+        ask: Any = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        until_over(sdk, sdk.batches.create(**ask).id)
+        with pytest.raises(openai.APIStatusError, match="more than the 1000 bytes"):
+            sdk.batches.create(**ask)
+        assert not list((tmp_path / "files").glob("*-input"))
