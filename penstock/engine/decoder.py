@@ -37,7 +37,7 @@ from penstock.engine.one_rank import OneRank
 from penstock.engine.pooling import VectorMaker
 from penstock.engine.staging import Staging
 from penstock.engine.transfer.sharing import share
-from penstock.engine.warmup import warm_up
+from penstock.engine.warmup import report_compilations, warm_up
 from penstock.engine.windows import WindowRows
 from penstock.kernels.interface import (
     AttendsToTrees,
@@ -267,6 +267,8 @@ def load_decoder(
         follower=follower,
     )
     setup.connect(executor, rows, compiler)
+    if is_cuda and setup.is_alone:
+        report_compilations(clock)
     return Loaded(
         executor,
         card,

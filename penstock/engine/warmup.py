@@ -8,6 +8,7 @@ which loads its libraries; the results are not read.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -18,10 +19,14 @@ from typing import Any
 
 import torch
 
+from penstock.core.clock import Clock
 from penstock.engine.device import allocate_kv, with_spare_states
 from penstock.kernels.interface import AttentionBatch, KVStore, MovesTokens, Ops, SamplingBatch
 from penstock.models.model import Model
 
+logger = logging.getLogger(__name__)
+
+STALL_S = 0.05  # of a step, worth a line in the log
 LONG_CONTEXT = 1024  # attention splits it over the chip when requests are few
 VERY_LONG_CONTEXT = 65_536  # attention splits it over the chip in any step
 MANY_TOKENS = 2048  # fill the chip ...
@@ -106,6 +111,26 @@ def warm_up(
             run_step(model, ops, kv, step)
         if launch_drafter is not None:
             launch_drafter()
+
+
+def report_compilations(clock: Clock) -> None:
+    """Log each kernel that is compiled from now on, for which all requests of the step wait."""
+    from triton import knobs  # only a GPU has kernels to compile
+
+    began_s: dict[str, float] = {}
+
+    def begin(*, key: str, is_manual_warmup: bool, **_: Any) -> None:
+        if not is_manual_warmup:
+            began_s[key] = clock.now()
+
+    def end(*, key: str, repr: str, **_: Any) -> None:
+        took_s = clock.now() - began_s.pop(key, clock.now())
+        if took_s >= STALL_S:
+            name = repr.partition("[")[0]
+            logger.warning("%s was compiled while serving: its step waited for %.2f s", name, took_s)
+
+    knobs.runtime.jit_cache_hook = begin
+    knobs.runtime.jit_post_compile_hook = end
 
 
 class _Compilers(ThreadPoolExecutor):

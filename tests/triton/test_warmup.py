@@ -17,12 +17,13 @@ pytest.importorskip(
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are compiled on this machine; tests/gpu runs them", allow_module_level=True)
 
-from triton import JITFunction
+from triton import JITFunction, knobs
 from triton.runtime._async_compile import active_mode
 from triton.runtime.interpreter import InterpretedFunction
 
+from penstock.core.clock import VirtualClock
 from penstock.core.engine_config import Quantization
-from penstock.engine.warmup import _compiling, warm_up
+from penstock.engine.warmup import _compiling, report_compilations, warm_up
 from penstock.kernels.triton import decode_attention, prefill_attention
 from penstock.kernels.triton.ops import TritonOps
 from penstock.models.load import load_model
@@ -157,3 +158,24 @@ def test_what_is_compiled_is_loaded_too(monkeypatch: pytest.MonkeyPatch) -> None
         mode.submit("key", compile_kernel, lambda _: None, lambda _: None)
         submitted.set()
     assert kernel.is_loaded
+
+
+def test_the_log_names_kernels_that_requests_wait_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for hook in ("jit_cache_hook", "jit_post_compile_hook"):
+        monkeypatch.setattr(knobs.runtime, hook, None)
+    clock = VirtualClock()
+    report_compilations(clock)
+    begin, end = knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook
+    for name, seconds, is_asked in (
+        ("_slow", 0.5, False),
+        ("_cached", 0.01, False),
+        ("_of_an_adapter", 2.0, True),
+    ):
+        begin(key=name, is_manual_warmup=is_asked, repr="", fn=None)
+        clock.advance(seconds)
+        end(key=name, repr=f"{name}[num_warps=4](x: ())", fn=None, is_manual_warmup=is_asked)
+    assert [each.getMessage() for each in caplog.records] == [
+        "_slow was compiled while serving: its step waited for 0.50 s"
+    ]
