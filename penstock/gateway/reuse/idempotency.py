@@ -164,6 +164,7 @@ class IdempotentAnswers:
         self._database = database
         self._wall_clock = wall_clock
         self._lease_clock = lease_clock
+        self._is_alone = False  # the database is away, which was logged
         self._running: dict[_Key, SharedAnswer] = {}
         self._unrecorded: set[SharedAnswer] = set()  # running, or being written to the database
         self._claims: dict[_Key, KeyClaim] = {}  # of running requests, where a database holds them
@@ -292,8 +293,11 @@ class IdempotentAnswers:
                 releasing.add_done_callback(self._releasing.discard)
                 raise
             except StoreUnavailable as error:
-                logger.warning("idempotency keys hold within this process only: %s", error)
+                if not self._is_alone:
+                    logger.warning("idempotency keys hold within this process only: %s", error)
+                self._is_alone = True
                 return None
+            self._is_alone = False
             if isinstance(result, Claimed):
                 return None
             self._check_same(result.fingerprint, claim.fingerprint)

@@ -389,7 +389,7 @@ class TestAcrossProcesses:
         assert (await read(await repeat))[0].text == "x"
 
     async def test_without_the_database_it_holds_within_the_process(
-        self, database: Database, monkeypatch: pytest.MonkeyPatch
+        self, database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         async def away(*args: Any, **options: Any) -> Any:
             raise StoreUnavailable("gone")
@@ -397,10 +397,11 @@ class TestAcrossProcesses:
         monkeypatch.setattr(Database, "run", away)
         engine = FakeEngine(script_text("x"))
         gateway = make_gateway(engine, database)
-        for _ in range(2):
-            await read(await gateway.submit(request_for()))
+        for key in ("one", "one", "two"):
+            await read(await gateway.submit(request_for(key=key)))
             await recorded(gateway)
-        assert len(engine.added) == 1
+        assert len(engine.added) == 2
+        assert len([line for line in caplog.messages if "within this process only" in line]) == 1
 
 
 class TestStore:
