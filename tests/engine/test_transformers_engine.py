@@ -30,7 +30,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     settings = {
         name: value for name, value in SMALL.items() if name not in ("head_dim", "num_key_value_heads")
     }
-    config = transformers.OPTConfig(**{**settings, "eos_token_id": None}, ffn_dim=96, word_embed_proj_dim=64)
+    config = transformers.OPTConfig(**{**settings, "eos_token_id": None}, ffn_dim=96, word_embed_proj_dim=32)
     model = transformers.AutoModelForCausalLM.from_config(config)
     return save_random("opt", model, tmp_path_factory.mktemp("opt"))
 

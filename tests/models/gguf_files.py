@@ -46,6 +46,7 @@ ARCHITECTURES = {
     "cohere2": gguf.MODEL_ARCH.COHERE2,
     "gpt2": gguf.MODEL_ARCH.GPT2,
     "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
+    "gpt_bigcode": gguf.MODEL_ARCH.STARCODER,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "falcon": gguf.MODEL_ARCH.FALCON,
     "bloom": gguf.MODEL_ARCH.BLOOM,

@@ -55,6 +55,21 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
     },
+    "cwm": {
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "sliding_window": 8192,
+    },
     "ministral3": {**_EPS, "head_dim": 128, "num_key_value_heads": 8},
     "smollm3": {
         "max_position_embeddings": 32768,
@@ -131,6 +146,12 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "qk_nope_head_dim": 192,
         "routed_scaling_factor": 1.8,
         "v_head_dim": 256,
+    },
+    "youtu": {
+        **_LATENTS,
+        "max_position_embeddings": 131072,
+        "q_lora_rank": 1536,
+        "tie_word_embeddings": True,
     },
     "deepseek_v32": {**_DEEPSEEK_V3, "max_position_embeddings": 163840},
     "glm_moe_dsa": {
@@ -285,11 +306,13 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 4096,
         "num_key_value_heads": 2,
     },
+    "opt": {"ffn_dim": 3072},
     "gptj": {"rotary_dim": 64},
     "codegen": {"rotary_dim": 64},
     "stablelm": {"max_position_embeddings": 4096, "num_key_value_heads": 32},
     "internlm3": {**_EPS, "max_position_embeddings": 32768, "num_key_value_heads": 2},
     "nemotron": {"max_position_embeddings": 4096},
+    "jais2": {"max_position_embeddings": 8192},
     "arcee": {**_EPS, "hidden_act": "relu2", "max_position_embeddings": 4096},
     "apertus": {
         **_EPS,

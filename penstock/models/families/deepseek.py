@@ -172,6 +172,13 @@ class DeepseekV3(DeepseekV2):
         return latent_config(fields, cls.name, scoring="sigmoid", normalizes=True, ranked_by=2, grouped=True)
 
 
+class Youtu(DeepseekV3):
+    """Youtu-LLM: attention over latents, and no experts."""
+
+    name = "youtu"
+    huggingface_names = ("YoutuForCausalLM", "youtu")
+
+
 class Glm4MoeLite(DeepseekV3):
     name = "glm4_moe_lite"
     huggingface_names = ("Glm4MoeLiteForCausalLM", "glm4_moe_lite")

@@ -30,7 +30,7 @@ GPT2_SETTINGS = {
     "max_position_embeddings": "n_positions",
     "hidden_act": "activation_function",
 }
-_GPT2_MODULES = {
+GPT2_MODULES = {
     "wte": "embed_tokens",
     "wpe": "embed_positions",
     "h": "layers",
@@ -72,6 +72,7 @@ class GPT2(GPT):
     name = "gpt2"
     huggingface_names = ("GPT2LMHeadModel", "gpt2")
     gguf_names: ClassVar[tuple[str, ...]] = ("gpt2",)
+    position_offset: ClassVar[int] = 0  # rows of the table in front of the first position
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -96,7 +97,7 @@ class GPT2(GPT):
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = _GPT2_MODULES | {
+        names = GPT2_MODULES | {
             "attn.c_attn": "self_attn.qkv_proj",
             "attn.c_proj": "self_attn.o_proj",
         }
@@ -111,8 +112,9 @@ class GPT2(GPT):
         super().__init__(config, loader, max_model_len)
         self._positions: Tensor | None = None
         if self.shard.is_first_stage:
-            name, rows = "model.embed_positions.weight", config.max_positions
-            self._positions = loader.table(name, rows, config.hidden_size).to(loader.ops.dtype)
+            name, rows = "model.embed_positions.weight", config.max_positions + self.position_offset
+            table = loader.table(name, rows, config.hidden_size).to(loader.ops.dtype)
+            self._positions = table[self.position_offset :]
             self.num_parameters, self.weight_bytes = loader.num_parameters, loader.weight_bytes
 
     def _run_one_by_one(
@@ -158,7 +160,7 @@ class GPTNeo(GPT2):
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        return Layout("transformer", _GPT2_MODULES | {"attn.attention": "self_attn", "out_proj": "o_proj"})
+        return Layout("transformer", GPT2_MODULES | {"attn.attention": "self_attn", "out_proj": "o_proj"})
 
 
 class StarCoder2(GPT):

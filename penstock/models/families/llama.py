@@ -43,6 +43,25 @@ class Llama(PreNormDecoder):
         return gguf_layout(rows=rotated_rows(config, interleaved=True))
 
 
+class Cwm(Llama):
+    """Code World Model: Llama with windows on most layers."""
+
+    name = "cwm"
+    huggingface_names = ("CwmForCausalLM", "cwm")
+    gguf_names = ()
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        config = super().config_from_huggingface(fields)
+        if not fields.raw("sliding_window"):
+            return config
+        window = fields.integer("sliding_window")
+        windows = layer_windows(fields, config.num_layers, window)
+        if windows is None:
+            windows = tuple(window if index % 4 else None for index in range(config.num_layers))
+        return dataclasses.replace(config, windows=windows)
+
+
 class Mistral(Llama):
     """GGUF files call these models "llama" too, and never had their windows."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -67,8 +67,8 @@ class Nemotron(Decoder):
     """Layer norms with a bias, whose weights are stored less 1; heads that are rotated in part."""
 
     name = "nemotron"
-    huggingface_names = ("NemotronForCausalLM", "nemotron")
-    gguf_names = ("nemotron",)
+    huggingface_names: ClassVar[tuple[str, ...]] = ("NemotronForCausalLM", "nemotron")
+    gguf_names: ClassVar[tuple[str, ...]] = ("nemotron",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -101,6 +101,26 @@ class Nemotron(Decoder):
     def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
         residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
         residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
+
+
+class Jais2(Nemotron):
+    """Jais 2: biases everywhere, and whole heads that are rotated."""
+
+    name = "jais2"
+    huggingface_names = ("Jais2ForCausalLM", "jais2")
+    gguf_names = ()
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields = Fields({"hidden_act": "relu2", **fields.values}, fields.where)
+        has_bias = fields.flag("attention_bias", True)
+        return dataclasses.replace(
+            common_huggingface_config(fields, cls.name, gated=False),
+            norm_eps=fields.number("layer_norm_eps", 1e-5),
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            mlp_bias=fields.flag("mlp_bias", True),
+        )
 
 
 _SLOPE = 0.5
