@@ -20,6 +20,8 @@ from tests.api.test_files_and_batches_sdk import (
     HeldEngine,
     chat_line,
     message_request,
+    read_lines,
+    start,
     until,
     until_ended,
     until_over,
@@ -78,6 +80,26 @@ async def test_results_of_message_batches_are_removed_after_29_days(tmp_path: Pa
         await FileStore(database, blobs, wall_clock=lambda later=later: later).remove_expired()
         assert len(list((tmp_path / "files").iterdir())) == left
         database.close()
+
+
+def test_results_of_running_batches_are_bounded(tmp_path: Path) -> None:
+    """The lines of one batch can have results of any size, and run for a day."""
+    with serving_work(FakeEngine(script_text("x" * 200)), tmp_path, max_workspace_bytes=17_000) as served:
+        sdk = served.openai()
+        batch = until_over(sdk, start(sdk, [chat_line(f"c{number}") for number in range(100)]).id)
+        assert batch.request_counts is not None
+        assert batch.request_counts.completed + batch.request_counts.failed == 100
+        assert 10 < batch.request_counts.completed < 80
+        assert len(served.engine.added) == batch.request_counts.completed, (
+            "no line runs whose result has no room"
+        )
+        (sentence,) = {
+            line["response"]["body"]["error"]["message"] for line in read_lines(sdk, batch.error_file_id)
+        }
+        assert "results of the workspace's running batches take the 17000 bytes" in sentence
+        assert not served.work.runner._context.result_bytes._num_bytes, (
+            "a batch that is over gives its room back"
+        )
 
 
 def test_a_batch_begins_only_where_its_workspace_has_room(tmp_path: Path) -> None:

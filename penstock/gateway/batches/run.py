@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import msgspec
@@ -26,6 +26,7 @@ from penstock.core.errors import (
     Overloaded,
     PenstockError,
     RateLimited,
+    RequestTooLarge,
     StoreUnavailable,
 )
 from penstock.gateway.batches.batch import (
@@ -73,6 +74,30 @@ _KEEP_RESULTS_S = 29 * 86_400.0  # of batches whose API has no files; as long as
 _MIN_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
 
 
+class ResultBytes:
+    """The bytes of the results of running batches, by workspace. A batch runs for a day: its results alone could fill
+    the disk before they become files that count in the workspace's quota."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes: Counter[str] = Counter()
+
+    def add(self, workspace_id: str, num_bytes: int) -> None:
+        """Add bytes, or take those of a batch that runs no more."""
+        self._num_bytes[workspace_id] += num_bytes
+        if self._num_bytes[workspace_id] <= 0:
+            del self._num_bytes[workspace_id]
+
+    def check(self, workspace_id: str) -> None:
+        """Raises RequestTooLarge when the workspace's running batches may have no more results."""
+        if self._num_bytes[workspace_id] >= self._max_bytes:
+            raise RequestTooLarge(
+                f"The results of the workspace's running batches take the {self._max_bytes} bytes that its files may "
+                "take.",
+                hint="Put fewer lines into a batch, or ask for less in each line.",
+            )
+
+
 class RunContext(msgspec.Struct, frozen=True, kw_only=True):
     """The objects that all runs of one runner share."""
 
@@ -81,6 +106,7 @@ class RunContext(msgspec.Struct, frozen=True, kw_only=True):
     blobs: Blobs
     slots: FairSlots  # one per line in flight
     passes: FairSlots  # through whole files, each of which keeps a thread busy
+    result_bytes: ResultBytes
     metrics: BatchMetrics
     holder: str
     wall_clock: Callable[[], float]
@@ -102,6 +128,7 @@ class BatchRun:
         self._backoff = Backoff()
         self._stopping = asyncio.Event()
         self._failure: BaseException | None = None
+        self._num_result_bytes = 0  # that this run has added to those of its workspace
 
     async def run(self) -> None:
         try:
@@ -125,6 +152,11 @@ class BatchRun:
             self._stop_feeding()
             for task in self._in_flight:
                 task.cancel()
+            self._add_result_bytes(-self._num_result_bytes)
+
+    def _add_result_bytes(self, num_bytes: int) -> None:
+        self._num_result_bytes += num_bytes
+        self._context.result_bytes.add(self.batch.workspace_id, num_bytes)
 
     @property
     def is_ending(self) -> bool:
@@ -189,6 +221,8 @@ class BatchRun:
 
     async def _feed(self) -> None:
         recorded = await self._context.store.recorded_lines(self.batch.id)
+        if recorded:
+            self._add_result_bytes(await self._context.store.recorded_bytes(self.batch.id))
         pending = self._pending_lines(recorded)
         slots, workspace_id = self._context.slots, self.batch.workspace_id
         while (upcoming := await self._next_line(pending)) is not None:
@@ -251,6 +285,7 @@ class BatchRun:
         # process is a request of its own.
         request_id = f"{self.batch.id}-{line.number}" + (f"-{attempt}" if attempt else "")
         try:
+            self._context.result_bytes.check(self.batch.workspace_id)
             answer = await self._dialect.answer(self.batch, line, request_id)
         except PenstockError as error:
             if _may_pass(error):
@@ -262,6 +297,7 @@ class BatchRun:
             answer = self._dialect.refusal(unforeseen, request_id)
         result = _result(line, answer, request_id)
         await self._context.results.record(self.batch.id, result)
+        self._add_result_bytes(len(result.body))
         self._context.metrics.lines[result.outcome] += 1
 
     async def _finish(self) -> None:

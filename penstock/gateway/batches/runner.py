@@ -18,7 +18,7 @@ import msgspec
 from penstock.core.errors import PenstockError
 from penstock.core.figures import Count, Positive
 from penstock.gateway.batches.batch import Batch, BatchDialect, BatchStatus, Ending
-from penstock.gateway.batches.run import BatchMetrics, BatchRun, RunContext
+from penstock.gateway.batches.run import BatchMetrics, BatchRun, ResultBytes, RunContext
 from penstock.gateway.batches.store import BatchStore, LeaseLost, ResultWriter, new_holder
 from penstock.gateway.blobs.blobs import Blobs
 from penstock.gateway.files import BATCH_INPUT, FilesConfig, FileStore, StoredFile
@@ -201,6 +201,7 @@ class BatchRunner:
             blobs=self._files.blobs,
             slots=FairSlots(self._config.max_concurrent_lines),
             passes=FairSlots(MAX_PASSES),
+            result_bytes=ResultBytes(self._files.config.max_workspace_bytes),
             metrics=self.metrics,
             holder=self._holder,
             wall_clock=self._wall_clock,

@@ -230,6 +230,13 @@ class BatchStore:
         query = select(results.c.line_number).where(results.c.batch_id == batch_id)
         return set(connection.execute(query).scalars())
 
+    @reading
+    def recorded_bytes(self, connection: Connection, batch_id: str) -> int:
+        """Return how many bytes the results of a running batch have."""
+        results = tables.batch_results
+        query = select(func.coalesce(func.sum(func.length(results.c.body)), 0))
+        return int(connection.execute(query.where(results.c.batch_id == batch_id)).scalar_one())
+
     def read_results(self, batch_id: str, first_line: int) -> list[LineResult]:
         """Some results from `first_line` on, in order; none when there are no more. For a thread."""
         results = tables.batch_results
