@@ -42,8 +42,9 @@ class JoinTokens:
         """Read tokens that are separated by commas."""
         tokens = tuple(token.strip() for token in text.split(",") if token.strip())
         if not tokens or any(len(token) < MIN_TOKEN_CHARS for token in tokens):
+            split = " Commas separate tokens, of which one is shorter." if "," in text else ""
             raise ConfigError(
-                f"A join token has at least {MIN_TOKEN_CHARS} characters.",
+                f"A join token has at least {MIN_TOKEN_CHARS} characters.{split}",
                 hint="Make one with: openssl rand -hex 32, and give the same one to every machine of the fleet.",
             )
         return JoinTokens(tokens)

@@ -180,24 +180,29 @@ class DocumentReader:
 
 
 _SUPERSEDED = "Another control process leads this fleet now."
+_OVER = "The lease of this control process ended before the registry renewed it."
 LEADER_LEASE_S = 5.0
-RENEW_SHARE = 0.25  # of the lease, between two renewals and between two tries of a candidate
+RENEW_SHARE = 0.25  # of the lease, from one renewal to the next, and from one try of a candidate to the next
+LEAST_PAUSE_SHARE = 0.02  # of the lease, behind an answer of the registry that took as long
 SAFETY_SHARE = 0.2  # of the lease: how long before its end a leader stops
 
 
 class Leadership:
-    """One candidate. `epoch` is None unless this process leads now."""
+    """One candidate. `epoch` is None unless this process leads now. With `tokens`, the candidate stands back while
+    most hosts have other tokens: they would not follow."""
 
     def __init__(
         self,
         registry: Registry,
         name: str,
         *,
+        tokens: JoinTokens | None = None,
         lease_s: float = LEADER_LEASE_S,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self.name = name
+        self._tokens = tokens
         self._lease_s = lease_s
         self._now = now
         self._epoch: int | None = None
@@ -205,6 +210,7 @@ class Leadership:
         self._known_epoch = 0
         self._changed = asyncio.Event()
         self._is_away = False
+        self._is_standing_back = False
 
     @property
     def epoch(self) -> int | None:
@@ -254,6 +260,7 @@ class Leadership:
 
     async def _campaign(self) -> None:
         while True:
+            began_s = self._now()
             try:
                 await self.try_once()
                 self._is_away = False
@@ -261,12 +268,43 @@ class Leadership:
                 if not self._is_away:
                     logger.warning("the registry does not answer, and nobody can lead: %s", error)
                 self._is_away = True
-            await asyncio.sleep(self._lease_s * RENEW_SHARE)
+            left_s = self._lease_s * RENEW_SHARE - (
+                self._now() - began_s
+            )  # a slow answer must not delay the next
+            await asyncio.sleep(max(self._lease_s * LEAST_PAUSE_SHARE, left_s))
 
     async def try_once(self) -> None:
         """Take the lease, or renew it. Raises RegistryError."""
         if self._epoch is not None and self.epoch is None:
             await self.give_up(self._epoch)
+        if self._epoch is None:
+            if await self._must_stand_back():
+                return
+            await self._ask_for_lease()
+            return
+        # Together, because both answers may be slow.
+        must_stand_back, _ = await asyncio.gather(self._must_stand_back(), self._ask_for_lease())
+        if must_stand_back and self._epoch is not None:
+            await self.give_up(self._epoch)
+
+    async def _must_stand_back(self) -> bool:
+        """Say whether most hosts have other join tokens, and complain when that begins."""
+        if self._tokens is None:
+            return False
+        records = await self._registry.records()
+        num_strangers = sum(self._tokens.verified(record) is None for record in records.values())
+        must_stand_back = 2 * num_strangers > len(records)
+        if must_stand_back and not self._is_standing_back:
+            logger.error(
+                "%d of the %d hosts in the registry have another join token than this process, which therefore does "
+                "not lead the fleet",
+                num_strangers,
+                len(records),
+            )
+        self._is_standing_back = must_stand_back
+        return must_stand_back
+
+    async def _ask_for_lease(self) -> None:
         asked_s = self._now()  # the lease begins later than this
         epoch = await self._registry.lead(self.name, self._lease_s, self._known_epoch)
         if epoch is None or epoch < self._known_epoch:
@@ -303,8 +341,8 @@ class Writer:
     async def write(self, name: str, body: Any) -> None:
         """Write a document; None removes it. Raises Superseded when this process no longer leads, and
         StoreUnavailable when the registry does not answer."""
-        if self._leadership.epoch != self.epoch:
-            raise Superseded(_SUPERSEDED)
+        if (latest := self._leadership.epoch) != self.epoch:
+            raise Superseded(_OVER if latest is None else _SUPERSEDED)
         self._number += 1
         data = None if body is None else sealed(name, self.epoch, self._number, body, self._tokens)
         try:

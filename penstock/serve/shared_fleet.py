@@ -344,7 +344,7 @@ def run_control(config: ServeConfig, *, on_ready: Callable[[str], None] | None =
     tokens = join_tokens(config.cluster)
     registry = open_registry(config.cluster)
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
-    leadership = Leadership(registry, name)
+    leadership = Leadership(registry, name, tokens=tokens)
     database = open_database(config.store)
     settings = LeaderSettings(
         name, config.cluster.control_host, config.scaling, drain_timeout_s=config.server.drain_timeout
