@@ -302,6 +302,10 @@ class Fields:
             raise self._wrong(key, value, "true or false")
         return value
 
+    def switch(self, key: str, default: bool) -> bool:
+        """Read a flag of which a null means false, and not the default."""
+        return self.flag(key, default and self._prefix + key not in self.values)
+
     def text(self, key: str, default: str | None = None) -> str:
         value = self._required(key, default)
         if not isinstance(value, str):

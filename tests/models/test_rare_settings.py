@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Ops
@@ -68,6 +69,20 @@ def test_the_logits_of_transformers(tiny: Tiny, tmp_path: Path, plain_ops: Ops) 
     prompt = random_prompt(40, seed=1)
     logits = PagedRunner(load_model(tmp_path, plain_ops), plain_ops).prompt_logits(prompt)
     torch.testing.assert_close(logits, made.logits(prompt), atol=3e-4, rtol=3e-4)
+
+
+@pytest.mark.parametrize("family", ["axk1", "deepseek_v3", "dots1"])
+def test_a_null_means_that_weights_of_experts_are_not_normalized(
+    family: str, tmp_path: Path, plain_ops: Ops
+) -> None:
+    save_tiny(family, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "norm_topk_prob": None}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").float().eval()
+    prompt = random_prompt(20, seed=1)
+    logits = PagedRunner(load_model(tmp_path, plain_ops), plain_ops).prompt_logits(prompt)
+    with torch.inference_mode():
+        torch.testing.assert_close(logits, model(torch.tensor([prompt])).logits[0], atol=3e-4, rtol=3e-4)
 
 
 @pytest.mark.parametrize("family", ["mamba2", "bamba", "qwen3_next", "minimax"])

@@ -23,7 +23,7 @@ from tests.models.tiny_families import save_tiny
 DOCUMENT = random_prompt(90, seed=1)
 PROMPTS = [[*DOCUMENT, *random_prompt(13 + 5 * n, seed=2 + n)] for n in range(3)]
 LENGTH = 24
-FAMILIES = ["mamba2", "granite-hybrid", "jamba", "kimi_linear"]
+FAMILIES = ["mamba2", "granite-hybrid", "jamba", "kimi_linear", "zaya"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

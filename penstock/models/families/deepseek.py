@@ -203,7 +203,7 @@ class Mistral4(DeepseekV2):
             fields, cls.name, scoring="softmax", normalizes=True, ranked_by=2, grouped=True
         )
         assert config.experts is not None
-        experts = dataclasses.replace(config.experts, normalizes=fields.flag("norm_topk_prob", True))
+        experts = dataclasses.replace(config.experts, normalizes=fields.switch("norm_topk_prob", True))
         return dataclasses.replace(config, experts=experts, **growth_of_queries(rope, fields.where))
 
     @classmethod
@@ -238,7 +238,7 @@ def latent_config(
             count=fields.integer("n_routed_experts"),
             per_token=fields.integer("num_experts_per_tok"),
             intermediate_size=inner,
-            normalizes=fields.flag("norm_topk_prob", normalizes) and scoring == "sigmoid",
+            normalizes=fields.switch("norm_topk_prob", normalizes) and scoring == "sigmoid",
             dense_layers=frozenset(
                 index
                 for index in range(config.num_layers)

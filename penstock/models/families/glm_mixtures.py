@@ -264,7 +264,7 @@ def _experts(fields: Fields, num_layers: int, num_dense: int | None) -> ExpertsC
         count=fields.integer("num_experts", fields.raw("num_local_experts")),
         per_token=fields.integer("num_experts_per_tok"),
         intermediate_size=inner,
-        normalizes=fields.flag("norm_topk_prob", True),
+        normalizes=fields.switch("norm_topk_prob", True),
         dense_layers=frozenset(
             index
             for index in range(num_layers)

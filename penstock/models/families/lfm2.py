@@ -153,7 +153,7 @@ class Lfm2Moe(Lfm2):
             count=fields.integer("num_experts", 32),
             per_token=fields.integer("num_experts_per_tok", 4),
             intermediate_size=fields.integer("moe_intermediate_size"),
-            normalizes=fields.flag("norm_topk_prob", True),
+            normalizes=fields.switch("norm_topk_prob", True),
             dense_layers=frozenset(range(2 if num_dense is None else num_dense)),
             scoring="sigmoid",
             weight_scale=fields.number("routed_scaling_factor", 1.0),

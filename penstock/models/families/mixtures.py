@@ -56,7 +56,7 @@ class Glm4Moe(PreNormDecoder):
             count=fields.integer("n_routed_experts"),
             per_token=fields.integer("num_experts_per_tok"),
             intermediate_size=inner,
-            normalizes=fields.flag("norm_topk_prob", True),
+            normalizes=fields.switch("norm_topk_prob", True),
             dense_layers=frozenset(range(fields.raw("first_k_dense_replace") or 0)),
             shared_intermediate_size=inner * fields.integer("n_shared_experts") if shared else None,
             scoring="sigmoid",
@@ -172,7 +172,7 @@ class Olmoe(_Mixture):
             count=fields.integer("num_experts"),
             per_token=fields.integer("num_experts_per_tok"),
             intermediate_size=fields.integer("intermediate_size"),
-            normalizes=fields.flag("norm_topk_prob", False),
+            normalizes=fields.switch("norm_topk_prob", False),
         )
         has_bias = fields.flag("attention_bias", False)
         return dataclasses.replace(

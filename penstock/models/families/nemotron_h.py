@@ -248,7 +248,7 @@ def _experts(fields: Fields, kinds: tuple[str, ...]) -> ExpertsConfig | None:
         count=fields.integer("n_routed_experts"),
         per_token=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("moe_intermediate_size"),
-        normalizes=fields.flag("norm_topk_prob", True),
+        normalizes=fields.switch("norm_topk_prob", True),
         dense_layers=frozenset(index for index, kind in enumerate(kinds) if kind != "moe"),
         shared_intermediate_size=fields.integer("moe_shared_expert_intermediate_size"),
         scoring="sigmoid",
