@@ -65,7 +65,8 @@ def test_message_batches_count_in_the_quota_until_they_are_deleted(tmp_path: Pat
         assert list(served.openai().files.list()) == []
         sdk.messages.batches.delete(running.id)
         assert 0 < files_counted(served)["batch_results"] < 2 * results
-        assert len(list((tmp_path / "files").iterdir())) == 1, "the results of the other workspace are left"
+        # The results of the other workspace are left.
+        until(lambda: list((tmp_path / "files").iterdir()), lambda found: len(found) == 1)
 
 
 async def test_results_of_message_batches_are_removed_after_29_days(tmp_path: Path) -> None:
@@ -73,6 +74,7 @@ async def test_results_of_message_batches_are_removed_after_29_days(tmp_path: Pa
     with serving_work(FakeEngine(script_text("fine")), tmp_path) as served:
         batch = served.anthropic().messages.batches.create(requests=[message_request("a")])
         until_ended(served.anthropic(), batch.id)
+        until(lambda: list((tmp_path / "files").glob("*-input")), lambda found: not found)
     for days, left in ((28, 1), (30, 0)):
         later = now + days * 86_400
         database = Database(f"sqlite:///{tmp_path / 'penstock.db'}")
@@ -110,4 +112,4 @@ def test_a_batch_begins_only_where_its_workspace_has_room(tmp_path: Path) -> Non
         until_over(sdk, sdk.batches.create(**ask).id)
         with pytest.raises(openai.APIStatusError, match="more than the 1000 bytes"):
             sdk.batches.create(**ask)
-        assert not list((tmp_path / "files").glob("*-input"))
+        until(lambda: list((tmp_path / "files").glob("*-input")), lambda found: not found)
