@@ -15,8 +15,9 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, or_, select, update
 
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.responses.store import GrowthCheck, HistoryBound
+from penstock.gateway.responses.store import HistoryBound
 from penstock.gateway.store.database import Database, Order, QueryTurns, insert_into, transaction
+from penstock.gateway.store.growth import GrowthCheck
 from penstock.gateway.store.tables import stored_objects as table
 
 # What an object counts besides its body, so that a bound in bytes also bounds the number of objects.

@@ -37,6 +37,7 @@ from penstock.gateway.reuse.replay import (
     decode_answer,
 )
 from penstock.gateway.store.database import Database, database_time, insert_once
+from penstock.gateway.store.growth import GrowthCheck
 from penstock.gateway.store.tables import idempotent_answers
 
 _columns = idempotent_answers.c
@@ -98,6 +99,23 @@ def keep_answer(connection: Connection, claim: KeyClaim, answer: bytes, expires_
     )
 
 
+def bound_answers(connection: Connection, workspace_id: str, max_bytes: int) -> None:
+    """Delete the oldest answers of a workspace whose answers have more bytes than it may keep."""
+    size = sa.func.length(_columns.answer)
+    is_own = sa.and_(_columns.workspace_id == workspace_id, _columns.answer.is_not(None))
+    total = connection.execute(sa.select(sa.func.coalesce(sa.func.sum(size), 0)).where(is_own)).scalar_one()
+    oldest = sa.select(_columns.idempotency_key, size).where(is_own).order_by(_columns.expires_at)
+    while total > max_bytes and (rows := connection.execute(oldest.limit(_DELETED_AT_ONCE)).all()):
+        keys = []
+        for key, num_bytes in rows:
+            if total <= max_bytes:
+                break
+            keys.append(key)
+            total -= num_bytes
+        deleted = sa.delete(idempotent_answers).where(is_own, _columns.idempotency_key.in_(keys))
+        connection.execute(deleted)
+
+
 def release_key(connection: Connection, claim: KeyClaim) -> None:
     """Free the key of a request that failed, so that the next request with the key may run."""
     connection.execute(sa.delete(idempotent_answers).where(_own(claim), _columns.answer.is_(None)))
@@ -136,6 +154,7 @@ POLL_S = 0.25  # how often a repeat looks for an answer that another gateway is 
 MAX_WAIT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 _FINGERPRINT_BYTES = 32
+_DELETED_AT_ONCE = 100
 
 Generate: TypeAlias = Callable[[PreparedRequest], Awaitable[AnswerStream]]
 _Key: TypeAlias = tuple[str, str]  # workspace and idempotency key
@@ -167,6 +186,7 @@ class IdempotentAnswers:
         self._is_alone = False  # the database is away, which was logged
         self._running: dict[_Key, SharedAnswer] = {}
         self._unrecorded: set[SharedAnswer] = set()  # running, or being written to the database
+        self._growth = GrowthCheck(settings.max_workspace_bytes)
         self._claims: dict[_Key, KeyClaim] = {}  # of running requests, where a database holds them
         self._fingerprints: dict[_Key, bytes] = {}  # of running requests
         self._finished = AnswerCache(settings.max_bytes)  # fingerprint and answer
@@ -175,6 +195,7 @@ class IdempotentAnswers:
 
     def apply(self, settings: IdempotencySettings) -> None:
         self.settings = settings
+        self._growth = GrowthCheck(settings.max_workspace_bytes)
         self._finished.shrink_to(settings.max_bytes)
 
     async def answer(self, work: PreparedRequest, fingerprint: bytes, generate: Generate) -> AnswerStream:
@@ -312,7 +333,10 @@ class IdempotentAnswers:
 
     async def _keep(self, claim: KeyClaim, answer: bytes) -> None:
         def keep(connection: Connection) -> None:
-            keep_answer(connection, claim, answer, self._lease_clock(connection) + self.settings.ttl_s)
+            settings = self.settings
+            keep_answer(connection, claim, answer, self._lease_clock(connection) + settings.ttl_s)
+            if self._growth.is_due(claim.workspace_id, len(answer)):
+                bound_answers(connection, claim.workspace_id, settings.max_workspace_bytes)
 
         if self._database is not None:
             with contextlib.suppress(StoreUnavailable):  # it is in memory, and the lease lapses

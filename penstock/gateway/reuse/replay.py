@@ -108,6 +108,7 @@ class IdempotencySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     abandoned_after_s: NotNegative = 60.0  # how long an answer runs on without any reader
     max_bytes: CountOrZero = 64 << 20
     max_entry_bytes: CountOrZero = 4 << 20
+    max_workspace_bytes: CountOrZero = 1 << 30  # in the database; the oldest answers of a workspace go first
 
 
 # These two endings would come again in a repetition; a deadline need not.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection, func, select
 
 from penstock.core.errors import Conflict, InvalidRequest, Overloaded, StoreUnavailable
 from penstock.core.gateway_config import GatewayConfig
@@ -28,6 +29,7 @@ from penstock.gateway.reuse.idempotency import (
     IdempotentAnswers,
     KeyClaim,
     RunsElsewhere,
+    bound_answers,
     claim_key,
     delete_expired,
     keep_answer,
@@ -37,6 +39,7 @@ from penstock.gateway.reuse.idempotency import (
 from penstock.gateway.reuse.replay import IdempotencySettings
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.store.database import Database, sqlite_url
+from penstock.gateway.store.tables import idempotent_answers
 from tests.gateway.fake_engine import FakeEngine, script_text, until
 from tests.gateway.ledger.samples import WallClock
 from tests.gateway.reuse.test_cache import Rows
@@ -430,6 +433,52 @@ class TestStore:
         assert claim("c", 200)[1] == Claimed()
         assert database.run_now(lambda connection: delete_expired(connection, 299)) == 0
         assert database.run_now(lambda connection: delete_expired(connection, 300)) == 1
+
+    def test_the_oldest_answers_of_a_workspace_with_too_many_bytes_go_first(self, database: Database) -> None:
+        """Each answer may have megabytes, and a client may send any number of keys a day."""
+        claims = [
+            KeyClaim(
+                workspace_id=workspace,
+                idempotency_key=str(number),
+                fingerprint=b"f",
+                owner=f"{workspace}{number}",
+            )
+            for workspace in ("w", "other")
+            for number in range(250)
+        ]
+
+        def keep(connection: Connection) -> None:
+            for at, claim in enumerate(claims):
+                assert claim_key(connection, claim, at, at + 30, at + 100) == Claimed()
+                keep_answer(connection, claim, b"x" * 100, expires_at=at + 5000)
+            bound_answers(connection, "w", 1050)
+
+        database.run_now(keep)
+        now = 1000
+        known = [
+            (claim.workspace_id, int(claim.idempotency_key))
+            for claim in claims
+            if database.run_now(
+                lambda connection, claim=claim: claim_key(connection, claim, now, now + 30, now + 100)
+            )
+            != Claimed()
+        ]
+        assert known == [("w", number) for number in range(240, 250)] + [
+            ("other", number) for number in range(250)
+        ]
+
+    async def test_what_a_workspace_keeps_in_the_database_is_bounded(self, database: Database) -> None:
+        gateway = Gateway(
+            FakeEngine(script_text("x")),
+            GatewayConfig(),
+            reuse=AnswerReuse(
+                idempotency=IdempotentAnswers(IdempotencySettings(max_workspace_bytes=1), database)
+            ),
+        )
+        await read(await gateway.submit(request_for()))
+        await recorded(gateway)
+        kept = select(func.count()).select_from(idempotent_answers)
+        assert database.run_now(lambda connection: connection.scalar(kept)) == 0
 
     def test_a_clock_that_is_set_back_keeps_no_claim_of_a_lost_process(self, database: Database) -> None:
         def claim(owner: str, now: float) -> Any:
