@@ -90,7 +90,7 @@ _COUNTERS = tuple(name for name in EngineStats.__struct_fields__ if name not in 
 class Connection:
     member: Member
     client: ReplicaClient
-    kv_kind: str
+    kv_kind_of_settings: str
     _compared: tuple[EngineReady, EngineReady] | None = None  # with the description of the model, and
     _is_alike: bool = True  # whether both have one vocabulary
 
@@ -110,6 +110,16 @@ class Connection:
                     self.member.spec.model,
                 )
         return self._is_alike
+
+    @property
+    def kv_kind(self) -> str:
+        """Return a name that is the same for replicas whose KV means the same."""
+        ready = self.client.ready
+        return (
+            self.kv_kind_of_settings
+            if ready is None
+            else f"{self.kv_kind_of_settings}/{ready.model.weights_id}"
+        )
 
     @property
     def is_serving(self) -> bool:
@@ -150,6 +160,7 @@ class Connections:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stats: EngineStats | None = None  # added up when asked for
         self._departed: dict[str, EngineStats] = {}  # counters of replicas that have gone, by model
+        self._odd: set[str] = set()  # replicas that were complained about, for their weights
         self._changed = asyncio.Event()
 
     @property
@@ -264,6 +275,29 @@ class Connections:
         for model, descriptions in told.items():
             if self.models.get(model) not in descriptions:
                 self.models[model] = descriptions[0]
+        self._compare_weights()
+
+    def _compare_weights(self) -> None:
+        """Complain once about each replica whose weights are not those that its revision stands for elsewhere."""
+        first: dict[tuple[str, str], Connection] = {}  # by model and revision
+        odd: set[str] = set()
+        for connection in self.by_id.values():
+            member, ready = connection.member, connection.client.ready
+            if ready is None:
+                continue
+            known = first.setdefault((member.spec.model, member.replica.revision), connection)
+            if known.client.ready is None or known.client.ready.model.weights_id == ready.model.weights_id:
+                continue
+            odd.add(member.id)
+            if member.id not in self._odd:
+                logger.warning(
+                    "the replica %s has other weights of %s than %s, though the settings are the same: answers "
+                    "differ, and the two exchange no KV; give all hosts the same files, or a path of their own",
+                    member.id,
+                    member.spec.model,
+                    known.member.id,
+                )
+        self._odd = odd
 
 
 def counters_of(stats: EngineStats) -> EngineStats:

@@ -195,14 +195,20 @@ class KVSources:
         best, most = None, 0
         for router in (self._table.router, self._table.prefill_router):
             for replica_id, num_tokens in _matches(router, request).items():
-                if num_tokens > most and replica_id != record.id and self._endpoint(replica_id):
+                if num_tokens <= most or replica_id == record.id or not self._endpoint(replica_id):
+                    continue
+                if not self._has_other_kind(replica_id, record.status.kv_kind):
                     best, most = replica_id, num_tokens
         return best, most
 
     def _choose_prefill(self, request: RoutingRequest, kv_kind: str, now: float) -> Decision | None:
         """Choose a prefill replica, and count the request there."""
         replicas = self._table.prefilling
-        excluded = frozenset(replica.id for replica in replicas if not self._endpoint(replica.id))
+        excluded = frozenset(
+            replica.id
+            for replica in replicas
+            if not self._endpoint(replica.id) or self._has_other_kind(replica.id, kv_kind)
+        )
         if not any(replica.revision == request.revision for replica in replicas):
             request = replace(request, revision=None)
             excluded |= {replica.id for replica in replicas if not self._has_kind(replica.id, kv_kind)}
@@ -218,6 +224,13 @@ class KVSources:
     def _has_kind(self, replica_id: str, kv_kind: str) -> bool:
         record = self._table.records.get(replica_id)
         return record is not None and bool(kv_kind) and record.status.kv_kind == kv_kind
+
+    def _has_other_kind(self, replica_id: str, kv_kind: str) -> bool:
+        """Say whether KV of a replica is known to be of no use, though the revisions may be the same: a host may have
+        other weights at the same path."""
+        record = self._table.records.get(replica_id)
+        other = "" if record is None else record.status.kv_kind
+        return bool(kv_kind and other) and other != kv_kind
 
     def _endpoint(self, replica_id: str) -> str:
         record = self._table.records.get(replica_id)

@@ -162,6 +162,25 @@ async def test_a_prefix_is_fetched_from_the_replica_that_has_it(rig: Rig) -> Non
     assert rig.ask() == ("free", KVSource("kv://busy", computes=False))
 
 
+@pytest.mark.parametrize("role", ["both", "decode"])
+async def test_a_replica_with_other_weights_at_the_same_path_lends_no_kv(
+    rig: Rig, role: Role, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Settings and a path are all that a revision stands for."""
+    rig.join(("busy", "both" if role == "both" else "prefill", "a"), ("free", role, "a"))
+    busy = rig.replicas["busy"]
+    assert busy.ready is not None
+    card = msgspec.structs.replace(busy.ready.model, weights_id="of another day")
+    endpoint = {"kv_endpoint": "kv://busy", "kv_bytes_per_token": 20_000}
+    busy.describe(card)
+    busy.ready = msgspec.structs.replace(busy.ready, **endpoint)
+    rig.join(("busy", "both" if role == "both" else "prefill", "a"), ("free", role, "a"))
+    rig.cache("busy", PROMPT)
+    busy.tell_stats(EngineStats(num_running=8, num_waiting=50, num_waiting_tokens=60_000, num_steps=99))
+    assert rig.ask() == ("free", None)
+    assert caplog.text.count("has other weights of") == 1
+
+
 async def test_a_replica_changes_its_role_with_its_requests_underway(rig: Rig) -> None:
     rig.join(("p", "prefill", "a"), ("d1", "decode", "a"), ("d2", "decode", "a"))
     servers = {rig.ask(bytes([n]) * 1000)[0] for n in range(4)}
