@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.device import next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 MERGED_AT_ONCE = 8
@@ -219,9 +220,9 @@ class Partials:
             self.splits,
             H=num_heads,
             D=head_dim,
-            D_PAD=triton.next_power_of_2(head_dim),
+            D_PAD=next_power_of_2(head_dim),
             TILE=MERGED_AT_ONCE,
             HAS_SINKS=sinks is not None,
-            num_warps=max(1, triton.next_power_of_2(head_dim) // MERGED_BY_A_WARP),
+            num_warps=max(1, next_power_of_2(head_dim) // MERGED_BY_A_WARP),
             **launch_options(),
         )

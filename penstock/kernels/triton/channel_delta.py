@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch
 from penstock.kernels.states import ChannelDeltaLayer
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 from penstock.kernels.triton.recurrence import softplus, unit
 
@@ -56,9 +57,9 @@ def channel_delta(
     assert batch.states is not None
     heads, width, size = state.shape[1:]
     out = torch.empty(mixed.shape[0], heads, size, dtype=torch.float32, device=mixed.device)
-    padded = triton.next_power_of_2(width)
-    block = max(1, min(triton.next_power_of_2(size), STATE_NUMBERS // padded))
-    _channel_delta_kernel[(batch.num_requests, heads, triton.cdiv(size, block))](
+    padded = next_power_of_2(width)
+    block = max(1, min(next_power_of_2(size), STATE_NUMBERS // padded))
+    _channel_delta_kernel[(batch.num_requests, heads, cdiv(size, block))](
         mixed, rate, step, layer.decay, layer.step_bias, state, batch.states.slots, batch.query_starts, out,
         mixed.stride(0), rate.stride(0), step.stride(0),
         H=heads, K=width, V=size, K_PAD=padded, V_BLOCK=block, **launch_options(),

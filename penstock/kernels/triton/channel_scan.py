@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch
 from penstock.kernels.states import ChannelScanLayer
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 from penstock.kernels.triton.recurrence import softplus
 
@@ -107,17 +108,17 @@ def channel_scan(
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     slots, decodes, prompts = batch.states.slots, batch.num_decodes, batch.num_requests - batch.num_decodes
     channels, width = state.shape[1:]
-    padded = triton.next_power_of_2(width)
+    padded = next_power_of_2(width)
     inputs = x, step, read, write, layer.decay, layer.skip, layer.step_bias, state, slots
     strides = x.stride(0), step.stride(0), read.stride(0), write.stride(0)
     if decodes:
         block = max(1, DECODE_NUMBERS // padded)
-        _decode_kernel[(decodes, triton.cdiv(channels, block))](
+        _decode_kernel[(decodes, cdiv(channels, block))](
             *inputs, out, channels, *strides, N=width, N_PAD=padded, BLOCK=block, **launch_options()
         )
     if prompts:
         block = max(1, SEGMENT_NUMBERS // SEGMENT // padded)
-        _prompt_kernel[(prompts, triton.cdiv(channels, block))](
+        _prompt_kernel[(prompts, cdiv(channels, block))](
             *inputs, batch.query_starts, out, decodes, channels, *strides,
             N=width, N_PAD=padded, BLOCK=block, SEGMENT=SEGMENT, **launch_options(),
         )  # fmt: skip

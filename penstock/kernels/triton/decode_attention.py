@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.kernels import operands
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.attention_parts import Partials, absorb, finish, load_tile
-from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.device import cdiv, next_power_of_2, num_processors
 from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.paged_kv import PagedLayer
 from penstock.kernels.triton.targets import attention_tiles, current, stages
@@ -162,13 +162,13 @@ def decode_attention(
     tokens = 1 if batch.neighbours is None else tokens_together(heads // kv_heads)
     span = batch.max_context_len if layer.window is None else min(batch.max_context_len, layer.window)
     processors = num_processors(q.device.index or 0)
-    programs = triton.cdiv(count, tokens) * kv_heads  # at least
+    programs = cdiv(count, tokens) * kv_heads  # at least
     split_keys = split_length(programs, span, processors)
     # A window need not begin where a tile does, so it may reach into one more; later tokens see further keys.
     reach = LARGEST_TILE + tokens - 1 if layer.window else 0
-    splits = triton.cdiv(span + reach, split_keys)
+    splits = cdiv(span + reach, split_keys)
     is_crowded = programs * splits >= MANY_PROGRAMS_PER_PROCESSOR * processors
-    padded_size = max(16, triton.next_power_of_2(size))
+    padded_size = max(16, next_power_of_2(size))
     tile = _tile(padded_size, 2 * cache.keys.element_size(), is_small=splits == 1 and is_crowded)
     partials = Partials.for_rows(out, count * heads, splits, size)
     _decode_kernel[(kv_heads, count, splits)](
@@ -197,7 +197,7 @@ def decode_attention(
         D_PAD=padded_size,
         BLOCK_SIZE=cache.block_size,
         TOKENS=tokens,
-        ROWS=max(16, triton.next_power_of_2(tokens * heads // kv_heads)),
+        ROWS=max(16, next_power_of_2(tokens * heads // kv_heads)),
         KEYS=tile.keys,
         STAGES=tile.stages,
         IS_SPLIT=splits > 1,
@@ -214,7 +214,7 @@ def decode_attention(
 
 def tokens_together(heads_per_group: int) -> int:
     """Return the most tokens of a request that one program computes."""
-    return max(1, MOST_ROWS // triton.next_power_of_2(heads_per_group))
+    return max(1, MOST_ROWS // next_power_of_2(heads_per_group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ def split_length(programs: int, span: int, processors: int) -> int:
     # Where contexts may be long, most are likely short: no request should wait for one program that loops over
     # thousands of keys.
     keys = LONGEST_SPLIT if span <= LONGEST_SPLIT else LONGEST_SPLIT // 4
-    shortest = max(triton.next_power_of_2(span // FEW_SPLITS), SHORTEST_SPLIT)
+    shortest = max(next_power_of_2(span // FEW_SPLITS), SHORTEST_SPLIT)
     while keys > shortest and programs * -(-span // keys) < PROGRAMS_PER_PROCESSOR * processors:
         keys //= 2
-    return max(keys, triton.next_power_of_2(-(-span // MAX_SPLITS)))
+    return max(keys, next_power_of_2(-(-span // MAX_SPLITS)))

@@ -10,6 +10,15 @@ from torch import Tensor
 LARGEST_TILE = 256  # rows of a product's tile
 
 
+# Triton's own functions of these names are made for kernels as well, and take a hundred times as long.
+def cdiv(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length() if number > 0 else 0
+
+
 @functools.cache
 def num_processors(device_index: int) -> int:
     if not torch.cuda.is_available():

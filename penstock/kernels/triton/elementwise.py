@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.kernels import interface
 from penstock.kernels.interface import Activation
-from penstock.kernels.triton.device import empty_rows
+from penstock.kernels.triton.device import cdiv, empty_rows, next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "relu": 3}
@@ -79,7 +79,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     rows, width = x.shape
     out = empty_rows(rows, width, x.dtype, x.device)
     if rows:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         _rms_norm_kernel[(rows,)](
             x,
             residual if residual is not None else x,
@@ -101,8 +101,8 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
     width = both // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        block = min(1024, triton.next_power_of_2(width))
-        _gated_kernel[(rows, triton.cdiv(width, block))](
+        block = min(1024, next_power_of_2(width))
+        _gated_kernel[(rows, cdiv(width, block))](
             gate_up, out, width, KIND=KINDS[activation], BLOCK=block, num_warps=4, **launch_options()
         )
     return out

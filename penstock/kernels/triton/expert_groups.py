@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.kernels.blocks import route
 from penstock.kernels.interface import Routing
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 SCATTER_TILE = 256
@@ -137,7 +138,7 @@ def route_and_group(logits: Tensor, routing: Routing) -> tuple[Tensor, Groups | 
     experts, int32 [T × K]."""
     tokens, experts = logits.shape
     pairs = tokens * routing.top_k
-    padded = triton.next_power_of_2(experts)
+    padded = next_power_of_2(experts)
     is_grouped = tokens > 1 and pairs > experts // SPARSE
     counts = logits  # any pointer will do
     counts_ahead = pairs > FEW_PAIRS[-1]
@@ -174,15 +175,15 @@ def _group(chosen: Tensor, counts: Tensor | None, experts: int) -> Groups:
     pairs = chosen.shape[0]
     rows = _tile_rows(pairs, experts)
     # Each expert may leave one tile partly empty; more experts than pairs cannot be used.
-    tiles = triton.cdiv(pairs, rows) + min(experts, pairs)
+    tiles = cdiv(pairs, rows) + min(experts, pairs)
     order, tile_expert, tile_pairs = (
         torch.empty(size, dtype=torch.int32, device=chosen.device) for size in (tiles * rows, tiles, tiles)
     )
     groups = Groups(order, tile_expert, tile_pairs, rows)
     if counts is None:
-        bins = triton.next_power_of_2(experts + 1)
+        bins = next_power_of_2(experts + 1)
         own = min(32, max(4, COMPARED // bins))
-        _group_kernel[(triton.cdiv(max(pairs, tiles), own),)](
+        _group_kernel[(cdiv(max(pairs, tiles), own),)](
             chosen,
             order,
             tile_expert,
@@ -199,7 +200,7 @@ def _group(chosen: Tensor, counts: Tensor | None, experts: int) -> Groups:
         return groups
     padded = counts.shape[0]
     cursor = torch.empty(padded, dtype=torch.int32, device=chosen.device)
-    _layout_kernel[(triton.cdiv(tiles, 32),)](
+    _layout_kernel[(cdiv(tiles, 32),)](
         counts,
         cursor,
         tile_expert,
@@ -210,7 +211,7 @@ def _group(chosen: Tensor, counts: Tensor | None, experts: int) -> Groups:
         num_warps=4,
         **launch_options(),
     )
-    _scatter_kernel[(triton.cdiv(pairs, SCATTER_TILE),)](
+    _scatter_kernel[(cdiv(pairs, SCATTER_TILE),)](
         chosen, cursor, order, pairs, TILE=SCATTER_TILE, num_warps=4, **launch_options()
     )
     return groups

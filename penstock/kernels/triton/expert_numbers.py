@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.device import next_power_of_2
 from penstock.kernels.triton.expert_weights import EXPONENTS, FLOAT4, INT4
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 from penstock.kernels.triton.targets import has_ptx
@@ -76,7 +77,7 @@ def rounded(x: Tensor, group: int, *, for_rows: int | None = None) -> tuple[Tens
         scales = torch.empty(width // group, for_rows, dtype=torch.float32, device=x.device).t()
     else:
         scales = torch.empty(rows, width // group, dtype=torch.float32, device=x.device)
-    groups = triton.next_power_of_2(width // group)
+    groups = next_power_of_2(width // group)
     _float8_inputs_kernel[(rows,)](
         x, out, scales, width, *scales.stride(), GROUPS=groups, GROUP=group, num_warps=4, **launch_options()
     )

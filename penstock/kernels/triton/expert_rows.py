@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import Activation
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.elementwise import KINDS, gate_up_product
 from penstock.kernels.triton.expert_numbers import eight_bits, factor, four_bits, load_scale
 from penstock.kernels.triton.expert_weights import DENSE, FLOAT8, NO_SCALES, ExpertStack
@@ -268,18 +269,18 @@ def _launch(
     is_dense = weight.form == DENSE.value
     shape = row_tile(f"{'' if is_dense else 'packed '}experts{', gated' if gated else ''}")
     outputs = out.shape[1]
-    at_once = 1 if gated else triton.next_power_of_2(pairs.top_k)
+    at_once = 1 if gated else next_power_of_2(pairs.top_k)
     if is_dense:
-        span, chunk = min(shape.width, triton.next_power_of_2(weight.width)), 0
+        span, chunk = min(shape.width, next_power_of_2(weight.width)), 0
         num_outputs = shape.outputs if gated else max(1, shape.outputs * shape.width // (span * at_once))
     else:
         chunk, num_outputs = weight.chunk, shape.outputs
         bytes_each = num_outputs * weight.codes.shape[3]
-        span = triton.next_power_of_2(max(1, shape.width // (bytes_each * at_once)))
-        span = min(span, triton.next_power_of_2(weight.width // chunk))
+        span = next_power_of_2(max(1, shape.width // (bytes_each * at_once)))
+        span = min(span, next_power_of_2(weight.width // chunk))
     absent = x  # any pointer will do
     tables = weight.scales, weight.offsets, weight.row_scales, weight.order, bias
-    kernel[(triton.cdiv(outputs, num_outputs), rows)](
+    kernel[(cdiv(outputs, num_outputs), rows)](
         x,
         weight.readable_codes,
         *(absent if table is None else table for table in tables),

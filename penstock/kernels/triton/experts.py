@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import Activation, ExpertWeights, GroupQuantWeight, Routing
 from penstock.kernels.operands import bytes_of
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.elementwise import KINDS, gate_up_product
 from penstock.kernels.triton.expert_groups import LARGEST_ROWS, Groups, route_and_group
 from penstock.kernels.triton.expert_numbers import (
@@ -336,8 +337,8 @@ def add_experts(
     )
     made = torch.empty(tokens * routing.top_k, hidden, dtype=normed.dtype, device=normed.device)
     multiply_groups(active, experts.down, experts.down_bias, groups, out_of, made, routing.top_k, gate=None)
-    block = min(1024, triton.next_power_of_2(hidden))
-    _add_up_kernel[(tokens, triton.cdiv(hidden, block))](
+    block = min(1024, next_power_of_2(hidden))
+    _add_up_kernel[(tokens, cdiv(hidden, block))](
         made, residual, hidden, TOP_K=routing.top_k, BLOCK=block, num_warps=4, **launch_options()
     )
 
@@ -356,7 +357,7 @@ def multiply_groups(
     """Multiply the rows of each group with its expert's weights. `gate` says that x has a row for each token."""
     outputs, absent = out.shape[1], x  # any pointer will do
     shape = _tile(groups.rows, weight, x.dtype, gate is not None)
-    grid = triton.cdiv(outputs, shape.outputs), groups.tile_expert.shape[0]
+    grid = cdiv(outputs, shape.outputs), groups.tile_expert.shape[0]
     around = (
         absent if bias is None else bias,
         groups.order,

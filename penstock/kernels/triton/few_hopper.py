@@ -8,8 +8,9 @@ multiply. The kernel is written in Gluon, which has no interpreter: its tests ne
 
 from __future__ import annotations
 
+import functools
+
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.kernels.triton.device import empty_rows, in_whole_tiles, num_processors
+from penstock.kernels.triton.device import cdiv, empty_rows, in_whole_tiles, next_power_of_2, num_processors
 from penstock.kernels.triton.int4_few import add_shares
 from penstock.kernels.triton.overlap import launch_options
 from penstock.kernels.triton.skinny import RowProduct
@@ -245,7 +246,7 @@ def rows(
         made = torch.empty(shares, num_rows, num_made, dtype=torch.float32, device=x.device)
     is_gated = is_whole and product.gate is not None
     tile_outputs = MANY_OUTPUTS if outputs >= MANY and not is_gated and each <= MAX_ROWS else OUTPUTS
-    programs = shares * triton.cdiv(num_rows, each) * triton.cdiv(made.shape[-1], tile_outputs)
+    programs = shares * cdiv(num_rows, each) * cdiv(made.shape[-1], tile_outputs)
     sizes = COLUMN_BYTES if each <= MAX_ROWS else COLUMN_BYTES[-1:]
     column_bytes = next(size for size in sizes if width * x.element_size() % size == 0)
     columns = column_bytes // x.element_size()
@@ -282,11 +283,11 @@ def rows(
 
 
 def _tile_rows(num_rows: int) -> int:
-    return min(MOST_TILE_ROWS, max(16, triton.next_power_of_2(num_rows)))
+    return min(MOST_TILE_ROWS, max(16, next_power_of_2(num_rows)))
 
 
 def _num_programs(num_rows: int, num_outputs: int) -> int:
-    return triton.cdiv(num_rows, _tile_rows(num_rows)) * triton.cdiv(num_outputs, OUTPUTS)
+    return cdiv(num_rows, _tile_rows(num_rows)) * cdiv(num_outputs, OUTPUTS)
 
 
 def _num_shares(num_rows: int, num_made: int, width: int, device: torch.device) -> int:
@@ -300,6 +301,12 @@ def _num_shares(num_rows: int, num_made: int, width: int, device: torch.device) 
 
 def described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Describe a matrix to the copy engine, in tiles."""
-    bits = 8 * tensor.element_size()
-    layout = gl.NVMMASharedLayout(min(128, columns * bits // 8), bits, 2)
+    each = tensor.element_size()
+    layout = shared_layout(min(128, columns * each), 8 * each, 2)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], layout)
+
+
+@functools.cache
+def shared_layout(swizzled_bytes: int, bits: int, rank: int) -> gl.NVMMASharedLayout:
+    """Return a layout that is described once: a launch takes less time then."""
+    return gl.NVMMASharedLayout(swizzled_bytes, bits, rank)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import Activation, Float8Weight
-from penstock.kernels.triton.device import empty_rows
+from penstock.kernels.triton.device import cdiv, empty_rows, next_power_of_2
 from penstock.kernels.triton.elementwise import activate
 from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.skinny import RowProduct, finish_row, load_added
@@ -128,7 +128,7 @@ def one_row(x: Tensor, weight: Float8Linear, product: RowProduct) -> Tensor:
     row_shape = _row_tile(outputs, x.shape[1], product.gate is not None)
     return product.launch(
         _one_row_kernel,
-        triton.cdiv(outputs, row_shape.outputs),
+        cdiv(outputs, row_shape.outputs),
         x,
         (weight.weight.view(torch.int32), weight.scales),
         weight.bias,
@@ -273,7 +273,7 @@ def _finished(made: Tensor, bias: Tensor | None, product: RowProduct, dtype: tor
             return made
         out = torch.empty(made.shape, dtype=dtype, device=made.device)
     absent = made  # any pointer will do
-    _add_kernel[(triton.cdiv(made.numel(), SUM_BLOCK),)](
+    _add_kernel[(cdiv(made.numel(), SUM_BLOCK),)](
         made,
         bias if bias is not None else absent,
         product.residual if product.residual is not None else absent,
@@ -298,11 +298,11 @@ def _few_rows(
     out = residual
     if out is None:
         out = torch.empty(num_rows, outputs, dtype=product.out_dtype or x.dtype, device=x.device)
-    padded = max(16, triton.next_power_of_2(num_rows))
+    padded = max(16, next_power_of_2(num_rows))
     shape = _tile(outputs, width, padded)
     absent = x  # any pointer will do
     parts = (part if part is not None else absent for part in (weight.bias, residual))
-    _few_rows_kernel[(triton.cdiv(outputs, shape.outputs),)](
+    _few_rows_kernel[(cdiv(outputs, shape.outputs),)](
         rounded,
         x_scales,
         weight.weight,
@@ -346,7 +346,7 @@ def _rounded(x: Tensor, product: RowProduct, gate: Activation | None = None) -> 
         NORM=product.norm is not None,
         GATED=gate is not None,
         IS_SILU=gate == "silu",
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=next_power_of_2(width),
         num_warps=8,
         **launch_options(),
     )

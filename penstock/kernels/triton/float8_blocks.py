@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.device import cdiv, next_power_of_2, num_processors
 from penstock.kernels.triton.expert_numbers import float8_dot, rounded
 from penstock.kernels.triton.int4_few import add_shares
 from penstock.kernels.triton.int8 import FLOAT8_BLOCK, Int8Linear
@@ -86,10 +86,10 @@ def rows(x: Tensor, weight: Int8Linear, product: RowProduct) -> Tensor:
     if out is None:
         out = torch.empty(num_rows, outputs, dtype=product.out_dtype or x.dtype, device=x.device)
     values, x_scales = rounded(x, FLOAT8_BLOCK)
-    padded = max(16, triton.next_power_of_2(num_rows))
+    padded = max(16, next_power_of_2(num_rows))
     shape = tile("float8 blocks")
     shape = shape.fitted(width, shape.outputs + padded)
-    tiles = triton.cdiv(outputs, shape.outputs)
+    tiles = cdiv(outputs, shape.outputs)
     # Tiles that leave the chip half empty are cut into parts of the width (split-K).
     most = num_processors(x.device.index or 0) // tiles
     shares = max(1, min(width // FLOAT8_BLOCK // SHORTEST_SHARE, most))
@@ -126,7 +126,7 @@ def rows(x: Tensor, weight: Int8Linear, product: RowProduct) -> Tensor:
 def _many_rows(x: Tensor, weight: Int8Linear, product: RowProduct) -> Tensor:
     assert weight.block_scales is not None
     num_rows = x.shape[0]
-    values, x_scales = rounded(x, FLOAT8_BLOCK, for_rows=triton.cdiv(num_rows, CUBLAS_ROWS) * CUBLAS_ROWS)
+    values, x_scales = rounded(x, FLOAT8_BLOCK, for_rows=cdiv(num_rows, CUBLAS_ROWS) * CUBLAS_ROWS)
     made = torch._scaled_mm(
         values, weight.codes.t(), scale_a=x_scales, scale_b=weight.block_scales.t(), out_dtype=torch.bfloat16
     )

@@ -11,7 +11,6 @@ the tests of this kernel need a GPU (`tests/gpu`).
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +25,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.attention_parts import Partials
+from penstock.kernels.triton.device import next_power_of_2
+from penstock.kernels.triton.few_hopper import shared_layout
 from penstock.kernels.triton.paged_kv import PagedLayer
 
 ROWS = 128  # of a program, half of them in each group of warps
@@ -388,7 +389,7 @@ def hopper_attention(
         H=heads,
         G=kv_heads,
         D=size,
-        D_PAD=max(COLUMNS.value, triton.next_power_of_2(size)),
+        D_PAD=max(COLUMNS.value, next_power_of_2(size)),
         BLOCK_SIZE=cache.block_size,
         HEADS=tile_heads,
         KEYS=keys_of_tile(size),
@@ -406,6 +407,6 @@ def _blocks(cached: Tensor) -> TensorDescriptor:
     """Describe keys or values to the copy engine: the blocks of every KV head, in boxes of one block and 64
     columns."""
     num_blocks, kv_heads, block_size, size = cached.shape
-    layout = gl.NVMMASharedLayout(128, 16, 3)
+    layout = shared_layout(128, 16, 3)
     shape, strides = [num_blocks * kv_heads, block_size, size], [block_size * size, size, 1]
     return TensorDescriptor(cached, shape, strides, [1, block_size, COLUMNS.value], layout)

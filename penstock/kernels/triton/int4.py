@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import GroupQuantWeight
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 SMALLEST_GROUP = 32  # half of it is the least that a tensor core multiplies at once
@@ -110,8 +111,8 @@ def unpack(weight: Int4Linear, dtype: torch.dtype) -> Tensor:
     """Return the dense matrix [out, in]. Unpacking pays off for products of many rows."""
     outputs, width = weight.out_features, weight.in_features
     out = torch.empty(outputs, width, dtype=weight.factors.dtype, device=weight.codes.device)
-    groups = max(1, min(16, triton.next_power_of_2(width // weight.group)))
-    _unpack_kernel[(outputs, triton.cdiv(width // weight.group, groups))](
+    groups = max(1, min(16, next_power_of_2(width // weight.group)))
+    _unpack_kernel[(outputs, cdiv(width // weight.group, groups))](
         weight.codes, weight.pairs, out, width, GROUP=weight.group, GROUPS=groups, num_warps=4,
         **launch_options(),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.device import cdiv, next_power_of_2, num_processors
 from penstock.kernels.triton.int4 import Int4Linear, load_factors
 from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.skinny import RowProduct, gate_with
@@ -228,7 +228,7 @@ def few_rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
         product.eps,
         NORM=product.norm is not None,
         GROUP=weight.group,
-        GROUPS=triton.next_power_of_2(num_groups),
+        GROUPS=next_power_of_2(num_groups),
         PLANES=planes,
         num_warps=8,
         **launch_options(),
@@ -240,7 +240,7 @@ def few_rows(x: Tensor, weight: Int4Linear, product: RowProduct) -> Tensor:
     num_stages = stages(
         shape.num_stages, weight.group * int(code_bytes * shape.outputs + x.element_size() * tile_rows)
     )
-    tiles = triton.cdiv(num_made, shape.outputs), triton.cdiv(rows, tile_rows)
+    tiles = cdiv(num_made, shape.outputs), cdiv(rows, tile_rows)
     # A program loops over its groups one after the other, and waits for each: many short loops are faster.
     programs = (4 if tile_rows == 16 else 2) * num_processors(x.device.index or 0)
     shares = max(1, min(num_groups // 4, programs // (tiles[0] * tiles[1])))
@@ -272,7 +272,7 @@ def add_shares(partial: Tensor, bias: Tensor | None, product: RowProduct, out: T
     outputs = out.shape[1]
     absent = out  # any pointer will do
     parts = (part if part is not None else absent for part in (bias, product.residual))
-    _add_shares_kernel[(rows, triton.cdiv(outputs, SUM_BLOCK))](
+    _add_shares_kernel[(rows, cdiv(outputs, SUM_BLOCK))](
         partial,
         *parts,
         out,

@@ -10,7 +10,6 @@ kernel is written in Gluon, which has no interpreter: its tests need a GPU (`tes
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.kernels.interface import Activation
 from penstock.kernels.triton import int4_even
-from penstock.kernels.triton.device import empty_rows, in_whole_tiles
+from penstock.kernels.triton.device import cdiv, empty_rows, in_whole_tiles
 from penstock.kernels.triton.few_hopper import activated, copy_to_shared, described
 from penstock.kernels.triton.int4 import Int4Linear
 from penstock.kernels.triton.int4_few import add_shares
@@ -289,12 +288,12 @@ def _product(
     made = out
     if not is_whole:
         made = torch.empty(shares, num_rows, num_made, dtype=torch.float32, device=x.device)
-    output_tiles = triton.cdiv(num_made, tile.parts * tile.outputs)
+    output_tiles = cdiv(num_made, tile.parts * tile.outputs)
     if is_gated:
-        output_tiles = triton.cdiv(outputs, tile.outputs)
+        output_tiles = cdiv(outputs, tile.outputs)
     absent = x  # any pointer will do
     parts = (part if part is not None else absent for part in (weight.bias, product.residual))
-    _rows_kernel[(shares * triton.cdiv(num_rows, tile_rows) * output_tiles,)](
+    _rows_kernel[(shares * cdiv(num_rows, tile_rows) * output_tiles,)](
         described(in_whole_tiles(x), tile_rows, tile.width),
         described(weight.codes.view(torch.int16), tile.outputs, tile.width // 4),
         weight.pairs,

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from penstock.kernels.triton.device import empty_rows
+from penstock.kernels.triton.device import cdiv, empty_rows, next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.skinny import RowProduct
 
@@ -137,10 +137,10 @@ def arranged(x: Tensor, group: int, product: RowProduct, flags: Tensor | None = 
     """Return the rows, normed if the product says so, in the order of codes in groups of this size."""
     num_rows, width = x.shape
     out = empty_rows(num_rows, width, x.dtype, x.device)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     if product.norm is None:
         block = min(block, ARRANGED_BLOCK)
-    _arrange_kernel[(num_rows, triton.cdiv(width, block))](
+    _arrange_kernel[(num_rows, cdiv(width, block))](
         x,
         product.norm if product.norm is not None else x,
         out,

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import triton
-
-from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.device import cdiv, next_power_of_2, num_processors
 from penstock.kernels.triton.few_hopper import BARRIER_BYTES
 from penstock.kernels.triton.targets import current
 
@@ -86,7 +84,7 @@ WHOLE_TILES, REST_NS, WAITING_ROW_NS = 1.3, 4000.0, 20.0
 
 
 def choose_tile(num_rows: int, num_made: int, width: int, group: int, is_gated: bool, device: int) -> Choice:
-    tile_rows = min(max(TILES), max(min(TILES), triton.next_power_of_2(num_rows)))
+    tile_rows = min(max(TILES), max(min(TILES), next_power_of_2(num_rows)))
     processors = num_processors(device)
     if tile_rows > MOST_FEW_ROWS:
         most_rows = next((most for most in MOST_ROWS if num_rows <= most), MOST_ROWS[-1])
@@ -115,8 +113,8 @@ def _shares(
     tile_rows: int, tile: HopperTile, num_rows: int, num_made: int, width: int, processors: int
 ) -> int:
     """Tiles that leave the chip half empty are cut into parts of the width (split-K)."""
-    programs = triton.cdiv(num_rows, tile_rows) * triton.cdiv(num_made, tile.parts * tile.outputs)
-    most = triton.cdiv(width, tile.width) // 2
+    programs = cdiv(num_rows, tile_rows) * cdiv(num_made, tile.parts * tile.outputs)
+    most = cdiv(width, tile.width) // 2
     return max(1, min(most, tile.per_processor * processors // programs))
 
 
@@ -137,12 +135,12 @@ def _even_tiles(
 ) -> Iterator[tuple[float, Choice]]:
     """Yield each even tile that fits a product, and how long the product takes."""
     for tile_rows, tile, column_ns in EVEN_TILES:
-        tiles = triton.cdiv(num_rows, tile_rows) * triton.cdiv(num_made, tile.parts * tile.outputs)
-        steps = triton.cdiv(width, 2 * tile.width)
+        tiles = cdiv(num_rows, tile_rows) * cdiv(num_made, tile.parts * tile.outputs)
+        steps = cdiv(width, 2 * tile.width)
         programs = processors if tile.shares == 1 else tiles * tile.shares
         if programs > processors or tiles * steps < FEWEST_STEPS * programs or (is_gated and tile.shares > 1):
             continue
-        columns = triton.cdiv(tiles * steps, programs) * 2 * tile.width
+        columns = cdiv(tiles * steps, programs) * 2 * tile.width
         has_to_wait = tile.shares == 1 and 3 * tiles < 2 * programs
         waiting_ns = WAITING_ROW_NS * tile_rows if has_to_wait else 0.0
         yield columns * column_ns + waiting_ns + REST_NS, Choice(tile_rows, tile, programs)
@@ -153,9 +151,9 @@ def _predicted_ns(
 ) -> float:
     tile_rows, tile, shares = choice
     outputs = tile.parts * tile.outputs
-    programs = shares * triton.cdiv(num_rows, tile_rows) * triton.cdiv(num_made, outputs)
+    programs = shares * cdiv(num_rows, tile_rows) * cdiv(num_made, outputs)
     each = outputs * (width / shares) * (MULTIPLY_NS * tile_rows + SCALE_NS / group)
-    return triton.cdiv(programs, processors) * each + (ADD_SHARES_NS if shares > 1 else 0.0)
+    return cdiv(programs, processors) * each + (ADD_SHARES_NS if shares > 1 else 0.0)
 
 
 def _filled(tile_rows: int, width: int, parts: int, turns: int) -> HopperTile:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.gpus import HOPPER
 from penstock.kernels.interface import Float8Weight, GroupQuantWeight
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 from penstock.kernels.triton.skinny import RowProduct, finish_row, load_added
 from penstock.kernels.triton.targets import current, tile
@@ -243,7 +244,7 @@ def one_row(x: Tensor, weight: Int8Linear, product: RowProduct) -> Tensor:
     num_groups = x.shape[1] // weight.group
     return product.launch(
         _one_row_kernel,
-        triton.cdiv(outputs, ROW_OUTPUTS),
+        cdiv(outputs, ROW_OUTPUTS),
         x,
         (weight.readable_codes, weight.scales, x if weight.offsets is None else weight.offsets),
         weight.bias,
@@ -266,11 +267,11 @@ def few_rows(
         out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
     absent = x
     parts = (part if part is not None else absent for part in (weight.offsets, weight.bias, residual))
-    padded = max(16, triton.next_power_of_2(rows))
+    padded = max(16, next_power_of_2(rows))
     shape = tile("int8")
     factors = 4 if weight.offsets is None else 8  # bytes of a scale and an offset, for every code
     shape = shape.fitted(width, (1 + factors) * shape.outputs + x.element_size() * padded)
-    _few_rows_kernel[(triton.cdiv(outputs, shape.outputs),)](
+    _few_rows_kernel[(cdiv(outputs, shape.outputs),)](
         x,
         weight.readable_codes,
         weight.scales,
@@ -297,9 +298,9 @@ def unpack(weight: Int8Linear, dtype: torch.dtype) -> Tensor:
     """Return the dense matrix [out, in]. Unpacking pays off for products of many rows."""
     outputs, width = weight.out_features, weight.in_features
     out = torch.empty(outputs, width, dtype=dtype, device=weight.codes.device)
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(1024, next_power_of_2(width))
     offsets = weight.scales if weight.offsets is None else weight.offsets
-    _unpack_kernel[(outputs, triton.cdiv(width, block))](
+    _unpack_kernel[(outputs, cdiv(width, block))](
         weight.readable_codes, weight.scales, offsets, out, width,
         OFFSETS=weight.offsets is not None, GROUP=weight.group, WIDTH=block, num_warps=4, **launch_options(),
     )  # fmt: skip

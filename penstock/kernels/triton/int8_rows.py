@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels import tensor_kv
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.int8 import Int8Linear
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 from penstock.kernels.triton.targets import tile
@@ -94,12 +95,12 @@ def many_rows(x: Tensor, weight: Int8Linear, out_dtype: torch.dtype) -> Tensor:
     codes = torch.empty(rows, width, dtype=torch.int8, device=x.device)
     x_scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     out = torch.empty(rows, outputs, dtype=out_dtype, device=x.device)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     _round_kernel[(rows,)](x, codes, x_scales, width, BLOCK=block, num_warps=8, **launch_options())
     bias = x if weight.bias is None else weight.bias
     if rows <= MAX_CUBLAS_ROWS and outputs % CUBLAS_UNIT == 0 and width % CUBLAS_UNIT == 0:
         made = torch._int_mm(codes, weight.codes.t())
-        _scale_kernel[(rows, triton.cdiv(outputs, 1024))](
+        _scale_kernel[(rows, cdiv(outputs, 1024))](
             made,
             x_scales,
             weight.row_scales,
@@ -114,7 +115,7 @@ def many_rows(x: Tensor, weight: Int8Linear, out_dtype: torch.dtype) -> Tensor:
         return out
     shape = tile("int8, many rows")
     shape = shape.fitted(width, ROWS + shape.outputs)
-    _product_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(outputs, shape.outputs),)](
+    _product_kernel[(cdiv(rows, ROWS) * cdiv(outputs, shape.outputs),)](
         codes,
         weight.codes,
         x_scales,

@@ -18,7 +18,7 @@ from penstock.kernels.latent import absorbed, split_query
 from penstock.kernels.tensor_kv import TorchKVPart
 from penstock.kernels.triton.attention_parts import Partials, finish
 from penstock.kernels.triton.decode_attention import split_length
-from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.device import cdiv, next_power_of_2, num_processors
 from penstock.kernels.triton.targets import current
 
 KEYS = 32
@@ -166,7 +166,7 @@ def write_latents(
         queries = torch.empty(tokens, heads, size + rotated, dtype=query.dtype, device=query.device)
     plain, turned = split_query(query, layer)
     absorbed(plain, layer, queries[:, :, :size])
-    _write_kernel[(tokens, 1 + triton.cdiv(heads, HEADS_AT_ONCE))](
+    _write_kernel[(tokens, 1 + cdiv(heads, HEADS_AT_ONCE))](
         latent,
         turned,
         queries,
@@ -184,8 +184,8 @@ def write_latents(
         H=heads,
         C=size,
         R=rotated,
-        C_PAD=triton.next_power_of_2(size),
-        HALF_PAD=triton.next_power_of_2(rotated // 2),
+        C_PAD=next_power_of_2(size),
+        HALF_PAD=next_power_of_2(rotated // 2),
         HAS_SCALES=cache.scales is not None,
         HEADS=HEADS_AT_ONCE,
         num_warps=4,
@@ -195,7 +195,7 @@ def write_latents(
 
 def tile_of(rows: int, row_bytes: int) -> tuple[int, int]:
     """Return the rows and the keys of a program: as many as fit into shared memory together."""
-    tile = LARGE_TILE if rows >= LARGE_TILE else max(SMALL_TILE, triton.next_power_of_2(rows))
+    tile = LARGE_TILE if rows >= LARGE_TILE else max(SMALL_TILE, next_power_of_2(rows))
     keys = KEYS
     while (tile + keys) * row_bytes > current().shared_bytes and (tile, keys) != (SMALL_TILE, SMALL_TILE):
         if tile > SMALL_TILE:
@@ -211,13 +211,13 @@ def latent_attention(
     """[T, H, C + R] → `out`, [T, H, C]."""
     heads, size, rotated = layer.num_heads, layer.latent_dim, layer.rope_dim
     rows = batch.max_query_len * heads
-    padded = max(16, triton.next_power_of_2(size)), max(16, triton.next_power_of_2(rotated))
+    padded = max(16, next_power_of_2(size)), max(16, next_power_of_2(rotated))
     tile, keys = tile_of(rows, sum(padded) * queries.element_size())
-    tiles = triton.cdiv(rows, tile)
+    tiles = cdiv(rows, tile)
     span = batch.max_context_len
     processors = num_processors(queries.device.index or 0)
     split_keys = split_length(batch.num_requests * tiles, span, processors)
-    splits = triton.cdiv(span, split_keys)
+    splits = cdiv(span, split_keys)
     partials = Partials.for_rows(out, queries.shape[0] * heads, splits, size)
     _attend_kernel[(tiles, batch.num_requests, splits)](
         queries,

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import SamplingBatch
+from penstock.kernels.triton.device import next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 from penstock.kernels.triton.sampling import CHUNK, ChunkStatistics, highest_of, uniform
 
@@ -359,7 +360,7 @@ def redraw_limited_rows(
     offsets = scratch(rows, chunks + 1)
     candidates = scratch(rows, vocabulary, dtype=torch.float32)
     limits = batch.temperature, batch.top_k, batch.top_p, batch.min_p
-    padded = triton.next_power_of_2(chunks)
+    padded = next_power_of_2(chunks)
     _histogram_kernel[(rows, chunks)](
         logits, *limits, statistics.maxima, histogram, vocabulary, chunks,
         CHUNKS=padded, CHUNK=CHUNK, num_warps=4, **launch_options(),

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.interface import Activation
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.elementwise import KINDS, gate_up_product
 from penstock.kernels.triton.overlap import (
     launch_options,
@@ -285,11 +286,11 @@ def compile_for(table: DeltaTable, num_rows: int, width: int, num_slots: int) ->
 def _splits(width: int, columns: int, tiles: int) -> tuple[int, int]:
     """Return into how many parts the width is cut, so that few tiles too are work for the whole GPU, and how often
     a program reads `columns`."""
-    chunks = triton.cdiv(width, columns)
-    steps = triton.cdiv(chunks, MOST_SPLITS)
-    while steps < chunks and tiles * triton.cdiv(chunks, steps) > 768:
+    chunks = cdiv(width, columns)
+    steps = cdiv(chunks, MOST_SPLITS)
+    while steps < chunks and tiles * cdiv(chunks, steps) > 768:
         steps *= 2
-    return triton.cdiv(chunks, steps), steps
+    return cdiv(chunks, steps), steps
 
 
 def shrink(x: Tensor, table: DeltaTable, tiles: Tiles) -> Tensor:
@@ -300,7 +301,7 @@ def shrink(x: Tensor, table: DeltaTable, tiles: Tiles) -> Tensor:
     splits, steps = _splits(width, columns, tiles.count)
     places = tiles.count * tiles.rows
     hidden_width = table.slices * table.most_rank
-    blocks = triton.cdiv(hidden_width, SHRINK_OUTPUTS)
+    blocks = cdiv(hidden_width, SHRINK_OUTPUTS)
     hidden = torch.empty(places, hidden_width, dtype=x.dtype, device=x.device)
     parts = hidden
     if splits > 1:
@@ -342,13 +343,13 @@ def expand(
     halves = 2 if gate else 1
     outputs = y.shape[1] // halves
     out = torch.empty(y.shape[0], outputs, dtype=y.dtype, device=y.device) if gate else y
-    rank = min(MOST_AT_ONCE, triton.next_power_of_2(table.most_rank))
+    rank = min(MOST_AT_ONCE, next_power_of_2(table.most_rank))
     columns = min(256, EXPAND_SIZE // (rank * halves))
     if table.slices > 1 and not gate:  # a program's outputs belong to one matrix of a stack
         columns = min(columns, *(height & -height for height in np.diff((0, *table.ends)).tolist()))
     _launch(
         _expand_kernel,
-        (tiles.count, triton.cdiv(outputs, columns)),
+        (tiles.count, cdiv(outputs, columns)),
         shrunk,
         table.base,
         table.rights,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.tensor_kv import TensorKVStore
+from penstock.kernels.triton.device import next_power_of_2
 
 
 @triton.jit(do_not_specialize=["count", "blocks"], do_not_specialize_on_alignment=["sources", "targets"])
@@ -84,7 +85,7 @@ class PagedKV(TensorKVStore):
             blocks,
             G=groups,
             D=dim,
-            D_PAD=triton.next_power_of_2(dim),
+            D_PAD=next_power_of_2(dim),
             BLOCK_SIZE=size,
             HAS_SCALES=self.key_scales is not None,
             num_warps=1,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, AttentionLayer
 from penstock.kernels.triton.attention_parts import Partials, absorb, finish, load_tile
-from penstock.kernels.triton.device import num_processors
+from penstock.kernels.triton.device import cdiv, next_power_of_2, num_processors
 from penstock.kernels.triton.paged_kv import PagedLayer
 from penstock.kernels.triton.targets import attention_tiles, current, has_hopper_kernels, stages
 
@@ -192,7 +192,7 @@ def prefill_attention(
         hopper.hopper_attention(q, cache, out, layer, batch, shape.heads, shape.splits, shape.split_keys)
         return
     row_heads = shape.heads
-    padded_size = max(16, triton.next_power_of_2(size))
+    padded_size = max(16, next_power_of_2(size))
     # Half the keys of numbers twice as large, and of heads twice as large.
     keys = (
         attention_tiles().prefill_keys // (1 if size <= 128 else 2) // (2 if q.dtype == torch.float32 else 1)
@@ -206,7 +206,7 @@ def prefill_attention(
     grid = (
         heads // row_heads * shape.splits,
         batch.num_requests - batch.num_decodes,
-        triton.cdiv(batch.max_query_len, shape.tokens),
+        cdiv(batch.max_query_len, shape.tokens),
     )
     _prefill_kernel[grid](
         q,

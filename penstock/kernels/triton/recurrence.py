@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch
 from penstock.kernels.states import DeltaLayer, ScanLayer
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 CHANNELS = 128  # of a program of a convolution: one for each thread, which alone reads and writes its history
@@ -159,7 +160,7 @@ def short_conv(
     assert batch.states is not None
     (tokens, channels), width = x.shape, weight.shape[1]
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
-    slots, blocks = batch.states.slots, triton.cdiv(channels, CHANNELS)
+    slots, blocks = batch.states.slots, cdiv(channels, CHANNELS)
     gates = (x if before is None else before, x if after is None else after)
     strides = (x.stride(0), gates[0].stride(0), gates[1].stride(0))
     common = {"WIDTH": width, "HAS_BEFORE": before is not None, "BLOCK": CHANNELS, **launch_options()}
@@ -171,7 +172,7 @@ def short_conv(
         )
         return out
     count = batch.num_requests
-    _conv_kernel[(triton.cdiv(tokens, CONV_TOKENS), blocks)](
+    _conv_kernel[(cdiv(tokens, CONV_TOKENS), blocks)](
         x, *gates, weight, bias, history, slots, batch.query_starts, out, tokens, count, count.bit_length(), channels,
         *strides, **common, **both, TOKENS=CONV_TOKENS,
     )  # fmt: skip
@@ -210,7 +211,7 @@ def gated_norm(
     out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
     if weight is None:
         group_width = 1024 if width % 1024 == 0 else width
-    block = triton.next_power_of_2(group_width)
+    block = next_power_of_2(group_width)
     _gated_norm_kernel[(rows, width // group_width)](
         x.contiguous(),
         gate,
@@ -270,9 +271,9 @@ def scan_decodes(
 ) -> None:
     """Run one token of each request; the state and `out`, [R, H, P], are written."""
     heads, size, width = state.shape[1:]
-    padded = triton.next_power_of_2(width)
-    block = max(1, min(triton.next_power_of_2(size), STATE_NUMBERS // padded))
-    _scan_decode_kernel[(len(slots), heads, triton.cdiv(size, block))](
+    padded = next_power_of_2(width)
+    block = max(1, min(next_power_of_2(size), STATE_NUMBERS // padded))
+    _scan_decode_kernel[(len(slots), heads, cdiv(size, block))](
         x, step, read, write, layer.decay, layer.skip, layer.step_bias, layer.groups, state, slots, out,
         *layer.step_limits, x.stride(0), step.stride(0), read.stride(0), write.stride(0),
         H=heads, P=size, N=width, P_BLOCK=block, N_PAD=padded, **launch_options(),
@@ -325,9 +326,9 @@ def delta_decodes(
 ) -> None:
     """Run one token of each request; the state and `out`, [R, H, V], are written."""
     heads, width, size = state.shape[1:]
-    padded = triton.next_power_of_2(width)
-    block = max(1, min(triton.next_power_of_2(size), STATE_NUMBERS // padded))
-    _delta_decode_kernel[(len(slots), heads, triton.cdiv(size, block))](
+    padded = next_power_of_2(width)
+    block = max(1, min(next_power_of_2(size), STATE_NUMBERS // padded))
+    _delta_decode_kernel[(len(slots), heads, cdiv(size, block))](
         mixed, rate, step, layer.decay, layer.step_bias, layer.keys, state, slots, out, layer.num_keys,
         mixed.stride(0), rate.stride(0), step.stride(0),
         H=heads, K=width, V=size, K_PAD=padded, V_BLOCK=block, LARGEST_RATE=layer.largest_rate, **launch_options(),

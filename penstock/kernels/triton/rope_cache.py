@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.kernels import tensor_kv
 from penstock.kernels.interface import AttentionLayer
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.paged_kv import PagedLayer
 
@@ -114,7 +115,7 @@ def rope_and_cache(
     has_norm = layer.q_norm is not None
     # A few tokens are spread over the chip; many fill it anyway, and then fewer, larger programs win.
     per_program = 4 if tokens <= FEW_TOKENS else 16
-    _rope_cache_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, per_program))](
+    _rope_cache_kernel[(tokens, cdiv(heads + 2 * kv_heads, per_program))](
         qkv,
         queries,
         cache.keys,
@@ -133,7 +134,7 @@ def rope_and_cache(
         HAS_NORM=has_norm,
         HAS_SCALES=cache.key_scales is not None,
         HEADS=per_program,
-        HALF=triton.next_power_of_2(size // 2),
+        HALF=next_power_of_2(size // 2),
         num_warps=1 if tokens <= FEW_TOKENS else 4,
         **launch_options(),
     )

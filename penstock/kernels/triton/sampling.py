@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import SamplingBatch
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
 CHUNK = 2048
@@ -123,7 +124,7 @@ def _pick_kernel(
 
 def chunk_statistics(logits: Tensor, temperature: Tensor) -> ChunkStatistics:
     rows, vocabulary = logits.shape
-    chunks = triton.cdiv(vocabulary, CHUNK)
+    chunks = cdiv(vocabulary, CHUNK)
     maxima = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     places = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     sums = torch.empty_like(maxima)
@@ -158,7 +159,7 @@ def draw_from_whole_vocabulary(logits: Tensor, batch: SamplingBatch, statistics:
         out,
         vocabulary,
         chunks,
-        CHUNKS=triton.next_power_of_2(chunks),
+        CHUNKS=next_power_of_2(chunks),
         CHUNK=CHUNK,
         num_warps=4,
         **launch_options(),

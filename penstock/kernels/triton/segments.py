@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch
 from penstock.kernels.states import DeltaLayer, ScanLayer
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 from penstock.kernels.triton.recurrence import delta_decodes, scan_decodes, softplus, unit_rows
 from penstock.kernels.triton.targets import current
@@ -98,12 +99,12 @@ def selective_scan(
         scan_decodes(x, step, read, write, layer, state, slots[:decodes], out)
     if prompts:
         heads, size, width = state.shape[1:]
-        padded = max(SMALLEST, triton.next_power_of_2(width))
+        padded = max(SMALLEST, next_power_of_2(width))
         segment = 64 if 64 * padded * x.element_size() <= SEGMENT_BYTES else 32
         block = _fitting_block(size, padded)
         if x.dtype == torch.float32:
             segment = block = SMALLEST
-        _scan_kernel[(prompts, heads, triton.cdiv(size, block))](
+        _scan_kernel[(prompts, heads, cdiv(size, block))](
             x, step, read, write, layer.decay, layer.skip, layer.step_bias, layer.groups, state, slots,
             batch.query_starts, out, decodes, *layer.step_limits,
             x.stride(0), step.stride(0), read.stride(0), write.stride(0),
@@ -115,7 +116,7 @@ def selective_scan(
 def _fitting_block(size: int, padded: int) -> int:
     """Return how many of a head's `size` numbers one program has, whose states have `padded` numbers each."""
     most = STATE_NUMBERS if current().shared_bytes >= 160_000 else STATE_NUMBERS // 2
-    return max(SMALLEST, min(64, triton.next_power_of_2(size), most // padded))
+    return max(SMALLEST, min(64, next_power_of_2(size), most // padded))
 
 
 @triton.jit
@@ -254,7 +255,7 @@ def gated_delta(
     if decodes:
         delta_decodes(mixed, rate, step, layer, state, slots[:decodes], out)
     if prompts:
-        padded = max(SMALLEST, triton.next_power_of_2(width))
+        padded = max(SMALLEST, next_power_of_2(width))
         segment, block, precision = SMALLEST, SMALLEST, "ieee"
         if mixed.dtype != torch.float32:
             segment, block = 32, _fitting_block(size, padded)
@@ -266,10 +267,10 @@ def gated_delta(
             mixed, rate, step, layer.decay, layer.step_bias, layer.keys, batch.query_starts, changes, known, decodes,
             batch.num_requests, batch.num_requests.bit_length(), layer.num_keys,
             mixed.stride(0), rate.stride(0), step.stride(0),
-            H=heads, K=width, V=size, K_PAD=padded, V_PAD=max(SMALLEST, triton.next_power_of_2(size)),
+            H=heads, K=width, V=size, K_PAD=padded, V_PAD=max(SMALLEST, next_power_of_2(size)),
             SEGMENT=segment, PRECISION=precision, LARGEST_RATE=layer.largest_rate, num_warps=4, **launch_options(),
         )  # fmt: skip
-        _delta_kernel[(prompts, heads, triton.cdiv(size, block))](
+        _delta_kernel[(prompts, heads, cdiv(size, block))](
             mixed, step, layer.decay, layer.step_bias, layer.keys, changes, known, state, slots, batch.query_starts,
             out, decodes, layer.num_keys, mixed.stride(0), step.stride(0),
             H=heads, K=width, V=size, K_PAD=padded, V_BLOCK=block, SEGMENT=segment, num_warps=4, **launch_options(),

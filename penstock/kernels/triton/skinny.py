@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.interface import Activation
+from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.elementwise import activate
 from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.targets import RowTile, Tile, row_tile, tile
@@ -221,7 +222,7 @@ def linear(
         row_shape = _row_tile(outputs, width, is_gated)
         return product.launch(
             _one_row_kernel,
-            triton.cdiv(outputs, row_shape.outputs),
+            cdiv(outputs, row_shape.outputs),
             x,
             (weight,),
             bias,
@@ -234,11 +235,11 @@ def linear(
     out = product.residual
     if out is None:
         out = torch.empty(rows, outputs, dtype=product.out_dtype or x.dtype, device=x.device)
-    padded = max(16, triton.next_power_of_2(rows))
+    padded = max(16, next_power_of_2(rows))
     shape = _tile(padded, outputs, width, is_gated)
     absent = x  # any pointer will do
     parts = (part if part is not None else absent for part in (bias, product.norm, product.residual))
-    _few_rows_kernel[(triton.cdiv(outputs, shape.outputs),)](
+    _few_rows_kernel[(cdiv(outputs, shape.outputs),)](
         x,
         weight,
         *parts,

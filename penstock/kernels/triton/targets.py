@@ -153,9 +153,14 @@ def current() -> Family:
 
 def has_hopper_kernels() -> bool:
     """Say whether this GPU is a Hopper and Triton compiles the kernels in Gluon for it."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     is_hopper = not triton.knobs.runtime.interpret and current().arch == HOPPER.arch
-    return is_hopper and GLUON_SINCE <= version < GLUON_BEFORE
+    return is_hopper and _compiles_gluon(triton.__version__)
+
+
+@functools.cache
+def _compiles_gluon(release: str) -> bool:
+    version = tuple(int(part) for part in release.split(".")[:2])
+    return GLUON_SINCE <= version < GLUON_BEFORE
 
 
 def _tuning() -> Tuning:
