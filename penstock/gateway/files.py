@@ -46,6 +46,7 @@ class FilesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     max_file_bytes: Count = 512 << 20
     max_workspace_bytes: Count = 16 << 30
+    max_workspace_files: Count = 100_000  # each upload adds up the sizes of all
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,9 +248,13 @@ class FileStore:
         """Return the bytes that the workspace's other files leave. Raises RequestTooLarge if they are too few."""
         lock_workspace(connection, workspace_id)
         is_other = tables.files.c.workspace_id == workspace_id, tables.files.c.id != file_id
-        used = connection.execute(
-            select(func.coalesce(func.sum(tables.files.c.num_bytes), 0)).where(*is_other)
-        ).scalar_one()
+        sums = func.coalesce(func.sum(tables.files.c.num_bytes), 0), func.count()
+        used, num_files = connection.execute(select(*sums).where(*is_other)).one()
+        if num_files >= self.config.max_workspace_files:
+            raise RequestTooLarge(
+                f"The workspace has {num_files} files, which is the limit.",
+                hint="Delete files and batches that are no longer needed.",
+            )
         room = self.config.max_workspace_bytes - int(used)
         if num_bytes > room:
             raise RequestTooLarge(
@@ -282,7 +287,7 @@ class Upload:
         self._file = file
         self._pending = bytearray()
         self._num_bytes = 0
-        self._num_reserved = 0
+        self._num_reserved = -1  # an empty file needs a place, too
 
     @property
     def num_bytes(self) -> int:
@@ -308,7 +313,7 @@ class Upload:
         if self._file.closed:
             return
         await in_thread(self._store.blobs.abandon, self._file)
-        if self._num_reserved:
+        if self._num_reserved >= 0:
             await self._store.release(self.file_id)
 
     async def _write_pending(self, reserved_ahead: int = _RESERVED_AHEAD_BYTES) -> None:

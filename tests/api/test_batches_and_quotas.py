@@ -113,3 +113,18 @@ def test_a_batch_begins_only_where_its_workspace_has_room(tmp_path: Path) -> Non
         with pytest.raises(openai.APIStatusError, match="more than the 1000 bytes"):
             sdk.batches.create(**ask)
         until(lambda: list((tmp_path / "files").glob("*-input")), lambda found: not found)
+
+
+def test_a_workspace_has_so_many_files_at_most_also_empty_ones(tmp_path: Path) -> None:
+    """Empty files take no bytes, but a row and a name on the disk each."""
+    with serving_work(FakeEngine(script_text("fine")), tmp_path, max_workspace_files=3) as served:
+        sdk = served.openai()
+        ids = [sdk.files.create(file=("empty", b""), purpose="batch").id for _ in range(3)]
+        for data in (b"", b"x"):
+            with pytest.raises(openai.APIStatusError, match="has 3 files, which is the limit") as refused:
+                sdk.files.create(file=("more", data), purpose="batch")
+            assert refused.value.status_code == 413
+        assert len(list((tmp_path / "files").iterdir())) == 3
+        served.openai("w2").files.create(file=("empty", b""), purpose="batch")
+        sdk.files.delete(ids[0])
+        sdk.files.create(file=("more", b"x"), purpose="batch")
