@@ -76,6 +76,7 @@ _TEXT_ALONE = frozenset(
     {
         "Kimi_K25ForConditionalGeneration",
         "KimiK25ForConditionalGeneration",  # as its makers call it
+        "Gemma3nForConditionalGeneration",
         "MiniCPMV4_6ForConditionalGeneration",
         "MiniCPMV4_7ForConditionalGeneration",
         "Ovis2ForConditionalGeneration",

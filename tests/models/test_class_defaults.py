@@ -42,10 +42,11 @@ MODEL_TYPES = [
     name
     for family in FAMILIES
     for name in family.huggingface_names
-    if name in CONFIG_MAPPING and name not in ("internlm3", "gemma3", "gemma4", "gemma4_unified", "llama4")
+    if name in CONFIG_MAPPING
+    and name not in ("internlm3", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4")
 ]
-OUTER = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text",
-         "llama4": "llama4_text"}  # fmt: skip
+OUTER = {"gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text",
+         "gemma4_unified": "gemma4_unified_text", "llama4": "llama4_text"}  # fmt: skip
 
 
 def understood(settings: dict[str, Any]) -> ArchitectureConfig:

@@ -90,13 +90,18 @@ def test_rounded_weights_stay_close(family: Reference) -> None:
 
 def test_an_adapter_gives_the_logits_of_the_merged_model(family: Reference, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(family.folder)
-    if checkpoint.architecture.layout(checkpoint.config).is_usual and family.name != "gemma4":
+    if checkpoint.architecture.layout(checkpoint.config).is_usual and family.name not in (
+        "gemma3n",
+        "gemma4",
+    ):
         pytest.skip("adapters of families with Llama's matrices have a test of their own")
     # Experts have no adapters, and neither have matrices that are absorbed into queries and values.
     is_limited = is_mixture(family) or any("kv_b_proj" in name for name in family.model.state_dict())
     targets: Any = r".*\.(q|k|v|o|q_a|q_b)_proj|.*kv_a_proj_with_mqa" if is_limited else "all-linear"
     if "mamba" in str(family.model.config.to_dict()):  # PEFT does not change the outputs of Mamba's layers
         targets = (*EVERYTHING, "in_proj")
+    if family.name == "gemma3n":  # nor are there adapters of the streams
+        targets = EVERYTHING
     if family.name.startswith("zamba"):  # nor what several layers share
         targets = ("in_proj",)
     merged = write_adapter(family, tmp_path, seed=1, targets=targets)
@@ -199,6 +204,19 @@ def test_heads_that_are_too_large_for_the_kernels(tmp_path: Path, monkeypatch: p
     (answer, _) = answers(family_engine(tmp_path, 64), "large", 16)
     expected = reference.logits(PROMPTS[0] + answer)[len(PROMPTS[0]) - 1 : -1].argmax(dim=1)
     assert answer == expected.tolist()
+
+
+def test_the_text_part_of_gemma3n_is_read_alone(tmp_path: Path) -> None:
+    reference, ops = save_tiny("gemma3n", tmp_path), TorchOps()
+    tensors = load_file(tmp_path / "model.safetensors")
+    nested = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(nested, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    outer = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n"}
+    settings = {**outer, "text_config": text, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    made = PagedRunner(load_model(tmp_path, ops), ops).prompt_logits(PROMPTS[0])
+    torch.testing.assert_close(made, reference.logits(PROMPTS[0]), **TOLERANCE)
 
 
 def test_chunks_and_rope_of_llama4_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ All layers share one KV cache. Smaller heads are padded with zeros, and fewer ke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -142,7 +142,7 @@ class Gemma4Layer:
 
 class Gemma4(Decoder):
     name = "gemma4"
-    huggingface_names = (
+    huggingface_names: ClassVar[tuple[str, ...]] = (
         "Gemma4ForCausalLM",
         "Gemma4ForConditionalGeneration",
         "gemma4_text",
@@ -152,7 +152,7 @@ class Gemma4(Decoder):
         "gemma4_unified_text",
         "gemma4_unified",
     )
-    gguf_names = ("gemma4",)
+    gguf_names: ClassVar[tuple[str, ...]] = ("gemma4",)
     config: Gemma4Config
 
     @classmethod
@@ -264,31 +264,32 @@ class Gemma4(Decoder):
     def run_layer(self, layer: Any, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
         raise NotImplementedError("layers that share keys and values run together")
 
-    def load_layer(self, load: LayerLoader) -> Gemma4Layer:
+    def load_layer(self, load: LayerLoader) -> Any:
         config, weights, prefix = self.config, load.weights, load.prefix
         is_wide = config.is_double_wide and load.index >= config.num_kv_layers
-        layer_input = None
-        if config.input_size:
-            layer_input = LayerInput(
-                weights.linear([f"{prefix}.per_layer_input_gate"], [config.input_size], config.hidden_size),
-                weights.linear([f"{prefix}.per_layer_projection"], [config.hidden_size], config.input_size),
-                load.rms_norm("post_per_layer_input_norm"),
-                config.activation,
-            )
         scale = f"{prefix}.layer_scalar"
         if weights.has(f"{scale}.weight"):  # GGUF
             scale = f"{scale}.weight"
         return Gemma4Layer(
             attention_norm=load.rms_norm("input_layernorm"),
-            attention=self._load_attention(load),
+            attention=self.load_attention(load),
             after_attention_norm=load.rms_norm("post_attention_layernorm"),
             mlp_norm=load.rms_norm("pre_feedforward_layernorm"),
             mlp=load.gated_mlp(intermediate_size=config.intermediate_size * (2 if is_wide else 1)),
             experts=None if config.experts is None else self._load_experts(load),
             after_mlp_norm=load.rms_norm("post_feedforward_layernorm"),
-            layer_input=layer_input,
+            layer_input=self.load_layer_input(load) if config.input_size else None,
             kv_layer=config.kv_layer(load.index),
             scale=float(weights.vector(scale, 1)) if weights.has(scale) else 1.0,
+        )
+
+    def load_layer_input(self, load: LayerLoader) -> LayerInput:
+        config, prefix = self.config, load.prefix
+        return LayerInput(
+            load.weights.linear([f"{prefix}.per_layer_input_gate"], [config.input_size], config.hidden_size),
+            load.weights.linear([f"{prefix}.per_layer_projection"], [config.hidden_size], config.input_size),
+            load.rms_norm("post_per_layer_input_norm"),
+            config.activation,
         )
 
     def _load_experts(self, load: LayerLoader) -> ExpertsBeside:
@@ -305,7 +306,7 @@ class Gemma4(Decoder):
             after_mlp_norm=load.rms_norm("post_feedforward_layernorm_1"),
         )
 
-    def _load_attention(self, load: LayerLoader) -> Gemma4Attention:
+    def load_attention(self, load: LayerLoader) -> Gemma4Attention:
         config, weights, prefix = self.config, load.weights, f"{load.prefix}.self_attn"
         kind = config.kind(load.index)
         heads, size = weights.shard.heads(config.num_heads, kind.num_kv_heads), kind.head_dim
