@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import openai
 import pytest
 from sqlalchemy import Connection, func, select
 
+from penstock.gateway.batches import store as batch_store
 from penstock.gateway.blobs.blobs import FileFolder
 from penstock.gateway.files import FileStore
 from penstock.gateway.store import tables
@@ -79,7 +81,7 @@ async def test_results_of_message_batches_are_removed_after_29_days(tmp_path: Pa
         later = now + days * 86_400
         database = Database(f"sqlite:///{tmp_path / 'penstock.db'}")
         blobs = FileFolder(tmp_path / "files")
-        await FileStore(database, blobs, wall_clock=lambda later=later: later).remove_expired()
+        await FileStore(database, blobs, wall_clock=partial(float, later)).remove_expired()
         assert len(list((tmp_path / "files").iterdir())) == left
         database.close()
 
@@ -128,3 +130,18 @@ def test_a_workspace_has_so_many_files_at_most_also_empty_ones(tmp_path: Path) -
         served.openai("w2").files.create(file=("empty", b""), purpose="batch")
         sdk.files.delete(ids[0])
         sdk.files.create(file=("more", b"x"), purpose="batch")
+
+
+def test_the_oldest_batches_that_are_over_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client can make any number of batches that fail at once, and OpenAI's API deletes none."""
+    monkeypatch.setattr(batch_store, "MAX_OVER", 3)
+    with serving_work(FakeEngine(script_text("fine")), tmp_path) as served:
+        sdk, other = served.openai(), served.openai("w2")
+        theirs = until_over(other, start(other, [chat_line("a")]).id).id
+        ids = [until_over(sdk, start(sdk, [{"bad": "line"}]).id).id for _ in range(6)]
+        assert [batch.id for batch in sdk.batches.list()] == ids[:1:-1], (
+            "the last one, and three that were over"
+        )
+        assert [batch.id for batch in other.batches.list()] == [theirs]

@@ -48,6 +48,7 @@ from penstock.gateway.store.database import (
     reading,
     transaction,
 )
+from penstock.gateway.store.growth import GrowthCheck
 from penstock.gateway.store.tables import leases
 from penstock.gateway.tenants.keyring import IS_ARCHIVED
 
@@ -126,6 +127,7 @@ _UNIQUE = secrets.token_hex(16)
 
 # Batches of a workspace that are not over: the runner looks at all of them every few seconds.
 MAX_ACTIVE = 1000
+MAX_OVER = 50_000  # batches of a workspace that are over; OpenAI's clients cannot delete them
 RETRY_AFTER_S = 60.0
 _RESULTS_AT_ONCE = 256
 _MAX_GROUP = 256
@@ -142,6 +144,7 @@ class BatchStore:
         self._database = database
         self._wall_clock = wall_clock
         self._lease_clock = lease_clock
+        self._growth = GrowthCheck(MAX_OVER)
 
     @property
     def exists(self) -> bool:
@@ -161,6 +164,8 @@ class BatchStore:
                 retry_after_s=RETRY_AFTER_S,
             )
         connection.execute(insert(tables.batches).values(batch_values(batch)))
+        if self._growth.is_due(batch.workspace_id, 1):
+            _forget_oldest(connection, batch.workspace_id)
 
     @reading
     def get(self, connection: Connection, workspace_id: str, batch_id: str, kind: str) -> Batch:
@@ -398,6 +403,13 @@ def _find(
 def _read(connection: Connection, batch_id: str) -> Batch:
     query = select(tables.batches).where(tables.batches.c.id == batch_id).with_for_update()
     return batch_from_row(connection.execute(query).one())
+
+
+def _forget_oldest(connection: Connection, workspace_id: str) -> None:
+    is_over = tables.batches.c.workspace_id == workspace_id, tables.batches.c.status.not_in(sorted(ACTIVE))
+    newest_first = tables.batches.c.created_at.desc(), tables.batches.c.id.desc()
+    beyond = select(tables.batches.c.id).where(*is_over).order_by(*newest_first).offset(MAX_OVER)
+    connection.execute(delete(tables.batches).where(tables.batches.c.id.in_(beyond)))
 
 
 def _forget_input(connection: Connection, batch: Batch) -> None:
