@@ -8,7 +8,9 @@ All stand in front of one HTTP server that answers at once with 16 tokens (`benc
 twice: open, and with keys from a database, limits and the usage ledger on. The router is `sglang-router` (Rust), and
 LiteLLM its proxy with a master key and no database; each is left out without the Python that it is installed for. The
 load comes from plain sockets of another process. Rounds alternate between the gateways, and the table shows medians.
-Processor time is that of all processes of a gateway. With another checkout of Penstock, such as that of an older
+Processor time is that of all processes of a gateway. Other work on the machine, the load's own included, adds to it:
+it interrupts the gateway, which finds its caches cold. A second table therefore shows the least of all rounds, and
+how often a request was interrupted then. With another checkout of Penstock, such as that of an older
 commit, its server stands beside: on a machine with other work, only figures of one run can be compared.
 """
 
@@ -62,7 +64,22 @@ class Target:
         return Call.post(self.port, PATH, json.dumps(chat).encode(), self.headers)
 
     def cpu_s(self) -> float:
-        return sum(map(cpu_s, [self.process, *self.process.children(recursive=True)]))
+        return sum(map(cpu_s, self._processes()))
+
+    def num_interruptions(self) -> int:
+        """Return how often a thread had to make room for another one."""
+        threads = [thread.id for process in self._processes() for thread in process.threads()]
+        return sum(_num_interruptions(thread) for thread in threads)
+
+    def _processes(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+
+def _num_interruptions(thread_id: int) -> int:
+    try:
+        return psutil.Process(thread_id).num_ctx_switches().involuntary
+    except psutil.NoSuchProcess:  # it has just ended
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +92,26 @@ class Figures:
     streams_per_s: float
     cpu_us_per_request: float
     cpu_us_per_stream: float
+    interruptions_per_request: float
+    interruptions_per_stream: float
 
 
 def measure(target: Target, seconds: float) -> Figures:
     one_client = run(target.call(stream=False), num_clients=1, seconds=seconds)
     one_stream = run(target.call(stream=True), num_clients=1, seconds=seconds)
-    whole, whole_cpu_us = _load(target, seconds, stream=False)
-    streamed, streamed_cpu_us = _load(target, seconds, stream=True)
-    return Figures(one_client.p50_ms, one_stream.p50_ms, whole, streamed, whole_cpu_us, streamed_cpu_us)
+    whole = _load(target, seconds, stream=False)
+    streamed = _load(target, seconds, stream=True)
+    pairs = (figure for pair in zip(whole, streamed, strict=True) for figure in pair)
+    return Figures(one_client.p50_ms, one_stream.p50_ms, *pairs)
 
 
-def _load(target: Target, seconds: float, *, stream: bool) -> tuple[float, float]:
-    """Requests per second of many clients, and what one costs the gateway."""
-    before_s = target.cpu_s()
+def _load(target: Target, seconds: float, *, stream: bool) -> tuple[float, float, float]:
+    """Requests per second of many clients, the microseconds that one costs the gateway, and its interruptions."""
+    before_s, num_before = target.cpu_s(), target.num_interruptions()
     load = run(target.call(stream=stream), num_clients=NUM_CLIENTS, seconds=seconds)
-    return load.requests_per_s, 1e6 * (target.cpu_s() - before_s) / len(load.latencies_s)
+    num_requests = len(load.latencies_s)
+    cpu_us = 1e6 * (target.cpu_s() - before_s) / num_requests
+    return load.requests_per_s, cpu_us, (target.num_interruptions() - num_before) / num_requests
 
 
 @contextlib.contextmanager
@@ -212,6 +234,35 @@ def table(figures: Mapping[str, Figures]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def least_table(rounds: Mapping[str, Sequence[Figures]]) -> str:
+    """The processor time of each gateway in its least disturbed round. Behind it its ratio to the router's."""
+    head = ("", "CPU per request, µs", "interruptions", "CPU per stream, µs", "interruptions")
+    lines = [head, ("---", *["---:"] * (len(head) - 1))]
+    leasts = {
+        name: (
+            min(found, key=lambda row: row.cpu_us_per_request),
+            min(found, key=lambda row: row.cpu_us_per_stream),
+        )
+        for name, found in rounds.items()
+        if name != DIRECT
+    }
+    router = leasts.get(ROUTER)
+    for name, (whole, streamed) in leasts.items():
+        is_rated = router is not None and name != ROUTER
+        whole_ratio = whole.cpu_us_per_request / router[0].cpu_us_per_request if is_rated else None
+        stream_ratio = streamed.cpu_us_per_stream / router[1].cpu_us_per_stream if is_rated else None
+        lines.append(
+            (
+                name,
+                _cell(whole.cpu_us_per_request, whole_ratio),
+                f"{whole.interruptions_per_request:.2f}",
+                _cell(streamed.cpu_us_per_stream, stream_ratio),
+                f"{streamed.interruptions_per_stream:.2f}",
+            )
+        )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def _columns(row: Figures, direct: Figures) -> list[float]:
     return [
         row.one_client_p50_ms,
@@ -276,6 +327,8 @@ def main() -> None:
                 print(f"round {number}: {target.name:8s} {figures}", file=sys.stderr, flush=True)
     print(f"{', '.join(versions)}; medians of {arguments.rounds} rounds\n")
     print(table({name: medians(found) for name, found in rounds.items()}))
+    print("\nLeast processor time of a round:\n")
+    print(least_table(rounds))
     if arguments.json is not None:
         document = {name: [asdict(one) for one in found] for name, found in rounds.items()}
         arguments.json.write_text(json.dumps(document, indent=2))
