@@ -53,6 +53,8 @@ class ConvProjection:
     conv: ConvWeights  # without its bias
     mixing: Tensor  # [K, heads, D, D] in the compute type, of the newest input first
     constant: Tensor  # float32 [heads, D]
+    older_taps: Tensor  # of `_taps`, for the older inputs of the second convolution
+    next_taps: Tensor  # ... and for the values of the token before
     next_bias: Tensor  # of the values for the next token, in the compute type
     key_scales: Tensor  # float32 [key heads, 1]
     order: Tensor  # of the numbers of a head, so that rotated pairs are half a head apart
@@ -81,7 +83,10 @@ class ConvProjection:
         heads = torch.cat(
             [heads[:, : self.num_queries], heads[:, self.num_queries :] * self.key_scales], dim=1
         )
-        before = self._delayed(ops, following - self.next_bias, 1, states[2], batch) + self.next_bias
+        following = following - self.next_bias
+        before = (
+            ops.short_conv(following, self.next_taps, None, states[2], batch, silu=False) + self.next_bias
+        )
         own = torch.cat([values, before], dim=1)[:, self.values.start : self.values.stop]
         return torch.cat([heads[:, :, self.order].flatten(1).to(x.dtype), own], dim=1)
 
@@ -91,7 +96,8 @@ class ConvProjection:
         inner = ops.short_conv(raw, self.conv.weight, None, states[0], batch, silu=False)
         inputs, older = [inner], len(self.mixing) - 1
         if older:
-            delayed = self._delayed(ops, inner.repeat(1, older), older, states[1], batch)
+            copies = inner.repeat(1, older)
+            delayed = ops.short_conv(copies, self.older_taps, None, states[1], batch, silu=False)
             inputs += delayed.chunk(older, dim=1)
         made = self.constant
         for each, matrices in zip(inputs, self.mixing, strict=True):
@@ -99,12 +105,11 @@ class ConvProjection:
             made = made + torch.bmm(by_head, matrices.transpose(1, 2)).transpose(0, 1).float()
         return made
 
-    def _delayed(self, ops: Ops, x: Tensor, steps: int, history: Tensor, batch: AttentionBatch) -> Tensor:
-        """Return [T, steps × C] with the inputs of each part 1 to `steps` tokens ago, in this order."""
-        channels = x.shape[1] // steps
-        taps = torch.eye(steps + 1, device=x.device)[:steps].flip(0)  # the oldest input comes first
-        weight = taps.repeat_interleave(channels, dim=0)
-        return ops.short_conv(x.contiguous(), weight, None, history, batch, silu=False)
+
+def _taps(steps: int, channels: int, device: torch.device) -> Tensor:
+    """Return the convolutions of `steps` copies of some channels that give the inputs 1 to `steps` tokens ago."""
+    weight = torch.eye(steps + 1, device=device)[:steps].flip(0)  # the oldest input comes first
+    return weight.repeat_interleave(channels, dim=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +311,8 @@ def _load_projection(load: LayerLoader, config: ZayaConfig) -> ConvProjection:
         ),
         mixing=mixing.permute(3, 0, 1, 2).flip(0).to(weights.ops.dtype).contiguous(),
         constant=constant,
+        older_taps=_taps(second - 1, sum(map(len, own)), weights.ops.device),
+        next_taps=_taps(1, half, weights.ops.device),
         next_bias=next_bias.to(weights.ops.dtype),
         key_scales=scales[heads.keys.start : heads.keys.stop].unsqueeze(1),
         order=pair_order(size, rope.rotary_dim or size, interleaved=False).to(weights.ops.device),
