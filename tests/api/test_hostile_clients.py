@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -346,6 +347,28 @@ def test_a_stream_that_nobody_reads_is_dropped() -> None:
         served.wait_until(lambda: served.connections.num_stalled == 1)
         served.wait_until(lambda: served.gateway.num_live == 0 and served.connections.num_open == 0)
         connection.close()
+
+
+@pytest.mark.parametrize("ends", ["half", "reset"])
+def test_all_that_a_hundred_clients_hold_is_free_once_they_are_gone(ends: str) -> None:
+    engine = ThreadedEngine()
+    with bounded_server(engine, LIMITED) as served:
+        clients = [dial(served) for _ in range(100)]
+        body = b'{"prompt": ["a", "b"], "n": 2, "stream": true}'
+        for client in clients:
+            client.sendall(COMPLETION + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        served.wait_until(lambda: len(engine.streams) == 400)
+        engine.emit_soon(b"x")  # in the middle of the answers
+        for client in clients:
+            if ends == "half":
+                client.shutdown(socket.SHUT_WR)
+            else:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.close()
+        served.wait_until(lambda: not engine.streams and not served.gateway.num_live)
+        served.wait_until(lambda: served.connections.num_open == 0)
+        for client in clients:
+            client.close()
 
 
 def test_hundreds_of_slow_clients_do_not_keep_others_waiting(timers: HeldTimers) -> None:
