@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
 from starlette.routing import Route
 
 from penstock.api.app import create_app
@@ -24,6 +22,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.telemetry import RequestObserver
 from tests.api.conftest import Served
 from tests.gateway.fake_engine import FakeEngine
+from tests.servers import listening_in_thread
 
 
 class ThreadedEngine(FakeEngine):
@@ -115,38 +114,22 @@ def bounded_server(
             super().data_received(data)
             served.num_bytes_read += len(data)
 
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(
-                gateway,
-                config,
-                request_log=request_log,
-                more_routes=routes,
-                pending_bodies=connections.pending_bodies,
-            ),
-            **{
-                "host": "127.0.0.1",
-                "port": 0,
-                "http": CountingProtocol,
-                "ws": websocket,
-                "ws_max_size": config.max_body_bytes,
-                "ws_per_message_deflate": False,
-                "log_config": None,
-                "access_log": False,
-            }
-            | uvicorn_options,
-        )
+    app = create_app(
+        gateway,
+        config,
+        request_log=request_log,
+        more_routes=routes,
+        pending_bodies=connections.pending_bodies,
     )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    served = BoundedServed(engine, gateway, server.servers[0].sockets[0].getsockname()[1])
-    served.limits = connections
-    served.connections = connections.metrics
-    try:
+    options: dict[str, Any] = {
+        "http": CountingProtocol,
+        "ws": websocket,
+        "ws_max_size": config.max_body_bytes,
+        "ws_per_message_deflate": False,
+        "log_config": None,
+    }
+    with listening_in_thread(app, **options | uvicorn_options) as port:
+        served = BoundedServed(engine, gateway, port)
+        served.limits = connections
+        served.connections = connections.metrics
         yield served
-    finally:
-        server.should_exit = True
-        server.force_exit = True
-        thread.join()

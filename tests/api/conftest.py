@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +13,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from penstock.api.app import create_app
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
 from tests.gateway.fake_engine import FakeEngine
+from tests.servers import listening_in_thread
 
 
 @dataclass
@@ -60,21 +59,8 @@ def serving(
     accounts: Accounts | None = None,
 ) -> Iterator[Served]:
     gateway = Gateway(engine, gateway_config, accounts=accounts)
-    config = uvicorn.Config(
-        create_app(gateway, server_config), host="127.0.0.1", port=0, log_level="error", access_log=False
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
+    with listening_in_thread(create_app(gateway, server_config)) as port:
         yield Served(engine, gateway, port)
-    finally:
-        server.should_exit = True
-        server.force_exit = True
-        thread.join()
 
 
 Serve = Callable[..., Served]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ from typing import Any
 
 import anthropic
 import openai
-import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from penstock.api.app import create_app
@@ -27,6 +24,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.authenticator import Authenticator
 from tests.gateway.fake_engine import FakeEngine
+from tests.servers import listening_in_thread
 
 
 class WorkspaceKeys(Authenticator):
@@ -76,16 +74,5 @@ def serving_work(
         await work.runner.stop()
         await send({"type": "lifespan.shutdown.complete"})
 
-    server = uvicorn.Server(
-        uvicorn.Config(with_runner, host="127.0.0.1", port=0, log_level="error", access_log=False)
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
+    with listening_in_thread(with_runner, is_forced=False) as port:
         yield ServedWork(engine, work, f"http://127.0.0.1:{port}")
-    finally:
-        server.should_exit = True
-        thread.join()

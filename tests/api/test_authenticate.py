@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import anthropic
 import openai
 import pytest
 import pytest_asyncio
-import uvicorn
 import websockets.asyncio.client
 import websockets.exceptions
 from starlette.types import Receive, Send
@@ -41,6 +38,7 @@ from penstock.gateway.tenants.records import new_secret
 from tests.api.conftest import Serve
 from tests.api.tenant_server import ACTOR, TenantServer
 from tests.gateway.fake_engine import FakeEngine, script_text
+from tests.servers import listening_in_thread
 
 
 @pytest_asyncio.fixture
@@ -267,16 +265,8 @@ class EchoSocket:
 @pytest.fixture
 def socket_url() -> Iterator[str]:
     app = Authenticate(EchoSocket(), Authenticator(static_key="right"))
-    server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", ws="auto", lifespan="off")
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    yield f"ws://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1/stream"
-    server.should_exit = True
-    thread.join()
+    with listening_in_thread(app, ws="auto", lifespan="off") as port:
+        yield f"ws://127.0.0.1:{port}/v1/stream"
 
 
 def test_a_websocket_is_asked_for_its_key_before_it_opens(socket_url: str) -> None:

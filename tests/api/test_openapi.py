@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-import uvicorn
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import not_a_server_error
 from starlette.routing import Route
@@ -26,6 +23,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.store.database import Database
 from penstock.gateway.tenants.authenticator import Tenants
 from tests.gateway.fake_engine import FakeEngine, script_text
+from tests.servers import listening_in_thread
 
 
 def make_app(database: Database, folder: Path) -> Any:
@@ -51,18 +49,8 @@ schema.config.phases.coverage.enabled = False
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("openapi")
     database = Database("sqlite://")
-    server = uvicorn.Server(
-        uvicorn.Config(
-            make_app(database, folder), host="127.0.0.1", port=0, log_level="error", access_log=False
-        )
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.005)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = server.force_exit = True
-    thread.join()
+    with listening_in_thread(make_app(database, folder)) as port:
+        yield f"http://127.0.0.1:{port}"
     database.close()
 
 

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp
+
+from tests.servers import listening
 
 Script = Callable[[dict[str, Any]], Sequence[dict[str, Any] | float | Response]]
 
@@ -125,21 +125,6 @@ class OpenAIServer:
                 self.num_abandoned += not is_whole
 
         return StreamingResponse(events(), media_type="text/event-stream")
-
-
-@asynccontextmanager
-async def listening(app: ASGIApp) -> AsyncIterator[str]:
-    """The URL of an application that listens on a port of its own, on this event loop."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.001)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = server.force_exit = True
-        await task
 
 
 @asynccontextmanager
