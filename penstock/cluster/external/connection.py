@@ -87,7 +87,7 @@ class Answer(asyncio.Protocol):
         self._is_head_complete = False
         self._is_complete = False
         self._can_stay = False  # whether the server takes another request over this connection
-        self._ends_soon = False
+        self._counts_silence_only = True  # else the time allowed is for all of the rest
         self._ends_at_close = False
 
     @property
@@ -145,13 +145,15 @@ class Answer(asyncio.Protocol):
     def end_soon(self) -> None:
         """Give the server a moment to end a body of which the reader has all that it wants."""
         if not self._is_complete:
-            self._ends_soon = True
+            self._counts_silence_only = False
             self._allow_silence(END_TIMEOUT_S)
 
     async def read_all(self, max_bytes: int) -> bytes:
-        """Return the whole body. Raises AnswerBroken, also for a body of more than `max_bytes`."""
+        """Return the whole body. Raises AnswerBroken, also for a body of more than `max_bytes`, or one that takes as
+        long, from its head on, as the server may be silent: nothing is shown before the end."""
         if self._is_complete and len(self._pieces) == 1 and len(self._pieces[0]) <= max_bytes:
             return self._pieces.pop()  # as short answers come
+        self._counts_silence_only = False
         pieces: list[bytes] = []
         num_bytes = 0
 
@@ -256,7 +258,7 @@ class Answer(asyncio.Protocol):
             return
         if not self._is_head_complete:
             self._head_bytes += len(data)
-        elif not self._ends_soon:
+        elif self._counts_silence_only:
             self._heard_at = self._loop.time()
         self._num_unread_bytes += len(data)
         try:

@@ -21,6 +21,7 @@ from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import EngineUnavailable
 from tests.cluster.external.test_http import OK, ScriptedServer, ask, client_of
 from tests.cluster.external.test_pool import ask as ask_pool
+from tests.loop_time import pass_time, settle
 
 POISON = OK.replace(b"hi", b"no")
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -129,6 +130,44 @@ async def test_trailers_change_no_header() -> None:
         answer = await client.send("POST", "/v1/x", b"{}")
         assert await answer.read_all(10) == b"hi"
         assert answer.headers[b"retry-after"] == b"3"
+        answer.release()
+
+
+class Trickling(ScriptedServer):
+    """Sends a byte of a body whenever it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes_to_send = asyncio.Semaphore(1)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(HEAD + b"content-length: 100\r\n\r\n")
+        while not writer.is_closing():
+            await self.bytes_to_send.acquire()
+            writer.write(b" ")
+
+
+@pytest.mark.parametrize("is_read_whole", [True, False])
+async def test_a_body_that_trickles_is_given_up_where_nothing_is_shown_of_it(is_read_whole: bool) -> None:
+    server = Trickling()
+    async with client_of(server) as client:
+        answer = await client.send("POST", "/v1/x", b"{}", silence_s=50.0)
+        pieces: list[bytes] = []
+        whole, piecewise = answer.read_all(1000), answer.deliver(pieces.append)
+        (piecewise if is_read_whole else whole).close()
+        reading: asyncio.Task[object] = asyncio.create_task(whole if is_read_whole else piecewise)
+        await settle()
+        for _ in range(2):
+            pass_time(30.0)
+            server.bytes_to_send.release()
+            await settle()
+        if is_read_whole:
+            with pytest.raises(AnswerBroken, match="silent for too long"):
+                await reading
+        else:
+            assert len(pieces) == 3
+            reading.cancel()
         answer.release()
 
 
