@@ -49,6 +49,7 @@ _EVERY_SECOND = ["linear_attention", "full_attention"] * 2
 _USUAL: dict[str, dict[str, Any]] = {
     **{name: {"tie_word_embeddings": True} for name in ("cohere", "gemma", "gemma2", "gemma4", "lfm2_moe")},
     "cohere2": {"tie_word_embeddings": True, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "dots1-windows": {"sliding_window": None},
     "ernie4_5_moe": {"intermediate_size": 64},
     "falcon_h1-norm": {"mamba_norm_before_gate": False},
     "falcon_mamba": {"intermediate_size": 128},
@@ -58,11 +59,19 @@ _USUAL: dict[str, dict[str, Any]] = {
     "phi": {"num_key_value_heads": 4, "intermediate_size": 256},
     **{name: {"layer_types": _EVERY_SECOND} for name in ("qwen3_5", "qwen3_5_moe", "qwen3_next")},
     "starcoder2": {"sliding_window": 512},
+    "afmoe": {"layer_types": [*["sliding_attention"] * 3, "full_attention"]},
+    "hunyuan_v1_dense": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "attention_bias": False,
+    },
+    "hunyuan_v1_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
 }
 _USUAL["lfm2_moe"] |= {"routed_scaling_factor": 1.0}
 # What the makers' files say, and transformers does not write.
 _SAID: dict[str, dict[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid", "route_norm": True},
     "cohere2": {"rotary_pct": 1.0},
+    "hunyuan_v1_moe": {"moe_intermediate_size": [96, 96], "num_shared_expert": [1, 1], "moe_topk": [2, 2]},
     "falcon_h1": {"head_dim": 16},
     "gpt2": {"n_ctx": 256},
     "minimax_m2": {"rotary_dim": 8, "scoring_func": "sigmoid"},

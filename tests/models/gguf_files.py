@@ -369,9 +369,6 @@ def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -
     if config.model_type in (
         "deepseek_v3",
         "glm4_moe",
-        "dots1",
-        "exaone_moe",
-        "afmoe",
         "minimax_m2",
         "kimi_linear",
         "lfm2_moe",

@@ -16,7 +16,13 @@ from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.decoder import Decoder
 from penstock.models.experts import ExpertMLP, expert_layout, load_experts, num_experts
 from penstock.models.families.mixtures import Glm4Moe
-from penstock.models.gguf_config import common_gguf_config, gguf_experts, gguf_windows, metadata_fields
+from penstock.models.gguf_config import (
+    SIGMOID,
+    common_gguf_config,
+    gguf_experts,
+    gguf_windows,
+    metadata_fields,
+)
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import (
@@ -38,6 +44,13 @@ class _GlmMixture(Glm4Moe):
 
     gguf_names: ClassVar[tuple[str, ...]] = ()
     stored_names: ClassVar[Mapping[str, str]] = {}  # in folders
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = super().config_from_gguf(file)
+        # Older files do not say how experts are chosen.
+        experts = gguf_experts(file, config, normalizes=True, usual_gating=SIGMOID)
+        return dataclasses.replace(config, experts=experts)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
@@ -207,7 +220,7 @@ class Afmoe(Decoder):
         config = dataclasses.replace(
             config,
             embedding_scale=config.hidden_size**0.5,  # of all published models
-            experts=gguf_experts(file, config, normalizes=True, usual_gating=2),
+            experts=gguf_experts(file, config, normalizes=True, usual_gating=SIGMOID),
         )
         return _rotated_in_windows(config, gguf_windows(metadata_fields(file), config.num_layers, 4))
 
