@@ -162,6 +162,7 @@ async def test_a_body_that_trickles_is_given_up_where_nothing_is_shown_of_it(is_
             pass_time(30.0)
             server.bytes_to_send.release()
             await settle()
+        assert reading.done() == is_read_whole
         if is_read_whole:
             with pytest.raises(AnswerBroken, match="silent for too long"):
                 await reading
