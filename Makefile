@@ -53,14 +53,16 @@ $(STAMPS)/venv:
 
 # Installs Penstock with the extras in $(1) and pip's options $(2). The kernels are compiled while pip fetches packages;
 # pip's own build waits for them, and takes them (setup.py). If they do not compile, pip's build finds that out again.
+# pip builds with the setuptools that is installed for the compilation, unless other files are compiled too
+# (setup.py): then it fetches what that needs into an environment of its own.
 define install
 	@echo "Installing Penstock and its dependencies into $(VENV), and compiling the CPU kernels: some minutes, once."
 	$(if $(TORCH_INDEX),,$(no_gpu_hint))
-	$(BIN)/python -m pip install -q 'setuptools>=77'
+	$(BIN)/python -m pip install -q 'setuptools>=77' wheel
 	@mkdir -p build
 	$(BIN)/python setup.py -q build_ext --inplace >build/log 2>&1 & \
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install $(2) --index-url $(TORCH_INDEX) -c constraints.txt torch &&) \
-	$(BIN)/python -m pip install $(2) -c constraints.txt -e '.$(1)'; installed=$$?; wait; exit $$installed
+	$(BIN)/python -m pip install $(2) $(if $(PENSTOCK_COMPILE),,--no-build-isolation) -c constraints.txt -e '.$(1)'; installed=$$?; wait; exit $$installed
 endef
 
 define no_gpu_hint

@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
 def host() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.released = threading.Event()  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     yield f"127.0.0.1:{server.server_port}"
     server.released.set()  # type: ignore[attr-defined]
     server.shutdown()
