@@ -70,6 +70,7 @@ _USUAL["lfm2_moe"] |= {"routed_scaling_factor": 1.0}
 # What the makers' files say, and transformers does not write.
 _SAID: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True},
+    "solar_open": {"partial_rotary_factor": 1.0},
     "cohere2": {"rotary_pct": 1.0},
     "hunyuan_v1_moe": {"moe_intermediate_size": [96, 96], "num_shared_expert": [1, 1], "moe_topk": [2, 2]},
     "falcon_h1": {"head_dim": 16},

@@ -53,6 +53,7 @@ ARCHITECTURES = {
     "mpt": gguf.MODEL_ARCH.MPT,
     "stablelm": gguf.MODEL_ARCH.STABLELM,
     "nemotron": gguf.MODEL_ARCH.NEMOTRON,
+    "jais2": gguf.MODEL_ARCH.JAIS2,
     "arcee": gguf.MODEL_ARCH.ARCEE,
     "mixtral": gguf.MODEL_ARCH.LLAMA,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
@@ -65,6 +66,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "dots1": gguf.MODEL_ARCH.DOTS1,
+    "hy_v3": gguf.MODEL_ARCH.DOTS1,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
@@ -98,7 +100,10 @@ ARCHITECTURES = {
 TEXT_PARTS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}
 # Names of architectures that transformers has not, whose layers are as those of a model type.
 SAME_LAYERS = {"internlm2": "llama", "exaone": "qwen2", "minicpm": "granite"}
-NEWER_NAMES = {"deepseek_v32": "deepseek32"}  # of architectures that the package does not know
+NEWER_NAMES = {
+    "deepseek_v32": "deepseek32",
+    "hy_v3": "hy_v3",
+}  # of architectures that the package does not know
 # Families whose converters put the rows of rotary pairs beside each other.
 PERMUTED = (
     "llama",
@@ -360,7 +365,7 @@ def _write_expert_settings(writer: GGUFWriter, config: Any, spoil: str | None) -
             writer.add_expert_shared_count(getattr(config, name))
     if hasattr(config, "first_k_dense_replace"):
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
-    for name in ("routed_scaling_factor", "route_scale"):
+    for name in ("routed_scaling_factor", "router_scaling_factor", "route_scale"):
         if hasattr(config, name):
             writer.add_expert_weights_scale(getattr(config, name))
     if getattr(config, "n_group", None):

@@ -14,7 +14,13 @@ from penstock.kernels.interface import AttentionBatch, LatentLayer, Ops, PackedL
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, LatentConfig, yarn_amplitude
 from penstock.models.decoder import Decoder
 from penstock.models.experts import ExpertMLP, add_mlp, expert_layout, load_experts, num_experts
-from penstock.models.gguf_config import SIGMOID, common_gguf_config, gguf_experts, metadata_fields
+from penstock.models.gguf_config import (
+    SIGMOID,
+    common_gguf_config,
+    gguf_experts,
+    has_experts,
+    metadata_fields,
+)
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import (
@@ -301,8 +307,11 @@ def latent_gguf_config(file: GGUFFile, name: str) -> ArchitectureConfig:
         rope = dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, attention_factor=1.0))
     # Files of GLM do not say; only sigmoids come with a bias that chooses experts.
     has_bias = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
-    experts = gguf_experts(file, config, normalizes=False, usual_gating=SIGMOID if has_bias else 1)
-    if not fields.has("expert_group_count"):
+    gating = SIGMOID if has_bias else 1
+    experts = None  # of Youtu
+    if has_experts(file):
+        experts = gguf_experts(file, config, normalizes=False, usual_gating=gating)
+    if experts is not None and not fields.has("expert_group_count"):
         groups, kept = _GROUPS.get((config.num_layers, experts.count), (1, 1))
         experts = dataclasses.replace(experts, num_groups=groups, kept_groups=kept)
     return dataclasses.replace(

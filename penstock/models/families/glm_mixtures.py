@@ -46,13 +46,6 @@ class _GlmMixture(Glm4Moe):
     stored_names: ClassVar[Mapping[str, str]] = {}  # in folders
 
     @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = super().config_from_gguf(file)
-        # Older files do not say how experts are chosen.
-        experts = gguf_experts(file, config, normalizes=True, usual_gating=SIGMOID)
-        return dataclasses.replace(config, experts=experts)
-
-    @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
         return expert_layout(config, cls.stored_names)
 
@@ -109,6 +102,7 @@ class HunyuanV3(_GlmMixture):
 
     name = "hy_v3"
     huggingface_names = ("HYV3ForCausalLM", "hy_v3")
+    gguf_names = ("hy_v3",)
     stored_names: ClassVar[Mapping[str, str]] = {
         "mlp.router.gate": "mlp.gate",
         "mlp.expert_bias": f"mlp.{_BIAS}",
@@ -131,6 +125,11 @@ class HunyuanV3(_GlmMixture):
             head_norms=True,
             experts=experts,
         )
+
+    @classmethod
+    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
+        names = dict.fromkeys(("exp_probs_b.bias", "exp_probs_b"), f"mlp.{_BIAS}")
+        return gguf_layout(names, rows=rotated_rows(config), num_experts=num_experts(config))
 
 
 class ExaoneMoe(_GlmMixture):

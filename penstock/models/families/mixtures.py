@@ -21,7 +21,7 @@ from penstock.models.experts import (
 )
 from penstock.models.families.granite import Granite
 from penstock.models.families.llama import Llama
-from penstock.models.gguf_config import common_gguf_config, gguf_experts, metadata_fields
+from penstock.models.gguf_config import SIGMOID, common_gguf_config, gguf_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import common_huggingface_config
@@ -78,7 +78,8 @@ class Glm4Moe(PreNormDecoder):
         return dataclasses.replace(
             config,
             head_norms="blk.0.attn_q_norm.weight" in file.tensors,
-            experts=gguf_experts(file, config, normalizes=True),
+            # Files of some converters do not say how experts are chosen.
+            experts=gguf_experts(file, config, normalizes=True, usual_gating=SIGMOID),
         )
 
     @classmethod

@@ -108,7 +108,7 @@ class Jais2(Nemotron):
 
     name = "jais2"
     huggingface_names = ("Jais2ForCausalLM", "jais2")
-    gguf_names = ()
+    gguf_names = ("jais2",)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
