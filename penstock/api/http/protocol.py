@@ -459,18 +459,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _check_head_size(self, num_bytes: int) -> None:
         limit = self.limits.config.max_header_bytes
         if num_bytes > limit and not self.transport.is_closing():
-            self.limits.metrics.num_malformed += 1
-            self._refuse(
-                HeadTooLarge(
-                    f"The request's head is larger than {limit} bytes, or has more than {MAX_HEADERS} headers."
-                )
+            message = (
+                f"The request's head is larger than {limit} bytes, or has more than {MAX_HEADERS} headers."
             )
+            self._refuse_malformed(HeadTooLarge(message))
 
     def _check_framing(self) -> None:
         """End a connection whose client sends endless trailers or chunk extensions, which the parser collects."""
         if self._body.is_mostly_framing and not self.transport.is_closing():
-            self.limits.metrics.num_malformed += 1
-            self._refuse(InvalidRequest("The body of the request has too much framing around it."))
+            self._refuse_malformed(InvalidRequest("The body of the request has too much framing around it."))
 
     def _refuse(self, error: PenstockError) -> None:
         """Send the error unless an answer has been sent already, and close."""
