@@ -36,7 +36,8 @@ from penstock.models.mmproj_projectors import (
 )
 from penstock.models.tokenizer import TokenizerFiles
 from penstock.models.vision import TransformersVision
-from penstock.models.vision_load import EXTRA, family_of, placed_tower, quiet_transformers
+from penstock.models.vision_load import EXTRA, family_of, quiet_transformers
+from penstock.models.vision_weights import placed_tower
 
 logger = logging.getLogger(__name__)
 

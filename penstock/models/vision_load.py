@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from penstock.core.errors import ModelLoadError, PenstockError
 from penstock.kernels.interface import Ops
 from penstock.models.config import Fields, axes_of_pairs
@@ -33,6 +31,7 @@ from penstock.models.vision_tiles import (
     LlavaNextVision,
     LlavaOnevisionVision,
 )
+from penstock.models.vision_weights import load_tower
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +202,7 @@ def load_vision(
     with quiet_transformers():
         with _named_errors(path):
             processor = family.load_processor(path)
-        tower = _tower(path, config, ops, is_random=is_random)
+        tower = load_tower(path, fields, config, ops, is_random=is_random)
     spellings = {
         token["id"]: token["content"] for token in json.loads(tokenizer_json).get("added_tokens", ())
     }
@@ -238,34 +237,6 @@ def _named_errors(path: Path) -> Iterator[None]:
 def _release(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version such as `5.23.0` or `5.24.0.dev0`."""
     return tuple(int(part) for part in version.split(".")[:2])
-
-
-def _tower(path: Path, config: Any, ops: Ops, *, is_random: bool) -> Any:
-    """Load the tower and the projector, without the layers of the text model."""
-    from transformers import AutoModelForImageTextToText
-
-    without_text = type(config).from_dict(config.to_dict())
-    text = without_text.get_text_config()
-    text.num_hidden_layers = 0
-    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
-        if getattr(text, name, None):
-            setattr(text, name, 0)
-    if getattr(text, "layer_types", None) is not None:
-        text.layer_types = []
-    if is_random:
-        whole = AutoModelForImageTextToText.from_config(without_text, dtype=ops.dtype)
-    else:
-        whole = AutoModelForImageTextToText.from_pretrained(path, config=without_text, dtype=ops.dtype)
-    return placed_tower(whole, ops.device)
-
-
-def placed_tower(whole: Any, device: torch.device) -> Any:
-    """Return the vision part of a model of transformers, on the device."""
-    tower = whole.model
-    for name in ("language_model", "text_model", "audio_tower", "embed_audio"):
-        if name in tower._modules:
-            del tower._modules[name]
-    return tower.to(device).eval().requires_grad_(False)
 
 
 def _config(path: Path) -> Any:

@@ -1,0 +1,68 @@
+"""Vision towers of quantized and damaged folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.core.errors import ModelLoadError
+from penstock.kernels.reference import TorchOps
+from penstock.models.load import load_vision_part
+from tests.models.quantized_checkpoints import LAYOUTS, quantize_folder
+from tests.models.tiny_vision import picture, png
+from tests.models.vision_checkpoints import make_vision
+
+QUANTIZED = ("AWQ of groups of 16", "GPTQ 8 bits", "compressed int4", "compressed float8", "ModelOpt float8",
+             "compressed NVFP4", "bitsandbytes nf4, nested", "HQQ")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision("idefics3", tmp_path_factory.mktemp("vision") / "model").folder
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "model")
+
+
+def features(folder: Path) -> Tensor:
+    vision = load_vision_part(folder, TorchOps())
+    assert vision is not None
+    pixels = vision.prepare(png(picture(90, 60)))
+    return torch.cat(vision.encode(pixels, 0, pixels.num_tiles))
+
+
+@pytest.mark.parametrize("layout", QUANTIZED)
+def test_quantized_folders_need_no_package_of_their_method(original: Path, folder: Path, layout: str) -> None:
+    """The projections of the tower are quantized, too."""
+    dense = quantize_folder(folder, LAYOUTS[layout])
+    made = features(folder)
+    save_file({name: tensor.contiguous() for name, tensor in dense.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = features(folder)
+    torch.testing.assert_close(made, expected, atol=2e-3, rtol=2e-3)
+    assert not torch.allclose(made, features(original), atol=2e-3, rtol=2e-3)
+
+
+def test_a_tower_that_lacks_a_tensor_is_refused(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "vision" in name and "fc1.weight" in name)
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, file)
+    with pytest.raises(ModelLoadError, match=r"has no tensor .*fc1.weight of its vision tower"):
+        load_vision_part(folder, TorchOps())
+    save_file({**tensors, name: torch.ones(3, 5)}, file)
+    with pytest.raises(ModelLoadError, match=r"The vision tower of .* cannot be loaded"):
+        load_vision_part(folder, TorchOps())
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelLoadError, match=r"The vision tower of .* cannot be loaded"):
+        load_vision_part(folder, TorchOps())
