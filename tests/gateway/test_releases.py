@@ -62,8 +62,8 @@ async def test_a_server_that_releases_nothing_leaves_no_file(database: Database,
 class Server:
     """One of several servers on a database: its owner of releases, and what the owner has its service do."""
 
-    def __init__(self, database: Database, name: str) -> None:
-        self.leadership = Leadership(DatabaseRegistry(database, SERVER_LEASE), name, lease_s=0.2)
+    def __init__(self, database: Database, name: str, lease_s: float = 600.0) -> None:
+        self.leadership = Leadership(DatabaseRegistry(database, SERVER_LEASE), name, lease_s=lease_s)
         self.store = OwnedReleases(database, self.leadership)
         self.running: set[str] = set()
         self.owner = ReleaseOwner(self.leadership, self, self.store, {"echo": SPEC.revision})  # type: ignore[arg-type]
@@ -94,7 +94,6 @@ async def test_one_of_several_servers_goes_on_with_a_release(database: Database)
     unfinished = record("rel_a", 1.0)
     await DatabaseReleases(database).save(unfinished)
     first, second = Server(database, "first"), Server(database, "second")
-    first.leadership._lease_s = 600.0  # a busy machine must not let it end
     await first.owner.begin()
     await second.owner.begin()
     assert (first.running, second.running) == ({"rel_a"}, set())
@@ -129,12 +128,11 @@ async def test_a_server_goes_on_when_the_owner_has_died(database: Database) -> N
     await DatabaseReleases(database).save(record("rel_a", 1.0))
     dead, heir = Server(database, "dead"), Server(database, "heir")
     await dead.owner.begin()
+    await DatabaseRegistry(database, SERVER_LEASE).lead("dead", 0.0, 0)  # the lease ends now
     await until_owned(heir)
     # The first one was only frozen: its release is no longer its own, whatever it tries.
     with pytest.raises(Superseded):
         await dead.store.save(record("rel_a", 1.0))
-    heir.leadership._lease_s = 600.0
-    await heir.owner.look()
     await dead.owner.look()
     assert dead.running == set()
     assert heir.running == {"rel_a"}
@@ -143,7 +141,6 @@ async def test_a_server_goes_on_when_the_owner_has_died(database: Database) -> N
 async def test_an_owner_that_was_slow_goes_on_if_nobody_else_came(database: Database) -> None:
     await DatabaseReleases(database).save(record("rel_a", 1.0))
     server, late_s = Server(database, "slow"), 0.0
-    server.leadership._lease_s = 600.0
     server.leadership._now = lambda: time.monotonic() + late_s
     await server.owner.begin()
     first = server.leadership.latest_epoch

@@ -19,6 +19,7 @@ import pytest
 from penstock.core.machine import free_port
 
 APT_TIMEOUT_S = 120
+READ_TIME = "redis.call('TIME')"  # how the limits' scripts read the clock
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from penstock.gateway.ratelimits.shared import RedisLimiter
 from penstock.serve.gateway_state import RunningLimiter
 from tests.gateway.ratelimits.claims import outcome
 from tests.gateway.ratelimits.machine import SETTINGS, LimiterMachine
-from tests.gateway.ratelimits.redis_server import RedisServer
+from tests.gateway.ratelimits.redis_server import READ_TIME, RedisServer
 
 CLOCK_KEY = "clock"
 LEASE_TTL_S = 10**9  # nobody renews in virtual time
@@ -30,10 +30,9 @@ LEASE_TTL_S = 10**9  # nobody renews in virtual time
 def scripts_with_a_clock_of_our_own() -> dict[str, str]:
     """The product's scripts, but for where the time comes from."""
     real = shared.read_scripts()
-    reading = "redis.call('TIME')"
-    assert all(reading in script for script in real.values())
+    assert all(READ_TIME in script for script in real.values())
     ours = f"{{redis.call('GET', '{CLOCK_KEY}'), 0}}"
-    return {name: script.replace(reading, ours) for name, script in real.items()}
+    return {name: script.replace(READ_TIME, ours) for name, script in real.items()}
 
 
 class RedisMachine(LimiterMachine):
