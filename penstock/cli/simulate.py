@@ -339,7 +339,7 @@ def tune(scenario: Path, max_evaluations: int, only: tuple[str, ...], name: str,
     if unknown:
         raise UsageError(f"{unknown[0]} is no setting to tune.", hint=f"There are: {', '.join(SPACE)}.")
     settings = tuple(each.replace("-", "_") for each in only)
-    config = read_scenario(scenario)
+    config = read_scenario(scenario, stderr_console().print)
     load, checks = split(config)
     evaluations = _search(load, max_evaluations, settings)
     best = next(each for each in reversed(evaluations) if each.is_best)

@@ -133,11 +133,11 @@ class TransferSpeeds:
 
 
 class KVSources:
-    def __init__(self, table: ReplicaTable, rng: RandomSource, config: TransferConfig | None = None) -> None:
+    def __init__(self, table: ReplicaTable, rng: RandomSource) -> None:
         self.chosen: Counter[str] = Counter()  # by kind of source
         self._table = table
         self._rng = rng
-        self._config = config or TransferConfig()
+        self._config = TransferConfig()
         self._prefilling: set[str] = set()  # requests that count at a prefill replica
         self.speeds = TransferSpeeds(self._config)
 

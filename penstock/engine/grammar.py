@@ -34,8 +34,8 @@ class GrammarCompiler:
     """Compiles grammars. Owns the matchers' tokenizer, which is built while the engine starts, because no other
     thread runs meanwhile."""
 
-    def __init__(self, card: ModelCard, limits: GrammarLimits | None = None) -> None:
-        self.limits = limits or GrammarLimits()
+    def __init__(self, card: ModelCard) -> None:
+        self.limits = GrammarLimits()
         self._special_token_ids = token_ids_by_number(card.tokenizer_json)
         self._tokenizer = _tokenizer(card)
         self._parser_limits = _parser_limits(self.limits)
@@ -83,10 +83,10 @@ class GrammarCompiler:
             del self._compiled[key]
 
 
-def build_compiler(card: ModelCard, limits: GrammarLimits | None = None) -> GrammarCompiler | None:
+def build_compiler(card: ModelCard) -> GrammarCompiler | None:
     """Build a compiler. Returns None, and logs the reason, if answers cannot be constrained."""
     try:
-        return GrammarCompiler(card, limits)
+        return GrammarCompiler(card)
     except ValueError as error:
         logger.info("no structured output with this model's tokenizer: %s", error)
     return None

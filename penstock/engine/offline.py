@@ -15,7 +15,6 @@ from penstock.core.messages import EngineStats, ModelCard, first_of_prompt, firs
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.engine.build import build_engine
-from penstock.engine.loaded import Progress
 from penstock.engine.loop import EngineLoop
 
 OnToken = Callable[[int, tuple[int, ...]], None]
@@ -31,8 +30,8 @@ class Completion:
 
 
 class OfflineEngine:
-    def __init__(self, config: EngineConfig, model_path: Path, on_progress: Progress | None = None) -> None:
-        self._engine = build_engine(config, model_path, on_progress=on_progress)
+    def __init__(self, config: EngineConfig, model_path: Path) -> None:
+        self._engine = build_engine(config, model_path)
         self.card: ModelCard = self._engine.ready.model
         self._tokenizer = (
             Tokenizer.from_str(self.card.tokenizer_json.decode()) if self.card.tokenizer_json else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, delete, func, select, update
@@ -53,16 +53,15 @@ def plan_of(upload: StoredFile) -> UploadPlan:
 
 
 class Uploads:
-    def __init__(self, files: FileStore, *, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, files: FileStore) -> None:
         self.files = files
         self._database = files.database
-        self._wall_clock = wall_clock
 
     async def create(self, workspace_id: str, filename: str, plan: UploadPlan) -> StoredFile:
         max_bytes = self.files.config.max_file_bytes
         if plan.num_bytes > max_bytes:
             raise RequestTooLarge(f"A file may have at most {max_bytes} bytes.", param="bytes")
-        now = self._wall_clock()
+        now = time.time()
         upload = StoredFile(
             id=f"upload_{secrets.token_hex(16)}",
             workspace_id=workspace_id,
@@ -94,7 +93,7 @@ class Uploads:
                 table.c.id == upload_id,
                 table.c.workspace_id == workspace_id,
                 table.c.purpose == UPLOAD,
-                table.c.expires_at > self._wall_clock(),
+                table.c.expires_at > time.time(),
             )
             found = await self._database.run(
                 lambda connection: connection.execute(query).one_or_none(), reads_only=True
@@ -117,7 +116,7 @@ class Uploads:
         if sum(each.num_bytes for each in parts.values()) + part.num_bytes > plan.num_bytes:
             raise RequestTooLarge(f"The upload was to have {plan.num_bytes} bytes in all.", param="data")
         assert upload.expires_at is not None
-        left_s = upload.expires_at - self._wall_clock()
+        left_s = upload.expires_at - time.time()
         return await self.files.create(part, filename=upload.id, purpose=PART, expires_after_s=left_s)
 
     async def complete(
@@ -135,7 +134,7 @@ class Uploads:
                 f"The parts have {num_bytes} bytes, but the upload was to have {plan.num_bytes}.",
                 param="part_ids",
             )
-        now = self._wall_clock()
+        now = time.time()
         file = StoredFile(
             id=new_file_id(),
             workspace_id=workspace_id,

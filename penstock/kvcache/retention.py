@@ -58,7 +58,7 @@ class Retention:
         if self._pool.windows is not None and len(blocks) == len(hashes):
             self._pool.windows.pin(hashes)
         while self.num_pins > self.max_pinned_blocks:
-            self._give_up_pins(1)
+            self._give_up_pin()
         num_pinned = sum(block.pinned_until is not None for block in blocks)
         num_unpinned = len(blocks) - num_pinned
         return num_pinned + num_in_host_memory + min(num_unpinned, self._pool.host.num_free)
@@ -138,7 +138,7 @@ class Retention:
         memory = pool if pool.windows is None else pool.windows.memory
         needed = num_blocks + num_window_blocks if memory is pool else num_blocks
         while len(pool.pins) and (pool.num_available < needed or memory.num_available < num_window_blocks):
-            self._give_up_pins(1)
+            self._give_up_pin()
 
     def check(self) -> None:
         if self.num_pins > self.max_pinned_blocks:
@@ -156,11 +156,11 @@ class Retention:
         if was_cached:
             self._pool.cached.remove(block)
 
-    def _give_up_pins(self, count: int) -> None:
-        """Give up pins of blocks that stay retained, and go to host memory when they are evicted."""
-        for _ in range(count):
-            self._unpinned(self._pool.pins.pop_first_to_end())
-            self.pins_given_up += 1
+    def _give_up_pin(self) -> None:
+        """Give up the pin with the least time left. Its block stays retained, and goes to host memory when the block
+        is evicted."""
+        self._unpinned(self._pool.pins.pop_first_to_end())
+        self.pins_given_up += 1
 
     def _unpinned(self, block: Block) -> None:
         """Note that a block lost its pin. Without references it is a cached block, as old as its last use."""

@@ -63,14 +63,13 @@ def delta_net_parts(config: ArchitectureConfig) -> dict[str, int]:
 
 def load_delta_net(
     load: LayerLoader,
-    name: str = "linear_attn",
     *,
     norm_eps: float | None = None,
     largest_rate: float = 1.0,
 ) -> GatedDeltaNet:
     """Load a rank's key heads of a gated delta net, and the value heads that belong to them."""
     config, settings, shard = load.config, recurrent_settings(load.config), load.weights.shard
-    prefix, parts = f"{load.prefix}.{name}", delta_net_parts(config)
+    prefix, parts = f"{load.prefix}.linear_attn", delta_net_parts(config)
     if settings.num_groups < shard.tensor_size:
         raise ModelLoadError(
             f"The {settings.num_groups} key heads of this model's delta nets cannot be sharded over "

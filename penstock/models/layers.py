@@ -339,9 +339,9 @@ class LayerLoader:
         queries = table("q", config.num_heads, self.heads.queries)
         return HeadLayerNorms(queries, table("k", config.num_kv_heads, self.heads.keys), config.norm_eps)
 
-    def wide_norms(self, name: str = "self_attn") -> WideNorms:
+    def wide_norms(self) -> WideNorms:
         """Load norms over all query heads and over all key heads."""
-        config, shard, prefix = self.config, self.weights.shard, f"{self.prefix}.{name}"
+        config, shard, prefix = self.config, self.weights.shard, f"{self.prefix}.self_attn"
         widths = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         query, key = (
             self.weights.vector(f"{prefix}.{part}_norm.weight", width, plus=config.norm_offset)

@@ -164,21 +164,27 @@ def fused_rows(name: str, parts: Mapping[str, int]) -> dict[str, StoredRows]:
     return rows
 
 
-def fused_qkv(config: ArchitectureConfig, name: str = "self_attn.qkv_proj") -> dict[str, StoredRows]:
+_FUSED_QKV = "self_attn.qkv_proj"
+
+
+def fused_qkv(config: ArchitectureConfig) -> dict[str, StoredRows]:
     """Return the rows of queries, keys and values in one matrix, in this order."""
     keys = config.num_kv_heads * config.head_dim
     sizes = {"q": config.num_heads * config.head_dim, "k": keys, "v": keys}
-    return fused_rows(name, {f"self_attn.{part}_proj": size for part, size in sizes.items()})
+    return fused_rows(_FUSED_QKV, {f"self_attn.{part}_proj": size for part, size in sizes.items()})
 
 
-def grouped_qkv(config: ArchitectureConfig, name: str = "self_attn.qkv_proj") -> dict[str, StoredRows]:
+def grouped_qkv(config: ArchitectureConfig) -> dict[str, StoredRows]:
     """Return the rows of queries, keys and values in one matrix that holds, for each key-value head, the heads of its
     queries, the key and the value."""
     groups, width = config.num_kv_heads, config.num_heads // config.num_kv_heads
     total = groups * (width + 2) * config.head_dim
     heads = torch.arange(total).view(groups, width + 2, config.head_dim)
     parts = {"q": heads[:, :width], "k": heads[:, width], "v": heads[:, width + 1]}
-    return {f"self_attn.{part}_proj": StoredRows(name, total, rows.flatten()) for part, rows in parts.items()}
+    return {
+        f"self_attn.{part}_proj": StoredRows(_FUSED_QKV, total, rows.flatten())
+        for part, rows in parts.items()
+    }
 
 
 def fused_gate_up(intermediate_size: int, name: str = "mlp.gate_up_proj") -> dict[str, StoredRows]:

@@ -171,12 +171,9 @@ def recurrent_settings(config: ArchitectureConfig) -> RecurrentConfig:
     return config.recurrent
 
 
-def load_gated_conv(load: LayerLoader, name: str = "conv") -> GatedConv:
-    settings, hidden, prefix = (
-        recurrent_settings(load.config),
-        load.config.hidden_size,
-        f"{load.prefix}.{name}",
-    )
+def load_gated_conv(load: LayerLoader) -> GatedConv:
+    settings, hidden = recurrent_settings(load.config), load.config.hidden_size
+    prefix = f"{load.prefix}.conv"
     own = load.weights.shard.inner(hidden)
     return GatedConv(
         into=load.weights.linear(
@@ -193,10 +190,10 @@ def load_gated_conv(load: LayerLoader, name: str = "conv") -> GatedConv:
     )
 
 
-def gated_conv_rows(config: ArchitectureConfig, name: str = "conv") -> dict[str, StoredRows]:
+def gated_conv_rows(config: ArchitectureConfig) -> dict[str, StoredRows]:
     """Return the rows of the two gates and the input in the stored projection of `GatedConv`."""
-    parts = {f"{name}.{part}_proj": config.hidden_size for part in ("before", "after", "inner")}
-    return fused_rows(f"{name}.in_proj", parts)
+    parts = {f"conv.{part}_proj": config.hidden_size for part in ("before", "after", "inner")}
+    return fused_rows("conv.in_proj", parts)
 
 
 def load_conv(load: LayerLoader, name: str, channels: int, own: Sequence[range]) -> ConvWeights:

@@ -42,13 +42,13 @@ def hash_tokens(salt: str, token_ids: Sequence[int], block_size: int) -> list[Bl
     return chain_hashes(root_hash(salt), token_ids[: max(0, len(token_ids) - 1)], block_size)
 
 
-def hash_text(salt: str, text: str, chunk_bytes: int = _TEXT_CHUNK_BYTES) -> list[BlockHash]:
+def hash_text(salt: str, text: str) -> list[BlockHash]:
     """Return the hashes of text whose tokens are unknown. An unfilled last chunk has no hash."""
     data = text.encode()
     parent = root_hash(salt)
     hashes = []
-    for start in range(0, len(data) - chunk_bytes + 1, chunk_bytes):
-        chunk = data[start : start + chunk_bytes]
+    for start in range(0, len(data) - _TEXT_CHUNK_BYTES + 1, _TEXT_CHUNK_BYTES):
+        chunk = data[start : start + _TEXT_CHUNK_BYTES]
         parent = blake2b(parent + chunk, digest_size=_DIGEST_BYTES, person=b"text chunk").digest()
         hashes.append(parent)
     return hashes

@@ -34,7 +34,6 @@ from penstock.dispatch import (
     Waits,
     WakeAt,
 )
-from penstock.dispatch.replicas import Role
 from penstock.router import ReplicaState
 from penstock.scheduler.counted_plan import Told
 from penstock.simulator.fleet import Member, SimulatedFleet
@@ -180,9 +179,9 @@ class Driver:
         status = self.fleet.status(starts_on_demand=self._starts_on_demand)
         self.carry_out(gateway, dispatcher.update(status, now), now)
 
-    def start_replica(self, now: float, revision: str = "", role: Role = "both") -> None:
+    def start_replica(self, now: float, revision: str = "") -> None:
         """Start a replica, which is ready after a while."""
-        member = self.fleet.start(ReplicaState.STARTING, role, revision)
+        member = self.fleet.start(ReplicaState.STARTING, "both", revision)
         self.events.at(now + self._start_s, Rank.CONTROL, partial(self.ready, member))
         self.update(now)
 

@@ -159,6 +159,14 @@ def test_damaged_lines_are_told_by_number(tmp_path: Path) -> None:
     assert "line 31 of" in errors
 
 
+def test_the_search_for_policies_tells_damaged_lines_too(tmp_path: Path) -> None:
+    (tmp_path / "requests.jsonl").write_text(MOONCAKE * 15 + "broken\n")
+    (tmp_path / "fleet.toml").write_text('[traffic]\ntrace = "requests.jsonl"\n')
+    result = CliRunner().invoke(penstock, ["tune", str(tmp_path / "fleet.toml"), "--evaluations", "2"])
+    assert result.exit_code == 0, result.stderr
+    assert "line 31 of" in result.stderr
+
+
 def test_host_memory_delays_and_every_kind_of_fault() -> None:
     kinds = ("kill", "freeze", "slow", "lose-kv-events", "restart-gateway", "step-clock")
     values = {

@@ -235,10 +235,8 @@ class ListedModel:
 
 
 class Catalogue:
-    def __init__(
-        self, engine: EngineClient, config: GatewayConfig, adapters: AdapterRegistry | None = None
-    ) -> None:
-        self.adapters = adapters or AdapterRegistry()
+    def __init__(self, engine: EngineClient, config: GatewayConfig) -> None:
+        self.adapters = AdapterRegistry()
         self.settings = ModelSettings()
         self.external: ExternalModels | None = None  # set where there are external servers
         self._engine = engine

@@ -346,12 +346,11 @@ class LocalLimiter:
         spending: SpendTracker | None = None,
         table: MeterTable | None = None,
         wall_clock: Callable[[], float] = time.time,
-        metrics: LimiterMetrics | None = None,
     ) -> None:
         clock = clock or SystemClock()
         self.now = clock.now
         self.spending: SpendTracker = spending or NoSpending()
-        self.metrics = metrics or LimiterMetrics()
+        self.metrics = LimiterMetrics()
         self.slot_times = SlotTimes()
         self._wall_clock = wall_clock
         self._meters = (

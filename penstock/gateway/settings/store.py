@@ -112,9 +112,8 @@ def merged(document: Document, patch: Document) -> Document:
 
 
 class SettingsStore:
-    def __init__(self, database: Database, *, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._wall_clock = wall_clock
 
     async def latest(self) -> SettingsVersion | None:
         """Return the current version; None if the database never had settings."""
@@ -148,14 +147,14 @@ class SettingsStore:
         return await self._write(actor, lambda _, __: document, expected, note)
 
     async def patch(
-        self, actor: Actor, patch: Document, expected: int | None, *, base: Document, note: str = ""
+        self, actor: Actor, patch: Document, expected: int | None, *, base: Document
     ) -> SettingsVersion:
         """Merge a patch into the current settings, or into `base` if the database has none."""
         return await self._write(
             actor,
             lambda _, now: merged(base if now is None or now.settings is None else now.settings, patch),
             expected,
-            note,
+            "",
         )
 
     async def revert(self, actor: Actor, version: int, expected: int | None) -> SettingsVersion:
@@ -189,7 +188,7 @@ class SettingsStore:
             if document is not None:
                 settings = check(document)
                 body = encode(document)
-            at = self._wall_clock()
+            at = time.time()
             made = append(connection, KIND, body, expected=expected, actor=actor.name, note=note, at=at)
             change = SettingsChange(
                 made.version, changed_settings(_usable(now), settings)[:_MAX_AUDITED_CHANGES]
