@@ -14,8 +14,8 @@ import binascii
 import hashlib
 import io
 import ipaddress
-import re
 import socket
+import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,6 +28,7 @@ import msgspec
 from penstock.core.errors import InvalidRequest, PenstockError, quoted
 from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.files import FileStore
+from penstock.gateway.image_bounds import has_too_many_parts
 from penstock.gateway.prompts import (
     ChatMessage,
     ChatPrompt,
@@ -38,80 +39,10 @@ from penstock.gateway.prompts import (
     are_texts,
     image_parts,
 )
+from penstock.gateway.turns import FairSlots
 
 if TYPE_CHECKING:
     import httpx
-
-MAX_PARTS = 1 << 16  # markers, chunks or blocks; encoders write some thousands into the largest files
-MAX_SCANS = 100  # of a JPEG; encoders write about ten
-
-_JPEG_START, _PNG_START, _GIF_START = b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"GIF8"
-# Within a scan, 0xff is data when 0 follows, and a restart of the scan when 0xd0 to 0xd7 follows.
-_MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd7])")
-_START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
-_WITHOUT_LENGTH = frozenset({0x01, 0xD8})
-_GIF_HEADER_BYTES, _GIF_DESCRIPTOR, _GIF_EXTENSION = 13, 0x2C, 0x21
-
-
-def has_too_many_parts(data: bytes) -> bool:
-    """Say whether a decoder would take unreasonably long for the number of parts in a file. Files of other formats
-    have none that are counted.
-
-    Decoders do work for every part, however small: a scan of a progressive JPEG of 60 bytes costs as much as a pass
-    over all of its pixels. A file of a few megabytes could keep a thread busy for hours. The walks end at the
-    bound, so that they cost less than what they prevent.
-    """
-    if data.startswith(_JPEG_START):
-        return _is_long_jpeg(data)
-    if data.startswith(_PNG_START):
-        return _is_long_png(data)
-    return data.startswith(_GIF_START) and _is_long_gif(data)
-
-
-def _is_long_jpeg(data: bytes) -> bool:
-    place = num_scans = 0
-    for _ in range(MAX_PARTS):
-        found = _MARKER.search(data, place)
-        if found is None or (marker := found[1][0]) == _END_OF_IMAGE:
-            return False
-        num_scans += marker == _START_OF_SCAN
-        if num_scans > MAX_SCANS:
-            return True
-        place = found.end()
-        if marker not in _WITHOUT_LENGTH:
-            place += max(2, int.from_bytes(data[place : place + 2], "big"))
-    return True
-
-
-def _is_long_png(data: bytes) -> bool:
-    place = len(_PNG_START)
-    for _ in range(MAX_PARTS):
-        if place >= len(data):
-            return False
-        place += 12 + int.from_bytes(data[place : place + 4], "big")
-    return True
-
-
-def _is_long_gif(data: bytes) -> bool:
-    """Count what comes before the first picture, which is the only one that is read."""
-    place = _GIF_HEADER_BYTES
-    if len(data) > place and (flags := data[10]) & 0x80:
-        place += 3 << ((flags & 7) + 1)
-    is_extension = False
-    for _ in range(MAX_PARTS):
-        if place >= len(data):
-            return False
-        kind = data[place]
-        if is_extension:  # sub-blocks with their sizes, until one of size 0
-            is_extension = kind != 0
-            place += 1 + kind
-        elif kind == _GIF_DESCRIPTOR:
-            return False
-        else:
-            is_extension = kind == _GIF_EXTENSION
-            place += 2 if is_extension else 1
-    return True
-
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _MEDIA_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"})
@@ -124,6 +55,9 @@ _GLOBAL_IPV6 = ipaddress.ip_network("2000::/3")
 # Addresses that stand for IPv4 addresses, and addresses of protocols and of a cloud's metadata.
 _NEVER = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32", "192.0.0.0/24")))
 _DIGEST_BYTES = 16
+
+# Pillow warns of odd files in texts that clients choose: Python would write each of them to the log, and keep it.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 Made = TypeVar("Made")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -158,6 +92,7 @@ class ImageLoader:
         self.files: FileStore | None = None  # set where there is a store
         self._fetcher = ImageFetcher(config)
         self._threads: ThreadPoolExecutor | None = None
+        self._slots = FairSlots(_MAX_THREADS)
 
     async def load_request(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request with all of its images loaded."""
@@ -226,10 +161,10 @@ class ImageLoader:
             raise InvalidRequest(f"The file {quoted(part.file_id)} is gone.", param=part.param) from error
 
     async def _in_thread(self, work: Callable[[], Made]) -> Made:
-        """Run work on threads of its own: decoding must not keep tokenizers waiting."""
+        """Run work on threads of its own, which workspaces share: decoding must not keep tokenizers waiting."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="image")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self._slots.in_thread(self._threads, work)
 
 
 def _with_parts(prompt: Prompt, change: Callable[[ImagePart], ImagePart]) -> Prompt:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from penstock.models.config import Fields
 
 _LARGE_SIDE = 2048  # pixels, which all towers with a fixed size scale down
 _PATCHES_AT_ONCE = 16384  # bound the memory of one call of the tower
+
+warnings.filterwarnings("ignore", module=r"PIL\.")  # as in gateway.images
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ import base64
 import io
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from penstock.gateway.files import FileStore
 from penstock.gateway.images import ImageFetcher, ImageLoader, check_images, checked_image, decode_data_url
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart, TextPart, image_parts
 from penstock.gateway.store.database import Database
+from penstock.gateway.turns import working_for
 from penstock.models.vision import open_image
 from tests.models.tiny_vision import picture, png
 
@@ -336,6 +339,43 @@ def test_all_images_of_a_chat_are_loaded_and_an_error_names_its_place() -> None:
     assert refused.value.param == "messages[1].content"
     with pytest.raises(InvalidRequest, match="stores no files"):
         asyncio.run(loader.load(chat(ImagePart(file_id="file-1")), "w"))
+
+
+@pytest.mark.asyncio
+async def test_a_workspace_with_many_images_keeps_no_other_workspace_waiting() -> None:
+    leaves = threading.Semaphore(0)
+    loader = ImageLoader(CONFIG)
+
+    async def read(workspace_id: str, work: Callable[[], bool]) -> bool:
+        working_for.set(workspace_id)
+        return await loader._in_thread(work)
+
+    many = [asyncio.create_task(read("many", lambda: leaves.acquire(timeout=60))) for _ in range(8)]
+    await asyncio.sleep(0)
+    few = asyncio.create_task(read("few", lambda: True))
+    await asyncio.sleep(0)
+    leaves.release()  # one of the first images is read, and the fifth must wait for the other workspace
+    try:
+        assert await asyncio.wait_for(few, 10)
+    finally:
+        leaves.release(7)
+        await asyncio.gather(*many)
+
+
+def test_odd_images_leave_nothing_in_the_log_and_in_memory() -> None:
+    program = (
+        "import sys\n"
+        "from PIL import Image\n"
+        "from penstock.core.errors import InvalidRequest\n"
+        "from penstock.core.gateway_config import GatewayConfig\n"
+        "from penstock.gateway.images import checked_image\n"
+        "from penstock.gateway.prompts import ImagePart\n"
+        "try: checked_image(ImagePart(url=''), bytes.fromhex(sys.argv[1]), GatewayConfig())\n"
+        "except InvalidRequest: print(set(vars(Image).get('__warningregistry__', ())) - {'version'})\n"
+    )
+    huge = bomb(10_000, 10_001).hex()
+    done = subprocess.run([sys.executable, "-c", program, huge], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
 def test_an_uploaded_file_is_read_within_its_workspace_only(tmp_path: Path) -> None:

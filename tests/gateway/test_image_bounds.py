@@ -12,7 +12,15 @@ from PIL import Image
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.gateway_config import GatewayConfig
-from penstock.gateway.images import MAX_PARTS, MAX_SCANS, checked_image, has_too_many_parts
+from penstock.gateway.image_bounds import (
+    MAX_COMPRESSED_TEXTS,
+    MAX_FILL_BYTES,
+    MAX_PARTS,
+    MAX_RESOURCES,
+    MAX_SCANS,
+    has_too_many_parts,
+)
+from penstock.gateway.images import checked_image
 from penstock.gateway.prompts import ImagePart
 
 
@@ -29,10 +37,15 @@ def with_scans(number: int) -> bytes:
     return data[:start] + data[start:-2] * number + data[-2:]
 
 
-def with_chunks(number: int) -> bytes:
-    empty = struct.pack(">I", 0) + b"abCd" + struct.pack(">I", zlib.crc32(b"abCd"))
+def behind_the_start(inserted: bytes) -> bytes:
+    data = written("JPEG")
+    return data[:2] + inserted + data[2:]
+
+
+def with_chunks(number: int, kind: bytes = b"abCd", body: bytes = b"") -> bytes:
+    chunk = struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
     data = written("PNG")
-    return data[:33] + empty * number + data[33:]
+    return data[:33] + chunk * number + data[33:]
 
 
 def with_blocks(block: bytes, number: int) -> bytes:
@@ -44,7 +57,19 @@ def with_blocks(block: bytes, number: int) -> bytes:
 HOSTILE = {
     "scans of a JPEG": with_scans(MAX_SCANS + 1),
     "segments of a JPEG": b"\xff\xd8" + b"\xff\xfe\x00\x02" * MAX_PARTS + written("JPEG")[2:],
+    # Pillow reads each of these bytes by a turn of a loop in Python: 20 MB of them take half a minute.
+    "fill bytes of a JPEG": behind_the_start(b"\xff" * (MAX_FILL_BYTES + 10)),
+    "data without a scan": behind_the_start(b"\xff\0" * (MAX_FILL_BYTES // 2 + 1)),
+    "restarts without a scan": behind_the_start(b"\xff\xd0" * (MAX_FILL_BYTES // 2 + 1)),
+    "fill bytes behind an end": behind_the_start(b"\xff\xd9" + b"\xff" * (MAX_FILL_BYTES + 10)),
+    "fill bytes behind a marker without length": behind_the_start(
+        (b"\xff\xf0\xff\xff" + b"\xff" * 65_533) * 2
+    ),
+    "resources of Photoshop": behind_the_start(
+        (b"\xff\xed\xff\xff" + (b"8BIM" + bytes(8)) * 5461 + b"\0") * (MAX_RESOURCES // 5461 + 1)
+    ),
     "chunks of a PNG": with_chunks(MAX_PARTS),
+    "compressed texts of a PNG": with_chunks(MAX_COMPRESSED_TEXTS + 1, b"zTXt", b"k\0\0damaged"),
     "comments of a GIF": with_blocks(b"\x21\xfe\x00", MAX_PARTS),
     "blocks of one comment of a GIF": with_blocks(b"\x21\xfe" + b"\x01x" * MAX_PARTS + b"\0", 1),
     "zeros in a GIF": with_blocks(b"\0", MAX_PARTS),
@@ -71,6 +96,8 @@ def test_files_of_very_many_parts_are_refused_before_they_are_decoded(
         with_scans(20),
         written("PNG"),
         with_chunks(1000),
+        with_chunks(20, b"zTXt", b"k\0\0" + zlib.compress(b"taken in May")),
+        behind_the_start(b"\xff" * 100),
         written("GIF", comment=b"x" * 10_000),
         written("WEBP"),
     ],
