@@ -167,7 +167,7 @@ class HttpClient:
     async def _send(self, request: bytes, silence_s: float = SILENCE_TIMEOUT_S) -> Answer:
         may_be_stale = True
         while True:
-            answer = (self._kept() if may_be_stale else None) or await self._connect()
+            answer = (self._kept() if may_be_stale else None) or await self._connect_after(not may_be_stale)
             answer.begin(request, silence_s)
             try:
                 await answer.wait_head()
@@ -185,6 +185,14 @@ class HttpClient:
                 raise
             else:
                 return answer
+
+    async def _connect_after(self, was_sent: bool) -> Answer:
+        try:
+            return await self._connect()
+        except ConnectFailed as error:
+            if was_sent:  # the request may be what ended the server
+                raise AnswerBroken(f"it closed the connection, and takes no other: {error}") from error
+            raise
 
     def _kept(self) -> Answer | None:
         """Return the connection that was used last, because those before it may be left to end."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from penstock.cluster.external.circuits import ServerCircuits
 from penstock.cluster.external.relay import Relay
 from penstock.cluster.external.server import ExternalServer, OnChunks, ServerDown, ServerLoad
 from penstock.cluster.external.waiting import WaitingCalls
@@ -24,7 +25,7 @@ from penstock.core.clock import Clock, SystemClock
 from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import EngineStats
-from penstock.dispatch.health import BreakerConfig, BreakerState, Circuit, CircuitBreaker
+from penstock.dispatch.health import BreakerConfig, Circuit, CircuitBreaker
 from penstock.dispatch.requests import Failure, RetryConfig, RetryPolicy
 from penstock.router import PrefixAware, Replica, ReplicaState, Router, RoutingRequest, hash_text
 
@@ -43,8 +44,8 @@ _NONE: frozenset[str] = frozenset()
 @dataclass(slots=True)
 class _Member:
     server: ExternalServer
+    circuits: ServerCircuits
     state: ReplicaState = ReplicaState.STARTING
-    breaker: BreakerState = field(default_factory=BreakerState)
     missed_probes: int = 0
     num_running: int = 0  # sent from this gateway
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -78,7 +79,8 @@ class ExternalPool:
         breaker: BreakerConfig | None = None,
         num_processes: int = 1,
     ) -> None:
-        self._members = {server.name: _Member(server) for server in servers}
+        self._breaker = CircuitBreaker(breaker or BreakerConfig())
+        self._members = {server.name: self._member(server) for server in servers}
         self._urls = tuple(
             dict.fromkeys(server.config.url for server in servers)
         )  # that the servers were found by
@@ -89,7 +91,6 @@ class ExternalPool:
         self._clock = clock or SystemClock()
         self._retries = RetryPolicy(retries or RetryConfig())
         self._budget = self._retries.first_budget(self._clock.now())
-        self._breaker = CircuitBreaker(breaker or BreakerConfig())
         self._chance = random.Random()
         self._replicas: tuple[Replica, ...] = ()
         self._models: Mapping[str, int | None] = {}
@@ -100,6 +101,9 @@ class ExternalPool:
         self.num_continued = 0  # answers that another server continued with
         # Called with a server and the hashes of a prompt that was sent there, if some of them are new there.
         self.on_placed: Callable[[str, Sequence[bytes]], None] | None = None
+
+    def _member(self, server: ExternalServer) -> _Member:
+        return _Member(server, ServerCircuits(self._breaker))
 
     @property
     def num_waiting(self) -> int:
@@ -121,7 +125,7 @@ class ExternalPool:
             ServerView(
                 name,
                 member.state,
-                member.breaker.circuit,
+                member.circuits.circuit,
                 tuple(member.server.models),
                 member.server.region,
                 member.num_running,
@@ -155,7 +159,7 @@ class ExternalPool:
         for config in configs:
             member = before.get(server_name(config))
             if member is None or member.server.config != config:
-                member = _Member(ExternalServer(config))
+                member = self._member(ExternalServer(config))
                 new.append(member)
             members[member.server.name] = member
         left = [member for member in before.values() if members.get(member.server.name) is not member]
@@ -236,14 +240,16 @@ class ExternalPool:
             if free and len(self._members) == 1:  # there is no choice, now or later
                 return self._members[free[0]]
             if free or not usable:  # without any, the router says why
-                return self._choose(call, self._excluded(failed, self._cheapest(free)))
+                return self._choose(call, self._excluded(call, failed, self._cheapest(free)))
             await self._waiting.wait(call.model, call.tier, call.tenant)
             was_granted = True
 
     def _has_server_of(self, model: str) -> bool:
         return any(model in member.server.models for member in self._members.values())
 
-    def _excluded(self, failed: Collection[str], allowed: Collection[str]) -> frozenset[str]:
+    def _excluded(
+        self, call: ExternalCall, failed: Collection[str], allowed: Collection[str]
+    ) -> frozenset[str]:
         """Return all servers but the allowed ones; where none is allowed, those that failed or are left alone."""
         if len(allowed) == len(self._members):
             return _NONE
@@ -251,7 +257,7 @@ class ExternalPool:
             return frozenset(name for name in self._members if name not in allowed)
         now = self._clock.now()
         asleep = [
-            name for name, member in self._members.items() if not self._breaker.allows(member.breaker, now)
+            name for name, member in self._members.items() if not member.circuits.allows(call.tenant, now)
         ]
         return frozenset((*failed, *asleep))
 
@@ -299,7 +305,7 @@ class ExternalPool:
         is_bound = call.spill_over_s == math.inf and bool(call.region)
         if is_bound and server.region != call.region:
             return False
-        return self._breaker.allows(member.breaker, now)
+        return member.circuits.allows(call.tenant, now)
 
     def _has_room(self, member: _Member, *, was_granted: bool = False) -> bool:
         """Say whether a server takes another request. Places that were granted to others count as taken."""
@@ -333,7 +339,8 @@ class ExternalPool:
         )
 
     async def _attempt(self, member: _Member, call: ExternalCall, relay: Relay) -> None:
-        member.breaker = self._breaker.sent(member.breaker, self._clock.now())
+        circuits, tenant, sent_s = member.circuits, call.tenant, self._clock.now()
+        circuits.sent(tenant, sent_s)
         member.num_running += 1
         self._grant()  # what was granted to this call counts for it alone from now on
         outcome = "abandoned"
@@ -342,17 +349,19 @@ class ExternalPool:
             if not relay.has_ended:
                 raise _broken_off(member.server.name, has_begun=relay.has_begun)
             outcome = "served"
-            member.breaker = self._breaker.succeeded(member.breaker)
+            circuits.succeeded(tenant)
         except RequestRefused as refused:
             outcome = "failed" if refused.elsewhere else "refused"
-            if refused.elsewhere:
-                member.breaker = self._breaker.failed(member.breaker, self._clock.now())
+            if not refused.is_reached:
+                circuits.unreachable(tenant, self._clock.now())
+            elif refused.elsewhere:
+                circuits.failed(tenant, sent_s, self._clock.now())
             else:  # a server that refuses a request is up
-                member.breaker = self._breaker.succeeded(member.breaker)
+                circuits.succeeded(tenant)
             raise
         finally:
             if outcome == "abandoned":
-                member.breaker = self._breaker.abandoned(member.breaker)
+                circuits.abandoned(tenant)
             member.outcomes[outcome] += 1
             member.num_running -= 1
             if member.has_left:
@@ -379,6 +388,7 @@ class ExternalPool:
             )
         member.missed_probes = 0
         member.state = ReplicaState.READY
+        member.circuits.reached()
 
     def _describe(self) -> None:
         """Tell the router which servers there are, and note their models."""

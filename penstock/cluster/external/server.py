@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from penstock.cluster.external.connection import Answer, AnswerBroken, HttpError
+from penstock.cluster.external.connection import Answer, AnswerBroken, ConnectFailed, HttpError
 from penstock.cluster.external.dialects import ReadEvent, dialect_of
 from penstock.cluster.external.http import HttpClient
 from penstock.cluster.external.wire import (
@@ -277,6 +277,7 @@ class ExternalServer:
             raise RequestRefused(
                 EngineUnavailable(f"The external server {self.name!r} cannot be reached: {error}."),
                 elsewhere=True,
+                is_reached=not isinstance(error, ConnectFailed),
             ) from error
         except SaysNothing as error:
             raise RequestRefused(

@@ -309,12 +309,14 @@ _decode_error = msgspec.json.Decoder(_ErrorBody).decode
 
 
 class RequestRefused(Exception):
-    """A server did not serve a request. With `elsewhere`, another server might."""
+    """A server did not serve a request. With `elsewhere`, another server might. Without `is_reached`, the request
+    never got there, so it cannot be the cause."""
 
-    def __init__(self, error: PenstockError, *, elsewhere: bool) -> None:
+    def __init__(self, error: PenstockError, *, elsewhere: bool, is_reached: bool = True) -> None:
         super().__init__(error.message)
         self.error = error
         self.elsewhere = elsewhere
+        self.is_reached = is_reached
 
 
 def refusal(server: str, status: int, body: bytes, retry_after_s: float | None = None) -> RequestRefused:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -33,7 +34,7 @@ from penstock.dispatch.health import BreakerConfig, Circuit
 from penstock.router import ReplicaState, Router
 from penstock.router.policies import RoundRobin
 from tests.cluster.engines import until
-from tests.cluster.external.openai_server import OpenAIServer, serving, text_chunks
+from tests.cluster.external.openai_server import OpenAIServer, serving, text_chunks, whole_answer
 
 PATIENT = BreakerConfig(max_failures=100)
 
@@ -377,6 +378,70 @@ async def test_a_server_that_keeps_failing_is_left_alone() -> None:
             assert await ask(pool, call(number, f"prompt {number} " * 20)) == "Hello"
         assert len(broken.bodies) == 2
         assert [view.circuit for view in pool.views()] == [Circuit.OPEN, Circuit.CLOSED]
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+async def test_one_workspaces_poison_closes_no_server_to_another(num_servers: int) -> None:
+    def script(body: dict[str, Any]) -> list[Any]:
+        is_poison = body["messages"][0]["content"].startswith("poison")
+        return fails(500) if is_poison else text_chunks("Hel", "lo")
+
+    servers = [OpenAIServer(script=script) for _ in range(num_servers)]
+    breaker = BreakerConfig(max_failures=2, first_pause_s=1000.0)
+    async with pool_of(*servers, breaker=breaker) as pool:
+        for number in range(10):
+            with pytest.raises(EngineUnavailable):
+                await ask(pool, call(number, f"poison {number}", tenant="theirs"))
+            assert await ask(pool, call(100 + number, f"prompt {number}", tenant="others")) == "Hello"
+        assert sum(len(server.bodies) for server in servers) == 10 + 2 * num_servers, "then it is left out"
+        with pytest.raises(EngineUnavailable):
+            await ask(pool, call(200, "a good prompt", tenant="theirs"))
+
+
+async def test_a_workspace_whose_requests_end_the_server_is_left_out_when_the_server_is_back() -> None:
+    """A server that hangs up at the poison, also over a connection that had been kept."""
+    connections: set[asyncio.StreamWriter] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.add(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                lines = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:-2])
+                body = await reader.readexactly(int(lines.get(b"content-length", b"0")))
+                if b"poison" in body:
+                    listener.close()
+                    for each in connections:
+                        each.close()
+                    return
+                answer = json.dumps(
+                    whole_answer(text_chunks("Hello"))
+                    if lines.get(b"content-type")
+                    else {"data": [{"id": "theirs"}]}
+                ).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(answer), answer))
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    config = ExternalServerConfig(url=f"http://127.0.0.1:{port}")
+    breaker = BreakerConfig(max_failures=2, first_pause_s=1000.0)
+    pool = ExternalPool([ExternalServer(config)], breaker=breaker)
+    num_ends = 0
+    try:
+        for number in range(6):
+            await pool.probe()
+            with pytest.raises(EngineUnavailable):
+                await ask(pool, call(number, "poison", tenant="theirs", is_whole=True))
+            if not listener.is_serving():
+                num_ends += 1
+                listener = await asyncio.start_server(serve, "127.0.0.1", port)
+            await pool.probe()
+            good = call(100 + number, "a good prompt", tenant="others", is_whole=True)
+            assert await ask(pool, good) == "Hello"
+    finally:
+        listener.close()
+        await pool.close()
+    assert num_ends == 2
 
 
 async def test_without_any_server_that_is_well_nothing_is_asked() -> None:
