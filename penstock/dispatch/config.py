@@ -7,6 +7,7 @@ import msgspec
 from penstock.core.objective import RoutingPolicy, RoutingWeights
 from penstock.dispatch.health import BreakerConfig, OutlierConfig
 from penstock.dispatch.requests import RetryConfig, WaitingConfig
+from penstock.dispatch.suspects import SuspectConfig
 
 
 class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,3 +22,4 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
     breaker: BreakerConfig = BreakerConfig()
     outliers: OutlierConfig = OutlierConfig(max_ejected_share=0.34)  # at least one of three
     waiting: WaitingConfig = WaitingConfig()
+    suspects: SuspectConfig = SuspectConfig()

@@ -17,6 +17,7 @@ token that the client got. A request that finds no replica waits for one that st
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -54,7 +55,9 @@ from penstock.dispatch.requests import (
     RetryPolicy,
     Timers,
     WaitingRoom,
+    tenants_at,
 )
+from penstock.dispatch.suspects import Suspects
 from penstock.router import Decision, RandomSource, Router, RoutingRequest, hash_tokens, policy_named
 
 _EXPECTED_OUTPUT_TOKENS = 128  # unless the request's limit is lower
@@ -83,6 +86,7 @@ class Dispatcher:
         self._retries = RetryPolicy(config.retries)
         self._budget = self._retries.first_budget(now)
         self._breaker = CircuitBreaker(config.breaker)
+        self.suspects = Suspects(config.suspects)
         self._timers = Timers(self._requests)
         self._wake_s: float | None = None  # the time that the driver was last asked to call `tick`
 
@@ -124,6 +128,7 @@ class Dispatcher:
         deadline_s = None if timeout_s is None else now + timeout_s
         record = self._requests[request.id] = RequestRecord(request, deadline_s, block_hashes, arrived_s=now)
         self._budget = self._retries.attempted(self._budget, now)
+        self.suspects.arrived(request.tenant, now)
         actions: list[Action] = []
         self._route(record, now, actions)
         return self._with_wakeup(actions)
@@ -137,6 +142,8 @@ class Dispatcher:
             return _NOTHING
         replica = self.table.records[record.replica_id]
         replica.breaker = self._breaker.abandoned(replica.breaker)
+        if record.is_watched:
+            self.suspects.abandoned(record.request.tenant, now)
         self._leave_replica(record, now)
         ended = AttemptEnded(record.attempt(replica.revision, now, FinishReason.ABORT, None))
         return [Cancel(replica.id, request_id), ended]
@@ -146,6 +153,7 @@ class Dispatcher:
         actions: list[Action] = []
         delivered: list[TokenEvent] = []
         requests = self._requests
+        self.table.note_life(replica_id, now)
         for event in events:
             record = requests.get(event.request_id)
             if record is None or record.replica_id != replica_id:
@@ -197,6 +205,7 @@ class Dispatcher:
 
     def heartbeat(self, replica_id: str, stats: EngineStats, now: float) -> Sequence[Action]:
         self.kv_sources.speeds.heard(replica_id, stats, now)
+        self.table.note_life(replica_id, now)
         changed = self.table.heartbeat(replica_id, stats, now)
         if not changed:
             return _NOTHING
@@ -235,6 +244,9 @@ class Dispatcher:
         if time_left_s is not None and time_left_s <= 0.0:
             self._time_out(record, actions)
             return
+        record.is_watched = False
+        if (record.num_losses or not self.suspects.is_quiet(now)) and self._holds_back(record, now, actions):
+            return
         request = record.remaining()
         try:
             routed, decision = self._choose(record, request, now)
@@ -251,6 +263,8 @@ class Dispatcher:
         replica.num_sent += 1
         replica.breaker = self._breaker.sent(replica.breaker, now)
         record.begin_attempt(replica.id, now)
+        if record.is_watched:
+            self.suspects.sent(record.request.tenant, replica.id, now)
         kv_source = None
         serves_itself = replica.status.role == "prefill"
         if not serves_itself and (request.sampling.prompt_logprobs is None or request.output_token_ids):
@@ -259,8 +273,38 @@ class Dispatcher:
             Send(replica.id, request, time_left_s, kv_source, decision.reason, decision.matched_tokens)
         )
 
+    def _holds_back(self, record: RequestRecord, now: float, actions: list[Action]) -> bool:
+        """End a request whose tenant is refused, or let a request wait for the end of a test. Says whether that was
+        done."""
+        suspects, tenant = self.suspects, record.request.tenant
+        refusal = suspects.refusal(tenant, now)
+        if refusal is not None:
+            self._end_with_error(record, refusal, actions)
+            return True
+        record.is_watched = suspects.is_watched(tenant, record.num_losses, now)
+        held_s = 0.0 if record.held_since_s is None else now - record.held_since_s
+        serving = self.table.ready_for(self._model_of(record.request))
+        if not suspects.must_wait(tenant, serving, held_s, now, is_watched=record.is_watched):
+            return False
+        if record.held_since_s is None:
+            record.held_since_s = now
+        record.phase = RequestPhase.PAUSED
+        wake_s = now + self.config.suspects.look_again_s
+        self._timers.set(record, wake_s if record.deadline_s is None else min(wake_s, record.deadline_s))
+        return True
+
     def _choose(self, record: RequestRecord, request: Request, now: float) -> tuple[RoutingRequest, Decision]:
         """Choose a replica. Raises when no replica may take the request now."""
+        if not self.suspects.is_quiet(now):
+            serving = self.table.ready_for(self._model_of(request))
+            avoided = self.suspects.avoided(request.tenant, serving, now, is_watched=record.is_watched)
+            with contextlib.suppress(EngineUnavailable, ModelNotFound):
+                return self._choose_without(avoided, record, request, now)
+        return self._choose_without(frozenset(), record, request, now)
+
+    def _choose_without(
+        self, avoided: frozenset[str], record: RequestRecord, request: Request, now: float
+    ) -> tuple[RoutingRequest, Decision]:
         model = self._model_of(request)
         routed = RoutingRequest(
             id=request.id,
@@ -273,7 +317,7 @@ class Dispatcher:
             region=request.region or None,
             spill_over_s=request.spill_over_s,
             affinity_key=request.affinity_key or None,
-            excluded=record.failed_on | self.table.left_alone(self._breaker, now),
+            excluded=record.failed_on | self.table.left_alone(self._breaker, now) | avoided,
         )
         try:
             return self._choose_serving(record, routed, now)
@@ -355,6 +399,8 @@ class Dispatcher:
         self._leave_replica(record, now)
         replica = self.table.records[record.replica_id]
         replica.breaker = self._breaker.succeeded(replica.breaker)
+        if record.is_watched:
+            self.suspects.served(record.request.tenant, now)
         actions.append(AttemptEnded(record.attempt(replica.revision, now, reason, None)))
 
     def _fail_attempt(
@@ -368,11 +414,14 @@ class Dispatcher:
         """End the attempt of a request whose replica refused it, lost it, or is gone."""
         self._leave_replica(record, now)
         if isinstance(error, EngineUnavailable):
+            self._note_loss(record, replica, now)
             replica.num_failed += 1
             replica.breaker = self._breaker.failed(replica.breaker, now)
             self.table.note_failure(replica)
         else:
             replica.breaker = self._breaker.abandoned(replica.breaker)
+            if record.is_watched:
+                self.suspects.abandoned(record.request.tenant, now)
         actions.append(AttemptEnded(record.attempt(replica.revision, now, None, error)))
         record.replica_id = None
         if replica.id in self.table.records:
@@ -394,6 +443,17 @@ class Dispatcher:
             self._timers.set(record, now + decision.pause_s)
         else:
             self._route(record, now, actions)
+
+    def _note_loss(self, record: RequestRecord, replica: ReplicaRecord, now: float) -> None:
+        if record.num_losses == 0 or replica.heard_s > record.lost_s:
+            record.num_losses += 1
+            record.lost_s = now
+        record.last_lost = (replica.id, record.sent_s)
+        if record.is_watched:
+            tenant = record.request.tenant
+            since_s = now - self.config.suspects.test_s
+            is_alone = tenants_at(replica.id, since_s, self._requests.values()) == {tenant}
+            self.suspects.lost(tenant, replica.id, now, is_alone=is_alone)
 
     def _leave_replica(self, record: RequestRecord, now: float) -> None:
         """Stop counting a request at its replica."""

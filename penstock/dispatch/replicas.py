@@ -58,6 +58,7 @@ class ReplicaRecord:
     is_slow: bool = False
     num_sent: int = 0  # requests, retries included
     num_failed: int = 0
+    heard_s: float = 0.0  # the last sign of life
     num_resyncs: int = 0  # how often KV events were asked for again
     next_resync_s: float = 0.0  # when they may be asked for again
     reads_kv_events: bool = False
@@ -114,6 +115,14 @@ class ReplicaTable:
                     return True
         return False
 
+    def ready_for(self, model: str) -> list[str]:
+        """Return the replicas that take requests for a model."""
+        return [
+            replica.id
+            for replica in self.serving
+            if model in replica.models and replica.state is ReplicaState.READY
+        ]
+
     def serves(self, model: str, *, excluding: frozenset[str]) -> bool:
         """Say whether a replica of the model is ready that is not excluded."""
         return any(
@@ -131,6 +140,11 @@ class ReplicaTable:
         return frozenset(
             [name for name, record in failing.items() if not breaker.allows(record.breaker, now)]
         )
+
+    def note_life(self, replica_id: str, now: float) -> None:
+        record = self.records.get(replica_id)
+        if record is not None:
+            record.heard_s = now
 
     def note_failure(self, record: ReplicaRecord) -> None:
         """Look at the circuit breaker of a replica before each request, until the circuit is closed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -40,6 +40,13 @@ class RequestRecord(msgspec.Struct, eq=False):
     last_error: PenstockError | None = None
     revision: str | None = None  # of the replica that began the answer
     waiting_since_s: float | None = None  # when the request first found no replica
+    num_losses: int = 0  # replicas that were lost in succession while they had the request
+    lost_s: float = 0.0  # the last of these losses
+    last_lost: tuple[str, float] | None = (
+        None  # the replica that was lost last, and when the request was sent there
+    )
+    held_since_s: float | None = None  # when the request first waited for the end of a test
+    is_watched: bool = False  # the present attempt is a test; see `suspects`
     # The present attempt:
     replica_id: str | None = None
     sent_s: float = 0.0
@@ -65,6 +72,7 @@ class RequestRecord(msgspec.Struct, eq=False):
         self.sent_s = now
         self.first_token_s = None
         self.is_streaming = False
+        self.held_since_s = None
         self.num_emitted_before = len(self.emitted)
 
     def attempt(
@@ -84,6 +92,20 @@ class RequestRecord(msgspec.Struct, eq=False):
             finish_reason=finish_reason,
             error=error,
         )
+
+
+def tenants_at(replica_id: str, since_s: float, records: Iterable[RequestRecord]) -> set[str]:
+    """Return the tenants whose requests were sent to a replica since then. The replica may be lost."""
+    return {
+        record.request.tenant
+        for record in records
+        if (record.replica_id == replica_id and record.sent_s >= since_s)
+        or (
+            record.last_lost is not None
+            and record.last_lost[0] == replica_id
+            and record.last_lost[1] >= since_s
+        )
+    }
 
 
 class WaitingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,10 +19,10 @@ from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.request import FinishReason, Request, SamplingParams
-from penstock.dispatch import DispatchConfig
+from penstock.dispatch import DispatchConfig, Send
 from penstock.dispatch.health import OutlierConfig
 from penstock.router import ReplicaState
-from tests.cluster.engines import WAIT_S, Inbox, echo_spec, lose_patience, send, until
+from tests.cluster.engines import WAIT_S, Inbox, echo_spec, lose_patience, make_request, send, until
 from tests.engine.byte_model import write_byte_model
 
 NUM_REQUESTS = 12
@@ -260,3 +260,41 @@ async def test_greedy_and_seeded_answers_of_a_model_are_those_of_an_undisturbed_
             assert inbox.finish_reason is FinishReason.LENGTH
             assert inbox.tokens == reference.tokens
         assert server.fleet.verdicts["continue"]
+
+
+async def test_a_request_that_kills_every_engine_it_reaches_ends_few_and_no_stream_of_others() -> None:
+    """The engine of a request with poison is killed as soon as it has the request."""
+    texts, max_tokens = prompts(), 3_000
+    async with serving(echo_spec(), 4) as server:
+        killed: set[str] = set()
+        loop = asyncio.get_running_loop()
+
+        def kill(replica_id: str) -> None:
+            if replica_id in server.fleet.replicas and replica_id not in killed:
+                killed.add(replica_id)
+                server.signal(replica_id, signal.SIGKILL)
+
+        def kill_soon(sent: Send) -> None:
+            if sent.request.tenant == "evil":
+                loop.call_later(0.3, kill, sent.replica_id)
+
+        server.fleet.on_sent = kill_soon
+        inboxes = echoes(server.fleet, texts, max_tokens)
+        poison = [
+            send(server.fleet, replace(make_request(f"poison-{number}", max_tokens=100_000), tenant="evil"))
+            for number in range(2)
+        ]
+        for each in poison:
+            await each.until_over()
+            assert each.error is not None
+        await check_echoes(inboxes, texts, max_tokens)
+        num_killed = len(killed)
+        assert num_killed <= 6, "two requests with four attempts each would end eight"
+        assert server.fleet.dispatcher.suspects.num_convicted == 2
+        refused = send(server.fleet, replace(make_request("again"), tenant="evil"))
+        await refused.until_over()
+        assert refused.error is not None
+        assert "refused for a while" in refused.error.message
+        assert len(killed) == num_killed
+        (answer,) = echoes(server.fleet, texts[:1], 10, "after")
+        await check_echoes([answer], texts[:1], 10)
