@@ -96,10 +96,10 @@ def _idefics3_size(width: int, height: int, longest: int, tile: int) -> tuple[in
 
 
 def _fixed(card: VisionCard, width: int, height: int) -> ImageLayout:
-    """Lay out models that scale every image to one size: LLaVA."""
-    return ImageLayout(
-        card.image_token, (card.numbers["image_tokens"],), tile_patches=card.numbers["tile_patches"]
-    )
+    """Lay out models that scale every image to one size: LLaVA and GOT-OCR 2."""
+    begin, end = card.around
+    text = f"{begin}{card.image_token}{end}"
+    return ImageLayout(text, (card.numbers["image_tokens"],), tile_patches=card.numbers["tile_patches"])
 
 
 _LEAST_SCALE = 1.1  # by which LLaVA-OneVision scales rows down
@@ -278,7 +278,8 @@ def _cohere2_vision(card: VisionCard, width: int, height: int) -> ImageLayout:
 
 
 def fitting_grid(numbers: Mapping[str, int], width: int, height: int) -> tuple[int, int]:
-    """Return the columns and rows of tiles that the image fills with the least scaling, preferably up."""
+    """Return the columns and rows of tiles that the image fills with the least scaling, preferably up; with
+    `enlarges`, as large as possible."""
     if not numbers["splits"]:
         return 1, 1
     tile = numbers["tile_size"]
@@ -288,7 +289,88 @@ def fitting_grid(numbers: Mapping[str, int], width: int, height: int) -> tuple[i
 
     grids = _grids(1, numbers["max_tiles"])
     enlarging = [grid for grid in grids if scale(grid) >= 1]
-    return min(enlarging, key=scale) if enlarging else max(grids, key=scale)
+    if not enlarging or numbers.get("enlarges"):
+        return max(grids, key=scale)
+    return min(enlarging, key=scale)
+
+
+def _llama4(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out Llama 4: lines of tiles with tokens between them, and the whole image as one more tile."""
+    columns, rows = fitting_grid(card.numbers, width, height)
+    tile = card.image_token
+    line = "<|tile_x_separator|>".join([tile] * columns) + "<|tile_y_separator|>"
+    lines = line * rows if rows * columns > 1 else ""
+    num_tiles = rows * columns + 1 if lines else 1
+    text = f"<|image_start|>{lines}<|image|>{tile}<|image_end|>"
+    return ImageLayout(
+        text, (card.numbers["tile_tokens"],) * num_tiles, num_tiles, card.numbers["tile_patches"]
+    )
+
+
+def _kimi_k25(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out Kimi K2.5: an image that is never enlarged, on a canvas of whole squares of patches."""
+    square = card.numbers["patch_size"] * card.numbers["merge_size"]
+    columns, rows = (math.ceil(side / square) for side in kimi_size(card.numbers, width, height))
+    patches = rows * columns * card.numbers["merge_size"] ** 2
+    return ImageLayout(card.image_token, (rows * columns,), tile_patches=patches)
+
+
+def kimi_size(numbers: Mapping[str, int], width: int, height: int) -> tuple[int, int]:
+    """Return the width and height of the image on its canvas."""
+    patch, longest = numbers["patch_size"], numbers["longest_edge"]
+    patches = max(1.0, height // patch) * max(1.0, width // patch)
+    scale = min(1.0, math.sqrt(numbers["max_patches"] / patches), longest / height, longest / width)
+    return min(max(1, int(width * scale)), longest), min(max(1, int(height * scale)), longest)
+
+
+NUMBER = "{number}"  # in the text of a layout: the number of the image in its prompt
+
+
+def _minicpm_v(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out MiniCPM-V 4.6: the image as a whole, and then the slices of a large image, line by line."""
+    numbers, image = card.numbers, card.image_token
+    rows, columns = _slices(numbers, width, height)
+    square = numbers["patch_size"] * numbers["merge_size"]
+    side = numbers["tile_size"]
+    whole = _minicpm_size(width, height, side, square, enlarges=rows * columns == 0)
+    sizes = [whole]
+    text = f"<image>{image}</image>"
+    if rows * columns:
+        tall, wide = (
+            max(round(size / count) * count, count) / count
+            for size, count in ((height, rows), (width, columns))
+        )
+        sizes += [_minicpm_size(wide, tall, side, square, enlarges=True)] * (rows * columns)
+        text += "\n".join([f"<slice>{image}</slice>" * columns] * rows)
+    runs = tuple(wide // square * (tall // square) for wide, tall in sizes)
+    if numbers["counts_images"]:
+        text = f"<image_id>{NUMBER}</image_id>{text}"
+    return ImageLayout(text, runs, tile_patches=sum(runs) * numbers["merge_size"] ** 2)
+
+
+def _slices(numbers: Mapping[str, int], width: int, height: int) -> tuple[int, int]:
+    """Return the rows and columns of slices; none for an image of one slice."""
+    most = min(math.ceil(width * height / numbers["tile_size"] ** 2), numbers["max_tiles"])
+    if most <= 1 or not numbers["splits"]:
+        return 0, 0
+    best, least, shape = (1, 1), math.inf, math.log(width / height)
+    for count in (most - 1, most, most + 1):
+        if count == 1 or count > numbers["max_tiles"]:
+            continue
+        for rows in (rows for rows in range(1, count + 1) if count % rows == 0):
+            error = abs(shape - math.log(count // rows / rows))
+            if error < least or (error == least and rows > best[0]):
+                best, least = (rows, count // rows), error
+    return best
+
+
+def _minicpm_size(width: float, height: float, side: int, square: int, *, enlarges: bool) -> tuple[int, int]:
+    """Return the width and height in whole squares of patches, with about as many pixels as a slice."""
+    if width * height > side**2 or enlarges:
+        ratio = width / height
+        height = int(side / math.sqrt(ratio))
+        width = int(height * ratio)
+    return max(round(width / square) * square, square), max(round(height / square) * square, square)
 
 
 def _lfm2_vl(card: VisionCard, width: int, height: int) -> ImageLayout:
@@ -352,4 +434,7 @@ RULES: dict[str, Callable[[VisionCard, int, int], ImageLayout]] = {
     "aya_vision": _aya_vision,
     "cohere2_vision": _cohere2_vision,
     "lfm2_vl": _lfm2_vl,
+    "llama4": _llama4,
+    "kimi_k25": _kimi_k25,
+    "minicpm_v": _minicpm_v,
 }

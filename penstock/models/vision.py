@@ -69,6 +69,7 @@ class TransformersVision(ABC):
     rule: ClassVar[str]  # a key of `core.image_layout.RULES`
     sees_both_ways: ClassVar[bool] = False
     prompt_sees_both_ways: ClassVar[bool] = False
+    has_axes: ClassVar[bool] = True  # where the settings of the text model have sections of positions
     chat_template: ClassVar[str | None] = None  # of folders without one
     processor_options: ClassVar[Mapping[str, Any]] = {}
 
@@ -230,6 +231,27 @@ class PaliGemmaVision(LlavaVision):
         "{% for part in turn.content if part.type == 'image' %}<image>{% endfor %}{{ bos_token }}"
         "{% for part in turn.content if part.type == 'text' %}{{ part.text }}{% endfor %}{{ '\n' }}"
     )
+
+
+class GotOcrVision(LlavaVision):
+    """GOT-OCR 2: a SAM tower and convolutions; every image is scaled to one size."""
+
+    processor_options: ClassVar[Mapping[str, Any]] = {"crop_to_patches": False}
+    # As transformers' processor writes prompts. A text is `OCR`, or `OCR with format`.
+    chat_template = (
+        "<|im_start|>system\nYou should follow the instructions carefully and explain your answers in detail."
+        "<|im_end|>{% for turn in messages %}<|im_start|>{{ turn.role }}\n{% if turn.content is string %}"
+        "{{ turn.content }}{% else %}{% set found = turn.content | selectattr('type', 'equalto', 'image') | list %}"
+        "{% if found %}<img>{% for part in found %}<imgpad>{% endfor %}</img>{{ '\\n ' }}{% endif %}"
+        "{% for part in turn.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+        "{% if found %}: {% endif %}{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+    def numbers(self) -> dict[str, int]:
+        size, patch = self._vision.image_size, self._vision.patch_size
+        side, patch = (int(each if isinstance(each, int) else each[0]) for each in (size, patch))
+        return {"image_tokens": self.rows_per_tile, "tile_patches": (side // patch) ** 2}
 
 
 def open_image(data: bytes) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from penstock.models.config import Fields
 from penstock.models.vision import Pixels, TransformersVision
-from penstock.models.vision_processors import processor_settings
+from penstock.models.vision_processors import KimiProcessor, processor_settings
 
 
 class PixtralVision(TransformersVision):
@@ -145,3 +146,61 @@ class LightOnOcrVision(PixtralVision):
     """LightOnOCR: as Mistral 3, with no tokens between rows."""
 
     rule = "lighton_ocr"
+
+
+class KimiVision(QwenVision):
+    """Kimi K2.5 and K2.6: a tower for images of any shape."""
+
+    rule = "kimi_k25"
+
+    @classmethod
+    def load_processor(cls, path: Path) -> KimiProcessor:
+        return KimiProcessor(processor_settings(path))
+
+    def numbers(self) -> dict[str, int]:
+        return dict(self._processor.numbers)
+
+    def pixels(self, made: Any) -> Pixels:
+        rows = int(made["image_grid_thw"].prod()) // self._processor.numbers["merge_size"] ** 2
+        return Pixels({}, made, 1, rows)
+
+
+class VideoLlama3Vision(QwenVision):
+    """VideoLLaMA 3: a tower for images of any shape."""
+
+    def pixels(self, made: Any) -> Pixels:
+        pixels = super().pixels(made)
+        return dataclasses.replace(
+            pixels, other={**pixels.other, "image_merge_sizes": made["image_merge_sizes"]}
+        )
+
+
+class MiniCPMVision(TransformersVision):
+    """MiniCPM-V 4.6: a SigLIP tower, whose rows are merged twice, over the image and its slices."""
+
+    rule = "minicpm_v"
+    has_axes = False
+
+    def numbers(self) -> dict[str, int]:
+        processor = self._processor
+        return {
+            "tile_size": int(processor.scale_resolution),
+            "max_tiles": int(processor.max_slice_nums),
+            "patch_size": int(processor.patch_size),
+            "merge_size": self._merge,
+            "splits": int(bool(processor.slice_mode)),
+            "counts_images": int(bool(processor.use_image_id)),
+        }
+
+    @property
+    def _merge(self) -> int:
+        return 2 if self._processor.downsample_mode == "4x" else 4
+
+    def pixels(self, made: Any) -> Pixels:
+        sizes = torch.as_tensor(made["target_sizes"])
+        rows = int((sizes // self._merge).prod(dim=1).sum())
+        return Pixels({}, {"pixel_values": made["pixel_values"], "target_sizes": sizes}, 1, rows)
+
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        made = self._tower.get_image_features(**tensors, downsample_mode=self._processor.downsample_mode)
+        return [torch.cat(list(made.pooler_output))]

@@ -12,15 +12,24 @@ from typing import Any
 from penstock.core.errors import ModelLoadError, PenstockError
 from penstock.kernels.interface import Ops
 from penstock.models.config import Fields, axes_of_pairs
-from penstock.models.vision import Gemma3Vision, LlavaVision, PaliGemmaVision, TransformersVision
+from penstock.models.vision import (
+    Gemma3Vision,
+    GotOcrVision,
+    LlavaVision,
+    PaliGemmaVision,
+    TransformersVision,
+)
 from penstock.models.vision_grids import (
     Gemma4UnifiedVision,
     Gemma4Vision,
     GlmVision,
+    KimiVision,
     LightOnOcrVision,
+    MiniCPMVision,
     PaddleOCRVision,
     PixtralVision,
     QwenVision,
+    VideoLlama3Vision,
 )
 from penstock.models.vision_tiles import (
     AyaVision,
@@ -28,6 +37,7 @@ from penstock.models.vision_tiles import (
     Idefics3Vision,
     InternVLVision,
     Lfm2VlVision,
+    Llama4Vision,
     LlavaNextVision,
     LlavaOnevisionVision,
 )
@@ -69,25 +79,27 @@ FAMILIES: dict[str, type[TransformersVision]] = {
     "Glm4vMoeForConditionalGeneration": GlmVision,
     "Glm46VForConditionalGeneration": GlmVision,
     "GlmOcrForConditionalGeneration": GlmVision,
+    "Llama4ForConditionalGeneration": Llama4Vision,
+    "Kimi_K25ForConditionalGeneration": KimiVision,
+    "KimiK25ForConditionalGeneration": KimiVision,  # as its makers call it
+    "GotOcr2ForConditionalGeneration": GotOcrVision,
+    "VideoLlama3ForConditionalGeneration": VideoLlama3Vision,
+    "MiniCPMV4_6ForConditionalGeneration": MiniCPMVision,
+    "Qwen2_5OmniForConditionalGeneration": QwenVision,
+    "Qwen2_5OmniModel": QwenVision,  # as its makers call it
+    "Qwen2_5OmniThinkerForConditionalGeneration": QwenVision,
+    "Qwen3OmniMoeForConditionalGeneration": QwenVision,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": QwenVision,
 }
 # Classes whose images are not supported, and whose text model alone is a native decoder.
 _TEXT_ALONE = frozenset(
     {
-        "Kimi_K25ForConditionalGeneration",
-        "KimiK25ForConditionalGeneration",  # as its makers call it
         "Gemma3nForConditionalGeneration",
-        "MiniCPMV4_6ForConditionalGeneration",
         "MiniCPMV4_7ForConditionalGeneration",
         "Ovis2ForConditionalGeneration",
         "DeepseekVLForConditionalGeneration",
         "Idefics2ForConditionalGeneration",
         "LlavaNextVideoForConditionalGeneration",
-        "VideoLlama3ForConditionalGeneration",
-        "Qwen2_5OmniForConditionalGeneration",
-        "Qwen2_5OmniModel",  # as its makers call it
-        "Qwen2_5OmniThinkerForConditionalGeneration",
-        "Qwen3OmniMoeForConditionalGeneration",
-        "Qwen3OmniMoeThinkerForConditionalGeneration",
         "NemotronH_Omni_Reasoning_V3",
         "NemotronH_Nano_Omni_Reasoning_V3",
     }
@@ -110,8 +122,10 @@ _TEXT_TYPES = {
 }
 # Pairs of a head that time, rows and columns turn, for files that do not say so.
 _ROPE_SECTIONS = {
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text"), (16, 24, 24)),
-    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), (24, 20, 20)),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text"), (16, 24, 24)
+    ),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text"), (24, 20, 20)),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), (11, 11, 10)),
     **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text"), (8, 12, 12)),
 }
@@ -137,8 +151,10 @@ def text_fields(path: Path, fields: Fields) -> Fields:
     """Return the settings of the text model within a vision-language checkpoint, with the defaults of its class; the
     settings of other checkpoints as they are."""
     family, is_alone = family_of(fields), _class_of(fields) in _TEXT_ALONE
-    # Our Gemma 3 and 4 read their own settings.
-    if family in (Gemma3Vision, Gemma4Vision, Gemma4UnifiedVision) or (family is None and not is_alone):
+    # Our Gemma 3 and 4 and Llama 4 read their own settings.
+    if family in (Gemma3Vision, Gemma4Vision, Gemma4UnifiedVision, Llama4Vision) or (
+        family is None and not is_alone
+    ):
         return fields
     nested = fields.raw(_NESTED_TEXT)
     text = dict(nested) if isinstance(nested, dict) else _config(path).get_text_config().to_dict()
@@ -159,7 +175,7 @@ def text_fields(path: Path, fields: Fields) -> Fields:
         if isinstance(rope, dict) and sections is not None:
             rope = {"mrope_section": sections, **rope}
         if isinstance(rope, dict) and "mrope_section" in rope:
-            if is_alone:  # a text has the same position on all axes
+            if family is None or not family.has_axes:  # a text has the same position on all axes
                 text[key] = {name: value for name, value in rope.items() if not name.startswith("mrope")}
                 continue
             text["rope_axes"] = axes_of_pairs(
@@ -199,6 +215,7 @@ def load_vision(
         )
         return None
     config = _config(path)
+    config = getattr(config, "thinker_config", config)  # of models that also speak
     with quiet_transformers():
         with _named_errors(path):
             processor = family.load_processor(path)

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from penstock.models.vision import LlavaVision, Pixels, TransformersVision
-from penstock.models.vision_processors import Cohere2VisionProcessor, Lfm2VlProcessor, processor_settings
+from penstock.models.vision_processors import (
+    Cohere2VisionProcessor,
+    Lfm2VlProcessor,
+    Llama4Processor,
+    processor_settings,
+)
 
 
 class Idefics3Vision(TransformersVision):
@@ -162,3 +167,25 @@ class Lfm2VlVision(TransformersVision):
 
     def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         return list(self._tower.get_image_features(**tensors).pooler_output)
+
+
+class Llama4Vision(InternVLVision):
+    """Llama 4: a ViT with a pixel shuffle, over the tiles of a canvas, and one matrix."""
+
+    rule = "llama4"
+    processor_options: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def load_processor(cls, path: Path) -> Llama4Processor:
+        return Llama4Processor(processor_settings(path))
+
+    def numbers(self) -> dict[str, int]:
+        patches = (int(self._vision.image_size) // int(self._vision.patch_size)) ** 2
+        return {**self._processor.numbers, "tile_tokens": self.rows_per_tile, "tile_patches": patches}
+
+    def template_token(self, spellings: Mapping[int, str]) -> str:
+        return "<|image|>"
+
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        rows = self._tower.get_image_features(**tensors).last_hidden_state
+        return list(self._tower.multi_modal_projector(rows))

@@ -16,6 +16,7 @@ from transformers import (
     LlavaNextImageProcessorPil,
     LlavaNextProcessor,
     LlavaOnevisionImageProcessorPil,
+    MiniCPMV4_6ImageProcessorPil,
     PaddleOCRVLImageProcessorPil,
     PixtralImageProcessorPil,
     Qwen2VLImageProcessorPil,
@@ -24,7 +25,7 @@ from transformers import (
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.image_layout import VisionCard, image_layout
-from penstock.models.vision_processors import Cohere2VisionProcessor, Lfm2VlProcessor
+from penstock.models.vision_processors import Cohere2VisionProcessor, Lfm2VlProcessor, Llama4Processor
 from tests.models.tiny_vision import picture
 from tests.models.vision_tiles import onevision_counter
 
@@ -209,3 +210,35 @@ def test_an_lfm2_image_is_not_split_where_the_settings_say_so() -> None:
     assert layout.runs == (256,) * 6
     assert "thumbnail" not in layout.text
     assert len(tiles([picture(2000, 1500)])["pixel_values"]) == 6
+
+
+@pytest.mark.parametrize("size", [*SIZES, (27, 4000), (2000, 1500)], ids=str)
+@pytest.mark.parametrize("mode", ["4x", "16x"])
+def test_slices_of_minicpm(size: tuple[int, int], mode: str) -> None:
+    processor = MiniCPMV4_6ImageProcessorPil(scale_resolution=112, patch_size=14, downsample_mode=mode)
+    made = process(processor, size)
+    merge = 2 if mode == "4x" else 4
+    numbers = {"tile_size": 112, "max_tiles": 9, "patch_size": 14, "merge_size": merge, "splits": 1}
+    layout = image_layout(card("minicpm_v", **numbers, counts_images=0), *size)
+    assert layout.runs == tuple((made["target_sizes"] // merge).prod(dim=1).tolist())
+    rows, columns = made["grids"][0]
+    assert (layout.text.count("<slice>"), layout.text.count("\n")) == (rows * columns, max(0, rows - 1))
+
+
+def test_tiles_of_llama4() -> None:
+    """Of transformers' examples, and an image smaller than a tile, which grows to the size of a tile only."""
+    numbers = {"tile_size": 224, "max_tiles": 4, "splits": 1, "tile_tokens": 9, "tile_patches": 36}
+    layout = image_layout(card("llama4", **numbers), 300, 200)
+    image = "<i><|tile_x_separator|><i><|tile_y_separator|>"
+    assert layout.text == f"<|image_start|>{image}<|image|><i><|image_end|>"
+    assert image_layout(card("llama4", **numbers), 100, 90).text == "<|image_start|><|image|><i><|image_end|>"
+    processor = Llama4Processor({"size": {"height": 224, "width": 224}, "max_patches": 4})
+    assert processor._inner((300, 200), (448, 224)) == (300, 200)
+    assert processor._inner((100, 90), (224, 224)) == (224, 201)
+    processor.numbers["enlarges"] = 1
+    assert processor._inner((800, 600), (448, 448)) == (448, 336)
+    assert image_layout(card("llama4", **numbers, enlarges=1), 100, 90).num_tiles == 5
+    tiles = processor([Image.new("RGB", (800, 600), (255, 0, 127))])["pixel_values"]
+    assert tiles.shape == (5, 3, 224, 224)
+    assert tiles[2, 0, 111, 0] == 1
+    assert tiles[2, 0, 112, 0] == -1

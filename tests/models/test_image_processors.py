@@ -15,10 +15,16 @@ from penstock.core.errors import ModelLoadError
 from penstock.core.image_layout import VisionCard, image_layout
 from penstock.kernels.reference import TorchOps
 from penstock.models.config import Fields
-from penstock.models.vision import TransformersVision
-from penstock.models.vision_grids import GlmVision, PixtralVision, QwenVision
+from penstock.models.vision import GotOcrVision, TransformersVision
+from penstock.models.vision_grids import GlmVision, KimiVision, MiniCPMVision, PixtralVision, QwenVision
 from penstock.models.vision_load import FAMILIES, load_vision
-from penstock.models.vision_tiles import Cohere2Vision, Idefics3Vision, InternVLVision, Lfm2VlVision
+from penstock.models.vision_tiles import (
+    Cohere2Vision,
+    Idefics3Vision,
+    InternVLVision,
+    Lfm2VlVision,
+    Llama4Vision,
+)
 
 SHAPES = ((640, 480), (31, 200), (1, 1), (700, 57))
 COLORS: dict[str, Any] = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
@@ -77,6 +83,22 @@ FOLDERS: dict[str, tuple[type[TransformersVision], str, dict[str, Any], str, dic
                           "image_processor_type": "Cohere2VisionImageProcessorFast"}),
     "lfm2-vl": (Lfm2VlVision, "lfm2_vl", {}, "processor_config.json",
                 {"image_processor": LFM2, "processor_class": "Lfm2VlProcessor"}),
+    "llama4": (Llama4Vision, "llama4", {"vision_config": {"image_size": 112}}, "preprocessor_config.json",
+               {**NULLS, **STEPS, **COLORS, "max_patches": 16, "resize_to_max_canvas": False, "resample": 2,
+                "size": {"height": 112, "width": 112}, "image_processor_type": "Llama4ImageProcessorFast"}),
+    "kimi-k2.5": (KimiVision, "kimi_k25", {}, "preprocessor_config.json",
+                  {"media_proc_cfg": {**COLORS, "in_patch_limit": 400, "patch_size": 14, "merge_kernel_size": 2,
+                                      "fixed_output_tokens": None, "patch_limit_on_one_side": 40}}),
+    "kimi-k2.6-by-transformers": (KimiVision, "kimi_k25", {}, "preprocessor_config.json",
+                                  {**COLORS, "max_patches": 400, "patch_size": 14, "merge_size": 2,
+                                   "image_processor_type": "Kimi_K25ImageProcessor",
+                                   "size": {"max_height": 40, "max_width": 40}}),
+    "minicpm-v-4.6": (MiniCPMVision, "minicpmv4_6", {}, "preprocessor_config.json",
+                      {**COLORS, "max_slice_nums": 9, "scale_resolution": 112, "patch_size": 14,
+                       "image_processor_type": "MiniCPMV4_6ImageProcessor"}),
+    "got-ocr2": (GotOcrVision, "got_ocr2", {}, "preprocessor_config.json",
+                 {**STEPS, **COLORS, "size": {"height": 112, "width": 112},
+                  "image_processor_type": "GotOcr2ImageProcessor"}),
 }  # fmt: skip
 
 

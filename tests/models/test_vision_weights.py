@@ -53,6 +53,21 @@ def test_quantized_folders_need_no_package_of_their_method(original: Path, folde
     assert not torch.allclose(made, features(original), atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize(("name", "part"), [("kimi-k2.5", "text_config"), ("qwen2.5-omni", "thinker_config")])
+def test_settings_of_quantization_within_a_part(name: str, part: str, tmp_path: Path) -> None:
+    """As published: experts are quantized, and the tower is not, whose names are not those of transformers."""
+    folder = make_vision(name, tmp_path / "model").folder
+    plain = features(folder)
+    config = json.loads((folder / "config.json").read_text())
+    settings = LAYOUTS["compressed int4"].settings
+    if part == "text_config":
+        config[part]["quantization_config"] = settings
+    else:
+        config["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(features(folder), plain)
+
+
 def test_a_tower_that_lacks_a_tensor_is_refused(folder: Path) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)

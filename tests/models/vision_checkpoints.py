@@ -17,6 +17,14 @@ from tests.models.vision_grids import (
     pixtral,
     qwen,
 )
+from tests.models.vision_others import (
+    got_ocr2,
+    kimi_k25,
+    llama4,
+    minicpm_v,
+    omni,
+    video_llama3,
+)
 from tests.models.vision_tiles import (
     aya_vision,
     cohere2_vision,
@@ -67,6 +75,13 @@ CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
     "glm4.5v": lambda folder: glm(folder, "Glm4vMoe"),
     "glm4.6v": lambda folder: glm(folder, "Glm46V"),
     "glm-ocr": lambda folder: glm(folder, "GlmOcr"),
+    "llama4": llama4,
+    "kimi-k2.5": kimi_k25,
+    "qwen2.5-omni": lambda folder: omni(folder, "2_5"),
+    "qwen3-omni": lambda folder: omni(folder, "3"),
+    "got-ocr2": got_ocr2,
+    "video-llama3": video_llama3,
+    "minicpm-v-4.6": minicpm_v,
 }
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from penstock.core.errors import InvalidRequest
-from penstock.core.image_layout import ImageLayout, VisionCard, image_layout
+from penstock.core.image_layout import NUMBER, ImageLayout, VisionCard, image_layout
 from penstock.core.request import ImageInput
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, ImagePart
 from penstock.gateway.text.template import RenderedChat
@@ -49,10 +49,11 @@ class ImagePlaces:
         token = self._card.template_token
         pieces: list[str] = []
         end = moved = 0
-        for at, layout in zip(self._find(rendered), self._layouts, strict=True):
-            pieces += (rendered.text[end:at], layout.text)
+        for number, (at, layout) in enumerate(zip(self._find(rendered), self._layouts, strict=True)):
+            text = layout.text.replace(NUMBER, str(number))
+            pieces += (rendered.text[end:at], text)
             end = at + len(token)
-            moved += len(layout.text) - len(token)
+            moved += len(text) - len(token)
             self._shifts.append((end, moved))
         pieces.append(rendered.text[end:])
         ranges = tuple((self.moved(start), self.moved(stop)) for start, stop in rendered.plain_ranges)

@@ -1,4 +1,4 @@
-"""Llama 4, text: attention within chunks with norms of queries and keys, some layers that know no positions and scale
+"""Llama 4: attention within chunks with norms of queries and keys, some layers that know no positions and scale
 queries by them, and experts whose input is weighted. Reads the text part of multimodal checkpoints."""
 
 from __future__ import annotations
