@@ -14,12 +14,12 @@ from penstock.core.engine_config import OWN_HEADS, EngineConfig, parse_speculate
 from penstock.core.errors import ConfigError
 from penstock.core.figures import format_bytes
 from penstock.engine.batch import BatchRows
+from penstock.engine.drafters.draft_kv import SCRATCH_BLOCKS
 from penstock.engine.drafters.guessers import EagleGuesser, Guesser, HeadGuesser, ModelGuesser, TreeGuesser
 from penstock.engine.drafters.hidden_states import HiddenStates
 from penstock.engine.drafters.medusa import MedusaDrafter
 from penstock.engine.drafters.model import (
     MAX_TOKENS,
-    SCRATCH_BLOCKS,
     ModelDrafter,
 )
 from penstock.engine.drafters.trees import TREE_WIDTH

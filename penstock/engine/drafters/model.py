@@ -1,8 +1,6 @@
 """Drafts with a smaller model, or with heads on the served model's hidden states.
 
-The drafter's KV lies in a store of its own under the block ids of the served model, so that block tables, cached
-prefixes and preemption are shared. Drafts, and tokens whose block is shared with another request, lie in scratch
-blocks: each row has a few after the last block id. Missing or wrong KV only lowers the acceptance rate.
+`draft_kv.py` says where the drafter's own KV lies and which part of it is valid.
 
 Work is done when drafts are asked for: first the tokens that are new since the last time, for all requests in one
 pass, then one pass for each further drafted token. A drafter that follows steps does this work after the step in
@@ -13,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,8 +20,9 @@ from torch import Tensor
 from penstock.core.clock import Clock
 from penstock.core.plan import ON_DEVICE, Chunk, Draft
 from penstock.core.request import Request
-from penstock.engine.batch import DEVICE_DRAFTS, BatchRows, HostStep, Int32Array, Int64Array
+from penstock.engine.batch import DEVICE_DRAFTS, BatchRows, HostStep
 from penstock.engine.drafters.choice import DraftChoice, Wanted
+from penstock.engine.drafters.draft_kv import DraftChunk, DraftKV, FollowedRequest
 from penstock.engine.drafters.following import (
     DraftSteps,
     Newest,
@@ -37,37 +36,14 @@ from penstock.engine.drafters.guessers import Guesser, TreeGuesser
 from penstock.engine.drafters.hidden_states import NOTHING, HiddenStates
 from penstock.engine.drafters.trees import TREE_DEPTH, Tree, TreeSteps, num_nodes, num_places
 from penstock.engine.staging import Staging
-from penstock.kernels.interface import AttentionBatch, HalvesBlocks, KVStore
+from penstock.kernels.interface import KVStore
 
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 8  # of a draft
 NO_DRAFTS = Wanted(0)
-SCRATCH_BLOCKS = 3  # of a row: a shared block, and the drafts after it
 CATCH_UP_TOKENS = 1024  # most known tokens in one call; requests with more wait for the next call
 MOST_UNASKED = 32  # steps without a question for drafts, after which prompts are not followed any more
-
-
-@dataclass(slots=True)
-class _Followed:
-    """A request that the drafter follows. KV of the first `num_computed` positions lies where `table`, the request's
-    own blocks, and the scratch blocks after them say. The first `num_noted` blocks can serve other requests."""
-
-    table: Int32Array
-    row: int
-    num_computed: int = 0
-    num_noted: int = 0
-    num_known: int = 0  # tokens of the request when it was drafted for
-    draft: tuple[int, ...] = ()  # may be ON_DEVICE, and is then among the drafts in use
-    tree_depth: int | None = None  # of a draft that is a tree
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    request_id: str
-    start: int
-    count: int
-    states: Tensor | None = None  # [count, hidden]
 
 
 class ModelDrafter:
@@ -89,15 +65,11 @@ class ModelDrafter:
         """`kv` has SCRATCH_BLOCKS blocks for each row after the blocks of the served model, and a spare block. With
         `grows_trees`, which needs `follows_steps` and a guesser that ranks guesses, it may draft trees behind
         steps."""
-        self._name, self._guesser, self._kv, self._rows = name, guesser, kv, rows
+        self._name, self._guesser, self._rows = name, guesser, rows
+        self._kv = DraftKV(kv, rows, guesser.lag)
         self._staging = Staging(device, 1 << 20)
         self._vocab_size, self._max_positions = vocab_size, max_positions
         self.states = states
-        self._first_scratch = kv.num_blocks - 1 - rows.max_rows * SCRATCH_BLOCKS
-        self._written = np.zeros(
-            self._first_scratch, dtype=np.int64
-        )  # a hash of the text up to the end of a block
-        self._followed: dict[str, _Followed] = {}
         self._choice = DraftChoice(clock, MAX_TOKENS, TREE_DEPTH if grows_trees else 0)
         records_graphs = device.type == "cuda" and guesser.records_graphs
         self._steps = DraftSteps(guesser, kv, rows.max_rows, max_positions, records_graphs=records_graphs)
@@ -117,7 +89,7 @@ class ModelDrafter:
 
     def append(self, request_id: str, token_ids: tuple[int, ...], num_verified: int = 0) -> None:
         self._choice.note_tokens(len(token_ids))
-        followed = self._followed.get(request_id)
+        followed = self._kv.get(request_id)
         if followed is None or not followed.draft:
             return
         draft, followed.draft = followed.draft, ()
@@ -136,7 +108,7 @@ class ModelDrafter:
         followed.num_computed = min(followed.num_computed, kept)
         self._choice.chains.observe(len(draft), num_verified, num_compared, agreed)
 
-    def _note_tree(self, followed: _Followed, token_ids: tuple[int, ...], num_verified: int) -> None:
+    def _note_tree(self, followed: FollowedRequest, token_ids: tuple[int, ...], num_verified: int) -> None:
         depth, followed.tree_depth = followed.tree_depth or 0, None
         # KV of nodes lies in other places than that of the answer.
         followed.num_computed = min(followed.num_computed, followed.num_known - self._guesser.lag)
@@ -146,7 +118,7 @@ class ModelDrafter:
             self._choice.trees.observe(depth, taken, num_known, len(token_ids) - 1)
 
     def remove(self, request_id: str) -> None:
-        self._followed.pop(request_id, None)
+        self._kv.forget(request_id)
         if self.states is not None:
             self.states.forget(request_id)
 
@@ -186,12 +158,12 @@ class ModelDrafter:
             self._choice.chains.end(0, 0, 0)
         drafts: dict[str, Draft] = {}
         for request_id, token_ids in found.items():
-            tree_depth = self._followed[request_id].tree_depth
+            tree_depth = self._kv[request_id].tree_depth
             # The scheduler cuts a tree, which has more nodes than levels.
             draft = tuple(token_ids if tree_depth is not None else token_ids[: wanted[request_id]])
             unknown = next((at for at, token_id in enumerate(draft) if token_id >= self._vocab_size), None)
             if draft := draft[:unknown]:
-                self._followed[request_id].draft = draft
+                self._kv[request_id].draft = draft
                 drafts[request_id] = Draft(draft, self._name, tree_depth=tree_depth)
         return drafts
 
@@ -238,11 +210,11 @@ class ModelDrafter:
             if found is None:
                 return read
             context = max(chunk.start + chunk.num_tokens for chunk in ready.values()) + reach + 1
-            tables = self._tables(found.request_ids, self._steps.width(context))
+            tables = self._kv.tables(found.request_ids, self._steps.width(context))
             inputs = None
             if self.states is not None and states is not None:
                 inputs = self.states.features(states[found.at.view(-1)])
-            rows = [self._followed[each].row for each in found.request_ids]
+            rows = [self._kv[each].row for each in found.request_ids]
             # The host knows no tokens of trees, which others than blind requests need.
             trees = self._trees if asked.is_tree and all(each in blind for each in ready) else None
             count = most if trees is None else num_nodes(most)
@@ -294,27 +266,27 @@ class ModelDrafter:
             count = min(chunk.num_tokens, known)
             if chunk.in_flight or chunk.drafts or chunk.num_tokens < 2 or count <= 0:
                 continue
-            num_computed = self._follow(chunk.request_id).num_computed
+            num_computed = self._kv.follow(chunk.request_id).num_computed
             if self.states is None and num_computed < chunk.start:
                 continue  # blocks that came from elsewhere have no KV of this model: `propose` catches up
             if num_computed < chunk.start + count <= self._max_positions:
                 inputs = None
                 if self.states is not None and states is not None:
                     inputs = self.states.features(states[begin : begin + count])
-                found.append(_Chunk(chunk.request_id, chunk.start, count, inputs))
+                found.append(DraftChunk(chunk.request_id, chunk.start, count, inputs))
         if found:
             found.sort(key=lambda chunk: chunk.count)
             self._run(found)
             for each in found:
-                self._note(each)
+                self._kv.note(each)
         return {each.request_id: each.count for each in found}
 
     def _is_ready(self, chunk: Chunk, most: int) -> bool:
         """Say whether all positions before a chunk have been computed."""
-        if chunk.request_id not in self._followed:
+        if chunk.request_id not in self._kv:
             return False
-        followed = self._follow(chunk.request_id)
-        self._written[followed.table[followed.num_noted :]] = 0  # drafts are written there
+        followed = self._kv.follow(chunk.request_id)
+        self._kv.forget_after_noted(followed)  # drafts are written there
         end = chunk.start + chunk.num_tokens + most + 1
         return followed.num_computed >= chunk.start and end <= self._max_positions
 
@@ -328,7 +300,7 @@ class ModelDrafter:
         lag, self.in_use = self._guesser.lag, sent
         made: list[list[int]] | None = None
         for index, (request_id, start) in enumerate(zip(sent.request_ids, sent.starts, strict=True)):
-            followed = self._followed.get(request_id)
+            followed = self._kv.get(request_id)
             if followed is None or request_id not in self._rows or self._rows.row(request_id) != followed.row:
                 continue
             num_seen = num_known = self._rows.num_tokens(request_id)
@@ -338,7 +310,7 @@ class ModelDrafter:
                 num_accepted, *drafted = made[index]
                 num_seen = start + num_accepted + 2
             end = min(num_seen, num_known) - lag
-            self._note(_Chunk(request_id, start, end - start))
+            self._kv.note(DraftChunk(request_id, start, end - start))
             if sent.tree_depth is not None and not self._is_latest:
                 continue  # only the device knows them
             if num_seen == num_known and request_id in wanted:  # else cut short, or more steps have followed
@@ -353,7 +325,7 @@ class ModelDrafter:
             return [], [], 0
         hidden = self._run(chunks)
         for chunk in chunks:
-            self._note(chunk)
+            self._kv.note(chunk)
         lag, rows, num_tokens = self._guesser.lag, self._rows, len(hidden)
         ends = np.cumsum([chunk.count for chunk in chunks]) - 1
         ready = [
@@ -366,23 +338,23 @@ class ModelDrafter:
         states = hidden[self._staging.to_device(np.array([at for at, _ in ready], dtype=np.int64))]
         ends = np.array([chunk.start + chunk.count for _, chunk in ready], dtype=np.int64)
         context = int(ends.max()) + most
-        tables = self._tables([chunk.request_id for _, chunk in ready], self._steps.width(context))
+        tables = self._kv.tables([chunk.request_id for _, chunk in ready], self._steps.width(context))
         positions, placed = self._staging.all_to_device(ends, tables.astype(np.int32))
         drafted = self._steps.extend(
             self._guesser.argmax(states), states, positions, placed, context, most
         ).tolist()
         for _, chunk in ready:
-            followed = self._followed[chunk.request_id]
+            followed = self._kv[chunk.request_id]
             followed.num_computed = chunk.start + chunk.count + most - 1
             followed.num_known = chunk.start + chunk.count + lag
             followed.tree_depth = None
         return [each.request_id for _, each in ready], drafted, num_tokens
 
-    def _missing(self, request_ids: list[str], most: int) -> list[_Chunk]:
+    def _missing(self, request_ids: list[str], most: int) -> list[DraftChunk]:
         """Return the positions to compute: of requests with the fewest first, as many as there is time for."""
         missing = []
         for request_id in request_ids:
-            followed, end = self._follow(request_id), self._rows.num_tokens(request_id) - self._guesser.lag
+            followed, end = self._kv.follow(request_id), self._rows.num_tokens(request_id) - self._guesser.lag
             start = min(followed.num_computed, end - 1)
             if start >= 0 and end + most <= self._max_positions:
                 missing.append((end - start, start, request_id))
@@ -399,69 +371,11 @@ class ModelDrafter:
                 count = end - start
             elif count > left:
                 count = left
-            chunks.append(_Chunk(request_id, start, count, states))
+            chunks.append(DraftChunk(request_id, start, count, states))
             left -= count
         return sorted(chunks, key=lambda chunk: chunk.count)
 
-    def _follow(self, request_id: str) -> _Followed:
-        """Find how much of a request's KV is valid: its blocks may have changed since the last call."""
-        rows = self._rows
-        row, table = rows.row(request_id), rows.own_blocks(request_id)
-        followed = self._followed.get(request_id)
-        if followed is None or followed.row != row:  # new, or preempted and resumed elsewhere
-            followed = self._followed[request_id] = _Followed(table, row)
-            followed.num_noted = self._num_written(request_id, table)
-            followed.num_computed = followed.num_noted * rows.block_size
-        else:
-            common = min(len(table), len(followed.table))
-            same = int((table[:common] != followed.table[:common]).argmax()) if common else 0
-            if common and table[same] == followed.table[same]:
-                same = common
-            longest = max(len(table), len(followed.table))
-            if same < longest:
-                kept = same * rows.block_size
-                if same == longest - 1 and isinstance(self._kv, HalvesBlocks):
-                    # The last block has changed between a shared and a whole one; the first scratch block stands for
-                    # the second half of a shared block.
-                    scratch = self._first_scratch + row * SCRATCH_BLOCKS
-                    before, after = (
-                        int(each[same]) if len(each) > same else scratch for each in (followed.table, table)
-                    )
-                    self._kv.copy_half(before, 0, after)
-                    kept += rows.block_size // 2
-                followed.num_computed = min(followed.num_computed, kept)
-                followed.num_noted = min(followed.num_noted, same)
-            followed.table = table
-        return followed
-
-    def _num_written(self, request_id: str, table: Int32Array) -> int:
-        """Return how many blocks have KV from earlier requests with the same beginning."""
-        digest, tokens = 0, self._rows.tokens(request_id)
-        for index, block in enumerate(table.tolist()):
-            digest = self._digest(digest, tokens, index)
-            if not digest or self._written[block] != digest:
-                return index
-        return len(table)
-
-    def _digest(self, before: int, tokens: Int32Array, index: int) -> int:
-        """Return the hash of a text up to the end of a block; 0 for a block that is not full."""
-        size, lag = self._rows.block_size, self._guesser.lag
-        part = tokens[index * size : (index + 1) * size + lag]
-        return hash((before, part.tobytes())) if len(part) == size + lag else 0
-
-    def _note(self, chunk: _Chunk) -> None:
-        """Note the blocks that are full after a pass."""
-        followed = self._followed[chunk.request_id]
-        followed.num_computed = chunk.start + chunk.count
-        num_full = min(followed.num_computed // self._rows.block_size, len(followed.table))
-        tokens, noted = self._rows.tokens(chunk.request_id), followed.num_noted
-        digest = int(self._written[followed.table[noted - 1]]) if noted else 0
-        for index in range(noted, num_full):
-            digest = self._written[followed.table[index]] = self._digest(digest, tokens, index)
-        self._written[followed.table[num_full:]] = 0
-        followed.num_noted = max(noted, num_full)
-
-    def _run(self, chunks: Sequence[_Chunk]) -> Tensor:
+    def _run(self, chunks: Sequence[DraftChunk]) -> Tensor:
         lag = self._guesser.lag
         ids = [
             self._rows.tokens(each.request_id)[each.start + lag : each.start + each.count + lag]
@@ -471,45 +385,6 @@ class ModelDrafter:
         return self._guesser.forward(
             self._staging.to_device(np.concatenate(ids)),
             torch.cat(states) if states else None,
-            self._batch(chunks),
-            self._kv,
+            self._kv.batch(chunks, self._staging),
+            self._kv.store,
         )
-
-    def _batch(self, chunks: Sequence[_Chunk]) -> AttentionBatch:
-        size = self._rows.block_size
-        starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-        lengths = np.array([chunk.count for chunk in chunks], dtype=np.int64)
-        query_starts = np.zeros(len(chunks) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=query_starts[1:])
-        context_lens = starts + lengths
-        tables = self._tables([chunk.request_id for chunk in chunks], -(-int(context_lens.max()) // size))
-        owners = np.repeat(np.arange(len(chunks)), lengths)
-        positions = np.arange(int(query_starts[-1])) + np.repeat(starts - query_starts[:-1], lengths)
-        slots = tables[owners, positions // size] * size + positions % size
-        arrays = (positions, slots, query_starts, context_lens, tables)
-        placed, places, firsts, lens, blocks = self._staging.all_to_device(
-            *(each.astype(np.int32) for each in arrays)
-        )
-        return AttentionBatch(
-            placed,
-            places,
-            firsts,
-            lens,
-            blocks,
-            num_requests=len(chunks),
-            max_query_len=int(lengths.max()),
-            max_context_len=int(context_lens.max()),
-            num_decodes=int((lengths == 1).sum()),
-            lengths=(torch.from_numpy(query_starts), torch.from_numpy(context_lens.astype(np.int32))),
-        )
-
-    def _tables(self, request_ids: Sequence[str], width: int) -> Int64Array:
-        """Return block tables: a request's own blocks, then scratch blocks."""
-        tables = np.zeros((len(request_ids), width), dtype=np.int64)
-        for index, request_id in enumerate(request_ids):
-            followed = self._followed[request_id]
-            own = min(len(followed.table), width)
-            scratch = self._first_scratch + followed.row * SCRATCH_BLOCKS
-            tables[index, :own] = followed.table[:own]
-            tables[index, own:] = scratch + np.arange(width - own) % SCRATCH_BLOCKS
-        return tables
