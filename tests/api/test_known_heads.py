@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from penstock.api.http.exchange import KnownHead
+from penstock.api.http.heads import KnownHead
 from penstock.core.gateway_config import ServerConfig
 from tests.api.bounded_server import bounded_server
 from tests.gateway.fake_engine import FakeEngine, script_text

@@ -1,11 +1,11 @@
-"""Requests and answers of a connection, below ASGI: heads that were parsed before, the fast path for plain POST
-requests, the task that answers them, and the transports that the answers pass."""
+"""Requests and answers of a connection, below ASGI: the fast path for plain POST requests, the task that answers
+them, and the transports that the answers pass."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -20,59 +20,6 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\n"
 HTTP2_REFUSAL = bytes.fromhex("000000 04 00 00000000000008 07 00 00000000 00000000 0000000d")
 
 MAX_COPIED_BYTES = 64 << 10  # a larger body is not copied behind the head
-
-
-_LENGTH = b"ength: "  # at its end, "Content-Length: " in the two common spellings
-_MAX_LENGTH_DIGITS = 9
-# What these ask for is the business of the parser.
-_UNPLAIN_HEADERS = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"http2-settings", b"trailer"})
-
-
-class KnownHead:
-    """The head of a POST request that the parser has read, without the length of the body. Clients send the same head
-    again and again over a connection, and parsing a head costs a tenth of a short request."""
-
-    __slots__ = ("_end", "_headers", "_start", "target")
-
-    def __init__(
-        self, start: bytes, end: bytes, target: bytes, headers: Sequence[tuple[bytes, bytes]]
-    ) -> None:
-        self._start = start  # up to the length
-        self._end = end  # from the length to the end of the head
-        self._headers = [each for each in headers if each[0] != b"content-length"]
-        self.target = target
-
-    @classmethod
-    def of(cls, data: bytes, target: bytes, headers: Sequence[tuple[bytes, bytes]]) -> KnownHead | None:
-        """Return the head of the one request that `data` is, as the parser has read it from the first byte on. None
-        for a head whose framing is more than a length, and for several requests."""
-        by_name = dict(headers)
-        is_plain = len(by_name) == len(headers) and _UNPLAIN_HEADERS.isdisjoint(by_name)
-        if not is_plain or by_name.get(b"connection", b"keep-alive").lower() != b"keep-alive":
-            return None
-        end = data.find(b"\r\n\r\n") + 4
-        first = data.find(_LENGTH, 0, end) + len(_LENGTH)
-        last = data.find(b"\r\n", first, end)
-        name = data[data.rfind(b"\n", 0, first) + 1 : first].lower()
-        length = by_name.get(b"content-length", b"")
-        is_length = name == b"content-length: " and data[first:last] == length and length.isdigit()
-        is_alone = is_length and data.startswith(b"POST ") and end + int(length) == len(data)
-        return cls(data[:first], data[last:end], target, headers) if is_alone else None
-
-    def request(self, data: bytes) -> tuple[list[tuple[bytes, bytes]], bytes] | None:
-        """Return the headers and the body of the whole request that `data` is, if it has this head."""
-        start, end = self._start, self._end
-        if not data.startswith(start):
-            return None
-        first = len(start)
-        last = data.find(b"\r\n", first)
-        length = data[first:last]
-        if not data.startswith(end, last) or not length.isdigit() or len(length) > _MAX_LENGTH_DIGITS:
-            return None
-        body = data[last + len(end) :]
-        if int(length) != len(body) or not body:
-            return None
-        return [*self._headers, (b"content-length", length)], body
 
 
 # The ASGI extension of servers that take a whole answer as one message: its start, with the `body`.

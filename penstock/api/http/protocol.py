@@ -39,23 +39,22 @@ from penstock.api.http.exchange import (
     HTTP2_REFUSAL,
     WHOLE_ANSWERS,
     Exchange,
-    KnownHead,
     LateWrites,
     RequestWorker,
     wrap_transport,
 )
-from penstock.api.http.websocket_protocol import (
-    SINGLE_HEADERS,
-    BoundedWebSocketProtocol,
-    check_head,
+from penstock.api.http.heads import (
+    MAX_HEADERS,
+    ArrivingHead,
+    KnownHead,
+    head_too_large,
     head_without_upgrade,
     is_plain_target,
-    last_answer,
 )
-from penstock.core.errors import HeadTooLarge, InvalidRequest, Overloaded, PenstockError, RequestTimeout
+from penstock.api.http.websocket_protocol import BoundedWebSocketProtocol, last_answer
+from penstock.core.errors import InvalidRequest, Overloaded, PenstockError, RequestTimeout
 from penstock.core.gateway_config import ServerConfig
 
-MAX_HEADERS = 100
 MAX_LOOKS_AT_HEADS = 4  # of a connection, in search of one that comes again
 
 
@@ -78,15 +77,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_parts = 0  # requests and pieces of bodies since the turn began
         self._piece_bytes = MIN_PIECE_BYTES
         self._timer: ClientTimer | None = None
-        self._singles: dict[bytes, bytes] = {}  # values of the request's SINGLE_HEADERS, by name
         self._awaits_body = False
         self._awaits_head = True  # the first request is expected at once
         self._known_head: KnownHead | None = None  # of the last request that could be read again
         self._num_looks_left = MAX_LOOKS_AT_HEADS
         self._is_parsing = False  # whether the parser is within a request
-        self._began_in_this_chunk = False
-        self._num_chunk_bytes = 0
-        self._num_head_bytes = 0
+        self._head = ArrivingHead()
         self._body = ArrivingBody()
         self._on_departure: Callable[[], None] | None = None  # callback of the request that is being answered
         self._exchange_extensions: dict[str, dict[object, object]] = {}
@@ -210,8 +206,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse_http2()
             return
         is_first = not self._is_parsing  # whether a request can begin with the first byte
-        self._began_in_this_chunk = False
-        self._num_chunk_bytes = len(data)
+        self._head.next_chunk(len(data))
         self._feed(data)
         if self.transport.is_closing() or self.transport.get_protocol() is not self:
             return
@@ -226,10 +221,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._awaits_head or self._is_idle_without_timer:
             if self._timer is None:
                 self._arm(self.limits.config.header_timeout_s, self._head_timed_out)
-            # Bytes in one chunk with the end of an earlier request are not counted: a chunk is at most a read buffer.
-            if not self._began_in_this_chunk:
-                self._num_head_bytes += len(data)
-                self._check_head_size(self._num_head_bytes)
+            self._check_head_size(self._head.count_chunk())
 
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -312,9 +304,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._num_parts += 1
         self._awaits_head = self._is_parsing = True
-        self._began_in_this_chunk = True
-        self._num_head_bytes = 0
-        self._singles.clear()
+        self._head.begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._awaits_body:
@@ -322,10 +312,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
-        if name in SINGLE_HEADERS:
-            if name in self._singles:
-                raise InvalidRequest(f"The request has more than one header {name.decode()!r}.")
-            self._singles[name] = value
+        self._head.add(name, value)
         headers = self.headers
         headers.append((name, value))
         if len(headers) > MAX_HEADERS:
@@ -336,13 +323,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return  # `_feed` parses the request again
         self._awaits_head = False
         self._disarm()
-        # Most heads arrive within one chunk: a small chunk has no large head.
-        if not self._began_in_this_chunk or self._num_chunk_bytes > self.limits.config.max_header_bytes:
+        if self._head.may_exceed(self.limits.config.max_header_bytes):
             self._check_head_size(len(self.url) + sum(len(name) + len(value) for name, value in self.headers))
             if self.transport.is_closing():
                 return
         http_version = self.parser.get_http_version()
-        check_head(http_version, self.url, self._singles)
+        self._head.check(http_version, self.url)
         self._awaits_body = True
         self._body = ArrivingBody()
         self.scope["extensions"] = self._extensions
@@ -459,10 +445,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _check_head_size(self, num_bytes: int) -> None:
         limit = self.limits.config.max_header_bytes
         if num_bytes > limit and not self.transport.is_closing():
-            message = (
-                f"The request's head is larger than {limit} bytes, or has more than {MAX_HEADERS} headers."
-            )
-            self._refuse_malformed(HeadTooLarge(message))
+            self._refuse_malformed(head_too_large(limit))
 
     def _check_framing(self) -> None:
         """End a connection whose client sends endless trailers or chunk extensions, which the parser collects."""
