@@ -20,7 +20,7 @@ from penstock.serve.environment import DEBUG_VARIABLE
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-# What the operator must change, wherever it happens.
+# Errors that only the operator can mend, in any command.
 _FAILURES_OF_THE_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 

@@ -250,8 +250,8 @@ class ControlPlane:
         return self.directive(now)
 
     def _revisions_of(self, pool: PoolScaler) -> set[str]:
-        """Return the revisions whose times say how a pool does. Those of a request count for both of a model's roles,
-        which may have different settings."""
+        """Return the revisions whose request times tell the load of a pool. A request counts for both roles of its
+        model, which may have different settings."""
         roles = ("both",) if pool.spec.role == "both" else ROLES
         specs = (each.spec for each in self.pools)
         return {spec.revision for spec in specs if spec.model == pool.spec.model and spec.role in roles}

@@ -65,7 +65,7 @@ class ReleaseOwner:
         self._releases = releases
         self._store = store
         self._base_revisions = base_revisions
-        # Of the lease; None while another server, or nobody, owns the releases.
+        # Epoch of the lease; None while this server does not own the releases.
         self._epoch: int | None = None
         self._num_starting = 0
 

@@ -175,9 +175,9 @@ class PoolScaler:
         )
 
     def restore(self, kept: PoolState, now: float, wall_s: float) -> None:
-        """Continue where an earlier leader was, whose clock may differ. What it wrote "later" than now, it wrote now
-        at the latest. How long fewer replicas have been enough is looked at anew: by another clock, a moment could
-        seem to be long enough to drain replicas."""
+        """Continue where an earlier leader was, whose clock may differ. A time that is later than now counts as now.
+        The time for which fewer replicas have been enough starts again, because by another clock a moment could seem
+        long enough to drain replicas."""
         latest_s = wall_s if kept.written_at is None else kept.written_at
         times = (kept.state.last_up_s, kept.state.last_change_s, latest_s)
         ahead_s = max(time_s - wall_s for time_s in times if time_s is not None)

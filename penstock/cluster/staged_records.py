@@ -1,6 +1,6 @@
-"""What releases and experiments have in common: records that are stored at every change of state and survive a
-restart of the server, the revisions of a model, a task that carries out one stage after the other until the run is
-over, and one such run for each model."""
+"""The common part of releases and experiments: records that survive a restart of the server, the revisions of a
+model, and a task for each model that carries out one stage after the other. A record is stored at every change of
+state."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _TUNED_FOR_WINDOWS = 40  # the interval is narrowest, among confidence sequences
 class ExperimentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     share: Annotated[float, Meta(gt=0, lt=1)] = 0.5  # of requests, for the second set
     window_s: Annotated[float, Meta(ge=0.1, le=3600)] = 10.0
-    # Of each arm; a window lasts until it has them.
+    # Requests of each arm; a window lasts until every arm has them.
     min_window_requests: Annotated[int, Meta(ge=1, le=100_000)] = 5
     min_windows: Annotated[int, Meta(ge=6, le=1000)] = 20  # before a verdict
     max_duration_s: Annotated[float, Meta(ge=1, le=31 * 86_400)] = 3600.0

@@ -27,7 +27,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     num_waiting_tokens: int = 0
     kv_usage: float = 0.0  # share of blocks in use
-    # Of prompt tokens looked up, since the replica started; None: none were.
+    # Share of the prompt tokens looked up since the replica started; None if none were.
     cached_share: float | None = None
     # Since the replica started, over steps of requests with drafts; None: there were none.
     accepted_share: float | None = None  # of drafted tokens
@@ -173,7 +173,7 @@ class ClusterView(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # Unix seconds
     decisions: tuple[DecisionView, ...] = ()  # the latest ones, the newest first
     object: str = "cluster"
-    # Of shared fleets only.
+    # Only shared fleets have hosts and gateways.
     hosts: tuple[HostView, ...] = ()
     gateways: tuple[GatewayView, ...] = ()
     leader: LeaderView | None = None  # None: there is none, or this server is no shared fleet

@@ -236,7 +236,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 SpeculateKind: TypeAlias = Literal["auto", "off", "lookup", "draft", "heads"]
 
-# What must follow the kind and an equals sign.
+# The argument after the kind and an equals sign.
 _ARGUMENTS = {"draft": "MODEL", "heads": "FOLDER"}
 OWN_HEADS = "mtp"  # in place of a folder: the checkpoint's own layer for multi-token prediction
 

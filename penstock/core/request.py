@@ -44,8 +44,9 @@ class Grammar(msgspec.Struct, frozen=True):
         return tenant if self.text else ""
 
 
-# How the hidden states of the last layer become a vector: their mean, the last token's, the first token's, the mean
-# with weights that rise with the position, the maximum of each element; "all" keeps one vector for each token.
+# Turns the hidden states of the last layer into a vector: their mean, the state of the last or of the first token, a
+# mean with weights that rise with the position, or the maximum of each element. "all" keeps one vector for each
+# token.
 Pooling: TypeAlias = Literal["mean", "last", "first", "weighted_mean", "max", "all"]
 
 
@@ -187,7 +188,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tier: Tier = Tier.DEFAULT
     cache_salt: str = ""  # must be equal, besides the tenant, for a cached prefix to be reused
     cache_breakpoints: tuple[CacheBreakpoint, ...] = ()  # in ascending order of num_tokens
-    # Of a prefix that a breakpoint keeps; None: as the engine was started.
+    # The shortest prefix that a breakpoint keeps; None for the setting of the engine.
     min_cacheable_tokens: int | None = None
     deadline_s: float | None = None  # on the engine's clock; set from AddRequest.timeout_s on arrival
     pooling: Pooling | None = None  # the answer is one vector instead of tokens

@@ -151,10 +151,10 @@ class BatchRows:
         self.last_tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # Drafts of each row that were made on the device.
         self.draft_tokens = torch.zeros(max_rows * DEVICE_DRAFTS, dtype=torch.int32, device=device)
-        # Of drafts that are trees: how many places a node lies behind its position, and `AttentionBatch.ancestors`.
+        # For drafts that are trees: how many places a node lies behind its position, and `AttentionBatch.ancestors`.
         self.draft_lags = torch.zeros_like(self.draft_tokens)
         self.draft_ancestors = torch.zeros_like(self.draft_tokens)
-        # How many drafts of the latest step that verified some were rejected, for steps that start late.
+        # Number of rejected drafts in the latest step that verified drafts; read by steps that start late.
         self.num_rejected = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
     @property

@@ -285,8 +285,8 @@ class ModelExecutor:
         return not masked and self._sampler.needs_only_argmax(samples)
 
     def _keep_last_tokens(self, samples: Samples, sampled: Tensor) -> None:
-        """Keep the samples of requests without drafts, for steps that are planned before they are committed. Where
-        nothing could be sampled (-1), such a step computes token 0, and its sample is dropped with the request."""
+        """Keep the samples of requests without drafts, for steps that are planned before they are committed. If
+        nothing could be sampled (-1), such a step computes token 0, and the sample is dropped with the request."""
         rows, plain = samples.rows, samples.plain()
         if plain is not None:
             if not plain.size:

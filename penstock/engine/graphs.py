@@ -112,7 +112,7 @@ class DecodeGraphs:
         self._state_slots: Tensor | None = None
         if rows.states is not None:
             self._state_slots = torch.full((largest,), rows.states.num_slots, device=device)
-        # Of layers with windows: slots of all parts, then context lengths and block tables of each group.
+        # Inputs of layers with windows: slots of all parts, then context lengths and block tables of each group.
         self._window_inputs: Tensor | None = None
         if rows.windows is not None:
             self._window_inputs = torch.zeros(self._window_size(largest), dtype=torch.int32, device=device)

@@ -32,8 +32,8 @@ class Paths:
 
 def accepted_paths(tokens: Tensor, sampled: Tensor, ancestors: Tensor, counts: Tensor, depth: int) -> Paths:
     """Find the longest path of each tree on which every node's token is the sample at its parent: int64 [N, K + 1],
-    the root and K nodes. Of equally long paths, the one that ends first counts. `counts` are the nodes of each tree,
-    int64 [N], and `ancestors` are those of `AttentionBatch`."""
+    the root and K nodes. Among equally long paths, the one that ends first counts. `counts` are the nodes of each
+    tree, int64 [N], and `ancestors` are those of `AttentionBatch`."""
     num_trees, width = tokens.shape
     offsets = torch.arange(width, device=tokens.device)
     back = offsets[:, None] - offsets

@@ -85,8 +85,8 @@ def check_fits_queues(request: GenerationRequest, engine: EngineReady, fleet: En
 def check_tokens_fit_queues(
     request: GenerationRequest, num_prompt_tokens: int, engine: EngineReady, fleet: EngineClient
 ) -> None:
-    """Refuse more prompt tokens than the queues of all engines of the model take. Whether such a request fits would
-    depend on how much of it an engine has begun before the rest arrives. One answer always fits an empty queue."""
+    """Refuse more prompt tokens than the queues of all engines of the model take. Such a request would fit or not,
+    depending on how much of it an engine has begun before the rest arrives. One answer always fits an empty queue."""
     count = len(request.prompts) * request.num_sequences
     num_tokens = num_prompt_tokens * request.num_sequences
     if count == 1 or engine.max_queue_tokens is None:

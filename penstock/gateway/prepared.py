@@ -44,7 +44,7 @@ from penstock.gateway.turns import Turns
 IMAGES_SKIPPED = RequestWarning(
     "item_skipped", "Input items of the type 'input_image' were skipped.", "input"
 )
-# What is reserved for an external server's answer when the request names no limit.
+# Tokens that are reserved for the answer of an external server when the request names no limit.
 ASSUMED_MAX_TOKENS = 1024
 MAX_WHOLE_TOKENS = 512  # of an answer that an external server is asked for in one piece
 

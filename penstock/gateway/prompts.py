@@ -59,7 +59,7 @@ class ImagePart(TextPart, frozen=True, kw_only=True):
     url: str = ""
     file_id: str = ""
     param: str = "messages"  # the place in the client's request, for errors
-    # What a model of texts reads in place of the image; empty: such a model refuses the request.
+    # Text that a model without vision reads in place of the image. If empty, such a model refuses the request.
     stand_in: str = ""
     loaded: LoadedImage | None = None  # once the gateway has read the image
 
@@ -254,8 +254,8 @@ class BeamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     width: int  # beams that a step keeps
     length_penalty: float = 1.0
-    # Whether to end when `width` answers are complete; else when no better one is to be expected, or, with "never",
-    # when no better one is possible.
+    # True: end when `width` answers are complete. False: end when no better answer is to be expected. "never": end
+    # when no better answer is possible.
     early_stopping: bool | Literal["never"] = False
 
 

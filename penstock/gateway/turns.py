@@ -168,7 +168,7 @@ async def in_thread(work: Callable[..., T], *arguments: Any) -> T:
 
 
 class TurnBudget:
-    """What one request may still do in its turn."""
+    """Counts the work that one request may still do in its turn."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns

@@ -1,8 +1,8 @@
 """Files that are uploaded in parts. This module knows no HTTP.
 
 An upload and its parts are rows in the table of files that no list of files shows. The parts count against the
-workspace's quota from their first byte, and the file takes their place when the upload is completed. What is not
-completed expires with its parts.
+workspace's quota from their first byte, and the file takes their place when the upload is completed. An upload that
+is not completed expires with its parts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _JOINED_BYTES = 1 << 20  # read at once
 
 
 class UploadPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the file of an upload will be, and how far the upload is."""
+    """The file that an upload will become, and the progress of the upload."""
 
     purpose: str
     num_bytes: int

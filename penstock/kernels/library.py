@@ -1,6 +1,6 @@
 """Finds, loads and describes the compiled CPU library. Knows its C interface; knows nothing of tensors.
 
-The library is optional. Where the library is missing, `load()` gives None and the caller uses plain torch. A library
+The library is optional. If the library is missing, `load()` returns None and the caller uses plain torch. A library
 that was built for another description of the interface than this file's is not used, and a warning says how to
 rebuild the library.
 """

@@ -212,7 +212,7 @@ class Routing:
     scale: float = 1.0  # of the weights
     least_sum: float = 1e-20  # that weights are divided by, where they are normalized
     weighs_input: bool = False  # whether an expert's input is multiplied by its weight, instead of its output
-    # Of sparsemixer: how far logits may be apart, relative to the larger one, to be close.
+    # For sparsemixer: the largest difference between close logits, relative to the larger logit.
     jitter: float = 0.0
 
     @property
@@ -284,17 +284,17 @@ class AttentionBatch:
     max_query_len: int
     max_context_len: int
     num_decodes: int = 0  # this many of the first requests have exactly one token in this step
-    # Of steps that verify drafts: the tokens of a request are decodes side by side, over the same blocks. int32 [2,
-    # num_decodes]: how many of them come before each decode, and how many from it on, itself included.
+    # In steps that verify drafts, the tokens of a request are neighbouring decodes over the same blocks. int32 [2,
+    # num_decodes]: the number of neighbours before each decode, and the number from the decode on, itself included.
     neighbours: Tensor | None = None
-    # Of steps that verify trees of drafts, in layers that see everything: bit n of each decode says whether it sees
-    # the key n places in front of its own. It sees all keys from the 31st on. int32 [num_decodes].
+    # For steps that verify trees of drafts, in layers without a window: bit n says whether a decode sees the key n
+    # places before its own. A decode sees all keys from the 31st on. int32 [num_decodes].
     ancestors: Tensor | None = None
     halves_blocks: bool = True  # the last tokens of a request may begin in the middle of a block
     lengths: tuple[Tensor, Tensor] | None = None  # `query_starts` and `context_lens` once more, on the host
     states: StateBatch | None = None  # of models whose layers have a fixed state
-    # Of models whose layers have windows: the batch without the blocks behind a window, for each part of the layers
-    # with a window; and for each layer its part, or None for layers with full attention.
+    # For models whose layers have windows: the batch without the blocks behind a window, for each part of these
+    # layers. `part_of_layer` is the part of each layer, or None for layers with full attention.
     parts: tuple[AttentionBatch, ...] = ()
     part_of_layer: tuple[int | None, ...] = ()
     part: int | None = None  # which of the parts this batch is
@@ -384,8 +384,8 @@ class MovesTokens(Protocol):
     """KV stores in which single tokens can be copied from slot to slot."""
 
     def move_tokens(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy tokens of all layers from slot to slot, int64 [N, n] on the device: the tokens of N requests. Of one
-        request's, no source is the target of a pair in front, unless both are the same."""
+        """Copy tokens of all layers from slot to slot, int64 [N, n] on the device: the tokens of N requests. Within
+        one request, no source is the target of an earlier pair, unless both are the same."""
         ...
 
 

@@ -18,7 +18,7 @@ from penstock.core.errors import ModelLoadError
 
 RopeKind = Literal["linear", "ntk", "llama3", "yarn", "longrope", "proportional"]
 GatedActivationName = Literal["silu", "gelu_tanh"]
-# Of gated MLPs, one step for a backend.
+# Activations of gated MLPs, each one step for a backend.
 ActivationName = GatedActivationName | Literal["clamped_swiglu", "relu"]
 PlainActivationName = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]  # of MLPs without a gate
 

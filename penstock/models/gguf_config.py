@@ -269,7 +269,7 @@ def _rope(fields: Fields, rotary_dim: int | None) -> RopeConfig:
     return RopeConfig(theta, scaling, rotary_dim)
 
 
-# Of architectures with positions in three dimensions: whether the axes take turns along a head.
+# Architectures with positions in three dimensions, and whether the axes take turns along a head.
 _THREE_AXES = {
     "glm4": False,
     "qwen2vl": False,

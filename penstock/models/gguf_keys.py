@@ -44,7 +44,7 @@ def refuse_unread_settings(file: GGUFFile, config: ArchitectureConfig) -> None:
         if fields.has(key) and not _is(fields.raw(key), neutral):
             raise _unread(file, key)
     experts = config.experts
-    # What a family that reads the setting would have changed.
+    # Values that differ if the family reads the setting.
     unchanged: dict[str, tuple[bool, float]] = {
         "attention.clamp_kqv": (config.qkv_limit is None, 0.0),
         "attention.scale": (

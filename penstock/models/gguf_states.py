@@ -38,7 +38,7 @@ _MAMBA1 = {
 
 
 def gguf_mamba_config(file: GGUFFile) -> RecurrentConfig:
-    """Read the settings of Mamba-2. Of biases and norms, the tensors tell."""
+    """Read the settings of Mamba-2. Biases and norms follow from the tensors of the file."""
     fields, (num_heads, head_dim) = metadata_fields(file), _heads(file)
     return RecurrentConfig(
         layers=layers_with(file, "ssm_a"),

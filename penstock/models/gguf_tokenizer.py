@@ -57,7 +57,7 @@ _END_TOKENS = (
 )
 # In vocabularies with these pairs of tokens, "<|end|>" ends a message within an answer.
 _ENDS_OF_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
-# Of SentencePiece's vocabularies whose file does not name them.
+# Ids in SentencePiece vocabularies whose file does not state them.
 _USUAL_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 

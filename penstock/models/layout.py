@@ -198,7 +198,7 @@ class LayoutSource:
         self._source = source
         self._layout = layout
         self._stored = {layout.usual_name(name): name for name in source.names()}
-        # Of a quantized matrix, only tensors beside "weight" may be stored.
+        # A quantized matrix may be stored without a tensor "weight".
         self._stems = {
             usual.rpartition(".")[0]: name.rpartition(".")[0] for usual, name in self._stored.items()
         }

@@ -1,7 +1,7 @@
 """The projector types of `mmproj` files: which class of transformers each is, its settings, and its tensors' names.
 
-A file says less than the folder of a checkpoint. What it leaves out is the same in all published models of a type,
-and stands here. The names of tokens are looked up in the vocabulary of the text model.
+A file says less than the folder of a checkpoint. The missing settings are the same in all published models of a type,
+and are listed here. The names of tokens are looked up in the vocabulary of the text model.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from penstock.models.config import RopeConfig, RopeScaling, yarn_amplitude
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int, divisors: Tensor | None = None) -> Tensor:
-    """Return float32 [positions, D]: cosines, then sines. Of a head that is rotated in part, the angles of the rest
+    """Return float32 [positions, D]: cosines, then sines. If only a part of a head is rotated, the angles of the rest
     are 0.
 
     `divisors` [rotated / 2] are scaling worked out beforehand, as GGUF stores it; they replace `rope.scaling`.

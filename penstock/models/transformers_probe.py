@@ -57,7 +57,7 @@ class Recording:
     ) -> tuple[Tensor, None]:
         window = options.get("sliding_window")
         if isinstance(mask, Tensor):
-            # A mask in other memory was computed by the model. What it leaves out may depend on the text.
+            # The model computed a mask that lies in other memory. The hidden positions may depend on the text.
             if _memory(mask) not in self.windows:
                 raise ModelLoadError(f"{type(module).__name__} attends with a mask of its own making.")
             window = self.windows[_memory(mask)]

@@ -115,7 +115,8 @@ class StepTimes:
 
 
 class _Rates(NamedTuple):
-    """What a layout reads and computes in a second, and for each token and sequence; the same for all steps."""
+    """The rates of a layout: bytes and operations per second, and those of each token and sequence. All steps share
+    them."""
 
     bytes_per_s: float
     flops_per_s: float

@@ -73,8 +73,8 @@ class Candidates(Sequence[ReplicaLoad]):
         return self._columns.block_size or self[0].replica.block_size
 
     def cheapest(self, num_tokens: float, turn: float) -> tuple[ReplicaLoad, float]:
-        """Return the replica with the least queue_s + num_tokens * token_s, and that cost. Of equal ones, the first
-        one from the share `turn` of all the router's replicas on."""
+        """Return the replica with the least queue_s + num_tokens * token_s, and that cost. Among equal candidates,
+        the first one from the share `turn` of all replicas on wins."""
         found = self._find(num_tokens)
         if not found:
             return self.cheapest_of(self.costs_s(num_tokens), turn)

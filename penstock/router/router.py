@@ -241,8 +241,8 @@ class Router:
     ) -> tuple[Candidates, Matches]:
         """Return the candidates to compare: a random part, half as large as this gateway's part of the traffic. A
         single gateway compares all candidates. Gateways learn of each other's requests late: gateways that compared
-        the same replicas would all choose the same replica until then. Of replicas that hold the same part of a
-        prompt, mostly one is drawn, among those with short queues: a burst of prompts with one prefix spreads over
+        the same replicas would all choose the same replica until then. Among replicas that hold the same part of a
+        prompt and have short queues, one is usually drawn at random: a burst of prompts with one prefix spreads over
         its holders. If no replica holds any part of a prompt, its first block selects the replicas to draw from, the
         same ones in every gateway: requests with the same new beginning that reach several gateways at once then meet
         at a few replicas, and each of these computes the beginning once."""

@@ -1,4 +1,4 @@
-"""What steps without drafts take, which tells what drafts add, and averages of costs."""
+"""Times of steps without drafts, from which the cost of drafts follows, and averages of costs."""
 
 from __future__ import annotations
 

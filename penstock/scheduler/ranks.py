@@ -29,11 +29,11 @@ class RankSchedulers:
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:
         """`schedulers` has one for each rank, with equal settings."""
         self.schedulers = tuple(schedulers)
-        self._rank_of: dict[str, int] = {}  # of requests whose end no event has told
-        # Of requests in no plan yet: the tokens that were not cached when they came. And their sum for each rank.
+        self._rank_of: dict[str, int] = {}  # of requests that have not ended
+        # For requests in no plan yet: the tokens that were not cached on arrival, and their sum for each rank.
         self._to_compute: dict[str, int] = {}
         self._waiting_tokens = [0] * len(schedulers)
-        # Of requests with breakpoints: the leading tokens that another rank keeps, which the client has paid for.
+        # For requests with breakpoints: the leading tokens that another rank keeps, which the client has paid for.
         self._kept_elsewhere: dict[str, int] = {}
         self._index = IndexUnion(len(schedulers))
         self._steps: deque[int] = deque()  # planned, not yet committed

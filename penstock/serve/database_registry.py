@@ -1,4 +1,4 @@
-"""What the control plane keeps in the gateway's database: a registry of hosts, for fleets that have PostgreSQL and no
+"""Data of the control plane in the gateway's database: a registry of hosts, for fleets that have PostgreSQL and no
 Redis, and the records of releases and experiments, which survive a restart."""
 
 from __future__ import annotations

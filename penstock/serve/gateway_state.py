@@ -54,7 +54,7 @@ class RunningLimiter(Limiter, Protocol):
     async def close(self) -> None: ...
 
     def apply(self, settings: LimitSettings) -> None:
-        """Take over new limits. What callers have used, run and owe stays."""
+        """Take over new limits. Counts of what callers have used, run and owe stay."""
         ...
 
 

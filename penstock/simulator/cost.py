@@ -169,7 +169,7 @@ def fit(observed: Iterable[tuple[StepWork, float]]) -> LinearCost:
     counts as much as a prefill of 2 s.
 
     The best non-negative fit is the best ordinary fit of some subset of the coefficients, the others being zero.
-    There are 127 subsets: all are tried. Where kinds of work always came together, the first kind gets their costs.
+    There are 127 subsets: all are tried. If kinds of work always came together, the first kind gets their costs.
     """
     rows = [[feature / elapsed_s for feature in _features(work)] for work, elapsed_s in observed]
     if not rows:

@@ -60,7 +60,7 @@ class ModelEntry(msgspec.Struct):
     max_model_len: int | None  # None where an external server does not tell
     root: str
     parent: str | None
-    # Of requests that do not say; empty where an external server decides.
+    # Sampling settings of requests that name none; empty where an external server decides.
     sampling_defaults: dict[str, float | int]
     object: str = "model"
     owned_by: str = "penstock"

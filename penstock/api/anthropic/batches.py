@@ -93,7 +93,7 @@ class MessageBatches:
 
     def __init__(self, create_message: Endpoint) -> None:
         self._create_message = create_message
-        # What a whole batch may hold, a line of it may hold: the endpoint checks what it is asked.
+        # The bound of a batch is the bound of a line here: the endpoint checks each request again.
         self._decoder = BodyDecoder(RequestOfBatch, values_factor=VALUES_FACTOR)
 
     def read_line(self, batch: Batch, number: int, raw: bytes) -> BatchLine:

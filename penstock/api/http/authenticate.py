@@ -24,7 +24,7 @@ from penstock.gateway.tenants.authenticator import Authenticator
 OPEN_PATHS = frozenset({"/", "/console", "/health", "/ready", "/version", "/api/version"})
 _OPEN_FILES = "/console/"  # the console's scripts and styles; what they show comes from paths that need a key
 
-# What the scope INFERENCE does not cover: each path, and everything below it.
+# Paths that need a scope other than INFERENCE, with everything below them.
 _SCOPED_PATHS = (
     ("/admin", Scope.ADMIN),
     ("/v1/load_lora_adapter", Scope.ADMIN),

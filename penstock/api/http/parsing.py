@@ -25,7 +25,7 @@ Decoded = TypeVar("Decoded")
 
 _FIELD_IN_MESSAGE = re.compile(r" - at (?:`key` in )?`\$\.([A-Za-z0-9_]+)")
 _SIMILAR_ENOUGH = 0.85
-# Of requests from inside the server, such as lines of batches, which are bounded already.
+# Bound on bodies from inside the server, such as lines of batches, which are bounded already.
 MAX_INNER_BYTES = 1 << 30
 MAX_BODY_S = 300  # for a body that is kept in memory until it is whole
 MAX_UNKNOWN_FIELDS = 256  # each is compared with the known ones on the event loop

@@ -122,7 +122,7 @@ _decode_detached = msgspec.json.Decoder(_Detached).decode
 
 
 class OpenAIBatches:
-    """How OpenAI writes batches: a `BatchDialect`."""
+    """Implements `BatchDialect` in the format of the OpenAI API."""
 
     lists_output_files = True
     max_lines = 50_000

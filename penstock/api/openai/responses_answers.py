@@ -184,7 +184,7 @@ class ResponseEvents:
         self._open_kind: CallKind = "function"  # what the open call is to the client
         self._pieces: list[str] = []  # of the open item's text or arguments
         self._delta_start = b""  # all of a delta event up to its number
-        # Of tokens that are text if text comes next, and else part of a call.
+        # Log-probabilities of tokens that are text if text comes next, and else part of a call.
         self._held: list[TokenDetail] = []
 
     @property

@@ -231,7 +231,8 @@ def _full(item: InputItem, name: str) -> InputItem:
 def messages_of(
     items: Iterable[InputItem], instructions: str | None, warnings: list[RequestWarning], param: str = "input"
 ) -> tuple[ChatMessage, ...]:
-    """Return the chat that the items stand for. What the model cannot be shown is added to `warnings`."""
+    """Return the chat that the items stand for. Each part that cannot be shown to the model is added to
+    `warnings`."""
     chat = _Chat()
     if instructions:
         chat.messages.append(ChatMessage("system", instructions))

@@ -1,13 +1,13 @@
 """The tools of chat completions and of the Responses API: the functions that the model sees, and what a call of
 each becomes.
 
-Of chat completions: functions, custom tools that take free text, and the older `functions`; `CallStyle` writes a
+Chat completions have functions, custom tools that take free text, and the older `functions`; `CallStyle` writes a
 call as the client that sent the tools expects it.
 
-Of the Responses API: functions and custom tools are the client's. A tool inside a namespace has one flat name for
-the model. `apply_patch`, `local_shell` and `shell` in a local environment are also run by the client, and are
-functions to the model. Every other type is a hosted tool, which a provider's server would run: this server runs
-none, skips the tool and says so.
+In the Responses API, functions and custom tools are the client's. A tool inside a namespace has one flat name for the
+model. `apply_patch`, `local_shell` and `shell` in a local environment are also run by the client, and are functions
+to the model. Every other type is a hosted tool, which a provider's server would run: this server runs none, skips the
+tool and says so.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def error_message(request_id: RequestId, error: PenstockError) -> bytes:
 
 
 def cancelled_message(request_id: RequestId, answer: AnswerStream | None) -> bytes:
-    """Return the end of a request that its own client cancelled. What was generated until then counts."""
+    """Return the end of a request that its own client cancelled. Tokens that were generated before count as usage."""
     message: dict[str, Any] = {"id": request_id, "done": True, "cancelled": True}
     if answer is not None:
         message["usage"] = wire_usage(answer.usage)

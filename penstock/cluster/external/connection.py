@@ -1,9 +1,8 @@
 """One connection to a server, and the answers that come over it: one exchange at a time.
 
-The parser is llhttp's strict one, as in our own server. What does not fit the rules (a second answer, bytes that
-nobody asked for, a length that is not kept) ends the connection, so that no answer can be taken for the answer to
-another request. An answer that readers could cut at different places ends the connection too, even where the parser
-has an opinion.
+The parser is llhttp's strict one, as in our own server. Any breach of the rules ends the connection: a second answer,
+unexpected bytes, a wrong length. No answer can then be taken for the answer to another request. An answer that
+readers could cut at different places ends the connection too, even where the parser has an opinion.
 
     HttpError
     ├── ConnectFailed    no connection: nothing was sent
@@ -245,7 +244,7 @@ class Answer(asyncio.Protocol):
         else:
             self._fail("it was silent for too long")
 
-    # What the transport calls.
+    # Methods that the transport calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their type
@@ -291,7 +290,7 @@ class Answer(asyncio.Protocol):
             self._error = AnswerBroken("it closed the connection" if error is None else str(error))
         self._wake()
 
-    # What the parser calls.
+    # Methods that the parser calls.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1

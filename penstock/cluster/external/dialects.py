@@ -157,7 +157,7 @@ class Anthropic:
         return _AnthropicEvents()
 
 
-# What has no counterpart in Anthropic's API, and would silently change an answer if it were left out.
+# Fields that Anthropic's API does not have. Leaving one out would silently change the answer.
 _UNKNOWN_TO_ANTHROPIC = ("logprobs", "response_format", "structured_outputs", "logit_bias", "min_tokens")
 _FINISH_REASONS = {
     "max_tokens": "length",

@@ -32,7 +32,7 @@ class Reply(NamedTuple):
 
 
 class _Status(msgspec.Struct, frozen=True):
-    """What the API server answers instead of an object."""
+    """The answer of the API server in place of an object, after an error."""
 
     message: str = ""
 

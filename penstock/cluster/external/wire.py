@@ -55,7 +55,7 @@ class ExternalCall(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_tokens(self) -> int | None:
-        """Of the answer; None where the server decides."""
+        """Return the most tokens of the answer; None where the server decides."""
         return self.body.get("max_tokens")
 
     def without_cache_marks(self) -> ExternalCall:

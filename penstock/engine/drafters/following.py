@@ -142,8 +142,8 @@ def send(
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """What drafts follow from, of N requests: the states behind their newest tokens, and the positions of the next
-    inputs."""
+    """The start of the next drafts, for N requests: the states behind their newest tokens, and the positions of the
+    next inputs."""
 
     states: Tensor  # [N, hidden]
     positions: Tensor  # int64 [N]

@@ -34,8 +34,8 @@ class TextIndex:
 
     def find(self, context: array[int], max_length: int) -> tuple[int, int, int]:
         """Return the place whose predecessors have the longest match with the last tokens of `context`, the length of
-        the match, and how many of the other places of that length are followed by another token. Of equal lengths the
-        latest place wins. The length is 0 if no place has `RUN` tokens in common, and at most `max_length`."""
+        the match, and how many of the other places of that length are followed by another token. Among equal lengths,
+        the latest place wins. The length is 0 if no place has `RUN` tokens in common, and at most `max_length`."""
         self._update()
         tokens, end = self.tokens, len(context)
         if end < RUN or not self._num_slots:

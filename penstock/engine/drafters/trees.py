@@ -1,8 +1,8 @@
 """Grows trees of drafts with a head, as EAGLE 2 does. Knows no requests and no scheduler.
 
-Of each level, the guesses with the highest joint probability get guesses behind them. Of all guesses, the most
-probable are the nodes of the tree. A guess is never more probable than its parent, so that any number of the first
-nodes is a tree too. On a GPU the growth of a tree is one replay of a CUDA graph.
+On each level, the guesses with the highest joint probability get guesses behind them. The most probable guesses of
+all levels become the nodes of the tree. A guess is never more probable than its parent, so that any number of the
+first nodes is a tree too. On a GPU the growth of a tree is one replay of a CUDA graph.
 """
 
 from __future__ import annotations

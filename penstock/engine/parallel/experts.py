@@ -236,7 +236,7 @@ class ExpertBalance:
         self.group = group
         self.num_redundant = num_redundant
         self.layers: list[BalancedExperts] = []  # in the order in which they are loaded
-        # Of this step. A captured graph has more.
+        # Rows of this step. A captured graph has more.
         self.num_rows = torch.zeros(1, dtype=torch.int64, device=device)
 
     def add(self, packed: PackedExperts, num_own: int) -> BalancedExperts:

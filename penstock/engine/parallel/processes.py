@@ -51,7 +51,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     store_file: str  # a file; empty where the ranks are on several nodes
     log_level: int
     log_format: str
-    # Of ranks on several nodes; the address of the first rank's node.
+    # For ranks on several nodes: the address of the first rank's node.
     rendezvous: Rendezvous | None = None
 
 
@@ -176,7 +176,7 @@ class RankProcesses:
     def __init__(self, config: EngineConfig, model_path: Path, rendezvous: Rendezvous | None = None) -> None:
         # Only this user can enter the folder in which the ranks of one machine find each other.
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
-        # What each rank samples. None: look at `failure`.
+        # The samples of each rank. None means that the rank failed: see `failure`.
         self.sampled: dict[int, queue.SimpleQueue[Sampled | None]] = {
             rank: queue.SimpleQueue() for rank in range(1, config.parallel.num_ranks)
         }

@@ -79,7 +79,7 @@ class Fetched:
     num_filled: int
     num_cached_tokens: int  # that the sender had cached
     trouble: str | None  # the reason why blocks are missing
-    # Of blocks that the sender had cached: what was read, and how long that took from the sender's offer on.
+    # The bytes read of blocks that the sender had cached, and the seconds from the sender's offer on.
     num_read_bytes: int = 0
     read_s: float = 0.0
 

@@ -76,8 +76,8 @@ class BeamSearch:
         return max(num_live_and_ended, self._num_shown or 0)
 
     def advance(self, found: Sequence[TokenLogprobs]) -> None:
-        """Take one step. Of the most probable candidates, those that end their answer are finished, as far as no more
-        than `width` candidates are more probable; the others live on."""
+        """Take one step. A candidate that ends its answer is finished if fewer than `width` candidates are more
+        probable. The other candidates continue."""
         self.num_steps += 1
         width = self._options.width
         live: list[Beam] = []
@@ -94,7 +94,8 @@ class BeamSearch:
         self.is_over = not self.live or not self._may_improve()
 
     def best(self, n: int) -> list[Beam]:
-        """Return the best beams. Those of a search that was cut short compete as if their answers had ended."""
+        """Return the best beams. Unfinished beams of a search that was cut short compete as if their answers had
+        ended."""
         cut = [replace(beam, score=self._score(beam)) for beam in self.live if not self.is_over]
         ranked = sorted((*self._finished, *cut), key=attrgetter("score"), reverse=True)
         return ranked[:n]

@@ -132,7 +132,7 @@ class BatchRun:
 
     async def run(self) -> None:
         try:
-            # What the runner saw may be older than the end of this batch's last run.
+            # The runner's copy may be older than the end of this batch's last run.
             self.batch = await self._context.store.current(self._context.holder, self.batch.id)
             if self.batch.status is BatchStatus.VALIDATING:
                 await self._validate()

@@ -372,9 +372,9 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
         return pool.send(call, take)
 
     def _time_tokens(self, choice: ExternalChoice, count: int, *, is_whole: bool) -> None:
-        """Note when `count` tokens came, which came together. Of a whole answer, nobody knows when it began or how
-        far apart its tokens were: the histograms of tokens leave it out, because a guess would set off alerts on
-        first tokens."""
+        """Note when `count` tokens came, which came together. The times between the tokens of a whole answer are
+        unknown, and so is the time of the first token. The histograms leave such answers out, because a guess would
+        set off alerts on first tokens."""
         now = self._context.clock.now()
         is_first, before = choice.first_token_at is None, choice.last_token_at
         choice.last_token_at = now

@@ -352,7 +352,7 @@ def _tool_choice(prompt: ChatPrompt) -> dict[str, Any]:
 def _sampling_fields(options: SamplingOptions, *, is_chat: bool) -> dict[str, Any]:
     if msgspec.structs.replace(options, max_tokens=None, seed=None) == _DEFAULTS:
         return {}  # nothing was asked for
-    # What a client leaves out is left to the other server, which knows what its model's makers recommend.
+    # Options that a client leaves out are left to the other server, which knows the recommended values of its model.
     options = options.with_defaults(_NOTHING_STATED)
     fields: dict[str, Any] = {}
     for name in _PLAIN_OPTIONS:

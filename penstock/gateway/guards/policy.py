@@ -46,7 +46,7 @@ _IPV4 = r"\b(?:[0-9]{1,3}\.){3}[0-9]{1,3}\b"
 _IPV6 = r"[0-9A-Fa-f]{0,4}:[0-9A-Fa-f:.]{1,44}"
 _US_SSN = r"\b[0-9]{3}-[0-9]{2}-[0-9]{4}\b"
 
-# How long an IBAN is, by country.
+# Length of an IBAN, by country.
 _IBAN_LENGTHS = {
     country: int(length)
     for length, countries in (

@@ -1,8 +1,8 @@
 """Runs detectors over text that arrives in pieces, and hides what they find.
 
 Text is held back from the first position at which a match may still begin, which is at most the longest pattern's
-length before the end. What comes out, put together, does not depend on how the text was cut: everything is decided on
-the original text, at positions whose outcome no further text can change.
+length before the end. The joined output does not depend on how the text was cut: every decision is made on the
+original text, at positions whose outcome no further text can change.
 """
 
 from __future__ import annotations

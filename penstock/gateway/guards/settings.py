@@ -37,7 +37,7 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]  # names become 
 
 
 class Action(enum.StrEnum):
-    """The action on text in which a rule found something. Of several rules, the strictest action counts."""
+    """The action on text in which a rule found something. If several rules apply, the strictest action counts."""
 
     ALLOW = "allow"  # nothing; it is counted
     FLAG = "flag"  # it is logged

@@ -269,7 +269,7 @@ class UsageLedger:
             self._tasks.append(asyncio.create_task(_repeat(self._sync, self._sync_interval_s)))
 
     async def close(self) -> None:
-        """Write everything. What the database does not take stays in the journal, for the next start."""
+        """Write everything. Rows that the database does not take stay in the journal, for the next start."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -73,7 +73,7 @@ class UsageQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageTotal(msgspec.Struct, frozen=True, kw_only=True):
-    """What one group used."""
+    """The usage of one group."""
 
     group: dict[GroupName, str | int]  # `day` counts days since the epoch
     requests: int

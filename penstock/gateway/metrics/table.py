@@ -15,9 +15,9 @@ PREFIX = "penstock_"
 VLLM_PREFIX = "vllm:"
 
 
-# How the values of several gateway processes become the value of their server. "sum": each process counts its own
-# part. "max": all processes repeat what the same engines or servers told them. "min": the process that is worst off
-# speaks for all. "harmonic": a price for which each process knows only its own part of the goods: 1 / Σ 1/value.
+# Merges the values of several gateway processes into the value of their server. "sum": each process counts its own
+# part. "max": all processes repeat the figures of the same engines. "min": the lowest value counts for all.
+# "harmonic" is 1 / Σ 1/value: a price for which each process knows only its own part of the goods.
 Join: TypeAlias = Literal["sum", "max", "min", "harmonic"]
 
 

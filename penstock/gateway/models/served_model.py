@@ -288,8 +288,8 @@ class ServedModel:
             raise too_long(self.max_model_len, error.at_least, param, is_lower_bound=True) from error
 
     async def _last_part(self, text: str, num_tokens: int) -> str:
-        """Return the end of a text that is sure to hold its last tokens. Where the text is cut may change a few
-        tokens."""
+        """Return the end of a text that is sure to hold its last tokens. The places where the text is cut may change
+        a few tokens."""
         num_tokens += CUT_MARGIN_TOKENS
         num_kept = num_tokens * self.tokenizer.max_characters_per_token
         return await self.tokenizer.shortened(text[-num_kept:], num_tokens, "left")

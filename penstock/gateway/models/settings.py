@@ -39,7 +39,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.figures import NotNegative, Positive, ShareOrZero
 from penstock.core.identity import Principal
 
-# What one sign at its strongest contributes. Two strong signs make a large prompt, one makes a medium one.
+# The largest contribution of one sign. Two strong signs make a large prompt, one makes a medium one.
 WEIGHTS = {
     "length": 0.35,  # of the whole prompt
     "code": 0.35,  # in the question or around it
@@ -234,7 +234,8 @@ class ModelAccess(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class RegionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The region in which the requests for one model are served."""
 
-    # Of requests that name none; of all, with the policy "pin"; empty: as the caller's settings say.
+    # Region of requests that name none, or of all requests with the policy "pin"; empty for the region in the
+    # caller's settings.
     region: str = ""
     policy: Literal["prefer", "pin"] = "prefer"
     # The predicted wait at which a request goes elsewhere.

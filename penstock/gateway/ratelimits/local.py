@@ -367,7 +367,7 @@ class LocalLimiter:
         pass
 
     def apply(self, settings: LimitSettings) -> None:
-        """Take over new limits. What callers have used, run and owe stays."""
+        """Take over new limits. Counts of what callers have used, run and owe stay."""
         self._meters.apply(settings, self.now())
 
     async def admit(self, claim: Claim) -> Lease:

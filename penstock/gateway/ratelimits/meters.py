@@ -70,7 +70,7 @@ class TokenBucket:
     def take(self, amount: float, now: float) -> None:
         """Take `amount`, even if the bucket holds less. A negative amount gives back, at most until the bucket is
         full."""
-        # What is given back need not be refilled before: the next refill ends at the limit as well.
+        # No refill is needed before amounts are given back: the next refill ends at the limit as well.
         level = (self.refill(now) if amount > 0 else self.level) - amount
         self.level = level if level < self.limit else self.limit
 
@@ -285,7 +285,7 @@ class Meters:
         return len(self._meters)
 
     def apply(self, settings: LimitSettings, now: float) -> None:
-        """Take over new limits. What callers have used, run and owe stays."""
+        """Take over new limits. Counts of what callers have used, run and owe stay."""
         self._resolver = LimitResolver(settings)
         self._callers.clear()
         for meter in self._meters.values():

@@ -32,7 +32,7 @@ Dollars: TypeAlias = Annotated[float, Meta(gt=0)] | Literal["unlimited"] | None
 
 _PATTERN_CHARACTERS = frozenset("*?[")
 # One answer never reserves more of an output limit than this, so that a few with a huge max_tokens do not lock the
-# caller out. What an answer uses beyond its reservation is charged when it ends.
+# caller out. Tokens beyond the reservation of an answer are charged when the answer ends.
 MAX_RESERVED_OUTPUT_SHARE = 0.25
 
 

@@ -218,7 +218,7 @@ class RedisLimiter:
         await self._pipe.close(CLOSE_TIMEOUT_S)
 
     def apply(self, settings: LimitSettings) -> None:
-        """Take over new limits. What callers have used, run and owe stays."""
+        """Take over new limits. Counts of what callers have used, run and owe stay."""
         self._resolver = LimitResolver(settings)
         self._callers.clear()
         self.local.apply(settings)

@@ -20,12 +20,12 @@ from penstock.gateway.store.database import Database, Order, QueryTurns, insert_
 from penstock.gateway.store.growth import GrowthCheck
 from penstock.gateway.store.tables import stored_objects as table
 
-# What an object counts besides its body, so that a bound in bytes also bounds the number of objects.
+# Bytes that an object counts besides its body, so that a bound in bytes also bounds the number of objects.
 ROW_BYTES = 512
 _MAX_ID_CHARS = 128
 _SWEEP_EVERY_S = 600.0
 _READ_AT_ONCE = 500
-# Of a page with more than one object: a page is in memory several times, and is written on the event loop.
+# Bound on a page with more than one object: a page is in memory several times, and is written on the event loop.
 MAX_PAGE_BYTES = 8 << 20
 
 

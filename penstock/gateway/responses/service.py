@@ -293,7 +293,7 @@ class Responses:
         return await self._settled(found)
 
     async def _settled(self, found: StoredResponse) -> StoredResponse:
-        # What runs here is not lost, even if an outage of the store has outlasted the lease.
+        # A response that runs here is not lost, even if an outage of the store has outlasted the lease.
         if found.is_final or found.id in self._running or not found.is_lost(await self._store.time()):
             return found
         failed = _final(found, self._wire.failed(found.body))

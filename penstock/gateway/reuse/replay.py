@@ -35,7 +35,7 @@ from penstock.gateway.answers.stream import (
 from penstock.gateway.prompts import RequestWarning, Usage
 
 _ENTRY_OVERHEAD_BYTES = 256  # keys and bookkeeping, roughly
-# Of an encoded delta, a token's details and a log-probability, roughly.
+# Rough sizes of an encoded delta, of a token's details and of a log-probability.
 _DELTA_BYTES, _DETAIL_BYTES, _LOGPROB_BYTES = 128, 32, 32
 
 

@@ -59,8 +59,8 @@ Path: TypeAlias = tuple[str | int, ...]
 
 
 def key_lines(text: str) -> dict[Path, int]:
-    """Return the line, from 1, of every key and table in a text that parses. What stands inside a value of several
-    lines has the line on which the value begins."""
+    """Return the line, from 1, of every key and table in a text that parses. A name inside a value of several lines
+    counts for the line on which the value begins."""
     found: dict[Path, int] = {}
     table: Path = ()
     lengths: dict[Path, int] = {}  # of arrays of tables

@@ -142,7 +142,7 @@ usage = Table(
     Index("ix_usage_day", "day"),
 )
 
-# Owner: gateway/ledger. What `usage` adds up to, kept in step with it, so that budgets need not read every row.
+# Owner: gateway/ledger. Sums of `usage`, kept up to date with every row, so that budgets need not read all rows.
 usage_spend = Table(
     "usage_spend",
     metadata,
@@ -235,8 +235,8 @@ fleet_hosts = Table(
     Column("expires_at", Double, nullable=False),
 )
 
-# Owner: serve/database_registry. Who may decide for a shared fleet, and for the releases in this database. The epoch
-# rises whenever the holder changes.
+# Owner: serve/database_registry. The leaders of shared fleets, and the owner of the releases in this database. The
+# epoch rises whenever the holder changes.
 fleet_leases = Table(
     "fleet_leases",
     metadata,
@@ -246,7 +246,7 @@ fleet_leases = Table(
     Column("expires_at", Double, nullable=False),
 )
 
-# Owner: serve/database_registry. What the leader of a shared fleet has decided.
+# Owner: serve/database_registry. Decisions of the leader of a shared fleet.
 fleet_documents = Table(
     "fleet_documents",
     metadata,
@@ -331,8 +331,8 @@ def _staged_records(name: str) -> Table:
 releases = _staged_records("releases")
 experiments = _staged_records("experiments")
 
-# Owner: gateway/store/versions. What all gateways follow: the settings and the adapters. Rows are never changed; the
-# highest version of a kind is the current one.
+# Owner: gateway/store/versions. Documents that all gateways follow: the settings and the adapters. Rows are never
+# changed; the highest version of a kind is the current one.
 document_versions = Table(
     "document_versions",
     metadata,
@@ -344,7 +344,7 @@ document_versions = Table(
     Column("body", LargeBinary),  # null: from here on the database says nothing about this kind
 )
 
-# Owner: gateway/history. What each gateway process counted in each interval; old rows are deleted.
+# Owner: gateway/history. Counts of each gateway process in each interval; old rows are deleted.
 history_samples = Table(
     "history_samples",
     metadata,

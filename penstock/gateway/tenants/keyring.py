@@ -344,7 +344,7 @@ class KeyRing:
         self._checking = None
 
     async def write_uses(self) -> None:
-        """Write when keys were last used. What cannot be written now stays for the next time."""
+        """Write when keys were last used. Times that cannot be written now are written at the next call."""
         uses, self._uses = self._uses, {}
         if not uses:
             return

@@ -1,9 +1,9 @@
 """Cache marks on a chat to token positions in its prompt. Knows a template only by its output for a chat.
 
-A client marks pieces of content: a tool, a part of a turn, a turn. What is to be kept is the prompt up to the end of
-that piece, and where that is in the rendered text only the model's template knows. So the chat is rendered a second
-time with an invisible sign behind every text. If the result is the same text with the signs in it, they tell the
-places, and whether the template kept the order of the pieces. Otherwise, and for pieces that cannot carry a sign,
+A client marks pieces of content: a tool, a part of a turn, a turn. The prompt up to the end of such a piece is to be
+kept. Only the model's template determines where that piece ends in the rendered text. So the chat is rendered a
+second time with an invisible sign behind every text. If the result is the same text with the signs in it, they tell
+the places, and whether the template kept the order of the pieces. Otherwise, and for pieces that cannot carry a sign,
 the chat is rendered without what follows the mark, and the place is where the two texts part.
 
 Such a place may lie before the true end of the piece, or be missing, when a template moves or trims content: then
@@ -35,7 +35,7 @@ FIVE_MINUTES_S = 300.0
 _SIGNS = range(0x100000, 0x10FFFD)
 _SIGN = re.compile("[\U00100000-\U0010fffc]")
 _CHANGE = "\U0010fffd"
-# Where signs do not work, each place costs another rendering. The marks themselves come first.
+# If signs do not work, each place costs another rendering. The marks themselves come first.
 MAX_RENDERINGS = 12
 
 Render = Callable[[ChatPrompt], str]
@@ -44,7 +44,7 @@ Render = Callable[[ChatPrompt], str]
 class PromptCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The table `[prompt_cache]` of the settings file, which may change while a server runs."""
 
-    # Of a prefix to be kept; None: as the engine was started.
+    # Fewest tokens of a prefix to be kept; None for the setting of the engine.
     min_tokens: Count | None = None
 
 

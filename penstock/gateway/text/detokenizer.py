@@ -168,7 +168,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class DecoderKind:
-    """How the decoder of a tokenizer file turns tokens into text.
+    """The way in which the decoder of a tokenizer file turns tokens into text.
 
     Almost every language model's decoder maps each token to bytes, whatever stands around it: byte-level
     vocabularies, and SentencePiece ones with byte fallback. Those are `bytewise`; the rest needs context.

@@ -326,7 +326,7 @@ class ChatTemplate:
         if prompt.thinks is not None:  # templates know it by one of these names
             mode = "enabled" if prompt.thinks else "disabled"
             variables |= {"enable_thinking": prompt.thinks, "thinking": prompt.thinks, "thinking_mode": mode}
-        # What a client adds must not take the place of what is checked elsewhere: special tokens, tools, messages.
+        # Variables of a client must not replace special tokens, tools or messages, which are checked elsewhere.
         variables |= _marked(prompt.template_options, self._marks.mark) | self._special_tokens
         variables["tools"] = None  # absent tools are None, as transformers has them
         if not chosen.knows_tools:

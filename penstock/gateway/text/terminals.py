@@ -26,7 +26,7 @@ _TOKEN = re.compile(
 
 
 class _Terminal:
-    """What the definition of a terminal holds itself, and how often it names other terminals."""
+    """The size of the definition of a terminal, and the number of times that the definition names other terminals."""
 
     __slots__ = ("num_own", "references")
 

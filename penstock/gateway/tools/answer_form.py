@@ -78,7 +78,7 @@ _THINKING_SIGNS = (
 )
 
 
-# Of templates that put the marks together from parts.
+# Marks of templates that build them from parts.
 _OTHER_SIGNS = {"harmony": CHANNEL, "hy_v3": ":opensource"}
 
 

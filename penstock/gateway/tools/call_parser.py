@@ -1,8 +1,8 @@
 """Finds tool calls in an answer, whatever marks them, and tells them from text that only looks like one.
 
 A *section* is the part of an answer that may hold calls: between an opening marker and a closing one, or, for models
-that write calls without any marker, the whole answer when it begins like one. What turns out to be no call goes back
-to the text, marker included.
+that write calls without any marker, the whole answer when it begins like one. A section that holds no call is passed
+on as text, with its marker.
 
 `HarmonyParser` reads answers in the harmony format of gpt-oss: messages on channels, of which some are addressed to
 functions. The channel `analysis` holds reasoning, `commentary` text before calls, and `final` the answer. A message
@@ -310,7 +310,7 @@ _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyParser(SteppedParser):
-    """`known_names` are the functions that may be called. What is addressed to others is text."""
+    """`known_names` are the functions that may be called. Messages to other recipients are text."""
 
     def __init__(self, sink: AnswerSink, known_names: frozenset[str]) -> None:
         steps = {
@@ -396,7 +396,7 @@ class HarmonyParser(SteppedParser):
             self._sink.add_text(text)
 
     def _add_arguments(self, text: str) -> None:
-        """Arguments end with their last bracket. What follows is text, unless the arguments are broken."""
+        """Arguments end with their last bracket. The rest is text, unless the arguments are broken."""
         span = self._span
         if not span.is_complete and not span.is_broken:
             end = span.consume(text, 0)

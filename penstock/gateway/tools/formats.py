@@ -315,7 +315,7 @@ ALIASES = {
     "cohere_command3": COMMAND,
 }
 
-# What only one family's template contains, looked for in this order.
+# Strings that only one family's template contains, looked for in this order.
 # fmt: off
 _SIGNS = (
     ("｜DSML｜", DEEPSEEK_V32), ("<|tool_calls_section_begin|>", KIMI_K2), ("<minimax:tool_call>", MINIMAX_M2),
@@ -334,7 +334,7 @@ _SIGNS = (
 )
 # fmt: on
 
-# Of models whose template shows no calls, or that come without a template.
+# Formats of models whose template shows no calls, or that come without a template.
 _BY_ARCHITECTURE = (("gemma", GEMMA), ("deepseek_v32", DEEPSEEK_V32), ("lfm", LFM2), ("internlm", INTERNLM2))
 
 

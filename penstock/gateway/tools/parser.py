@@ -89,8 +89,8 @@ class SteppedParser:
 
 
 class SectionParser(SteppedParser):
-    """Finds the sections that may hold calls, by the markers in front of them. What turns out to be no call goes back
-    to the text. White space between text and calls belongs to neither."""
+    """Finds the sections that may hold calls, by the markers in front of them. A section that holds no call is passed
+    on as text. White space between text and calls belongs to neither."""
 
     is_reasoning = False
 

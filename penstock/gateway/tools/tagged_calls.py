@@ -1,7 +1,7 @@
 """Reads calls between tags: a head with the function's name, and arguments as JSON or as tagged parameters.
 
-Nothing is passed on before the name of a known tool has been read. What turns out to be no call goes back to the
-text, tags included. The joined output does not depend on the pieces in which the text arrives.
+Nothing is passed on before the name of a known tool has been read. A piece that is no call is passed on as text, with
+its tags. The joined output does not depend on the pieces in which the text arrives.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ class TaggedCallParser(SectionParser):
 
     def _from_bare(self, written: str) -> str:
         """Return an object with bare keys as JSON, in which texts for numbers become numbers: some templates quote
-        all values. What is no such object stays as it is."""
+        all values. Any other text stays as it is."""
         found = bare_to_json(written, self._tags.quote)
         if found is None:
             return written

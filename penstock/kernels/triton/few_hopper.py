@@ -195,7 +195,8 @@ def _few_rows_kernel(
     )  # fmt: skip
 
 
-# Of a program, measured on an H200 over the shapes of 0.6 to 14 billion parameters. Many outputs are those of a head.
+# Outputs of a program, measured on an H200 over the shapes of models with 0.6 to 14 billion parameters. A head has
+# many outputs.
 OUTPUTS, MANY_OUTPUTS = 64, 128
 MANY = 65_536
 MOST_TILE_ROWS = 128

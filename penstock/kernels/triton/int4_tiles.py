@@ -13,9 +13,9 @@ from penstock.kernels.triton.targets import current
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
-    """What a program multiplies: `parts` tiles of outputs, `width` columns at a time. How many reads are in flight,
-    how many programs share a processor, and how many groups of warps take turns along the width of a part. Even tiles
-    (`int4_even`) are divided among all processors, or each among `shares` programs."""
+    """The work of a program: `parts` tiles of outputs, `width` columns at a time. The other fields are the reads in
+    flight, the programs that share a processor, and the groups of warps that take turns along the width of a part.
+    Even tiles (`int4_even`) are divided among all processors, or each among `shares` programs."""
 
     outputs: int
     width: int

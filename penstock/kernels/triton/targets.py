@@ -98,7 +98,7 @@ ROW_TILES: Mapping[str, RowTile] = {
     "dense, some outputs": RowTile(outputs=4, width=512, num_warps=4, ahead=True),
     "dense, many outputs": RowTile(outputs=16, width=512, num_warps=8),
     "experts, gated": RowTile(outputs=2, width=1024, num_warps=4),
-    # Of one pair. Programs for the pairs of a token at once have fewer outputs.
+    # For one pair. Programs for the pairs of a token at once have fewer outputs.
     "experts": RowTile(outputs=16, width=1024, num_warps=8),
     # Widths are the bytes of codes that a program reads at a time.
     "packed experts, gated": RowTile(outputs=8, width=4096, num_warps=4),

@@ -206,7 +206,7 @@ class Electra(Bert):
         return Head(steps, num_labels)
 
 
-# Of XLM-RoBERTa in Jina's code.
+# Names of XLM-RoBERTa in Jina's code.
 _JINA_NAMES = LayerNames(
     layer="encoder.layers",
     qkv=("mixer.Wqkv",),

@@ -28,7 +28,7 @@ _EXPERTS = {
     "up_proj": StackedPart(*_GATE_UP, 1, 2, transposed=True),
     "down_proj": StackedPart("mlp.experts.down_proj", "", transposed=True),
 }
-# What GGUF files do not say of the published models.
+# Settings of the published models that GGUF files leave out.
 _PERIOD = 4  # of layers without rope
 _CHUNK = 8192
 _TUNED_FROM, _TUNING = 8192.0, 0.1

@@ -48,7 +48,7 @@ class Ministral3(Decoder):
             raise ModelLoadError(f"{file.path.name} has experts, which are not supported for Mistral 3.")
         rope, scaling = config.rope, config.rope.scaling
         if scaling is not None and scaling.kind == "yarn":
-            # Of the two factors of cosines and sines, files state the one in the denominator. The other one is 1.
+            # Cosines and sines have two factors. Files state the factor in the denominator; the other factor is 1.
             key = "rope.scaling.yarn_log_multiplier"
             below = fields.number(key) if fields.raw(key) else 0.0
             amplitude = yarn_amplitude(scaling.factor) / yarn_amplitude(scaling.factor, below)

@@ -288,7 +288,7 @@ def _load_projection(load: LayerLoader, config: ZayaConfig) -> ConvProjection:
     first, second = config.conv_widths
     bias = taken(weights.vector(f"{prefix}.conv_qk_depthwise.bias", channels), spans)
     mixing = weights.table(f"{prefix}.conv_qk_grouped.weight", channels * size, second)
-    # Of each head: outputs, inputs, tokens.
+    # For each head: outputs, inputs, tokens.
     mixing = taken(mixing.view(channels, size, second), spans).view(-1, size, size, second)
     constant = taken(weights.vector(f"{prefix}.conv_qk_grouped.bias", channels), spans).view(-1, size)
     constant = constant + torch.einsum("hoik,hi->ho", mixing, bias.view(-1, size))
