@@ -78,6 +78,12 @@ def _mac(token: str, purpose: str, body: bytes) -> str:
     return hmac.new(token.encode(), purpose.encode() + b"\0" + body, hashlib.sha256).hexdigest()
 
 
+def is_signed(record: bytes) -> bool:
+    """Say whether a record has the shape of one that some join token signed."""
+    mac, separator, _ = record.partition(b"\n")
+    return bool(separator) and len(mac) == 64 and mac.isalnum()
+
+
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Replicas that a host can run. Its own settings made the spec."""
 
@@ -145,6 +151,14 @@ def decode_record(data: bytes, tokens: JoinTokens) -> HostRecord:
         return record
     except msgspec.MsgspecError as error:
         raise ValueError(f"is not understood: {error}") from error
+
+
+def wire_version_of(body: bytes) -> int | None:
+    """Return the version of the messages that a record's host speaks; None if the record does not tell."""
+    try:
+        return _decode_envelope(body).wire_version
+    except msgspec.MsgspecError:
+        return None
 
 
 def without_defaults(value: Any) -> Any:

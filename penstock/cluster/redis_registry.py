@@ -10,7 +10,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
-from redis.exceptions import RedisError
+from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
 from penstock.cluster import registry
 from penstock.cluster.registry import RegistryError
@@ -121,7 +121,7 @@ class RedisRegistry:
     async def records(self) -> dict[str, bytes]:
         with _registry_errors():
             found = await self._records(keys=[self._records_key], args=[_longest_ms()])
-        return {name.decode(): record for name, record in zip(found[::2], found[1::2], strict=True)}
+        return {_text(name): record for name, record in zip(found[::2], found[1::2], strict=True)}
 
     async def lead(self, candidate: str, lease_s: float, above: int) -> int | None:
         with _registry_errors():
@@ -141,7 +141,7 @@ class RedisRegistry:
     async def documents(self) -> dict[str, bytes]:
         with _registry_errors():
             found: dict[Any, Any] = await self._client.hgetall(self._documents_key)
-        return {name.decode(): document for name, document in found.items()}
+        return {_text(name): document for name, document in found.items()}
 
     async def wait_for_change(self, timeout_s: float) -> None:
         started_s = time.monotonic()
@@ -183,6 +183,22 @@ def _registry_errors() -> Iterator[None]:
     try:
         yield
     except (RedisError, OSError, RuntimeError) as error:  # uvloop's, for a connection that was just closed
-        raise RegistryError(str(error) or type(error).__name__) from error
+        raise RegistryError(_plainly(error)) from error
+    except (ValueError, TypeError) as error:  # values that the scripts never wrote
+        raise RegistryError(f"its keys {KEY_PREFIX}:* hold something else than a fleet ({error})") from error
     if task is not None and task.cancelling() > cancelled_before:
         raise asyncio.CancelledError
+
+
+def _text(name: bytes) -> str:
+    return name.decode(errors="replace")  # another program may have written it, which signed nothing
+
+
+def _plainly(error: Exception) -> str:
+    if isinstance(error, InvalidResponse):
+        return "what answers at that address is no Redis"
+    said = str(error) or type(error).__name__
+    if isinstance(error, ResponseError) and ("WRONGTYPE" in said or "user_script" in said):
+        why = said[said.find("WRONGTYPE") :] if "WRONGTYPE" in said else said.rpartition("user_script:")[2]
+        return f"its keys {KEY_PREFIX}:* hold something else than a fleet ({why})"
+    return said

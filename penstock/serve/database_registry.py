@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from sqlalchemy import Connection, Table, delete, select, update
+from sqlalchemy.exc import DatabaseError
 
 from penstock.cluster import registry
 from penstock.cluster.fleet_leader import Stores
@@ -97,6 +98,9 @@ class DatabaseRegistry:
             return await self._database.run(work, reads_only=reads_only)
         except PenstockError as error:
             raise RegistryError(error.message) from error
+        except DatabaseError as error:
+            why = str(error.orig or error).splitlines()[0]
+            raise RegistryError(f"its tables are not those of Penstock: {why}") from error
 
 
 def take_lease(connection: Connection, name: str, holder: str, lease_s: float, above: int = 0) -> int | None:

@@ -28,6 +28,7 @@ from penstock.cluster.control_link import FleetLink
 from penstock.cluster.fleet import Fleet, SharedFleet
 from penstock.cluster.fleet_leader import FleetLeader, LeaderSettings
 from penstock.cluster.host_record import JoinTokens, Offer
+from penstock.cluster.joining import check_neighbours
 from penstock.cluster.leadership import DocumentReader, Leadership
 from penstock.cluster.local import LocalLauncher, NetworkAddress
 from penstock.cluster.ordered_host import OrderedHost
@@ -214,7 +215,8 @@ def run_engines(
     publisher, reader = Publisher(registry, tokens, host), DocumentReader(tokens)
     ordered = OrderedHost(supervisor, publisher, reader, specs, offers_of(config, specs), _localised)
     follower = Follower(registry, tokens, on_documents=ordered.take)
-    uvloop.run(_run_engines(config, Host(supervisor, publisher, ordered, follower, registry), on_ready))
+    host_parts = Host(supervisor, publisher, ordered, follower, registry)
+    uvloop.run(_run_engines(config, tokens, host_parts, on_ready))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +246,33 @@ async def _localised(spec: ReplicaSpec) -> ReplicaSpec:
     return replace(spec, model_path=str(path))
 
 
+async def _may_join(config: ServeConfig, tokens: JoinTokens, stop: asyncio.Event) -> bool:
+    """Look at the machines of the fleet before anything is written. Returns False when this process is told to end
+    meanwhile. Raises ConfigError if they would not understand each other."""
+
+    async def look() -> bool:
+        registry = open_registry(config.cluster)  # of its own: some keep watching all that was ever read
+        try:
+            await check_neighbours(registry, tokens)
+        finally:
+            await registry.close()
+        return True
+
+    return await until(look(), stop) is not None
+
+
 async def _run_engines(
-    config: ServeConfig, host: Host, on_ready: Callable[[EngineReady, str], None] | None
+    config: ServeConfig,
+    tokens: JoinTokens,
+    host: Host,
+    on_ready: Callable[[EngineReady, str], None] | None,
 ) -> None:
     stop = stop_event()
     supervisor, publisher = host.supervisor, host.publisher
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(host.registry.close)
+        if not await _may_join(config, tokens, stop):
+            return
         await stack.enter_async_context(host.follower.running())
         await stack.enter_async_context(publisher.running())
         stack.push_async_callback(supervisor.close)
@@ -304,6 +326,8 @@ async def _run_gateway(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(registry.close)
         stack.callback(fleet.close)
+        if not await _may_join(config, tokens, stop):
+            return
         name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
         link = FleetLink(fleet, tokens, name)
         follower = Follower(registry, tokens, fleet.update, on_documents=link.take)
@@ -351,10 +375,14 @@ def run_control(config: ServeConfig, *, on_ready: Callable[[str], None] | None =
     )
 
     leader = FleetLeader(settings, registry, tokens, leadership, partial(stores_of_leader, database))
-    uvloop.run(_run(leader, leadership, registry, database, lambda: on_ready and on_ready(name)))
+    uvloop.run(
+        _run(config, tokens, leader, leadership, registry, database, lambda: on_ready and on_ready(name))
+    )
 
 
 async def _run(
+    config: ServeConfig,
+    tokens: JoinTokens,
     leader: FleetLeader,
     leadership: Leadership,
     registry: Registry,
@@ -365,6 +393,8 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(database.close)
         stack.push_async_callback(registry.close)
+        if not await _may_join(config, tokens, stop):
+            return
         try:  # everything that leading needs, so that a wrong address or missing rights are reported at once
             await registry.records()
             await registry.documents()

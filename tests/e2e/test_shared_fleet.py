@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import time
 from pathlib import Path
@@ -67,5 +68,29 @@ def test_a_stream_outlives_the_machine_that_computes_it(tmp_path: Path) -> None:
         assert gateway.wait(timeout=WAIT_S) == 0
     finally:
         for process in (*hosts, gateway):
+            process.kill()
+            process.wait()
+
+
+def test_a_machine_with_another_token_joins_nothing_and_says_so(tmp_path: Path) -> None:
+    """A host, a gateway and a control process, while a host of the fleet serves."""
+    first = start(tmp_path, "first", "engine", "echo")
+    others: list[subprocess.Popen[bytes]] = []
+    try:
+        wait_for(tmp_path / "first.log", "to the gateways of the fleet")
+        token = ["--join-token", "a token of another shared fleet"]
+        roles = {"engine": ["echo"], "gateway": ["--port", "0"], "control": []}
+        others += [start(tmp_path, role, role, *rest, *token) for role, rest in roles.items()]
+        for role, process in zip(roles, others, strict=True):
+            assert process.wait(timeout=WAIT_S) == 2
+            log = (tmp_path / f"{role}.log").read_text()
+            assert "joins nothing" in log
+            assert "The join token is not that of this fleet: there is 1 host in the registry" in log
+        assert first.poll() is None
+        with sqlite3.connect(tmp_path / "registry.db") as registry:
+            assert registry.execute("select count(*) from fleet_hosts").fetchone() == (1,)
+            assert registry.execute("select count(*) from fleet_leases").fetchone() == (0,)
+    finally:
+        for process in (first, *others):
             process.kill()
             process.wait()
