@@ -278,6 +278,46 @@ def test_the_makers_settings_of_kimi_linear(tmp_path: Path) -> None:
         load_model(tmp_path, ops)
 
 
+def test_the_makers_settings_of_mimo_v2(tmp_path: Path) -> None:
+    reference, ops = save_tiny("mimo_v2_flash", tmp_path), TorchOps()
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps"):
+        config.pop(name)
+    makers = {
+        "hybrid_layer_pattern": [1, 0, 1, 0],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "rope_theta": 50000,
+        "swa_rope_theta": 1000,
+        "partial_rotary_factor": 0.5,
+        "layernorm_epsilon": 1e-5,
+        "sliding_window": 7,
+        "sliding_window_size": 7,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 10,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "n_shared_experts": None,
+        "routed_scaling_factor": None,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**config, **makers}))
+    made = PagedRunner(load_model(tmp_path, ops), ops).prompt_logits(PROMPTS[0])
+    torch.testing.assert_close(made, reference.logits(PROMPTS[0]), **TOLERANCE)
+    for key, value, said in (
+        ("swa_head_dim", 32, "has swa_head_dim 32"),
+        ("add_full_attention_sink_bias", True, "sinks in other layers"),
+        ("n_shared_experts", 1, "shared experts"),
+        ("hybrid_layer_pattern", [2], "zeros and ones"),
+        ("v_head_dim", 24, "cannot share a cache"),
+        ("swa_num_key_value_heads", 1, "cannot share a cache"),
+    ):
+        changed = {**config, **makers, key: value}
+        changed["swa_v_head_dim"] = changed["v_head_dim"]
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ModelLoadError, match=said):
+            open_checkpoint(tmp_path)
+
+
 def test_the_makers_settings_of_minimax(tmp_path: Path) -> None:
     """The makers rotate a part of each head. Transformers rotates whole heads: here with the same pairs of numbers,
     which lie half a head apart, and with angles of 0 for the others."""

@@ -52,6 +52,10 @@ LONGROPE = {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
     "partial_rotary_factor": 0.75,
 }
+TWO_PARTIAL_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+}
 GROWING_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -209,6 +213,11 @@ TINY: dict[str, Tiny] = {
     "afmoe": Tiny("afmoe", {**FOUR, **EXPERTS, "num_experts": 6, "num_shared_experts": 1, "route_scale": 1.5,
                             "sliding_window": 8, "layer_types": GLOBAL_EVERY_SECOND, "mup_enabled": True}),
     "minimax_m2": Tiny("minimax_m2", {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8}),
+    "mimo_v2_flash": Tiny("mimo_v2_flash", {**FOUR, **EXPERTS, "num_attention_heads": 8, "num_key_value_heads": 2,
+                                            "head_dim": 16, "v_head_dim": 10, "n_routed_experts": 6,
+                                            "attention_bias": True, "sliding_window": 8,
+                                            "layer_types": GLOBAL_EVERY_SECOND,
+                                            "rope_parameters": TWO_PARTIAL_ROPES}),
     "ernie4_5_moe": Tiny("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32,
                                           "moe_num_shared_experts": 1, "moe_layer_start_index": 1}),
     "olmoe": Tiny("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.7}),

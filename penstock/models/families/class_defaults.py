@@ -257,6 +257,17 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_shared_experts": 2,
         "sliding_window": 1024,
     },
+    "mimo_v2_flash": {
+        **_EPS,
+        "attention_value_scale": 0.707,
+        "head_dim": 192,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 4,
+        "v_head_dim": 128,
+    },
     "minimax_m2": {
         "head_dim": 128,
         "max_position_embeddings": 196608,
