@@ -71,10 +71,11 @@ class ExtensionFields(msgspec.Struct, kw_only=True):
         return options
 
     def extended_grammar(self, *others: Grammar | None) -> Grammar | None:
-        """Return the grammar of the answer. Several fields can set it, and a request may use only one of them."""
+        """Return the grammar of the answer. Several fields can set it, and those of one request must agree: clients
+        send the fields of an older and of a newer vLLM together."""
         outputs = self.structured_outputs
         own = None if outputs is None else outputs.to_grammar("structured_outputs")
-        given = [each for each in (*others, own, self._guided_grammar()) if each is not None]
+        given = list({each: None for each in (*others, own, self._guided_grammar()) if each is not None})
         if len(given) > 1:
             raise InvalidRequest(
                 "Give only one of response_format, structured_outputs and guided_….", param="response_format"

@@ -248,6 +248,8 @@ def test_structured_output_is_parsed(serve: Serve) -> None:
         ({"structured_outputs": {"regex": "a+"}}, "regex"),
         ({"structured_outputs": {"choice": ["a"]}}, "choice"),
         ({"structured_outputs": {"json": {"type": "integer"}}}, "json_schema"),
+        # As guidance sends a grammar, for all versions of vLLM.
+        ({"structured_outputs": {"grammar": 'start: "a"'}, "guided_grammar": 'start: "a"'}, "ebnf"),
     ],
 )
 def test_our_other_ways_to_bind_an_answer(serve: Serve, body: dict[str, Any], kind: str) -> None:

@@ -99,10 +99,13 @@ class JsonSchemaFormat(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """`response_format` as OpenAI's chat completions write it, with one more type: structural_tag."""
+    """`response_format` as OpenAI's chat completions write it, with one more type: structural_tag. Other servers take
+    a schema beside the type (llama.cpp, Together, Fireworks: `schema`; text-generation-inference: `value`)."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    value: dict[str, Any] | str | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
 
@@ -110,10 +113,12 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
         match self.type:
             case "text":
                 return None
-            case "json_object":
-                return Grammar("json")
+            case "json_object" | "json":
+                return self._schema_beside(param) or Grammar("json")
             case "json_schema":
                 return self._schema_grammar(param)
+            case "regex" if isinstance(self.value, str):
+                return regex(self.value, param=f"{param}.value")
             case "structural_tag":
                 tags = {"structures": self.structures or [], "triggers": self.triggers or []}
                 return structural_tag(tags, param=param)
@@ -122,8 +127,18 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
             param=f"{param}.type",
         )
 
+    def _schema_beside(self, param: str) -> Grammar | None:
+        """Return the grammar of a schema that stands beside the type."""
+        for name, given in (("schema", self.schema), ("value", self.value)):
+            if given is not None:
+                schema = _decoded(given, f"{param}.{name}") if isinstance(given, str) else given
+                return json_schema(schema, strict=False, param=f"{param}.{name}")
+        return None
+
     def _schema_grammar(self, param: str) -> Grammar:
         if self.json_schema is None:
+            if (beside := self._schema_beside(param)) is not None:
+                return beside
             raise InvalidRequest(
                 f"{param}.json_schema is required for the type json_schema.", param=f"{param}.json_schema"
             )

@@ -54,7 +54,28 @@ def test_response_formats() -> None:
     assert tags.to_grammar() == Grammar("structural_tag", json.dumps(TAGS))
 
 
-@pytest.mark.parametrize("wrong", [ResponseFormat(type="xml"), ResponseFormat(type="json_schema")])
+def test_a_schema_beside_the_type_of_a_response_format_is_never_ignored() -> None:
+    expected = Grammar("json_schema", json.dumps(lenient(OBJECT)))
+    for asked in (
+        ResponseFormat(type="json_object", schema=OBJECT),
+        ResponseFormat(type="json_schema", schema=OBJECT),
+        ResponseFormat(type="json_object", value=OBJECT),
+        ResponseFormat(type="json", value=json.dumps(OBJECT)),
+    ):
+        assert asked.to_grammar() == expected
+    assert ResponseFormat(type="regex", value="a+").to_grammar() == Grammar("regex", "a+")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ResponseFormat(type="xml"),
+        ResponseFormat(type="json_schema"),
+        ResponseFormat(type="regex"),
+        ResponseFormat(type="regex", value={}),
+        ResponseFormat(type="json", value="{"),
+    ],
+)
 def test_a_wrong_response_format_names_its_field(wrong: ResponseFormat) -> None:
     with pytest.raises(InvalidRequest) as caught:
         wrong.to_grammar()
