@@ -1,7 +1,7 @@
 """Decides how many replicas there should be: `decide(signals, state, now)`. Pure: knows no process, clock or cloud.
 
-Each signal alone scales up, because each means that users wait or are about to: queued prefill tokens over the rate
-at which they drain, the time to first token against its target, KV utilisation and, where a pool has a target for it,
+Each signal alone scales up, because each means that users wait or will wait soon. The signals are queued prefill
+tokens over the drain rate, the time to first token against its target, KV utilisation and, in a pool with a target,
 the time between tokens. The utilisation of an accelerator says nothing: it is high at half load too.
 
 The fleet scales down when the present load would fit into fewer replicas, with room to spare. The thresholds for that

@@ -1,8 +1,8 @@
 """An experiment compares two policy sets on live traffic, by windows, an interval and guard rails. Pure.
 
-Both arms serve at the same time, each with replicas of its own. Time is cut into windows; a window is one pair of
-objectives, and the difference within the pair is what counts, so that the ups and downs of traffic, which both arms
-share, cancel out. Neighbouring windows are alike (a queue lasts), so the variance of the mean is a long-run variance.
+Both arms serve at the same time, each with replicas of its own. Time is divided into windows. A window gives one pair
+of objectives, and only the difference within the pair counts. Changes of traffic, which both arms share, therefore
+cancel out. Neighbouring windows are alike (a queue lasts), so the variance of the mean is a long-run variance.
 
 The interval is a confidence sequence: it holds at all times together, not only at one that was fixed beforehand
 (Waudby-Smith and others, "Time-uniform central limit theory and asymptotic confidence sequences"). Looking at it

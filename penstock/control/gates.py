@@ -1,5 +1,5 @@
-"""The gates of a release, the guard rails of an experiment, the samples that they judge, and the tests of how likely
-a difference is by chance: is a candidate worse than the stable revision by more than its limits allow? Pure.
+"""The gates of a release and the guard rails of an experiment: is a candidate worse than the stable revision by more
+than its limits allow? Holds the samples, and the tests of how likely a difference is by chance. Pure.
 
 A gate compares the candidate with the stable revision in the same time and traffic, because no absolute limit fits
 every model and load. A figure within the limit passes. A figure beyond the limit fails only if chance is an unlikely

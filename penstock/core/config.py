@@ -144,13 +144,13 @@ class ExternalServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     region: str = ""
     cost: float = 0.0  # per token, in any unit: requests go to cheaper servers first, while these have room
     max_concurrent: int | None = None  # requests at a time; more wait here, by tier
-    # Whether the server continues an assistant's message; None: decided by its kind.
+    # True if the server continues an assistant's message; None: decided by the kind of server.
     continues: bool | None = None
     dialect: Dialect = "openai"  # the API that the server speaks
     api_version: str = ""  # of Azure
     api_key_header: str = ""  # "authorization" has "Bearer" before the key; empty: the dialect's default
     takes_cache_control: bool = False  # whether marks of prompt caching are passed on; Anthropic's always are
-    # Whether clients may see cached tokens, which tell about other clients' prompts.
+    # True if clients may see the number of cached tokens, which may reveal other clients' prompts.
     shows_cached_tokens: bool = False
     # Never in a file: from the environment variable that `api_key_variable` names there.
     api_key: str | None = None

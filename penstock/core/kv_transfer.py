@@ -1,9 +1,9 @@
 """The messages between engines when KV moves from one to another. They do not carry the bytes of the blocks.
 
-The receiver, which serves a request, asks the sender for the request's leading blocks, and reads them from the
-sender's memory as they become ready: blocks before `num_whole_blocks` in every layer, and blocks up to
-`num_begun_blocks` in the first `num_layers` layers. The receiver says when it has read all, and may use the blocks
-once the sender has answered that they were kept until then.
+The receiver serves a request. It asks the sender for the leading blocks of the request, and reads blocks from the
+sender's memory as they become ready: all layers of blocks before `num_whole_blocks`, and the first `num_layers`
+layers of blocks up to `num_begun_blocks`. The receiver says when it has read all, and may use the blocks once the
+sender has answered that they were kept until then.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""This machine: the processor cores and the memory that this process may use (fewer in a container), whether an
-address is its own, and ports for servers that start later; and the commands that install more of Penstock, built from
-the metadata of the installed distribution.
+"""Facts about this machine: the cores and the memory that this process may use (fewer in a container), its own
+addresses, and free ports. Also builds the commands that install extras, from the metadata of the installed
+distribution.
 
 The distribution is not called `penstock` on PyPI: another project has that name. A hint that guesses the name would
 fetch that project.

@@ -3,8 +3,8 @@ sets: named choices of how a server schedules and routes, to be compared by it.
 
     objective = ttft · TTFT/target + itl · ITL/target + idle · (1 − utilisation) + drops · share of dropped requests
 
-The first two terms are means over requests, and each request counts with at most `MAX_RATIO` times its target: a
-single request that waited for minutes must not hide what happened to all others. A tier has its own targets. The
+The first two terms are means over requests. Each request counts with at most `MAX_RATIO` times its target, so that a
+single request that waited for minutes does not hide the times of all others. A tier has its own targets. The
 objective of all tiers is the mean over their requests, weighted by tier. Pure functions without a clock.
 
 A set holds only settings that differ from the server's own. The scheduler's part belongs to a replica

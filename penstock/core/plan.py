@@ -54,13 +54,13 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
     `new_block_ids` are the request's block table from the block of token `start` on; when `begins` is set (first
     chunk after admission or resumption) they are the whole table, cached prefix included. The tokens of the last
-    block begin at its slot `tail_offset`: the rest of that block is another request's. `in_flight` counts the
-    tokens of the chunk, the last ones before its drafts, whose ids an earlier, not yet committed step is still
-    sampling: the executor takes those from its own last output. `samples` asks for one sampled token from the
-    chunk's last position. `scores_from` asks for the log-probability of each prompt token that follows a position of
-    the chunk, from this position on. `state_slot` comes with `begins`, for models with states: the slot of the
-    request's state, which the plan's `copies` have filled. `window_blocks` are blocks of layers with a window that
-    the executor does not know yet.
+    block begin at its slot `tail_offset`: the rest of that block is another request's. `in_flight` counts the last
+    tokens of the chunk before its drafts whose ids an earlier step, not committed yet, is still sampling. The
+    executor takes these ids from its own last output. `samples` asks for one sampled token from the chunk's last
+    position. `scores_from` asks for the log-probability of each prompt token that follows a position of the chunk,
+    from this position on. `state_slot` comes with `begins`, for models with states: the slot of the request's state,
+    which the plan's `copies` have filled. `window_blocks` are blocks of layers with a window that the executor does
+    not know yet.
 
     `drafts` are guesses of the tokens that follow the known ones. They are the last tokens of the chunk and count in
     `num_tokens`. The chunk then samples at the last known token and at each draft: every sample up to the first one

@@ -39,8 +39,9 @@ class Grammar(msgspec.Struct, frozen=True):
     text: str = ""  # the schema, the pattern, the grammar, a JSON list of choices, or the tags as JSON
 
     def owner(self, tenant: str) -> str:
-        """Return the tenant that may find the grammar in a cache, which saves time: nobody can find out what others
-        ask for. Nobody owns a grammar without a text, which all requests for JSON share."""
+        """Return the tenant that may find the grammar in a cache. Tenants share no grammar, because the saved time
+        would reveal the requests of others. A grammar without a text belongs to no tenant: all requests for JSON
+        share it."""
         return tenant if self.text else ""
 
 

@@ -10,8 +10,7 @@ _FACTOR = 3
 
 
 class Shares:
-    """Counts what each tenant has. Requests without a tenant (an empty name) share with nobody: their only bound is
-    the capacity."""
+    """Counts what each tenant has. Requests without a tenant (an empty name) are bounded only by the capacity."""
 
     __slots__ = ("_by_tenant", "capacity", "used")
 

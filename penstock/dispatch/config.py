@@ -16,7 +16,7 @@ class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
     routing_policy: RoutingPolicy = "prefix-aware"
     routing: RoutingWeights = RoutingWeights()  # of that policy
     # The death of one replica must not use up the budget: all its running requests, and most of its waiting ones,
-    # continue on other replicas. Several replicas that die at once are reported one by one, and must not use up the
+    # continue on other replicas. Several replicas that fail at once are reported one by one, and must not use up the
     # attempts of one request.
     retries: RetryConfig = RetryConfig(max_attempts=4, max_budget=2_000.0)
     breaker: BreakerConfig = BreakerConfig()

@@ -15,9 +15,9 @@ While half open, at most `probes` requests are let through at a time.
 Steps grow with the tokens that they compute, so replicas are compared by the time of a step of the usual size.
 
 `OutlierDetector` calls a replica slow when its figure is over `slow_factor` times the median of all, several times in
-a row: what is slow depends on the model, the hardware and the traffic, so the peers are the measure. A replica that
-fails outright is left to the circuit breaker. At most a fraction of the replicas is excluded at a time: when most are
-slow, being slow is normal.
+a row. The median is the measure, because the usual figure depends on the model, the hardware and the traffic. A
+replica that fails outright is left to the circuit breaker. At most a fraction of the replicas is excluded at a time:
+when most are slow, being slow is normal.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Chooses the replica from which a request's KV should come. Moves nothing: engines do.
 
 Prefill replicas have a router of their own, which knows their caches and load. A request counts at its prefill
-replica until its first token. Replicas of the same revision are paired, since the KV of other weights is useless.
-Where a revision has no prefill replica, those of another one compute for it if other settings differ only, such as
-the number of ranks.
+replica until its first token. Replicas of the same revision are paired, since the KV of other weights is useless. If
+a revision has no prefill replica, prefill replicas of another revision compute for it, as long as the two differ only
+in settings such as the number of ranks.
 
 Three ways to a first token are compared in predicted seconds: the serving replica computes the missing part; it
 fetches the part that another replica has cached and computes the rest; or a prefill replica computes the prompt and
@@ -36,7 +36,7 @@ class TransferConfig:
     # Until a transfer has been measured. Too fast a guess costs one fetch; too slow a guess would never be corrected.
     first_bytes_per_s: float = 1e10
     speed_half_life_s: float = 60.0  # of a measurement, without newer ones
-    # How much longer a first token may take with a prefill replica; a busier pool is not used.
+    # The largest factor by which a prefill replica may delay a first token; a busier pool is not used.
     max_slowdown: float = 2.0
     allowed_delay_s: float = 0.25
 

@@ -1,9 +1,9 @@
 """Loads the LoRA adapters of an engine, and runs the model with them.
 
 At most `max_loras` adapters are loaded. The least recently used adapter without a live request is dropped for
-another. `AdapterQueue` holds the requests that wait for their adapter, before the scheduler: a thread reads an
-adapter from disk while steps continue, and the engine's loop packs its weights, which is short work. A request that
-waits can be aborted and has its deadline, like any other.
+another. `AdapterQueue` holds the requests that wait for their adapter, before the scheduler. A thread reads an
+adapter from disk while steps continue. The engine's loop packs the weights, which is short work. A request that waits
+can be aborted and has its deadline, like any other.
 """
 
 from __future__ import annotations

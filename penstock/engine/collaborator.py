@@ -64,7 +64,7 @@ class Arrival:
 class Collaborator:
     """An optional part of an engine. Every method does nothing by default: a collaborator overrides what it needs."""
 
-    # Whether a socket wakes the worker when a waiting request can continue, so that the worker need not poll.
+    # True if a socket wakes the worker when a waiting request can continue, so that the worker need not poll.
     wakes_worker = False
 
     def __len__(self) -> int:

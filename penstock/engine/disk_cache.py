@@ -1,10 +1,10 @@
 """Keeps cached prefixes on disk, as a collaborator of the engine's loop, and reads them back for requests. Decides
 only whether reading a prefix is faster than computing it.
 
-Blocks that leave the device go to host memory (`kvcache.host`). From there a thread writes them to files, so they
-are on disk by the time that host memory drops them, unless the disk is too slow, or one step needs more room than
-host memory has: then they are lost. When the engine closes, blocks that are still on the device are written
-for a few seconds, for the next start.
+Blocks that leave the device go to host memory (`kvcache.host`). From there a thread writes the blocks to files, so
+that they are on disk when host memory drops them. Blocks are lost if the disk is too slow, or if one step needs more
+room than host memory has. When the engine closes, blocks that are still on the device are written for a few seconds,
+for the next start.
 
 A request whose prefix continues in files waits before the scheduler while threads read, if reading is predicted
 to be faster than computing. Its blocks are imported like blocks of another engine (`scheduler.exchange`). When a

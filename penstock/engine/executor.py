@@ -1,9 +1,9 @@
 """Runs a plan on a model: rows in, one forward pass, tokens out. Knows nothing of queues, clients or text.
 
-`submit` queues the work on the device and starts copying the sampled tokens back; `collect` waits for that copy.
-On a CPU both are synchronous, which changes nothing for the caller. A step that was planned before a constrained
-request's newest token was known is sampled later, when the mask after that token is known: by the next `submit` or
-by its own `collect`. Its forward pass runs meanwhile.
+`submit` queues the work on the device and starts copying the sampled tokens back; `collect` waits for that copy. On a
+CPU both are synchronous, which changes nothing for the caller. A step may be planned before the newest token of a
+constrained request is known. Such a step is sampled later, when the mask after that token is known: by the next
+`submit` or by its own `collect`. Its forward pass runs meanwhile.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ tokens that the grammar forces, which are drafts themselves.
 
 A step may be planned before the newest token of a request is known. Its masks are taken when that token is.
 
-A step hardly waits for a slow mask. The first time a mask is late, the step waits a short moment; after that the row
-is sampled without the mask, the sample is thrown away, and the scheduler plans the row again.
+A step hardly waits for a slow mask. The first time a mask is late, the step waits a short moment. After that the row
+is sampled without the mask, the sample is dropped, and the scheduler plans the row again.
 """
 
 from __future__ import annotations

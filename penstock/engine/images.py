@@ -269,8 +269,8 @@ class PlacedImages:
 class ImageEncoder:
     """Keeps pixels until they are encoded, and the encoder's output until a plan drops it, both by digest.
 
-    An image on which the encoder fails ends the requests that have the image, and no others: rows of NaN take the
-    place of the encoder's output, and a request without numbers ends with an error."""
+    If the encoder fails on an image, only the requests with that image end. Rows of NaN replace the output of the
+    encoder, and a request with NaN logits ends with an error."""
 
     def __init__(self, vision: VisionModel, staging: Staging, config: ArchitectureConfig, spare: int) -> None:
         """`spare` is the first spare row of rope tables."""

@@ -1,8 +1,8 @@
 """The engine's loop: plan, execute, commit. Knows no tensor, no socket and no model.
 
-With `depth` 2 the plan of step N+1 is made and submitted before step N's result is collected, so that an
-asynchronous executor never waits for the host. With depth 1 (a CPU, which is busy with the step itself) the three
-verbs simply follow each other. Everything optional is a `Collaborator`.
+With `depth` 2, step N+1 is planned and submitted before the result of step N is collected, so that an asynchronous
+executor never waits for the host. With depth 1, on a CPU, the three verbs follow each other. Every optional feature
+is a `Collaborator`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class EngineLoop:
         self._advance(Arrival(request, kv_source), 0, now)
 
     def restart_kv_events(self) -> None:
-        """Make the next KV events start with the whole index, for a reader that has missed some or is new."""
+        """Make the next KV events start with the whole index, for a reader that is new or has missed events."""
         self.scheduler.restart_kv_events(self._clock.now())
 
     def abort(self, request_id: str) -> None:
@@ -165,7 +165,7 @@ class EngineLoop:
 
     @property
     def is_stuck(self) -> bool:
-        """Say whether all requests wait until another engine has sent or read KV."""
+        """Return True if every request waits for another engine to send or read KV."""
         return self._is_stuck
 
     @property
@@ -198,7 +198,7 @@ class EngineLoop:
             collaborator.close()
 
     def _admit_ready(self) -> None:
-        """Let requests continue that have waited for a collaborator."""
+        """Move requests on that no longer have to wait for a collaborator."""
         for index, collaborator in enumerate(self._collaborators):
             collaborator.before_step()
             is_idle = not self._in_flight and not self.scheduler.has_work

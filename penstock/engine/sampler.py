@@ -1,8 +1,8 @@
 """Samples tokens from logits, for all rows at once. Knows requests' sampling settings, not the model.
 
 Settings live in arrays with one entry per batch row, written once when a request begins. Only requests that change
-their logits (penalties, bias, min_tokens, a grammar) cost anything per row, and the random draw is a function of a
-request's seed and the token's index in its answer, so neither batch mates nor a resumption change what is sampled.
+their logits (penalties, bias, min_tokens, a grammar) cost work per row. The random draw is a function of the
+request's seed and the token's index in the answer, so neither other requests nor a resumption change the sample.
 
 A request with drafts is sampled at several positions at once, at each as if the drafts before it were part of
 the answer. The samples up to the first one that differs from the draft after it are therefore the tokens that single

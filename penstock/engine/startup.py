@@ -1,7 +1,7 @@
 """Makes the start of an engine process faster. Light to import.
 
-A start waits for Python to import torch, which keeps one core busy for seconds; for the driver to open the GPU; and
-for Triton to be imported and to find the kernels that it compiled before. In the order of a start:
+A start waits for the import of torch, which takes seconds of one core, for the driver to open the GPU, and for Triton
+to find the kernels that it compiled before. The functions, in the order of a start:
 
 - `preload` runs before the engine's job is known, in a process that the server starts early (`cluster/early.py`).
 - `prepare` runs when the job is known.

@@ -10,8 +10,8 @@ from penstock.core.clock import Clock
 
 
 class StepTimer(Protocol):
-    """Measures the time of a step: from the construction of the timer, and on a GPU from `begin` on, since a GPU that
-    waits while the host prepares a step is not occupied."""
+    """Measures the time of a step from the construction of the timer on. On a GPU the time begins with `begin`,
+    because the GPU is idle while the host prepares a step."""
 
     def begin(self) -> None:
         """Mark the beginning of the work that is submitted to the device. Only the first call counts."""

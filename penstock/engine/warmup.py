@@ -1,5 +1,5 @@
-"""Compiles GPU kernels before serving: every kernel exists in a few variants, by the number of rows, and the first
-step that needs a new variant would make all its requests wait while it is compiled.
+"""Compiles GPU kernels before serving. Every kernel has a few variants, by the number of rows. Without a warm-up, the
+first step that needs a new variant would make its requests wait for the compilation.
 
 A handful of steps of the real model, over a cache of a single block, need all variants. They launch no kernel:
 kernels are only collected, and then compiled at the same time. Torch computes meanwhile on uninitialised memory,

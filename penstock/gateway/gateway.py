@@ -1,8 +1,8 @@
 """The path of a request from a front end to an engine, step by step in `Gateway.ask`.
 
-authorize → admit (size, request-rate and concurrency limits) → guard → reuse (an answer given before) → prepare
-(render, tokenize, grammar) → reserve tokens → dispatch. Each step fills in one `PreparedRequest`; what comes back is
-the answer stream that the front end reads. Knows no HTTP and no wire format.
+authorize → admit (size, request-rate and concurrency limits) → guard → reuse (an earlier answer) → prepare (render,
+tokenize, grammar) → reserve tokens → dispatch. All steps fill in one `PreparedRequest`. The result is the answer
+stream that the front end reads. Knows no HTTP and no wire format.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class _Sample(NamedTuple):
 
 
 class QueueTimes:
-    """Estimates how long an engine's queue takes to empty, from the tokens per second while requests waited, by the
-    engine's stats, which are fed in whenever they are looked at. The scheduler, which refuses when its queue is
-    full, has a measure of its own; this one serves requests that had to leave the queue."""
+    """Estimates how long the queue of an engine takes to empty, from the tokens per second while requests waited. The
+    stats of the engine are added whenever they are read. The estimate serves requests that had to leave the queue;
+    the scheduler has its own estimate for requests that it refuses."""
 
     __slots__ = ("_sample", "_seconds", "_tokens")
 
     def __init__(self) -> None:
         self._sample: _Sample | None = None
-        # Both fade over the window. Time in which nobody waited is left out: it says nothing about speed.
+        # Both decay over the window. Time without waiting requests is left out, because it says nothing about speed.
         self._tokens = 0.0
         self._seconds = 0.0
 
@@ -85,7 +85,7 @@ class QueueTimes:
         self._seconds = self._seconds * decay + elapsed_s
 
     def drain_s(self, stats: EngineStats, mean_answer_tokens: float) -> float:
-        """Seconds until all waiting requests have been served, within sane bounds for a Retry-After."""
+        """Return the seconds until all waiting requests are served, within bounds for a Retry-After."""
         work_tokens = stats.num_waiting_tokens + stats.num_waiting * mean_answer_tokens
         tokens_per_s = self._tokens_per_s(stats)
         if tokens_per_s is None:
@@ -133,7 +133,7 @@ class Gateway:
         self.images = ImageLoader(config)
         self.reuse = reuse or AnswerReuse(clock=self.clock)
         self.metrics.register(self.reuse)
-        # Called before anything is done for it.
+        # Called with each new request, before any work for it.
         self.on_request: Callable[[GenerationRequest], None] | None = None
         self.turns = Turns()
         self.max_buffer_bytes = config.max_stream_buffer_bytes
@@ -152,11 +152,11 @@ class Gateway:
         self._has_stopped = False
         self._nothing_live = asyncio.Event()  # set during a drain only
         if engine.ready is not None:
-            self.model()  # now, and not at the expense of the first request
+            self.model()  # build the model now, and not during the first request
 
     @property
     def num_live(self) -> int:
-        """Return the number of requests whose last token has not come yet."""
+        """Return the number of requests whose last token has not arrived."""
         return len(self._live)
 
     @property
@@ -225,14 +225,14 @@ class Gateway:
         return answer
 
     def _passes_straight(self, request: GenerationRequest) -> bool:
-        """Say whether nobody reads a request between its caller and its model."""
+        """Return True if no guard and no cache reads the request."""
         if not request.is_plain or self.reuse.concerns(request):
             return False
         return self.guards.policy_for(request.principal) is None
 
     async def _relay(self, work: PreparedRequest, model: ExternalModel) -> AnswerStream:
-        """Answer a plain request that nothing stands between its caller and an external server: the steps of `ask`
-        that have work to do. The text is short, so its tokens are reserved together with the request's place."""
+        """Answer a plain request by an external server, with only the steps of `ask` that have work to do. The text
+        is short, so its tokens are reserved together with admission."""
         self._on_the_way.add(work)  # a drain waits
         try:
             prepare_for_server(work, model)
@@ -241,7 +241,7 @@ class Gateway:
             self._let_go(work)
 
     async def _generate(self, work: PreparedRequest) -> AnswerStream:
-        """Run a request that no stored answer fits: the second half of its path."""
+        """Run the second half of the path, for a request without a stored answer."""
         await self._prepare(work)
         account = await self._reserve(work)
         return self._dispatch(work, account)
@@ -350,8 +350,8 @@ class Gateway:
         self._is_leaving = True
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, and let admitted ones finish, with the reviews of judges. After `timeout_s`, or when
-        this is cancelled, those left end with an error.
+        """Refuse new requests, and let admitted requests finish, with the reviews of judges. After `timeout_s`, or
+        when this call is cancelled, unfinished requests end with an error.
 
         Returns True if every answer ended normally. Bytes may still be on their way to readers."""
         self._is_leaving = self._is_draining = True

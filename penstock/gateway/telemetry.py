@@ -5,9 +5,9 @@ a context variable, so that no code in between has to pass it on. `RequestObserv
 and fills in the record.
 
 `OpenTelemetryTracing` (the extra `otel`) writes a span for each request, below it a span for each generation, and
-below that one for the time in the engine, with events for queue, prefill, first token and finish. The engine writes
-no spans: it measures how long a request waited and sends that number with the first token, so that only one process
-has an exporter.
+below the generation a span for the time in the engine. Its events are queue, prefill, first token and finish. The
+engine writes no spans: it measures how long a request waited and sends that number with the first token, so that only
+one process has an exporter.
 """
 
 from __future__ import annotations

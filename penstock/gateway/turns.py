@@ -1,5 +1,5 @@
-"""Fair work on the event loop and in threads: requests for many answers are prepared and sent in slices, so that a
-client with a thousand prompts does not keep all others waiting, and workspaces take turns. Knows no request."""
+"""Shares the event loop and the threads fairly. Requests for many answers are prepared and sent in slices, so that a
+client with a thousand prompts does not delay all others. Workspaces take turns. Knows no request."""
 
 from __future__ import annotations
 

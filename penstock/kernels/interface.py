@@ -1,13 +1,13 @@
 """The operations of models. Models call nothing else on tensors.
 
-A backend implements the primitive operations and inherits the rest from `ComposedOps` (blocks.py), which puts them
-together from primitives; it may override any of those by a fused kernel with the same result. A wrapper of a backend
+A backend implements the primitive operations. It inherits all others from `ComposedOps` (blocks.py), which composes
+them of primitives, and may override any of them by a fused kernel with the same result. A wrapper of a backend
 (`DelegatingOps`) overrides the products that it changes. Arguments of several operations are in `operands`.
 
-Shapes: T tokens of this step, R requests of this step, S sampled rows, H query heads, G KV heads, D head size,
-V vocabulary. Activations are in the backend's compute type; row i of an output depends on row i of the input
-(and on its own request's cache) alone, summed in an order that does not depend on T or R. So an answer does not
-depend on the other requests of its batch.
+Shapes: T tokens of this step, R requests of this step, S sampled rows, H query heads, G KV heads, D head size, V
+vocabulary. Activations are in the backend's compute type. Row i of an output depends only on row i of the input and
+on the cache of its request. The order of summation does not depend on T or R. So an answer does not depend on the
+other requests of its batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The record of one KV block, the state that follows from it, and the events of the prefix index that no reader has
 taken yet.
 
-The log of events is bounded and loses nothing: when it holds more than a fresh start would need, it drops its events,
+The log of events is bounded. When the log holds more events than a fresh start would need, the events are dropped,
 and the next reader gets `cleared` and the whole index instead. A cache whose events have no reader thus pays almost
 nothing for them, and a reader needs no special case. Sequence numbers are assigned when events are taken, so that
 merged or dropped events leave no gaps.

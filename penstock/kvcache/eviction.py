@@ -9,9 +9,9 @@ The rule of eviction: among cached blocks that no other cached block follows (th
 first. A chain therefore shrinks from its end, and the rest always starts at its root and can still be matched. Since
 a tree of blocks has a leaf, a tail exists whenever anything is cached: every cached block can be evicted.
 
-Tails sit in a heap by last use. Blocks inside a chain are in no structure at all: they are only counted, by
-the hash they follow, so that giving back or taking again a chain of any length costs one heap entry or none.
-A block that stops being a tail leaves a stale entry behind, which is skipped later.
+Tails sit in a heap by last use. Blocks inside a chain are in no heap. They are only counted, by the hash that they
+follow. Releasing or reusing a chain of any length therefore costs one heap entry or none. A block that stops being a
+tail leaves a stale entry behind, which is skipped later.
 
 `HostTier` keeps blocks that leave the device in slots of host memory. Retained blocks leave the device before their
 time: their slots carry a pin until the retention ends. All others are plain: they were evicted from the device. When

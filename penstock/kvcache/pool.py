@@ -66,7 +66,7 @@ class BlockPool:
         self._window_pool: WindowPool | None = None  # window blocks that take their memory from this pool
         if windows is not None:
             self._open_windows(windows)
-        # Whether evicted blocks that are not retained go to host memory; set by the scheduler.
+        # True if evicted blocks that are not retained go to host memory; set by the scheduler.
         self.spills = False
         self.now = -inf  # the latest time that a caller has passed
         self._copies: list[KVCopy] = []  # in the order of the decisions that need them

@@ -10,8 +10,8 @@ Every slot is in exactly one of three places:
     active    belongs to a running request, and is overwritten by every step of that request
     snapshot  holds the state at the end of an indexed block, and any request with that prefix may start from it
 
-`keep` asks for a snapshot of an active slot. The step that computes the state is being planned at that time, so the
-copy is made before the next step: until then the snapshot is *due*, and requests that need it wait for one plan.
+`keep` asks for a snapshot of an active slot. The step that computes the state is planned at that time, so the copy is
+made before the next step. Until then the snapshot is *due*, and requests that need the snapshot wait for one plan.
 When a request stops at the end of a block, its slot becomes the snapshot, and nothing is copied.
 
 The least recently used snapshot is evicted first. Snapshots of retained prefixes are evicted last, and move to host

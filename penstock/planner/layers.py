@@ -1,6 +1,6 @@
-"""Reads the sizes of layers from a `config.json`: MLPs and experts, layers that keep a state of fixed size for each
-sequence instead of KV (Mamba, gated delta nets, convolutions), blocks of attention and MLP that several layers share
-(Zamba), and layers that differ from each other (Gemma 4). Families write these sizes in several ways, and published
+"""Reads the sizes of layers from a `config.json`: MLPs and experts; layers with a state of fixed size for each
+sequence in place of KV (Mamba, gated delta nets, convolutions); blocks of attention and MLP that several layers share
+(Zamba); and layers that differ from each other (Gemma 4). Families write these sizes in several ways, and published
 files leave out settings that equal the defaults of their family.
 
 Hybrid models also have attention layers. A `config.json` lists the kinds of layers in one of several ways.

@@ -7,8 +7,8 @@ pairs, which do not fade, hold the line in place while little is known and when 
 Session keys lead to replicas by the highest random weight: each pair of key and replica has a score, and the highest
 wins. When a replica comes or goes, only the keys that lead to it move.
 
-The load combines three sources: the unanswered requests of this router, which are known exactly and at once; requests
-of other gateways, which are the difference to the heartbeat; and the speed of the replica, fitted from heartbeats.
+The load combines three sources. The unanswered requests of this router are known exactly and at once. Requests of
+other gateways are the difference to the heartbeat. The speed of the replica is fitted from heartbeats.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ class PrefixAware:
     A replica that holds the prefix wins until its queue is longer than another's by more than it takes to compute the
     prefix there. Then the other replica gets a copy, and two hold the prefix: no prefix makes a hot spot.
 
-    A prompt that no replica holds makes a replica without room evict blocks, which may have to be computed again:
-    they count as if they had to be computed now, against a replica that has the room.
+    A prompt that no replica holds makes a full replica evict blocks, which may have to be computed again. The evicted
+    blocks therefore count as computation, against a replica that has room.
 
     `recompute_weight` above 1 accounts for the delay of later requests: without the weight, computing a prefix again
     would look as fast as waiting behind the first request of a burst. A key that several requests share is worth

@@ -225,9 +225,10 @@ class Router:
     def _least_filled(
         self, request: RoutingRequest, picked: ReplicaLoad, candidates: Candidates
     ) -> ReplicaLoad:
-        """Return the server for a prompt that no cache holds, among servers that do not report their caches: the
-        server that got the fewest blocks, unless its queue is longer by more than a part of the prompt's computation.
-        Queues of fast servers are nearly always empty, and chance would fill one cache twice as much as another."""
+        """Return the server for a prompt that no cache holds, among servers that do not report their caches. The
+        result is the server that got the fewest blocks, unless its queue is longer by more than a part of the
+        prompt's computation. Queues of fast servers are nearly always empty, and chance would fill one cache twice as
+        much as another."""
         longest_s = picked.queue_s + _SPREAD_SHARE * request.num_prompt_tokens * picked.token_s
         fitting = [candidate for candidate in candidates if candidate.queue_s <= longest_s]
         return min(fitting, key=lambda load: (self.expectations.num_of(load.bit), load is not picked))
@@ -244,8 +245,8 @@ class Router:
         the same replicas would all choose the same replica until then. Among replicas that hold the same part of a
         prompt and have short queues, one is usually drawn at random: a burst of prompts with one prefix spreads over
         its holders. If no replica holds any part of a prompt, its first block selects the replicas to draw from, the
-        same ones in every gateway: requests with the same new beginning that reach several gateways at once then meet
-        at a few replicas, and each of these computes the beginning once."""
+        same in every gateway. Requests with the same new beginning then meet at a few replicas, and each of these
+        computes the beginning once."""
         num_gateways = self._columns.num_gateways
         if num_gateways < SEVERAL_GATEWAYS or len(candidates) <= _MIN_COMPARED:
             return candidates, matches

@@ -1,10 +1,10 @@
 """Admission decides whether the next waiting request can start now, by a forecast of the blocks that running requests
-will still need. Knows no token budget and no order of the waiting requests.
+will still need. Knows neither the token budget nor the order of the waiting requests.
 
 For the forecast, running requests are binned by predicted remaining growth, in blocks, with edges that double. By the
 time a bin's requests end, requests of longer bins have grown as much as they did, and requests of shorter bins have
-given their blocks back. The worst such moment is the headroom to keep. Where the forecast fails, preemption repairs
-it.
+given their blocks back. The worst such moment is the headroom to keep. If the forecast fails, preemption frees
+blocks.
 
 A request gets blocks for all known tokens at once: the prompt, and after a preemption the answer so far. While it
 runs it needs at most one more block at a time, for its next sampled token. Its last tokens may get half a block;

@@ -1,5 +1,5 @@
-"""The scheduler for a driver that knows all answers beforehand, such as the simulator. Decodes are counted instead of
-being planned and committed token by token.
+"""A faster scheduler for drivers that know all answers beforehand, such as the simulator. Decodes are counted, and
+not planned and committed token by token.
 
 A request that decodes does the same in every step: one more token is planned, and one token is committed. Four other
 changes happen at steps that are known as soon as the prompt is computed: the plan that needs another block, the
@@ -30,7 +30,7 @@ from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.sequence import BATCH_RANK, TIER_RANK, Sequence, State, seniority
 from penstock.scheduler.step_builder import StepBuilder, StepLoad
 
-_TIMES_KEPT = 4096  # commits, at least; beyond, the times of tokens that were told are dropped
+_TIMES_KEPT = 4096  # commits, at least; beyond, the times of reported tokens are dropped
 _by_turn = attrgetter("sequence.turn")
 
 
@@ -163,7 +163,7 @@ class CountedScheduler(Scheduler):
         self, plan: CountedPlan, elapsed_s: float, tokens: list[SampledToken], now: float
     ) -> list[Told]:
         """Take the samples of the oldest counted plan. `tokens` are the first tokens of answers whose prompts ended
-        in this plan. Returns the events for clients. Tokens of answers that continue are told later."""
+        in this plan. Returns the events for clients. Tokens of answers that continue are reported later."""
         self._commit_one(plan, elapsed_s, now)
         told = self._take_noted(plan.index, now)
         for sequence in plan.rows or ():
@@ -229,7 +229,7 @@ class CountedScheduler(Scheduler):
         return told
 
     def tell(self, request_id: str | None = None) -> list[Told]:
-        """Return events with all tokens that were committed and not told yet: of one request, or of all."""
+        """Return events with all committed tokens that were not reported yet: of one request, or of all."""
         told = self.take_told()
         for decode in sorted(self._decodes.values(), key=_by_turn):
             sequence = decode.sequence
@@ -362,7 +362,7 @@ class CountedScheduler(Scheduler):
 
     def stop_counting(self) -> None:
         """List the decodes of each counted step in flight, so that requests can be preempted. All tokens so far are
-        told."""
+        reported."""
         if not self._decodes:
             return
         self._untold = self.tell()
@@ -473,8 +473,8 @@ class CountedScheduler(Scheduler):
         return self._times_s[len(self._times_s) - count :]
 
     def _drop_times(self) -> None:
-        """Forget the times of tokens that were told. Long answers leave many times, which are copied here: the next
-        call comes when there are twice as many."""
+        """Forget the times of tokens that were reported. Long answers leave many times, which are copied here: the
+        next call comes when there are twice as many."""
         next_commit = self._num_committed + 1
         first = min((each.first_untold for each in self._decodes.values()), default=next_commit)
         self._times_s = self._last_times(max(0, next_commit - first))

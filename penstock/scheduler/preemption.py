@@ -5,17 +5,16 @@ to host memory when they are evicted (see `kvcache`), so swapping a request out 
 That is done when moving them there and back is predicted to take less time than computing them again. Blocks that no
 other request needed in the meantime are moved nowhere, and cost nothing either way.
 
-Why this always ends. Order requests by seniority: rank, then arrival. The most senior running request is never a
-victim of growth while all others may be, and `Scheduler.add` refuses a request that does not fit the cache alone: so
-the most senior request gets every block it asks for, and ends. Seniority never falls, because arrival is fixed and
-aging only makes more urgent. So each request becomes the most senior at some time, unless it ends before.
-Displacement takes the blocks of batch requests alone, for a request of a more urgent tier, and aging makes a batch
-request safe from it.
+Why this always ends. Order requests by seniority: rank, then arrival. Growth may preempt any running request except
+the most senior. `Scheduler.add` refuses a request that does not fit the cache alone. The most senior request
+therefore gets every block that it asks for, and ends. Seniority never falls, because arrival is fixed and aging only
+makes more urgent. So each request becomes the most senior at some time, unless it ends before. Displacement takes the
+blocks of batch requests alone, for a request of a more urgent tier, and aging makes a batch request safe from it.
 
-One tenant could hold all seats or blocks for as long as its answers last. So a new request that has waited for a
-while displaces requests of the tenant that runs the most, as long as that tenant still runs more than the new
-request's own tenant afterwards. It never displaces the most senior request, nor one of a more urgent tier. A new
-request does that until it starts, and never again.
+One tenant could hold all seats or blocks for as long as its answers last. A new request that has waited for a while
+may displace requests of the tenant that runs the most. That tenant must still run more than the tenant of the new
+request afterwards. It never displaces the most senior request, nor one of a more urgent tier. A new request does that
+until it starts, and never again.
 """
 
 from __future__ import annotations
@@ -171,9 +170,8 @@ def victims_for_displacement(running: Iterable[Sequence], block_size: int) -> li
 
 
 def _cheapest_first(candidates: list[Sequence], block_size: int) -> list[Sequence]:
-    """Order requests: the least urgent rank first; then the request with the least to compute again, where blocks
-    that were found in the cache are expected to be found again; then the one with the most left to do; then the
-    latest to arrive."""
+    """Order requests: first by the least urgent rank; then by the fewest tokens to compute again (cached blocks are
+    expected to be found again); then by the most remaining tokens; then by the latest arrival."""
 
     def cost(sequence: Sequence) -> tuple[int, int, int, int]:
         recompute_tokens = sequence.num_computed - sequence.blocks.num_reused_blocks * block_size

@@ -2,8 +2,8 @@
 breakpoints. Knows no budget.
 
 Blocks are published when they are *planned*, not when they are computed. Executors run steps in order and write all
-KV of a step before they read any, so a request planned in the same step or later may already share them: a burst of
-siblings computes its common prefix once.
+KV of a step before they read any. A request planned in the same step or later may therefore share the blocks: a burst
+of requests computes a common prefix once.
 
 When the prefix does not fit one step, a sibling admitted meanwhile would compute the rest a second time. The sibling
 is held instead, until the leading request has published the blocks that both share. A request is held at most once,
@@ -13,11 +13,10 @@ A breakpoint is a position in the prompt. Its prefix, cut to whole blocks, is ke
 block is computed: from then on any request of the same tenant can read it. All times to live run from the arrival of
 the request that writes or reads.
 
-Where layers have a fixed state, a prefix counts as found only up to its last snapshot (see `kvcache.states`), and a
-request takes snapshots where others will look for them: at the end of its prompt, at its breakpoints, at the end of
-the blocks that were found without a snapshot, and where requests that are held behind it leave its prompt. Where
-layers have windows, a prefix counts as found only up to an end whose window is there, and window blocks in front of
-the same ends are kept for longer than others.
+If layers have a fixed state, a prefix counts as found only up to its last snapshot (see `kvcache.states`). A request
+takes snapshots at the end of its prompt, at its breakpoints, at the end of blocks that were found without a snapshot,
+and where the prompts of held requests depart from its own. If layers have windows, a prefix counts as found only up
+to a position whose window is cached. Window blocks before the same positions are kept for longer than others.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Keeps the waiting requests, in order and within bounds. Knows no blocks, budgets or executors.
 
-Order, outermost first: tier (after aging), the tenant with the least service, and within a tenant requests that were
-preempted, then the earlier arrival, where a long predicted answer counts as a later arrival. That shift is at most
-`aging_s`, so a long request can be overtaken by shorter ones for a bounded time only. A request that aging has made
-more urgent leaves its turn to tenants of its own tier with less service. With shares of tiers, the tier that has
-started the fewest tokens for its share goes first instead of the most urgent one.
+Requests are ordered by tier (after aging), then by tenant: the tenant with the least service goes first. Within a
+tenant, preempted requests go first, then the earlier arrival. A long predicted answer counts as a later arrival. That
+shift is at most `aging_s`, so a long request can be overtaken by shorter ones for a bounded time only. A request that
+aging has made more urgent leaves its turn to tenants of its own tier with less service. With shares of tiers, the
+tier that has started the fewest tokens for its share goes first instead of the most urgent one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Chooses the rank of a new request, as the router chooses a replica: by the prefix that a rank has cached, and by
 its load. Knows no plan.
 
-The cost of a rank is a number of tokens: those of prompts that the rank computes until the request has its first
-token, and an allowance for requests that take a row of each step. Ranks compute a step together, so that a step lasts
-as long as its busiest rank.
+The cost of a rank is a number of tokens: the prompt tokens that the rank computes before the first token of the
+request, and an allowance for requests that take a row of each step. Ranks compute a step together, so that a step
+lasts as long as its busiest rank.
 """
 
 from __future__ import annotations

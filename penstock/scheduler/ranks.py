@@ -1,9 +1,9 @@
 """Several schedulers behind the verbs of one, for data-parallel attention: each rank has requests, a queue and a KV
 cache of its own, and all ranks compute a step together.
 
-All schedulers are in the process of the first rank, so that a step needs no agreement before it starts: a plan of all
-ranks says what each rank computes, and a rank with nothing to compute still takes part in the exchange of tokens. A
-request stays on the rank that `add` has chosen. Fairness between tenants and tiers holds for each rank by itself.
+All schedulers run in the process of the first rank, so that ranks need not agree before a step. One plan says which
+tokens each rank computes. A rank without tokens still takes part in the exchange of tokens. A request stays on the
+rank that `add` has chosen. Fairness between tenants and tiers holds for each rank by itself.
 
 Knows no clock, socket or tensor, like the schedulers.
 """

@@ -1,13 +1,13 @@
 """The scheduler: four verbs, `add`, `abort`, `plan`, `commit`. Knows no clock, socket, tensor or text.
 
-There is no prefill phase and no decode phase. Each request has tokens known and tokens computed, and a plan spends
-one token budget on letting computed catch up with known. Chunked prefill, prefix hits, preemption by recompute and
-resumption all follow from that.
+There is no prefill phase and no decode phase. Each request has known tokens and computed tokens. A plan spends one
+token budget on computing known tokens. Chunked prefill, prefix hits, preemption by recompute and resumption all
+follow from this rule.
 
 Plans may be asked for ahead of commits, to any depth. The contract with an executor: it executes every plan, in
-order, on one stream; it writes all KV of a step before it reads any; results are committed in the same order. That
-is why blocks may be released and handed out again while a step that writes to them is still in flight: the next
-owner is planned later, hence writes later, and reads only what was written for it.
+order, on one stream; it writes all KV of a step before it reads any; results are committed in the same order. Blocks
+may therefore be released and allocated again while a step that writes to them is still in flight. The next request is
+planned later, so it writes later, and it reads only entries that were written for it.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Scheduler(RequestLifecycle):
 
     def _plan_late(self, max_tokens: int) -> tuple[Work, dict[int, Drafted]] | None:
         """Return the work of a step that is planned while drafts are in flight, and its drafts; None if it is better,
-        or needed, to wait for their commit. Such a step has decodes alone, and preempts nobody."""
+        or needed, to wait for their commit. Such a step has only decodes, and preempts no request."""
         if not self._starts_late or self._queue.first() is not None:
             return None
         work = self._running.find_work(max_tokens, starts_late=True)
@@ -190,8 +190,9 @@ class Scheduler(RequestLifecycle):
     def commit(
         self, plan: StepPlan, result: StepResult, now: float, *, sets_pace: bool = True
     ) -> list[TokenEvent]:
-        """Take the samples of the oldest plan in flight. Returns the events for clients. Without `sets_pace`, the
-        step lasted as long as another rank's, which had more to compute: its time tells nothing about this load."""
+        """Take the samples of the oldest plan in flight. Returns the events for clients. `sets_pace` is False if the
+        step only waited for another rank, which had more to compute. The time of such a step says nothing about its
+        load."""
         step = self._steps[0] if self._steps else None
         if step is None or not step.step_id == plan.step_id == result.step_id:
             raise ValueError(f"step {result.step_id} is committed as {plan.step_id}, out of order")
@@ -232,7 +233,7 @@ class Scheduler(RequestLifecycle):
         return self.cache.take_events()
 
     def restart_kv_events(self, now: float) -> None:
-        """Make the next events start with the whole index, for a reader that has missed some or is new."""
+        """Make the next events start with the whole index, for a reader that is new or has missed events."""
         self.cache.restart_events(now)
 
     def stats(self) -> EngineStats:

@@ -1,4 +1,4 @@
-"""Holds the changing state of one request: which tokens are known, which are computed, where their KV lives.
+"""Holds the changing state of one request: known tokens, computed tokens, and the blocks that hold their KV.
 
 Knows no queue and no budget. Only the scheduler room writes to it.
 """

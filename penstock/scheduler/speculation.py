@@ -5,20 +5,21 @@ to E its chance to be accepted, and to T the time of one row. So tokens are take
 as long as chance / row time exceeds E / T: no other choice has a higher rate. While few requests run, a row costs
 little and nearly every guess is taken. Under full load a row costs as much as it can gain, and none is taken.
 
-A drafted token counts only if all tokens before it are accepted. Its chance is a product of estimates, one for
-each position, from decayed counts: of the drafter and grade in this engine, and of the same in this request, where
-the first is what the second starts from. A node of a tree counts by its rank in the tree: as often as it was
-accepted of all times that it was verified.
+A drafted token counts only if all tokens before it are accepted. Its chance is a product of estimates, one for each
+position, from decayed counts of the drafter and grade. The estimate of a request starts from the estimate of the
+engine. A node of a tree counts by its rank in the tree: as often as it was accepted of all times that it was
+verified.
 
 A draft follows from the newest token. So a step with new drafts cannot be planned ahead of the step before it, and
 the executor idles while the host commits and plans. Where steps can be planned ahead, drafts must make up for that.
-Where they cannot, and many requests run, the host rarely looks for drafts while none pays.
-A long draft has tokens for several steps. A step with later tokens of such a draft is planned while the first ones
-are in flight (it *starts late*): those tokens count only if all before them are accepted, but the executor does not
+Where they cannot, and many requests run, the host rarely looks for drafts while none pays. A long draft has tokens
+for several steps. A step with the later tokens of such a draft is planned while the first tokens are in flight: the
+step *starts late*. The later tokens count only if all tokens before them are accepted, but the executor does not
 idle. Otherwise such a step brings one token for each request. The rates of both ways are compared.
 
-The step-time predictor fits all loads with one straight line. So its prediction for a step without drafts is scaled
-by what such steps of about as many requests took lately, and the time of a drafted token is what drafts added to it.
+The step-time predictor fits all loads with one straight line. The prediction for a step without drafts is therefore
+scaled by the recent times of such steps with about as many requests. The time of a drafted token is the time that
+drafts added.
 
 The first step with drafts after a while takes the host longer than later ones. So while there are no drafts, the
 estimate of the host's time fades to the lowest of its latest times.

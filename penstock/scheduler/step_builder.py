@@ -1,13 +1,13 @@
 """Builds one step within its budgets, with a model that predicts how long a step takes. Knows no clock, queue or free
 blocks.
 
-The model of step times is fitted by recursive least squares with forgetting, on relative errors: each observation is
-divided by the larger of the observed and the predicted time, so that a step of 5 ms counts as much as one of 2 s and
-an outlier in either direction has a bounded error. Errors far beyond the usual one are cut as well.
+The model of step times is fitted by recursive least squares with forgetting, on relative errors. Each observation is
+divided by the larger of the observed and the predicted time. A step of 5 ms therefore counts as much as a step of 2
+s, and an outlier has a bounded error. Errors far beyond the usual one are cut as well.
 
-Only the diagonal of the covariance is kept. In exchange for some speed of convergence, a weight whose feature is
-absent from a step is left exactly alone: hours of decoding neither unlearn what a prefill token costs nor inflate the
-doubt about it, which makes a full covariance drift away.
+Only the diagonal of the covariance is kept. A weight whose feature is absent from a step stays exactly as it is, at
+the price of slower convergence. Hours of decoding change neither the cost of a prefill token nor its variance; a full
+covariance would drift away.
 
 Two budgets bound a step: tokens, and, while any request is decoding, predicted time. The second limits prefill
 only; the first prefill of a step always gets a minimum chunk, so that a long prompt advances whatever the target.
@@ -378,8 +378,8 @@ class StepBuilder:
 
 
 def share_of_room(room: int) -> int:
-    """Return the tokens of a prefill when other requests wait behind it: most of the room, but not all, so that a
-    short prompt need not wait until a very long one is done."""
+    """Return the tokens of a prefill when other requests wait behind it. The prefill gets most of the room, but not
+    all, so that a short prompt need not wait for a very long one."""
     if room < 2 * MIN_PREFILL_TOKENS:
         return room
     return room - max(room // 4, MIN_PREFILL_TOKENS)

@@ -1,5 +1,5 @@
-"""The process of a gateway: set-up before the gateway is loaded, a wait that a signal can end, when garbage is
-collected, how much free memory the process keeps, and the logs and traces."""
+"""Prepares the process of a gateway: set-up before the gateway is loaded, a wait that a signal can end, the times of
+garbage collection, the bound on free memory, and the logs and traces."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Predicts how long a step takes, without running it. Knows plans and numbers; no hardware, no clock.
 
-A step costs a constant (reading the weights, launching the kernels), some time per token (the matrix products), per
-sequence (records), per context token (reading KV), per pair of query and key (attention over long prompts) and per
-sample (a row of logits), and another constant if it samples at all (reading the weights of the output layer). Adding
-these up overrates a step in which memory traffic and arithmetic overlap, by at most a factor of two where both take
-equally long; fitted coefficients absorb most of that.
+A step costs a constant (reading weights, launching kernels), and time per token (matrix products), per sequence
+(records), per context token (reading KV), per pair of query and key (attention over long prompts) and per sample (a
+row of logits). A step with samples costs another constant (reading the weights of the output layer). Adding these up
+overrates a step in which memory traffic and arithmetic overlap, by at most a factor of two where both take equally
+long; fitted coefficients absorb most of that.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 torch.
 
 A round is the time from one call of the drafter to the next. It counts for trees if the step of the round verified
-trees, and trees were drafted behind it. Trees have to be tried before anything is known of them, and whatever is in
-use has to be compared with the other now and then: a trial of some rounds, ever more rarely while it fails. How many
-requests decode at once decides most, so each range of numbers has rates of its own.
+trees, and trees were drafted behind it. Trees must be tried before their rates are known, and the kind in use must be
+compared with the other kind from time to time. A trial lasts some rounds; trials that fail become rarer. The rates
+depend mostly on the number of requests that decode at once, so each range of numbers has its own rates.
 """
 
 from __future__ import annotations

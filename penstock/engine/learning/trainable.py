@@ -88,8 +88,9 @@ class TrainableHead(nn.Module):
         return x + added
 
     def _attend(self, query: Tensor, past: list[tuple[Tensor, Tensor]], ahead: int) -> Tensor:
-        """Attend as a head does that drafts its token number `ahead`: to the model's states up to the first draft,
-        and to its own predictions after it, of which call i made the one at distance `ahead` - i."""
+        """Attend as a head does that drafts its token number `ahead`: to the states of the model up to the first
+        draft, and to its own predictions after the first draft. Call i made the prediction at distance `ahead` -
+        i."""
         scale, length = self.config.attention_scale, query.shape[2]
         first_key, first_value = past[0]
         if not ahead:

@@ -1,5 +1,5 @@
-"""Runs plans on several ranks: a step on one rank, the first rank's executors, which run every plan on all ranks, and
-the cutting of a plan into parts that follow each other through a pipeline of ranks. Starts no process.
+"""Runs plans on several ranks. Holds a step on one rank, the executors of the first rank, which run every plan on all
+ranks, and the division of a plan into parts that follow each other through a pipeline. Starts no process.
 
 Other ranks learn of requests, tokens and plans from messages that go out before the first rank starts on a plan, and
 compute it at the same time. Whichever rank samples, the first rank has the result.

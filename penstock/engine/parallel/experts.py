@@ -2,10 +2,10 @@
 between ranks when others are busy.
 
 The ranks have as many slots as there are experts, or a few more. Without balancing, slot n holds expert n. With
-balancing, tables on the device say which slots hold an expert, and both the tables and the weights in the slots are
-changed in place, between two steps: captured graphs read them at the same addresses. Copies of an expert are equal to
-the bit, and every rank computes the same slot for the same token, so answers depend on the placement only by the
-order in which ranks are added up.
+balancing, tables on the device say which slots hold an expert. Tables and weights are changed in place, between two
+steps, because captured graphs read them at fixed addresses. Copies of an expert are equal to the bit, and every rank
+computes the same slot for the same token. Answers depend on the placement only by the order in which ranks are added
+up.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Runs a rank other than the first: it follows the messages of the first rank, step by step.
 
-The engine process starts a rank as `python -m penstock.engine.parallel.rank FD`, with the number of the open file
-of their connection, and a second one where KV moves between engines. A rank on another node is started with
-`--rendezvous FILE RANK`, and connects. A rank ends when told to, when the connection closes, or with its parent; and
-on any error, because ranks that no longer agree on a step can only wait for each other.
+The engine process starts a rank as `python -m penstock.engine.parallel.rank FD`, with the number of the open file of
+their connection, and a second one where KV moves between engines. A rank on another node is started with
+`--rendezvous FILE RANK`, and connects. A rank ends on a message from the first rank, when the connection closes, or
+with its parent. It also ends on any error, because ranks that do not agree on a step would wait for each other
+forever.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Connects the ranks of a replica on several nodes over TCP. Imports no torch.
 
 The first rank listens at an address of its node until all ranks have connected, and no longer. In a handshake, both
-ends of a connection prove that they know the key of the rendezvous, before anything else is read. A rank makes
-two connections: one for the messages of the first rank, and one to the store through which `torch.distributed` finds
-the ranks. Torch's own TCP store asks nobody for a key, so it is not used.
+ends of a connection prove that they know the key of the rendezvous, before anything else is read. A rank makes two
+connections: one for the messages of the first rank, and one to the store through which `torch.distributed` finds the
+ranks. Torch's own TCP store does not ask for a key, so it is not used.
 """
 
 from __future__ import annotations

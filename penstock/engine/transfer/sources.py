@@ -1,8 +1,9 @@
 """Decides from which ranks of a sender a rank reads its part of a block. Arithmetic alone: reads nothing.
 
-A rank has a range of the model's KV heads. Where sender and receiver have the same number of ranks, rank i has the
-same heads on both sides, and reads whole blocks. Otherwise a rank reads ranges of heads, each from a rank that has
-them: with two ranks there and one here, each half; with fewer KV heads than ranks, several ranks read the same head.
+A rank has a range of the model's KV heads. If sender and receiver have the same number of ranks, rank i has the same
+heads on both sides, and reads whole blocks. Otherwise a rank reads ranges of heads, each from a sender rank that has
+them. A single receiver rank reads one half from each of two sender ranks. With fewer KV heads than ranks, several
+ranks read the same head.
 """
 
 from __future__ import annotations

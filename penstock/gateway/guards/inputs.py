@@ -1,9 +1,9 @@
 """Checks a request against a policy before the request runs. The request is passed on, changed, or refused.
 
 `passages` takes the texts out of the prompts, and `replaced` puts them back changed. Everything that a template may
-write is a text here: contents, reasoning, names, ids, arguments and tools. The parts of a message are read as the
-template writes them, with a line break between two parts, and also without the line breaks, so that a match which the
-edge of a part cuts in two is found as well.
+write is a text here: contents, reasoning, names, ids, arguments and tools. The parts of a message are scanned twice:
+with a line break between two parts, as the template writes them, and without line breaks. A match that extends over
+two parts is therefore found as well.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ it and its answer were, and which prefixes it shared. Never text, tokens or name
 
 A line is one request that was answered, in the format of Mooncake's traces (`timestamp` in milliseconds,
 `input_length`, `output_length`, `hash_ids`) with three more keys: `block_tokens`, the size of the blocks that
-`hash_ids` stand for; `tenant`; and `tier`. Hashes are keyed with a secret that is forgotten when the process ends:
-they tell which requests of one file begin alike, and nobody can guess a prompt or a tenant and check the guess.
+`hash_ids` stand for; `tenant`; and `tier`. Hashes are keyed with a secret that ends with the process. They show which
+requests of one file begin alike, and do not allow anyone to check a guess of a prompt or of a tenant.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A sample describes one interval of time: counts of requests and tokens, latency histograms, engines.
 
 Samples add up in two directions. Samples of one process that follow each other become one of a longer interval.
-Samples of several processes for the same interval become one of the whole server: what each process counted is added,
-and the state of the engines, which all processes see alike, is taken once.
+Samples of several processes for the same interval become one sample of the server. Counts of the processes are added.
+The state of the engines is taken once, because all processes see the same state.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The usage ledger: every admitted request becomes one row, whatever happens to it or to this process.
 
 `begin` and `settle` append a line to the journal (a few microseconds, no lock, no sync) and return. A background task
-inserts the rows in batches, from memory or, after a failure, from the journal; a row that is there already is left
-alone, so that repeating a batch changes nothing. On start, and every so often, journals of processes that died are
-recovered.
+inserts the rows in batches, from memory or, after a failure, from the journal. Existing rows stay as they are, so
+that a batch may be repeated. On start, and every so often, journals of processes that died are recovered.
 
 When the journal cannot be written (a full disk, or a database that has been away until the journal is full), the
 policy decides: `serve` keeps the row in memory and continues, `refuse` lets no new request begin. Both count it and

@@ -2,13 +2,13 @@
 Redis.
 
 A `TokenBucket` is a limit per minute as a level that refills steadily, and holds one minute's worth. Time is an
-argument. A reservation takes from the bucket at once; settling gives back what was not used, or takes what was used
-beyond the reservation, which may leave a debt that the refill pays off before anything else is admitted. Over any
-stretch of time, what is taken for good is therefore at most one bucketful, plus the refill of that time, plus what
-the requests still running use beyond their reservations.
+argument. A reservation takes from the bucket at once. Settlement gives back the unused part, or takes the use beyond
+the reservation. The result may be a debt, which the refill pays off before another request is admitted. In any
+period, the total use is therefore at most one full bucket, plus the refill of the period, plus the use of running
+requests beyond their reservations.
 
-Memory is bounded by the subjects that were active within the last minute or are in debt: a subject whose buckets are
-full and that runs nothing is forgotten, which changes no decision.
+Memory is bounded by the subjects that were active within the last minute or are in debt. A subject with full buckets
+and no running request is forgotten, which changes no decision.
 """
 
 from __future__ import annotations

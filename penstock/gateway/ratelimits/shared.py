@@ -1,9 +1,9 @@
 """Limits shared by several gateways through Redis: the decisions of `local.py`, made by one atomic script each.
 
-Redis keeps the time, the levels and the leases. A lease whose gateway dies stops counting when it expires. While
-Redis is gone, requests are decided by local buckets (policy "open") or refused (policy "closed"), at once and without
-waiting for it; requests that end meanwhile are settled when it is back. A Redis that lost its data gets the leases of
-running requests again.
+Redis keeps the time, the levels and the leases. The lease of a gateway that died stops counting when the lease
+expires. While Redis is away, local buckets decide (policy "open") or requests are refused (policy "closed"), without
+waiting. Requests that end during that time are settled when Redis is back. A Redis that lost its data gets the leases
+of running requests again.
 """
 
 from __future__ import annotations

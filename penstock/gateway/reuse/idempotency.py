@@ -4,8 +4,8 @@ A repeat of a running request reads along; a repeat of a finished one gets its a
 fails frees its key. Keys belong to a workspace. With a database, all of this holds across restarts and gateways;
 while the database is away, it holds within this process.
 
-The process that starts a request claims the row of its key and leases it; the lease is renewed while the request
-runs, so that the claim of a process that died lapses. The functions of the table are plain functions of a database
+The process that starts a request claims the row of its key with a lease, and renews the lease while the request runs.
+The claim of a process that died therefore expires. The functions of the table are plain functions of a database
 connection. Times are Unix seconds; times of rows are on the clock of the database: clocks of gateways may differ.
 """
 

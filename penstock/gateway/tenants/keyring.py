@@ -1,8 +1,8 @@
 """Finds keys by their secrets, quickly: rows of the database are cached, and checked for changes every second.
 
-A gateway asks only for the number of the last change, so that a revoked key is refused by every process within
-seconds while a busy gateway reads the database about once a second, however many keys it serves. When the database
-does not answer, or not in time, known keys stay valid for a minute; after that every key is refused.
+A gateway reads only the number of the last change, about once a second, however many keys it serves. Every process
+therefore refuses a revoked key within seconds. When the database does not answer, or not in time, known keys stay
+valid for a minute; after that every key is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Structured output, from what clients write to a core `Grammar`, with every bound and every refusal.
 
-Knows no wire format of a particular API beyond the names that several of them share, and no model: whether a grammar
-can be compiled is found out with the matcher's own compiler, in a thread, before the request leaves the gateway.
+Knows no model, and only those names of wire formats that several APIs share. Before a request leaves the gateway, a
+thread compiles its grammar with the compiler of the matcher, to find out whether that is possible.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ class GrammarChecker:
         self, key: tuple[str, Grammar], special_token_ids: Mapping[str, int], has_begun: asyncio.Event
     ) -> CheckedGrammar:
         """Check a grammar when it is the turn of its workspace. The turn and the thread are taken for as long as the
-        thread works, also when nobody waits for it any more: a workspace with grammars that take minutes would
-        otherwise have all threads."""
+        thread works, even if the caller has gone. Otherwise a workspace with grammars that take minutes would have
+        all threads."""
         workspace_id, grammar = key
         turn = self._turns.setdefault(workspace_id, asyncio.Lock())
         async with turn:

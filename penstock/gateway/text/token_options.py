@@ -1,5 +1,5 @@
-"""Requests whose meaning depends on the vocabulary: bad words and breakers of repetitions, which clients give as
-texts and engines take as tokens, and the control tokens of models that fill in the middle of a text."""
+"""Options whose meaning depends on the vocabulary: bad words and breakers of repetitions, which clients give as texts
+and engines take as tokens, and the control tokens for filling in the middle of a text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Finds tool calls in an answer, whatever marks them, and tells them from text that only looks like one.
 
-A *section* is the part of an answer that may hold calls: between an opening marker and a closing one, or, for models
-that write calls without any marker, the whole answer when it begins like one. A section that holds no call is passed
-on as text, with its marker.
+A *section* is the part of an answer that may hold calls: the text between an opening and a closing marker. For models
+that write calls without a marker, the whole answer is a section if it begins like a call. A section that holds no
+call is passed on as text, with its marker.
 
 `HarmonyParser` reads answers in the harmony format of gpt-oss: messages on channels, of which some are addressed to
 functions. The channel `analysis` holds reasoning, `commentary` text before calls, and `final` the answer. A message
