@@ -223,7 +223,7 @@ class ReplicaProcess:
                 how = f"was silent for {self._silence.patience_s:.1f} s and was killed"
                 self._become(ReplicaState.UNHEALTHY)
                 ask_for_stacks(running.pid)
-                await asyncio.sleep(STACK_DUMP_S)
+                await asyncio.wait((exited,), timeout=STACK_DUMP_S)
                 running.kill()
         code = exited.result()
         how = how or (f"ended with exit code {code}" if code >= 0 else ended_by(-code))

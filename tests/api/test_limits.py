@@ -28,6 +28,7 @@ from penstock.gateway.ratelimits.spend import Spend
 from penstock.gateway.settings.settings import TierSettings
 from tests.api.conftest import Serve, Served, direct_client
 from tests.gateway.fake_engine import FakeEngine, script_text, until
+from tests.loop_time import pass_time
 
 USER: Any = {"role": "user", "content": "hi"}
 CHAT = {"model": "bytes", "messages": [USER]}
@@ -334,14 +335,21 @@ async def test_a_timeout_that_is_none_is_a_400(value: str) -> None:
 
 async def test_an_engine_that_hangs_past_the_deadline_is_a_504(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "ENGINE_GRACE_S", 0.0)
+    monkeypatch.setattr("penstock.api.http.answers.FIRST_BYTES_S", 3600.0)  # until then, a stream has no status
     engine = FakeEngine()
     async with direct_client(engine) as client:
         for is_stream in (False, True):
-            answer = await client.post(
-                "/v1/chat/completions",
-                json=CHAT | {"stream": is_stream},
-                headers={"x-request-timeout-ms": "500"},
+            asking = asyncio.create_task(
+                client.post(
+                    "/v1/chat/completions",
+                    json=CHAT | {"stream": is_stream},
+                    headers={"x-request-timeout-ms": "600000"},
+                )
             )
+            await until(lambda: bool(engine.streams))
+            await asyncio.sleep(0)  # now it waits for the engine
+            pass_time(600.0)
+            answer = await asking
             assert answer.status_code == 504
             assert answer.json()["error"]["code"] == "deadline_exceeded"
     assert not engine.streams

@@ -117,7 +117,7 @@ async def open_stage(
     num_gateways: int = 1,
     spec: ReplicaSpec = SPEC,
 ) -> AsyncIterator[Stage]:
-    supervisor = Supervisor({"local": LocalLauncher(log_level="WARNING")})
+    supervisor = Supervisor({"local": LocalLauncher(log_level="WARNING")}, heartbeat_timeout_s=60.0)
     plane = ControlPlane(
         supervisor,
         [(spec, scaling)],

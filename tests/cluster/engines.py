@@ -16,13 +16,14 @@ from penstock.core.errors import PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 
-WAIT_S = 60
+WAIT_S = 240  # a busy machine may take a minute to start an engine
+ENDLESS = 1_000_000  # tokens: no engine makes so many while a busy machine holds up the test
 
 
 def echo_config(**scheduler: object) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(model="echo"),
-        cache=CacheConfig(num_kv_blocks=4096),
+        model=ModelConfig(model="echo", max_model_len=1 << 20),
+        cache=CacheConfig(num_kv_blocks=1 << 18),
         scheduler=SchedulerConfig(**scheduler),
     )
 
@@ -67,6 +68,13 @@ class Inbox:
 
     async def until_over(self) -> None:
         await self.until(lambda inbox: inbox.is_over)
+
+
+async def check_beginning(inbox: Inbox, text: bytes, count: int) -> None:
+    """Wait for so many tokens of an echo that has no end."""
+    await inbox.until(lambda inbox: len(inbox.tokens) >= count or inbox.is_over)
+    assert not inbox.is_over
+    assert bytes(inbox.tokens[:count]) == (text * (count // len(text) + 1))[:count]
 
 
 def send(client: EngineClient, request: Request, timeout_s: float | None = None) -> Inbox:

@@ -14,7 +14,7 @@ from penstock.core.request import FinishReason
 from penstock.router import ReplicaState
 from tests.cluster.engines import echo_spec, make_request, send, until
 
-# Python runs it in every engine process. Whichever first meets the file in a step takes it away, and breaks.
+# Python runs it in every engine process. Whichever first meets the file in a late step takes it away, and breaks.
 _SITE = """
 import importlib.abc, importlib.util, os, sys
 
@@ -29,8 +29,12 @@ class Breaking(importlib.abc.MetaPathFinder):
         return spec
 
 def break_into(executor):
-    collect = executor.collect
+    collect, num_steps = executor.collect, 0
     def collect_or_break(self):
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps < {break_at_step}:
+            return collect(self)
         try:
             os.remove({marker!r})
         except FileNotFoundError:
@@ -46,7 +50,7 @@ sys.meta_path.insert(0, Breaking())
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "break"
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(_SITE.format(marker=str(path)))
+    (tmp_path / "site" / "sitecustomize.py").write_text(_SITE.format(marker=str(path), break_at_step=50))
     site = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(site))
     return path
@@ -56,18 +60,16 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_requests_survive_it(
     marker: Path, num_replicas: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    supervisor = Supervisor({"local": LocalLauncher()})
+    supervisor = Supervisor({"local": LocalLauncher()}, heartbeat_timeout_s=60.0)
     fleet = Fleet()
     supervisor.on_change.append(fleet.update)
     try:
         first = [await supervisor.launch(echo_spec()) for _ in range(num_replicas)]
         await fleet.wait_ready()
+        marker.touch()
         inboxes = [
             send(fleet, make_request(f"{n}", b"xyz", max_tokens=8_000), timeout_s=240.0) for n in range(3)
         ]
-        for inbox in inboxes:
-            await inbox.until(lambda inbox: len(inbox.tokens) > 10)
-        marker.touch()
         for inbox in inboxes:
             await inbox.until_over()
             assert (inbox.error, inbox.finish_reason) == (None, FinishReason.LENGTH)

@@ -18,6 +18,7 @@ from penstock.cluster.transport import ZmqEngineClient
 from penstock.core.errors import Overloaded
 from penstock.core.request import FinishReason
 from tests.cluster.engines import (
+    ENDLESS,
     WAIT_S,
     EngineProcess,
     Inbox,
@@ -52,7 +53,7 @@ async def test_a_process_is_told_where_bytecode_may_be_kept(tmp_path: Path) -> N
 
 
 async def test_an_abort_frees_the_blocks_and_silences_the_request(engine: EngineProcess) -> None:
-    inbox = send(engine.client, make_request("endless", max_tokens=60_000))
+    inbox = send(engine.client, make_request("endless", max_tokens=ENDLESS))
     await inbox.until(lambda inbox: len(inbox.tokens) > 3)
     engine.client.abort("endless")
     heard = len(inbox.tokens)
@@ -65,8 +66,8 @@ async def test_what_a_gateway_asked_for_ends_when_it_goes(engine: EngineProcess)
     other = ZmqEngineClient(engine.endpoint)
     other.start()
     await other.wait_ready()
-    theirs, ours = Inbox(), send(engine.client, make_request("ours", max_tokens=60_000))
-    request = make_request("theirs", max_tokens=60_000)
+    theirs, ours = Inbox(), send(engine.client, make_request("ours", max_tokens=ENDLESS))
+    request = make_request("theirs", max_tokens=ENDLESS)
     other.add(request, timeout_s=None, on_event=theirs.on_event, on_error=theirs.on_error)
     await theirs.until(lambda inbox: len(inbox.tokens) > 3)
     await until(lambda: engine.client.stats.num_running == 2)
@@ -77,14 +78,14 @@ async def test_what_a_gateway_asked_for_ends_when_it_goes(engine: EngineProcess)
 
 
 async def test_a_timeout_reaches_the_engine(engine: EngineProcess) -> None:
-    inbox = send(engine.client, make_request("late", max_tokens=60_000), timeout_s=0.05)
+    inbox = send(engine.client, make_request("late", max_tokens=ENDLESS), timeout_s=0.05)
     await inbox.until(lambda inbox: inbox.finish_reason is not None)
     assert inbox.finish_reason is FinishReason.DEADLINE
 
 
 async def test_a_refused_request_gets_the_schedulers_error() -> None:
     async with engine_process(echo_spec(max_num_seqs=1, max_queue_requests=0)) as engine:
-        first = send(engine.client, make_request("first", max_tokens=60_000))
+        first = send(engine.client, make_request("first", max_tokens=ENDLESS))
         await first.until(lambda inbox: bool(inbox.tokens))
         refused = send(engine.client, make_request("second"))
         await refused.until_over()

@@ -381,8 +381,8 @@ def test_a_record_says_only_what_differs_from_defaults() -> None:
     told = encode_record(HostRecord("north", (member("one"),)), TOKENS)
     body = msgspec.json.decode(told.partition(b"\n")[2])["record"]
     assert body["members"][0]["spec"]["engine"] == {
-        "model": {"model": "echo"},
-        "cache": {"num_kv_blocks": 4096},
+        "model": {"model": "echo", "max_model_len": 1 << 20},
+        "cache": {"num_kv_blocks": 1 << 18},
     }
 
 

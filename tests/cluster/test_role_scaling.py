@@ -28,7 +28,7 @@ from penstock.core.request import Request, SamplingParams
 from tests.cluster.control_stage import SPEC, resolve
 from tests.cluster.fake_manager import FakeManager
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 LENGTH = 3000  # a quarter of an answer's tokens: three quarters of the KV cache
 PREFILL = replace(SPEC, role="prefill", engine=replace(SPEC.engine, cache=CacheConfig(num_kv_blocks=1024)))
 DECODE = replace(PREFILL, role="decode")
@@ -37,7 +37,7 @@ SCALING = AutoscalerConfig(max_replicas=3, kv_target=0.2, up_cooldown_s=0.2, dow
 
 @pytest.fixture
 async def supervisor() -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor({"local": LocalLauncher(log_level="WARNING")})
+    supervisor = Supervisor({"local": LocalLauncher(log_level="WARNING")}, heartbeat_timeout_s=60.0)
     yield supervisor
     await supervisor.close()
 

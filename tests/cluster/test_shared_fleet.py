@@ -18,7 +18,7 @@ from penstock.cluster.registry import Follower, Publisher
 from penstock.cluster.supervisor import Supervisor
 from penstock.cluster.transport import KeyPair, ZmqEngineClient
 from penstock.router import ReplicaState
-from tests.cluster.engines import echo_spec, until
+from tests.cluster.engines import ENDLESS, check_beginning, echo_spec, until
 from tests.cluster.memory_registry import MemoryRegistry
 from tests.cluster.test_faults import check_echoes, echoes, prompts
 
@@ -60,8 +60,8 @@ async def hosting(registry: MemoryRegistry, name: str) -> AsyncIterator[Host]:
 
 
 @asynccontextmanager
-async def gateway(registry: MemoryRegistry, heartbeat_timeout_s: float = 5.0) -> AsyncIterator[Fleet]:
-    fleet = Fleet(shared=SharedFleet(TOKENS.client_keys(), heartbeat_timeout_s))
+async def gateway(registry: MemoryRegistry) -> AsyncIterator[Fleet]:
+    fleet = Fleet(shared=SharedFleet(TOKENS.client_keys(), heartbeat_timeout_s=60.0))
     async with Follower(registry, TOKENS, fleet.update).running():
         try:
             yield fleet
@@ -87,13 +87,16 @@ async def test_two_gateways_share_two_hosts_and_outlive_one(stack: AsyncExitStac
     fleets = [await stack.enter_async_context(gateway(registry)) for _ in range(2)]
     await until(lambda: all(num_ready(fleet) == 2 for fleet in fleets))
     texts = prompts(6)
-    streams = [(echoes(fleet, texts, MAX_TOKENS, f"gateway-{number}")) for number, fleet in enumerate(fleets)]
+    streams = [echoes(fleet, texts, ENDLESS, f"gateway-{number}") for number, fleet in enumerate(fleets)]
     for inboxes in streams:
         for inbox in inboxes:
             await inbox.until(lambda inbox: bool(inbox.tokens))
     first.signal(signal.SIGKILL)  # with its answers; the closed connection tells before any lease ends
-    for inboxes in streams:
-        await check_echoes(inboxes, texts, MAX_TOKENS)
+    for number, (fleet, inboxes) in enumerate(zip(fleets, streams, strict=True)):
+        for inbox, text in zip(inboxes, texts, strict=True):
+            await check_beginning(inbox, text, len(inbox.tokens) + 500)
+        for index in range(len(texts)):
+            fleet.abort(f"gateway-{number}-{index}")
     assert sum(sum(fleet.verdicts.values()) for fleet in fleets) >= 1
     await until(lambda: all(num_ready(fleet) == 2 for fleet in fleets))  # the host has replaced its engine
     assert {member.id for member in fleets[0].members} == {"north-2", "south-1"}
@@ -110,11 +113,13 @@ async def test_a_frozen_engine_on_another_machine_costs_a_retry(stack: AsyncExit
     first, _ = await asyncio.gather(
         *(stack.enter_async_context(hosting(registry, name)) for name in ("north", "south"))
     )
-    fleet = await stack.enter_async_context(gateway(registry, heartbeat_timeout_s=0.6))
+    fleet = await stack.enter_async_context(gateway(registry))
     await until(lambda: num_ready(fleet) == 2)
     texts = prompts(6)
     inboxes = echoes(fleet, texts, MAX_TOKENS)
     first.signal(signal.SIGSTOP)
+    assert fleet._reach is not None
+    fleet._reach._silences["north-1"]._timeout_s = 0.6  # the other one may be as slow as a busy machine makes it
     try:
         await check_echoes(inboxes, texts, MAX_TOKENS)
     finally:

@@ -21,7 +21,7 @@ from penstock.cluster.transport import ZmqEngineClient
 from penstock.cluster.worker import Worker
 from penstock.core.errors import EngineUnavailable, ModelLoadError, NotFound
 from penstock.router import ReplicaState
-from tests.cluster.engines import echo_spec, lose_patience, make_request, send, until
+from tests.cluster.engines import ENDLESS, echo_spec, lose_patience, make_request, send, until
 
 
 class History:
@@ -40,8 +40,8 @@ class History:
 
 
 @asynccontextmanager
-async def supervised(**options: float) -> AsyncIterator[tuple[Supervisor, History]]:
-    supervisor = Supervisor({"local": LocalLauncher()}, **options)
+async def supervised() -> AsyncIterator[tuple[Supervisor, History]]:
+    supervisor = Supervisor({"local": LocalLauncher()}, heartbeat_timeout_s=60.0)
     history = History()
     supervisor.on_change.append(history.note)
     try:
@@ -94,7 +94,7 @@ async def test_a_killed_replica_is_followed_by_another_one() -> None:
 
 
 async def test_a_frozen_replica_is_killed_and_followed_by_another_one() -> None:
-    async with supervised(heartbeat_timeout_s=60.0) as (supervisor, history):
+    async with supervised() as (supervisor, history):
         first = await supervisor.launch(echo_spec())
         kill(supervisor, first, signal.SIGSTOP)
         lose_patience(supervisor, first)
@@ -115,7 +115,7 @@ async def test_a_drained_replica_finishes_what_it_has() -> None:
         assert bytes(inbox.tokens) == (b"abc" * 2_000)[:5_000]
         assert supervisor.resume(replica_id)
         assert history.states[replica_id][-1] is ReplicaState.READY
-        endless = send(fleet, make_request("endless", max_tokens=60_000))
+        endless = send(fleet, make_request("endless", max_tokens=ENDLESS))
         await endless.until(lambda inbox: bool(inbox.tokens))
         assert not await supervisor.drain(replica_id, timeout_s=0.1)
         await supervisor.stop(replica_id)
@@ -165,15 +165,24 @@ async def test_a_frozen_engine_leaves_its_stacks_in_the_log(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(_FREEZING_SITE.format(marker=str(tmp_path / "freeze")))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setattr(replica_process, "STACK_DUMP_S", 3.0)
-    async with supervised(heartbeat_timeout_s=60.0) as (supervisor, history):
+    monkeypatch.setattr(replica_process, "STACK_DUMP_S", 600.0)
+    log = ""
+
+    def has_stacks() -> bool:
+        nonlocal log
+        log += capfd.readouterr().err
+        return "in sleep_for_a_day" in log
+
+    async with supervised() as (supervisor, history):
         first = await supervisor.launch(echo_spec())
         freeze = tmp_path / "freeze"
         freeze.touch()
         await until(lambda: not freeze.exists())
         lose_patience(supervisor, first)
+        await until(has_stacks)
+        kill(supervisor, first, signal.SIGKILL)
         await until(lambda: supervisor.num_restarts and history.states[first][-1] is ReplicaState.GONE)
-    assert "in sleep_for_a_day" in capfd.readouterr().err
+    assert history.states[first] == [*BEGINNING, ReplicaState.UNHEALTHY, ReplicaState.GONE]
 
 
 async def test_a_replica_can_be_stopped_while_it_starts() -> None:

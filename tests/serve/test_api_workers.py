@@ -95,7 +95,7 @@ async def test_a_dead_worker_is_started_again_once_the_system_allows(
         workers = ApiWorkers(config, listener, tmp_path / "control.sock", is_open=False)
         await workers.start()
         processes[0].die()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(processes) < 2:
                 await asyncio.sleep(0.001)
         await workers.stop()
