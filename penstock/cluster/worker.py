@@ -78,7 +78,7 @@ class _Interval:
         self._done_s = 0.0
 
     def is_due(self, *, at_once: bool = False) -> bool:
-        """Say whether the action is due now. Saying so begins the next interval."""
+        """Return whether the action is due now. Saying so begins the next interval."""
         now = time.monotonic()
         if not at_once and now - self._done_s < self._interval_s:
             return False
@@ -190,7 +190,7 @@ class Worker:
             self._read_inbox(0.1)
 
     def leaves_in_order(self) -> bool:
-        """Say whether the engine's records agree with each other at the end: no KV block was lost."""
+        """Return whether the engine's records agree with each other at the end: no KV block was lost."""
         try:
             if self._engine is not None:
                 self._engine.loop.scheduler.check_integrity()
@@ -219,7 +219,7 @@ class Worker:
 
     @property
     def _has_mail(self) -> bool:
-        """Say whether a message has come. Before every step, this is cheaper than a read that finds nothing."""
+        """Return whether a message has come. Before every step, this is cheaper than a read that finds nothing."""
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def _handle(self, gateway: bytes, data: bytes) -> None:
@@ -351,7 +351,7 @@ def _job_that_comes_later(bytecode: Path) -> _Job | None:
         job = reader.submit(read)
         # A missing package raises again when the engine is built, and is reported from there.
         with contextlib.suppress(ImportError):
-            preload(bytecode)
+            preload("penstock.engine.decoder", bytecode)
         return job.result()
 
 

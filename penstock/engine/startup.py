@@ -42,12 +42,12 @@ CUDA_LIBRARY = "libcuda.so.1"
 _importing = threading.Lock()
 
 
-def preload(bytecode: Path) -> None:
-    """Import what most engines need, before the job is known. `bytecode` is a folder for the bytecode of packages
-    that have none."""
+def preload(module: str, bytecode: Path) -> None:
+    """Import the module that most engines need, before the job is known. `bytecode` is a folder for the bytecode of
+    packages that have none."""
     keep_bytecode(bytecode)
     read_compiler_ahead()
-    importlib.import_module("penstock.engine.decoder")  # by its name: the decoder itself imports this module
+    importlib.import_module(module)
     if _has_gpu():
         load_compiler()
 
