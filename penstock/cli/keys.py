@@ -183,12 +183,12 @@ def update(key_id: str, as_json: bool, config: StoreConfig, **given: Any) -> Non
     print_facts(_facts(key))
 
 
-@keys.command(short_help="Revoke a key for good.")
+@keys.command(short_help="Revoke a key.")
 @click.argument("key_id")
 @json_option
 @config_options(StoreConfig)
 def revoke(key_id: str, as_json: bool, config: StoreConfig) -> None:
-    """Revoke a key for good. Running servers refuse the key within seconds."""
+    """Revoke a key, which cannot be undone. Running servers refuse the key within seconds."""
     from penstock.gateway.tenants.directory import Actor
 
     key = in_directory(config, lambda directory: directory.revoke_key(Actor(actor_name()), key_id))

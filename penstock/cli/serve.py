@@ -144,7 +144,7 @@ def keys_were_made(config: ServeConfig) -> bool:
     from penstock.gateway.tenants.directory import Directory
 
     async def were_made(directory: Directory) -> bool:
-        """Say whether keys were ever made. Expired and revoked keys count: a server that once asked for keys never
+        """Return whether keys were ever made. Expired and revoked keys count: a server that once asked for keys never
         opens by itself."""
         was_made = await directory.has_keys()
         if was_made and not await directory.has_keys(only_live=True):

@@ -42,9 +42,9 @@ _decode = msgspec.json.Decoder(_Tokenizer).decode
 
 
 def are_alike(tokenizer_json: bytes, other_json: bytes) -> bool:
-    """Say whether token ids mean the same to two engines: a gateway tokenizes a request before an engine is chosen.
-    Compares vocabularies, not bytes: versions of Penstock may write the same tokenizer differently. Of a file that
-    cannot be read, only an exact copy is alike."""
+    """Return whether token ids mean the same to two engines: a gateway tokenizes a request before an engine is
+    chosen. Compares vocabularies, not bytes: versions of Penstock may write the same tokenizer differently. Of a file
+    that cannot be read, only an exact copy is alike."""
     if tokenizer_json == other_json:
         return True
     try:
@@ -95,7 +95,7 @@ class Connection:
     _is_alike: bool = True  # whether both have one vocabulary
 
     def understands(self, model: EngineReady) -> bool:
-        """Say whether the replica is ready, and takes token ids for what a gateway that follows `model` means."""
+        """Return whether the replica is ready, and takes token ids for what a gateway that follows `model` means."""
         ready = self.client.ready
         if ready is None:
             return False

@@ -79,7 +79,7 @@ def _mac(token: str, purpose: str, body: bytes) -> str:
 
 
 def is_signed(record: bytes) -> bool:
-    """Say whether a record has the shape of one that some join token signed."""
+    """Return whether a record has the shape of one that some join token signed."""
     mac, separator, _ = record.partition(b"\n")
     return bool(separator) and len(mac) == 64 and mac.isalnum()
 
@@ -116,7 +116,7 @@ class HostRecord(msgspec.Struct, frozen=True):
 
 
 def shares_room(role: Role, other: Role) -> bool:
-    """Say whether a replica in one role takes room from replicas in the other, because it may work in both."""
+    """Return whether a replica in one role takes room from replicas in the other, because it may work in both."""
     return (role == "both") is (other == "both")
 
 

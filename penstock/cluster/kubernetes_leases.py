@@ -2,8 +2,8 @@
 of them that a watch keeps up to date. Knows no record and no document.
 
 Every write of an object that several processes write names the `resourceVersion` that the writer has read: the API
-server refuses the write if the object has changed since. Time is the observer's own, as in the leader election of
-Kubernetes: a lease has ended when nobody was seen to renew it for as long as it lasts. So clocks may differ.
+server refuses the write if the object has changed since. Times are those of the observer, as in the leader election
+of Kubernetes: a lease has ended when the observer saw no renewal for the duration of the lease. So clocks may differ.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class LeaseCache:
             self._is_outdated = True
             raise
         if self._error is not None:
-            # Nobody could renew anything meanwhile, or be seen to.
+            # No lease could be renewed in the meantime, nor a renewal be seen.
             self._seen = {name: ObservedLease(each.lease, asked_s) for name, each in self._seen.items()}
         if not is_watching:
             self._version = version
@@ -304,7 +304,7 @@ def now_text() -> str:
 
 
 def _is_later(lease: Lease, known: Lease) -> bool:
-    """Say whether a Lease is a later state of a known one: a watch may tell of states from before a list."""
+    """Return whether a Lease is a later state of a known one: a watch may tell of states from before a list."""
     new, old = lease.metadata.resource_version, known.metadata.resource_version
     return int(new) > int(old) if new.isdecimal() and old.isdecimal() else new != old
 

@@ -100,7 +100,7 @@ class KubernetesRegistry:
         return None
 
     def _is_held(self, lease: Lease, asked_s: float) -> bool:
-        """Say whether the lease of another candidate has not ended: whether it was seen to change lately."""
+        """Return whether the lease of another candidate has not ended: whether it was seen to change lately."""
         seen, version = self._leader_seen, lease.metadata.resource_version
         if seen is None or seen.lease.metadata.resource_version != version:
             self._leader_seen = ObservedLease(lease, time.monotonic())
@@ -166,7 +166,7 @@ class KubernetesRegistry:
         value = None if document is None else f"{name}\n{base64.b64encode(document).decode()}"
         for _ in range(_TRIES):
             part = self._parts.pop(part_name, None) or await self._leases.get(part_name)
-            if part is None or part.epoch < epoch:  # somebody removed it, or brought an old one back
+            if part is None or part.epoch < epoch:  # the object was removed, or an old one was restored
                 leader = await self._leases.get(self._leader)
                 self._fenced_epoch = 0
                 if leader is None or leader.epoch != epoch or not await self._fence(epoch):
@@ -201,7 +201,7 @@ class KubernetesRegistry:
         await self._leases.close()
 
     async def _remove_forgotten(self) -> None:
-        """Remove the records that nobody has renewed for long: a pod lives on when its process is started again, with
+        """Remove the records that were not renewed for long: a pod continues when its process is started again, with
         another name."""
         now = datetime.now(UTC)
         for lease in (await self._leases.all("host"))[0]:
@@ -237,7 +237,7 @@ def _age_s(lease: Lease, now: datetime) -> float:
 
 
 def _bytes_in(lease: Lease, key: str) -> bytes:
-    """Return what an annotation holds. If that is no base64, no fleet wrote it, and nobody will accept b""."""
+    """Return what an annotation holds. If the text is no base64, no fleet wrote it, and b"" is never accepted."""
     try:
         return base64.b64decode(lease.metadata.annotations[key].rpartition("\n")[2], validate=True)
     except (binascii.Error, ValueError):

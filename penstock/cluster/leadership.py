@@ -288,7 +288,7 @@ class Leadership:
             await self.give_up(self._epoch)
 
     async def _must_stand_back(self) -> bool:
-        """Say whether most hosts have other join tokens, and complain when that begins."""
+        """Return whether most hosts have other join tokens, and complain when that begins."""
         if self._tokens is None:
             return False
         records = await self._registry.records()

@@ -145,7 +145,7 @@ class _StartedProcess:
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         code = self._process.wait()
-        with contextlib.suppress(RuntimeError):  # The event loop is closed, and nobody waits any more.
+        with contextlib.suppress(RuntimeError):  # The event loop is closed, and no task waits any more.
             loop.call_soon_threadsafe(self._end.set_result, code)
 
 

@@ -357,7 +357,7 @@ class ReleaseService(StagedService[ReleaseRecord, ReleaseRun]):
     ) -> None:
         super().__init__(pools, manager, store, announce, interval_s)
         self._resolve_weights = resolve_weights
-        # Says whether an experiment of a model is active.
+        # Returns whether an experiment of a model is active.
         self.is_tested: Callable[[str], bool] = lambda model: False
 
     async def start(self, order: ReleaseOrder) -> ReleaseView:

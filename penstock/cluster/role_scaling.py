@@ -85,12 +85,12 @@ class RolePair:
 
     @property
     def _is_compared(self) -> bool:
-        """Say whether a release or an experiment compares revisions: then both pools stay as they are."""
+        """Return whether a release or an experiment compares revisions: then both pools stay as they are."""
         return any(pool.is_fixed or pool.is_releasing for pool in self._pools.values())
 
     @property
     def _is_of_one_revision(self) -> bool:
-        """Say whether a replica of one pool is one of the other pool after a change of its role."""
+        """Return whether a replica of one pool is one of the other pool after a change of its role."""
         return len({pool.spec.revision for pool in self._pools.values()}) == 1
 
     def look(self, now: float, wall_s: float) -> None:

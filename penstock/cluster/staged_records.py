@@ -323,7 +323,7 @@ class StagedRun(ABC, Generic[RecordT]):
         self.record = record
 
     def _is_lost(self, revisions: Iterable[tuple[PoolScaler, str]]) -> bool:
-        """Say whether one of these revisions has had no ready replica in its pool for `LOST_S`."""
+        """Return whether one of these revisions has had no ready replica in its pool for `LOST_S`."""
         now = time.monotonic()
         has_ready = all(
             any(member.replica.state is ReplicaState.READY for member in pool.serving(revision))

@@ -146,7 +146,7 @@ class ReleaseTraffic:
         self._fleet.add(mirrored, timeout_s=MIRROR_TIMEOUT_S, on_event=ignore, on_error=give_up)
 
     def _has_room(self) -> bool:
-        """Say whether one more request may be mirrored. Copies that timed out are dropped."""
+        """Return whether one more request may be mirrored. Copies that timed out are dropped."""
         if len(self._pairs) >= MAX_MIRRORED:
             latest_s = time.monotonic() - MIRROR_TIMEOUT_S
             self._pairs = {name: pair for name, pair in self._pairs.items() if pair.since_s > latest_s}
@@ -195,12 +195,12 @@ class ReleaseTraffic:
 
 
 def is_mirrored(request: Request) -> bool:
-    """Say whether a request is a copy that nobody reads the answer of."""
+    """Return whether a request is a copy whose answer no client reads."""
     return request.id.startswith(_MIRROR_PREFIX)
 
 
 def _is_repeatable(request: Request) -> bool:
-    """Say whether the same request gets the same answer twice, from the same weights."""
+    """Return whether the same request gets the same answer twice, from the same weights."""
     return request.sampling.temperature == 0.0 or request.sampling.seed is not None
 
 
@@ -209,9 +209,9 @@ _NOT_OURS = (InvalidRequest, RateLimited, ShuttingDown)
 
 
 def is_dropped(attempt: Attempt) -> bool | None:
-    """Say whether an attempt counts as a dropped request; None: it does not count, because its client has left, its
-    error or its grammar is the caller's, or it is a mirrored copy. A request that was too late counts as dropped: the
-    scheduler decides how long requests wait. So does an attempt that another replica then answered."""
+    """Return whether an attempt counts as a dropped request; None: it does not count, because its client has left,
+    its error or its grammar is the caller's, or it is a mirrored copy. A request that was too late counts as dropped:
+    the scheduler decides how long requests wait. So does an attempt that another replica then answered."""
     error, reason = attempt.error, attempt.finish_reason
     if is_mirrored(attempt.request) or isinstance(error, _NOT_OURS):
         return None
@@ -238,7 +238,7 @@ class ExperimentTraffic:
             )
 
     def choose_revision(self, request: Request) -> tuple[bool, str | None]:
-        """Say whether an experiment decides about a request, and the revision that must answer it."""
+        """Return whether an experiment decides about a request, and the revision that must answer it."""
         experiment = self._of(request)
         if experiment is None:
             return False, None

@@ -128,7 +128,7 @@ class AcceptedClients:
         self._authenticator.configure_curve_callback("*", credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Say whether a client with this public key may connect. Called by the authenticator."""
+        """Return whether a client with this public key may connect. Called by the authenticator."""
         return key in self._accepted
 
     def close(self) -> None:

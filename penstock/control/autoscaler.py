@@ -237,7 +237,7 @@ class Autoscaler:
             yield ceil(seconds_of_one / self.config.drain_target_s), "queued prefill tokens"
 
     def _fits(self, signals: Signals, state: AutoscalerState, count: int) -> bool:
-        """Say whether this many replicas are predicted to stay well within every target."""
+        """Return whether this many replicas are predicted to stay well within every target."""
         config = self.config
         share = config.fit_share
         load = signals.arriving_prefill_tokens_per_s

@@ -325,7 +325,7 @@ class CheckSchedule:
         self.next = max(1, first)
 
     def is_due(self, count: int) -> bool:
-        """Say whether to look at this many samples, and count the look."""
+        """Return whether to look at this many samples, and count the look."""
         if count < self.next:
             return False
         self.number += 1

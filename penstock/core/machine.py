@@ -60,7 +60,7 @@ def default_cpu_kv_bytes(num_engines: int = 1) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether an address, or the name `localhost`, is this machine's and no other machine can reach it."""
+    """Return whether an address, or the name `localhost`, is this machine's and no other machine can reach it."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -135,7 +135,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def depends_on_answer(self) -> bool:
-        """Say whether a token is sampled in another way for the tokens before it, or their number: by a grammar,
+        """Return whether a token is sampled in another way for the tokens before it, or their number: by a grammar,
         penalties and the like. Temperature and the cuts of probabilities change all positions alike."""
         return bool(
             self.grammar is not None

@@ -23,7 +23,7 @@ class Shares:
         return self._by_tenant.get(tenant, 0)
 
     def is_full_for(self, tenant: str, *, more: int = 0) -> bool:
-        """Say whether the tenant has its share. `more` is added to the capacity."""
+        """Return whether the tenant has its share. `more` is added to the capacity."""
         own = self._by_tenant.get(tenant, 0)
         return bool(tenant and own) and own >= _FACTOR * (self.capacity + more - self.used)
 

@@ -274,8 +274,8 @@ class Dispatcher:
         )
 
     def _holds_back(self, record: RequestRecord, now: float, actions: list[Action]) -> bool:
-        """End a request whose tenant is refused, or let a request wait for the end of a test. Says whether that was
-        done."""
+        """End a request whose tenant is refused, or let a request wait for the end of a test. Returns True if the
+        request ended or waits."""
         suspects, tenant = self.suspects, record.request.tenant
         refusal = suspects.refusal(tenant, now)
         if refusal is not None:
@@ -461,7 +461,7 @@ class Dispatcher:
         self.kv_sources.ended(record.request.id, now)
 
     def _has_elsewhere(self, record: RequestRecord) -> bool:
-        """Say whether there is, or will be, a replica that has not failed this request yet."""
+        """Return whether there is, or will be, a replica that has not failed this request yet."""
         model = self._model_of(record.request)
         return self.table.expects(model) or self.table.serves(model, excluding=record.failed_on)
 

@@ -61,7 +61,7 @@ class CircuitBreaker:
         self.config = config
 
     def allows(self, state: BreakerState, now: float) -> bool:
-        """Say whether a request may be sent. A caller that sends one must call `sent`."""
+        """Return whether a request may be sent. A caller that sends one must call `sent`."""
         if state.circuit is Circuit.CLOSED:
             return True
         if state.circuit is Circuit.OPEN:

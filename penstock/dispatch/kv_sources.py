@@ -226,8 +226,8 @@ class KVSources:
         return record is not None and bool(kv_kind) and record.status.kv_kind == kv_kind
 
     def _has_other_kind(self, replica_id: str, kv_kind: str) -> bool:
-        """Say whether KV of a replica is known to be of no use, though the revisions may be the same: a host may have
-        other weights at the same path."""
+        """Return whether KV of a replica is known to be of no use, though the revisions may be the same: a host may
+        have other weights at the same path."""
         record = self._table.records.get(replica_id)
         other = "" if record is None else record.status.kv_kind
         return bool(kv_kind and other) and other != kv_kind

@@ -98,11 +98,11 @@ class ReplicaTable:
         self._failing: dict[str, ReplicaRecord] = {}  # replicas whose circuit may not be closed
 
     def offers_choice(self, model: str) -> bool:
-        """Say whether several replicas serve a model, so that their caches matter."""
+        """Return whether several replicas serve a model, so that their caches matter."""
         return model in self._shared_models
 
     def expects(self, model: str) -> bool:
-        """Say whether requests may wait for a replica of the model."""
+        """Return whether requests may wait for a replica of the model."""
         status = self.status
         if status.starts_on_demand and model in status.models:
             return True
@@ -124,7 +124,7 @@ class ReplicaTable:
         ]
 
     def serves(self, model: str, *, excluding: frozenset[str]) -> bool:
-        """Say whether a replica of the model is ready that is not excluded."""
+        """Return whether a replica of the model is ready that is not excluded."""
         return any(
             model in replica.models and replica.state is ReplicaState.READY and replica.id not in excluding
             for replica in (*self.serving, *self.prefilling)

@@ -181,7 +181,7 @@ class WaitingRoom:
 
 
 def _is_for(request: Request, model: str | None) -> bool:
-    """Say whether a request waits for a model. A request that names no model waits for any model."""
+    """Return whether a request waits for a model. A request that names no model waits for any model."""
     return model is None or request.model in (model, "")
 
 

@@ -1,12 +1,12 @@
 """Keeps a request that ends its engines from ending all of them. Pure: knows names and times only.
 
-An engine that ends takes the requests of many tenants along, and they continue elsewhere. A request that has lost two
-replicas in succession is suspect, and its next attempt is a test:
+When an engine ends, the requests of many tenants continue on other replicas. A request that has lost two replicas in
+succession is suspect, and its next attempt is a test:
 
 1. For a moment, no two tenants have suspect requests at one replica, and a tenant under test uses that replica only.
    The requests of others avoid the replica. If need be, requests wait for the end of a test.
-2. If the replica lives, or answers the request, the test is over. If the replica is lost, and nobody else had sent it
-   anything just before, that counts against the tenant, whose requests are all watched like that from then on.
+2. If the replica lives, or answers the request, the test is over. If the replica is lost, and no other tenant had
+   sent a request just before, the loss counts against the tenant, and all its requests are watched from then on.
 3. After two such losses, without a watched request that was served in between, the tenant's circuit opens: its
    requests are refused for a pause. Then one request at a time is tried, alone, until one is served.
 
@@ -32,7 +32,7 @@ class SuspectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     test_s: float = 2.0
     max_wait_s: float = 10.0  # for a test; after that, tenants share a replica
     look_again_s: float = 0.25
-    memory_s: float = 600.0  # for how long losses count, and tenants that sent nothing more
+    memory_s: float = 600.0  # the time for which losses and silent tenants are remembered
     breaker: BreakerConfig = BreakerConfig(max_failures=2, probes=1, first_pause_s=10.0, max_pause_s=600.0)
 
 
@@ -47,27 +47,27 @@ class Suspects:
         self.config = config
         self.num_convicted = 0  # tests that the replica did not survive
         self._breaker = CircuitBreaker(config.breaker)
-        self._circuits: dict[str, BreakerState] = {}  # by tenant; those that a loss counts against
+        self._circuits: dict[str, BreakerState] = {}  # by tenant; only tenants with a counted loss
         self._changed_s: dict[str, float] = {}  # when each of these changed last
         self._tests: dict[str, _Test] = {}  # by tenant
         self._last_tenant = ""
         self._several_until_s = 0.0  # until then, there are several tenants
 
     def is_quiet(self, now: float) -> bool:
-        """Say whether nobody is watched because of what happened before."""
+        """Return whether no tenant is watched because of earlier losses."""
         if self._tests or self._circuits:
             self._forget_old(now)
         return not self._tests and not self._circuits
 
     def arrived(self, tenant: str, now: float) -> None:
-        """Note whose requests come."""
+        """Note the tenant of a new request."""
         if tenant != self._last_tenant:
             if self._last_tenant and tenant:
                 self._several_until_s = now + self.config.memory_s
             self._last_tenant = tenant
 
     def is_watched(self, tenant: str, num_losses: int, now: float) -> bool:
-        """Say whether a request of the tenant is sent in a test."""
+        """Return whether a request of the tenant is sent in a test."""
         if not tenant or now >= self._several_until_s:
             return False
         return num_losses >= self.config.max_losses or tenant in self._circuits
@@ -86,7 +86,7 @@ class Suspects:
     def must_wait(
         self, tenant: str, serving: Collection[str], waited_s: float, now: float, *, is_watched: bool
     ) -> bool:
-        """Say whether a request waits for the end of a test. `serving` are the replicas that could take it."""
+        """Return whether a request waits for the end of a test. `serving` are the replicas that could take it."""
         if not self._tests or waited_s >= self.config.max_wait_s:
             return False
         self._forget_old(now)
@@ -130,8 +130,8 @@ class Suspects:
             self._set(tenant, self._breaker.abandoned(state), now)
 
     def lost(self, tenant: str, replica_id: str, now: float, *, is_alone: bool) -> None:
-        """Note that the replica of a watched request was lost. `is_alone`: nobody else had sent the replica anything
-        during the time of a test."""
+        """Note that the replica of a watched request was lost. `is_alone`: no other tenant had sent the replica a
+        request during the time of a test."""
         own, state = self._tests.get(tenant), self._circuits.get(tenant)
         is_probe = state is not None and state.circuit is Circuit.HALF_OPEN
         is_tested = own is not None and own.replica_id == replica_id and not own.is_lost and now < own.until_s

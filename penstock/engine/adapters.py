@@ -104,7 +104,7 @@ class LoRAModel:
         return self._adapters.pack(deltas)
 
     def make_room(self, in_use: frozenset[str]) -> bool:
-        """Say whether one more adapter can be loaded, and drop an unused adapter for it if necessary."""
+        """Return whether one more adapter can be loaded, and drop an unused adapter for it if necessary."""
         if self._free:
             return True
         unused = next((digest for digest in self._slot_of if digest not in in_use), None)

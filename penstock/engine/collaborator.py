@@ -72,7 +72,7 @@ class Collaborator:
         return 0
 
     def must_wait(self, arrival: Arrival) -> bool:
-        """Say whether this request has to pass this collaborator's waiting list."""
+        """Return whether this request has to pass this collaborator's waiting list."""
         return False
 
     def enter(self, arrival: Arrival, now: float) -> None:

@@ -329,8 +329,8 @@ def _drafts(config: EngineConfig) -> bool:
 def _may_have_trees(
     config: EngineConfig, model: Model, ops: Ops, drafter: LoadedDrafter | None, vision: object | None
 ) -> bool:
-    """Say whether steps may verify trees of drafts: attention sees the whole text in every layer, by its own kernels,
-    and nothing else rearranges positions or watches the KV."""
+    """Return whether steps may verify trees of drafts: attention sees the whole text in every layer, by its own
+    kernels, and nothing else rearranges positions or watches the KV."""
     return (
         drafter is not None
         and drafter.grows_trees

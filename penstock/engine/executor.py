@@ -280,7 +280,7 @@ class ModelExecutor:
         return encoder_timer
 
     def _needs_only_argmax(self, samples: Samples) -> bool:
-        """Say whether the requests that sample in this step need nothing but the argmax of their logits."""
+        """Return whether the requests that sample in this step need nothing but the argmax of their logits."""
         masked = self._masks is not None and bool(self._masks.constrained(samples.request_ids))
         return not masked and self._sampler.needs_only_argmax(samples)
 

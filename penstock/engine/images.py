@@ -289,7 +289,7 @@ class ImageEncoder:
         self._failed: set[bytes] = set()
 
     def __contains__(self, digest: bytes) -> bool:
-        """Say whether an image needs no pixels. Called from the loop's own thread."""
+        """Return whether an image needs no pixels. Called from the loop's own thread."""
         return digest in self._is_complete or digest in self._pixels
 
     def check(self, request: Request) -> None:

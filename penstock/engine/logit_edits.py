@@ -200,7 +200,7 @@ class LogitEdits:
 
     @property
     def forbids(self) -> bool:
-        """Say whether tokens are forbidden at every position, so that none may be left."""
+        """Return whether tokens are forbidden at every position, so that none may be left."""
         return self.forbidden is not None or self.banned is not None
 
     def apply(self, logits: Tensor, position: int, history: History, *, must_end: bool) -> None:

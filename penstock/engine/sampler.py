@@ -89,14 +89,14 @@ class Sampler:
         self._uncommitted.pop(row, None)
 
     def needs_only_argmax(self, samples: Samples) -> bool:
-        """Say whether these samples need only the argmax of their logits."""
+        """Return whether these samples need only the argmax of their logits."""
         rows = samples.request_rows
         if any(int(row) in special for special in (self._edits, self._logprobs) if special for row in rows):
             return False
         return not self._temperature[rows].any()
 
     def knows_no_text(self, row: int) -> bool:
-        """Say whether samples of this row depend on logits alone, and not on the tokens before them."""
+        """Return whether samples of this row depend on logits alone, and not on the tokens before them."""
         return row not in self._edits
 
     def note_drawn(self, samples: Samples, late: Collection[int] = ()) -> None:

@@ -161,7 +161,7 @@ class Gateway:
 
     @property
     def is_leaving(self) -> bool:
-        """Say whether the server will end soon. New requests are still taken until the drain begins."""
+        """Return whether the server will end soon. New requests are still taken until the drain begins."""
         return self._is_leaving
 
     @property
@@ -170,7 +170,7 @@ class Gateway:
 
     @property
     def is_ready(self) -> bool:
-        """Say whether new clients should come here: a request would be accepted now, and the server is not
+        """Return whether new clients should come here: a request would be accepted now, and the server is not
         leaving."""
         return not self._is_leaving and self.catalogue.is_ready
 

@@ -26,7 +26,7 @@ _GIF_HEADER_BYTES, _GIF_DESCRIPTOR, _GIF_EXTENSION = 13, 0x2C, 0x21
 
 
 def has_too_many_parts(data: bytes) -> bool:
-    """Say whether a decoder would take unreasonably long for the number of parts in a file. Files of other formats
+    """Return whether a decoder would take unreasonably long for the number of parts in a file. Files of other formats
     have none that are counted.
 
     The walks end at the bounds, so that they cost less than what they prevent.

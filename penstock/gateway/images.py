@@ -202,7 +202,8 @@ def checked_image(
     part: ImagePart, data: bytes, config: GatewayConfig, workspace_id: str = "default"
 ) -> LoadedImage:
     """Check one image. The size comes from the header, before any pixel is decoded. Digests of different workspaces
-    differ, because engines keep encoded images by their digest: nobody may notice another's images by their times."""
+    differ, because engines keep encoded images by their digest. Otherwise a workspace could detect the images of
+    others by the time of an answer."""
     if len(data) > config.max_image_bytes:
         raise _too_large(part, config.max_image_bytes)
     if not data:

@@ -215,7 +215,7 @@ def prepare_for_server(work: PreparedRequest, model: ExternalModel) -> None:
 
 
 def _may_ask_whole(work: PreparedRequest) -> bool:
-    """Say whether a server should be asked for the answer in one piece, which costs both sides much less than a
+    """Return whether a server should be asked for the answer in one piece, which costs both sides much less than a
     stream. A long answer would be silent for too long for what lies between, and at a deadline only a stream leaves a
     part."""
     max_tokens = work.request.sampling.max_tokens or work.default_max_tokens

@@ -165,7 +165,7 @@ def image_parts(prompt: Prompt) -> list[ImagePart]:
 
 
 def are_texts(prompts: Sequence[Prompt]) -> bool:
-    """Say whether no message of the prompts has parts, as most have none."""
+    """Return whether no message of the prompts has parts, as most have none."""
     for prompt in prompts:
         if isinstance(prompt, ChatPrompt):
             for message in prompt.messages:

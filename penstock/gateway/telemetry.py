@@ -58,7 +58,7 @@ class RequestRecord:
     parent: TraceParent | None = None
     keeps_prompts: bool = False
     started_ns: int = field(default_factory=time_ns)  # since the epoch, for traces
-    began_s: float = field(default_factory=monotonic)  # for durations: nobody sets this clock
+    began_s: float = field(default_factory=monotonic)  # for durations: this clock is never set
     sampling: SamplingOptions | None = None
     prompts: list[str] = field(default_factory=list)
     accounts: list[tuple[Claim, Outcome]] = field(default_factory=list)

@@ -142,7 +142,7 @@ class FairSlots:
         def release(done: asyncio.Future[T]) -> None:
             self.release(workspace_id)
             if not done.cancelled():
-                done.exception()  # a caller that waits raises the error; asyncio logs one that nobody has seen
+                done.exception()  # a caller that waits raises the error; asyncio logs an error that was not retrieved
 
         doing.add_done_callback(release)
         return await asyncio.shield(doing)

@@ -420,12 +420,12 @@ class NativeOps(ComposedOps):
 
 
 def _is_attended_apart(layer: AttentionLayer, qkv: Any, output: Any) -> bool:
-    """Say whether the library has no single call for attention with the products around it."""
+    """Return whether the library has no single call for attention with the products around it."""
     return qkv.input_order is not None or output.input_order is not None or layer.head_dim > MAX_HEAD_DIM
 
 
 def _is_not_fused(gate_up: Any, down: Any, activation: Activation) -> bool:
-    """Say whether the library has no single call for an MLP."""
+    """Return whether the library has no single call for an MLP."""
     reordered = gate_up.input_order is not None or down.input_order is not None
     return reordered or activation not in ACTIVATION_CODES
 

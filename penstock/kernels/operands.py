@@ -217,7 +217,7 @@ class Routing:
 
     @property
     def is_plain(self) -> bool:
-        """Say whether this is the softmax and nothing more."""
+        """Return whether this is the softmax and nothing more."""
         return self == Routing(self.num_experts, self.top_k, self.normalizes)
 
 

@@ -159,7 +159,7 @@ class KVCache:
 
     @property
     def has_copies(self) -> bool:
-        """Say whether blocks that were handed out still hold contents to be copied."""
+        """Return whether blocks that were handed out still hold contents to be copied."""
         return self.pool.has_copies
 
     def take_copies(self) -> tuple[KVCopy, ...]:

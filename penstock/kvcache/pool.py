@@ -210,7 +210,7 @@ class BlockPool:
 
     @property
     def has_copies(self) -> bool:
-        """Say whether blocks that were handed out still hold contents to be copied."""
+        """Return whether blocks that were handed out still hold contents to be copied."""
         return bool(self._copies)
 
     def share(self, block_ids: Sequence[int]) -> None:

@@ -81,7 +81,7 @@ class StatePool:
         return 0
 
     def is_due(self, block_hash: BlockHash) -> bool:
-        """Say whether a snapshot does not exist yet, but will exist from the next plan on."""
+        """Return whether a snapshot does not exist yet, but will exist from the next plan on."""
         return block_hash in self._due
 
     def open(self, start: BlockHash | None) -> int:

@@ -39,7 +39,7 @@ class TailHalves:
         return len(self._spare)
 
     def suffices(self, num_tokens: int) -> bool:
-        """Say whether half a block has room for these last tokens of a request."""
+        """Return whether half a block has room for these last tokens of a request."""
         return self._enabled and 0 < num_tokens <= self.num_slots
 
     def take(self) -> tuple[int, int | None]:
@@ -56,7 +56,7 @@ class TailHalves:
         return block_id, 0
 
     def is_shared(self, block_id: int) -> bool:
-        """Say whether both halves of this block are taken."""
+        """Return whether both halves of this block are taken."""
         return block_id not in self._spare
 
     def widen(self, block_id: int, offset: int) -> int:

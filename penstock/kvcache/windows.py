@@ -74,7 +74,7 @@ class WindowBlock:
 
     @property
     def comes_free(self) -> bool:
-        """Say whether the memory is available once a table that has this block gives it back."""
+        """Return whether the memory is available once a table that has this block gives it back."""
         return self.references == 1 and not self.num_pins
 
 
@@ -204,7 +204,7 @@ class WindowPool:
         self._pinned.clear()
 
     def is_evicted_before(self, last_use: int | None) -> bool:
-        """Say whether a window block is evicted before a pool block with this last use; None: there is no pool
+        """Return whether a window block is evicted before a pool block with this last use; None: there is no pool
         block."""
         if self._spent or not self._wanted or last_use is None:
             return self.num_evictable > 0

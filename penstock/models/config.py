@@ -241,7 +241,7 @@ class ArchitectureConfig:
 
     @property
     def has_equal_kv_heads(self) -> bool:
-        """Say whether all layers have the same key-value heads, so that a rank has the same ones in each."""
+        """Return whether all layers have the same key-value heads, so that a rank has the same ones in each."""
         return True
 
     @property

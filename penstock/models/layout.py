@@ -85,7 +85,7 @@ class Layout:
 
     @property
     def is_writable(self) -> bool:
-        """Say whether other names are all that differs in folders that hold each matrix by itself."""
+        """Return whether other names are all that differs in folders that hold each matrix by itself."""
         stacked = any(
             part.transposed or not part.weight.startswith("mlp.experts.") for part in self.experts.values()
         )

@@ -348,7 +348,7 @@ def _fitting(weight: GroupQuantWeight) -> WeightData:
 
 
 def _is_grouped(scales: Tensor, shape: Shape) -> bool:
-    """Say whether each row has several scales."""
+    """Return whether each row has several scales."""
     return scales.dim() == 2 and scales.shape[0] == shape.rows and scales.shape[1] > 1
 
 

@@ -30,9 +30,9 @@ def _text_name(name: str) -> str:
 
 
 class SafetensorsSource:
-    """Reads tensors from disk when asked for. One file at a time is open and mapped. Its mapping is let go and made
-    anew after an eighth of the file was read, so that the pages of tensors that nobody holds leave the process; they
-    stay in the page cache. While a file is read, the system reads the next one."""
+    """Reads tensors from disk when asked for. One file at a time is open and mapped. The file is unmapped and mapped
+    again after an eighth of it was read, so that pages of unused tensors leave the process. The pages stay in the
+    page cache. While a file is read, the system reads the next one."""
 
     single_name = "model.safetensors"
     index_name = "model.safetensors.index.json"
@@ -182,11 +182,11 @@ def _read_index(index: Path) -> dict[str, Path]:
 
 
 def _is_stack(shape: Sequence[int], rows: int, columns: int) -> bool:
-    """Say whether a tensor is several matrices, which are one matrix when they stand one below the other. The
+    """Return whether a tensor is several matrices, which are one matrix when they stand one below the other. The
     matrices of a convolution have a row each."""
     return len(shape) == 3 and (shape[0] * shape[1], shape[2]) == (rows, columns)
 
 
 def _is_vector(shape: Sequence[int], size: int) -> bool:
-    """Say whether a tensor is a vector of this size but for further dimensions of 1."""
+    """Return whether a tensor is a vector of this size but for further dimensions of 1."""
     return max(shape) == prod(shape) == size

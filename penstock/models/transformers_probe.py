@@ -306,7 +306,7 @@ def _int32(values: Any, ops: Ops) -> Tensor:
 
 
 def _never_waits(model: TransformersModel, ops: Ops, texts: list[list[int]]) -> bool:
-    """Say whether a step leaves the host free, as CUDA graphs need."""
+    """Return whether a step leaves the host free, as CUDA graphs need."""
     before = torch.cuda.get_sync_debug_mode()
     kv = ops.allocate_kv(model.num_layers, 4, _BLOCK_SIZE, model.num_kv_heads, model.head_dim)
     batch, ids = _batch([(0, 0, 1), (1, 0, 1)], [[1], [2]], ops), _int32([text[0] for text in texts], ops)

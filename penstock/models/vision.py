@@ -164,7 +164,7 @@ class TransformersVision(ABC):
         return "", ""
 
     def image_sees_itself(self) -> bool:
-        """Say whether the tokens of an image attend to each other."""
+        """Return whether the tokens of an image attend to each other."""
         return self.sees_both_ways
 
     @classmethod

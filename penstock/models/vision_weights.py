@@ -108,5 +108,5 @@ def unpacked_tensors(path: Path, stored: StoredQuantization, dtype: torch.dtype)
 
 
 def _is_beside(stem: str, quantized: set[str]) -> bool:
-    """Say whether a tensor belongs to a quantized one, as `weight.absmax` does."""
+    """Return whether a tensor belongs to a quantized one, as `weight.absmax` does."""
     return stem.endswith(".weight") and stem.removesuffix("weight") in quantized

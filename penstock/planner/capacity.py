@@ -78,7 +78,7 @@ class Targets:
     share: float = 0.95  # of requests that must meet both
 
     def are_met_by(self, outcome: Outcome) -> bool:
-        """Say whether a request was answered in time: its first token, and the mean time between its tokens."""
+        """Return whether a request was answered in time: its first token, and the mean time between its tokens."""
         waits_s = outcome.waits_s
         if outcome.rejection is not None or waits_s is None:
             return False

@@ -111,7 +111,7 @@ class Candidates(Sequence[ReplicaLoad]):
 
     @property
     def are_many(self) -> bool:
-        """Say whether a loop in Python over all of them takes long. Many have one block size."""
+        """Return whether a loop in Python over all of them takes long. Many have one block size."""
         everyone = self if self._source is None else self._source
         return len(everyone) >= _MANY and self._columns.block_size is not None
 
@@ -148,7 +148,7 @@ class Candidates(Sequence[ReplicaLoad]):
         return columns.recent_total if self._are_all else sum(self._of_these(columns.recent_requests))
 
     def have_free(self, num_blocks: float) -> bool:
-        """Say whether each of these replicas has this many blocks free. False may mean that it is not known."""
+        """Return whether each of these replicas has this many blocks free. False may mean that it is not known."""
         if self._columns.least_free < num_blocks and self._are_all:
             self._columns.least_free = min(
                 [load.blocks_free for load in self]
@@ -156,7 +156,8 @@ class Candidates(Sequence[ReplicaLoad]):
         return self._columns.least_free >= num_blocks
 
     def have_room(self, num_blocks: float) -> bool:
-        """Say whether each of these replicas has room for this many blocks. False may mean that it is not known."""
+        """Return whether each of these replicas has room for this many blocks. False may mean that it is not
+        known."""
         if self._columns.least_room < num_blocks and self._are_all:
             self._columns.least_room = min([load.room_blocks for load in self])
         return self._columns.least_room >= num_blocks

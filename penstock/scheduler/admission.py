@@ -105,7 +105,7 @@ class Headroom:
     def allows(
         self, candidate: Sequence, num_blocks: int, num_spare: int, num_window_blocks: int = 0
     ) -> bool:
-        """Say whether a request may start with a table of `num_blocks`, and blocks for windows, after which
+        """Return whether a request may start with a table of `num_blocks`, and blocks for windows, after which
         `num_spare` blocks are left."""
         if candidate.rank == BATCH_RANK:
             others = self._urgent.plus(self._batch)
@@ -205,7 +205,7 @@ class Admission:
         self._blocked = None
 
     def is_turned_away(self, sequence: Sequence) -> bool:
-        """Say whether this request was the last to be turned away, and no blocks were freed since."""
+        """Return whether this request was the last to be turned away, and no blocks were freed since."""
         return self._blocked is sequence
 
     def num_missing_blocks(self, sequence: Sequence) -> int:

@@ -112,7 +112,7 @@ class CountedScheduler(Scheduler):
         return self.plan(now)
 
     def _needs_room(self, growing: list[Sequence], now: float) -> bool:
-        """Say whether requests may have to be preempted."""
+        """Return whether requests may have to be preempted."""
         if self._num_in_step > self._config.max_num_batched_tokens:
             return True
         if growing and self._running.num_spare(growing) < 0:
@@ -246,7 +246,7 @@ class CountedScheduler(Scheduler):
 
     @property
     def may_coast(self) -> bool:
-        """Say whether the next steps, and those in flight, are decodes alone, unless another call comes."""
+        """Return whether the next steps, and those in flight, are decodes alone, unless another call comes."""
         return (
             self._counts
             and self._num_in_step > 0

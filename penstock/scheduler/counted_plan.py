@@ -124,7 +124,7 @@ class Decode:
 
 
 def is_countable(request: Request) -> bool:
-    """Say whether only the length limit or the model's end token can end an answer."""
+    """Return whether only the length limit or the model's end token can end an answer."""
     sampling = request.sampling
     return (
         request.deadline_s is None

@@ -47,7 +47,7 @@ class BlockExchange:
 
     @property
     def lacks_copies(self) -> bool:
-        """Say whether an import waits for copies of blocks that had to make room."""
+        """Return whether an import waits for copies of blocks that had to make room."""
         return self._is_turned_away and self._cache.has_copies
 
     def __len__(self) -> int:

@@ -176,7 +176,7 @@ class RequestLifecycle:
 
     @property
     def has_decodes(self) -> bool:
-        """Say whether a running request waits for its next token."""
+        """Return whether a running request waits for its next token."""
         return self._running.has_decodes
 
     @property
@@ -186,7 +186,7 @@ class RequestLifecycle:
 
     @property
     def has_work(self) -> bool:
-        """Say whether any request waits or runs, or has an event that was not taken yet."""
+        """Return whether any request waits or runs, or has an event that was not taken yet."""
         return bool(self._sequences or self._events)
 
     def next_wakeup(self, now: float) -> float | None:

@@ -60,7 +60,8 @@ class PlainSteps:
         self._times_of(load.decode_sequences).observe(load, min(elapsed_s, OUTLIER * self.predict(load)))
 
     def is_due(self, num_decodes: int) -> bool:
-        """Say whether the plan of `num_decodes` decodes shall have no drafts. The first plans of a size alternate."""
+        """Return whether the plan of `num_decodes` decodes shall have no drafts. The first plans of a size
+        alternate."""
         known = self._times_of(num_decodes).num_planned >= _FIRST_PLAIN_STEPS
         return self._num_with_drafts >= (_PLANS_BETWEEN_PLAIN_STEPS if known else 1)
 

@@ -184,8 +184,8 @@ def _cheapest_first(candidates: list[Sequence], block_size: int) -> list[Sequenc
 def swap_is_cheaper(
     num_blocks: int, block_size: int, block_copy_s: float, predictor: StepTimePredictor
 ) -> bool:
-    """Say whether copying blocks to host memory and back takes less time than computing them. `block_copy_s` is the
-    time of one block, one way."""
+    """Return whether copying blocks to host memory and back takes less time than computing them. `block_copy_s` is
+    the time of one block, one way."""
     return 2 * num_blocks * block_copy_s < predictor.prefill_s(0, num_blocks * block_size)
 
 

@@ -72,7 +72,7 @@ class PrefixSharing:
         return num_found
 
     def is_due(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Say whether the snapshot at the end of this many blocks exists only from the next plan on."""
+        """Return whether the snapshot at the end of this many blocks exists only from the next plan on."""
         return (
             self._states is not None
             and num_blocks > 0

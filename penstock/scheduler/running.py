@@ -48,8 +48,8 @@ def _turn_to_grow(sequence: Sequence) -> int:
 
 
 def _may_start_late(sequence: Sequence) -> bool:
-    """Say whether the next step of a request with drafts in flight can be planned. An executor knows the outcome of
-    one step, not of several."""
+    """Return whether the next step of a request with drafts in flight can be planned. An executor knows the outcome
+    of one step, not of several."""
     is_tree = sequence.drafted is not None and sequence.drafted.draft.tree_depth is not None
     return sequence.may_start_late and not is_tree and sequence.num_in_flight == sequence.num_drafted + 1
 

@@ -68,7 +68,8 @@ class Drafted:
         return self.draft.token_ids[self.first : self.first + self.count]
 
     def continues(self, sampled: SampledToken) -> bool:
-        """Say whether a sample is what the draft's later tokens follow: every token as drafted, and the one after."""
+        """Return whether a sample is what the draft's later tokens follow: every token as drafted, and the one
+        after."""
         end = self.first + self.count
         return (
             not self.is_void

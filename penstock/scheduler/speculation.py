@@ -133,7 +133,7 @@ class Speculation:
 
     @property
     def waits_for_commits(self) -> bool:
-        """Say whether the next step, which could be planned ahead, is better planned with the newest tokens known:
+        """Return whether the next step, which could be planned ahead, is better planned with the newest tokens known:
         drafts have been paying, or a trial is due."""
         return self._max_draft_tokens > 0 and (self._num_plans_without < self._patience or self._is_trial_due)
 
@@ -195,7 +195,7 @@ class Speculation:
         return self._fitted(offers, choice.lengths, work)
 
     def _pays_late(self, choice: _Choice) -> bool:
-        """Say whether a step that starts late has a higher rate than a step like the latest one that waited."""
+        """Return whether a step that starts late has a higher rate than a step like the latest one that waited."""
         waiting = self._latest
         return choice.num_tokens * waiting.step_s > _MIN_GAIN_AHEAD * waiting.num_tokens * choice.step_s
 
@@ -334,7 +334,7 @@ class Speculation:
 
     @property
     def _rests(self) -> bool:
-        """Say whether drafts have not been paying, so that the host only looks for them in one of some plans."""
+        """Return whether drafts have not been paying, so that the host only looks for them in one of some plans."""
         num_plans = self._num_plans_without
         return num_plans >= self._patience and num_plans % _PATIENCE != 0 and not self._is_trial_due
 

@@ -83,12 +83,12 @@ class Setting:
 
     @property
     def has_default(self) -> bool:
-        """Say whether there is a default to show in `--help`."""
+        """Return whether there is a default to show in `--help`."""
         return self.default not in (None, ())
 
     @property
     def is_list(self) -> bool:
-        """Say whether the flag can be repeated."""
+        """Return whether the flag can be repeated."""
         return isinstance(self.value_type, types.VarTupleType)
 
     @property

@@ -3,7 +3,7 @@ the TLS handshakes that have not ended.
 
 The kernel wakes all processes for a new connection, and the process that is awake takes whatever has arrived: 32
 connections that come at once would all be served by one core. A process that holds more connections than another
-therefore leaves a new connection alone for a moment, and takes it if nobody else has.
+therefore waits for a moment before a new connection, and takes the connection if no other process has.
 
 No protocol knows of a connection before its handshake has ended: without a bound here, clients that begin none would
 take all files of the process.
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 SLACK = 2  # connections that a process may hold beyond another before it leaves new ones to the other
 PATIENCE_S = 0.002  # for another process to take a connection
-# When nobody else came this many times, the others are busy or stopped: connections are then taken at once for a
-# while.
+# When no other process took a connection this many times, the others are busy or stopped. Connections are then taken
+# at once for a while.
 MAX_VAIN_WAITS = 5
 IMPATIENCE_S = 0.1
 RETRY_S = 1.0  # when the system has no file or memory left for a connection

@@ -63,7 +63,7 @@ class Release(Protocol):
     """A release under way."""
 
     def mirrors(self, request: Request) -> bool:
-        """Say whether a copy of a new request goes to the candidate."""
+        """Return whether a copy of a new request goes to the candidate."""
         ...
 
     def check(self, member: Member) -> None:

@@ -119,7 +119,7 @@ class SimulatedReplica:
 
     @property
     def is_idle(self) -> bool:
-        """Say whether nothing is being computed. The next plan decides whether anything can be."""
+        """Return whether nothing is being computed. The next plan decides whether anything can be."""
         return not self._in_flight
 
     def add(self, arrival: Arrival, request: Request, now: float) -> None:

@@ -78,7 +78,7 @@ class ReleaseRun:
         return chosen
 
     def mirrors(self, request: Request) -> bool:
-        """Say whether a copy of a new request goes to the candidate."""
+        """Return whether a copy of a new request goes to the candidate."""
         state = self._state
         return (
             state is not None

@@ -105,7 +105,7 @@ class Transfers:
         self._prefills = {name: move for name, move in self._prefills.items() if move.source is not source}
 
     def is_prefill(self, event: TokenEvent, now: float) -> bool:
-        """Say whether an event is one of a prompt that was computed for another replica. Its KV then travels."""
+        """Return whether an event is one of a prompt that was computed for another replica. Its KV then travels."""
         move = self._prefills.get(event.request_id)
         if move is None:
             return False

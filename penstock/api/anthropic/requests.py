@@ -125,7 +125,8 @@ class ToolDefinition(msgspec.Struct):
 
     @property
     def is_hosted(self) -> bool:
-        """Say whether a provider's server would run the tool. This server runs none, skips the tool and says so."""
+        """Return whether a provider's server would run the tool. This server runs none, skips the tool and says
+        so."""
         return self.type not in (None, "custom") and self.client_tool is None
 
     def to_tool(self, place: str) -> Tool:
@@ -266,7 +267,7 @@ class CountTokensRequest(ExtensionFields, kw_only=True):
         )
 
     def _continues_last(self, last: ChatMessage, *, thinks: bool) -> bool:
-        """Say whether the last message is the beginning of the answer, written by the client."""
+        """Return whether the last message is the beginning of the answer, written by the client."""
         if last.role != "assistant":
             return False
         if thinks:

@@ -30,7 +30,7 @@ class ArrivingBody:
     _num_seen_bytes: int = 0  # of the content, at the last call of `has_grown`
 
     def has_grown(self) -> bool:
-        """Say whether enough content has arrived since the last call."""
+        """Return whether enough content has arrived since the last call."""
         num_new_bytes = self.num_content_bytes - self._num_seen_bytes
         self._num_seen_bytes = self.num_content_bytes
         return num_new_bytes >= MIN_BODY_BYTES

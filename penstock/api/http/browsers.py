@@ -61,8 +61,8 @@ class AllowedOrigins:
         return self._allows_any or origin in self._named
 
     def names(self, headers: Headers) -> bool:
-        """Say whether the headers come from a page whose origin the operator named. `*` names no origin:
-        on a server without keys, `*` would admit every page."""
+        """Return whether the headers come from a page whose origin the operator named. `*` names no origin: on a
+        server without keys, `*` would admit every page."""
         return _header(headers, b"origin") in self._named
 
 
@@ -147,8 +147,8 @@ class Cors:
 
 
 def is_foreign_page(headers: Headers, *, needs_local_name: bool) -> bool:
-    """Say whether a browser sends these headers for a page of another site. With `needs_local_name` a page counts as
-    our own only if the browser opened it by an IP address or as localhost: DNS rebinding cannot change those
+    """Return whether a browser sends these headers for a page of another site. With `needs_local_name` a page counts
+    as our own only if the browser opened it by an IP address or as localhost: DNS rebinding cannot change those
     names."""
     origin = site = None
     host = b""
@@ -168,13 +168,14 @@ def is_foreign_page(headers: Headers, *, needs_local_name: bool) -> bool:
 
 
 def has_local_name(headers: Headers) -> bool:
-    """Say whether the client called the server by an IP address or as localhost. A browser believes that a page under
-    a rebound name belongs to this server. In a request that only reads, the name is the only sign of rebinding."""
+    """Return whether the client called the server by an IP address or as localhost. A browser believes that a page
+    under a rebound name belongs to this server. In a request that only reads, the name is the only sign of
+    rebinding."""
     return _is_local_name(_header(headers, b"host") or b"")
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an address is a loopback address, also in the IPv4-mapped form of dual-stack sockets, such as
+    """Return whether an address is a loopback address, also in the IPv4-mapped form of dual-stack sockets, such as
     ::ffff:127.0.0.1."""
     try:
         parsed = ipaddress.ip_address(address)

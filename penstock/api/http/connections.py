@@ -314,7 +314,7 @@ class IdleTimer:
         self._since_s = None
 
     def cancel(self) -> None:
-        """End the timer for good, and forget the connection."""
+        """End the timer forever, and drop the connection."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -387,7 +387,7 @@ class Place:
 
     def take(self, principal: Principal) -> None:
         """Rest no longer: the request of a known caller is answered. Raises RateLimited for a workspace that has its
-        share of the places. The owner of a server without keys shares with nobody."""
+        share of the places. The owner of a server without keys has no tenant to share with."""
         holder, shares = principal.workspace_id, self._places.shares
         if principal is not OPEN_PRINCIPAL and holder != self._holder:
             if shares.is_full_for(holder):

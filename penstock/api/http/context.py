@@ -96,7 +96,7 @@ def principal_of(connection: HTTPConnection) -> Principal:
 
 
 def has_principal(connection: HTTPConnection) -> bool:
-    """Say whether the caller was authenticated. Some paths need no key."""
+    """Return whether the caller was authenticated. Some paths need no key."""
     return "principal" in connection.scope["state"]
 
 

@@ -47,7 +47,7 @@ def limit_headers(rate_limits: RateLimits, *, is_anthropic: bool) -> Headers:
 
 
 def has_limit_headers(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Say whether an answer already has rate limit headers."""
+    """Return whether an answer already has rate limit headers."""
     return any(name.startswith(_LIMIT_HEADERS) for name, _ in headers)
 
 
@@ -215,19 +215,19 @@ class CohereErrorBody(msgspec.Struct, frozen=True):
 
 
 def is_cohere(scope: Scope) -> bool:
-    """Say whether a request was made to Cohere's API."""
+    """Return whether a request was made to Cohere's API."""
     path: str = scope["path"]
     return path.startswith(_COHERE_PATHS)
 
 
 def is_ollama(scope: Scope) -> bool:
-    """Say whether a request was made to Ollama's API."""
+    """Return whether a request was made to Ollama's API."""
     path: str = scope["path"]
     return path.startswith(_OLLAMA_PATHS)
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Say whether a request was made to the Anthropic API."""
+    """Return whether a request was made to the Anthropic API."""
     path: str = scope["path"]
     if path.startswith(_MESSAGES_PATH):
         return path[len(_MESSAGES_PATH) :][:1] in ("", "/")

@@ -27,7 +27,7 @@ WHOLE_ANSWERS = "penstock.whole_answers"
 
 
 class _Unwatched:
-    """Stands for the event of a cycle while nobody waits for it."""
+    """Replaces the event of a cycle while no task waits for the event."""
 
     def set(self) -> None:
         pass

@@ -56,7 +56,7 @@ class ArrivingHead:
         return self._num_bytes
 
     def may_exceed(self, num_bytes: int) -> bool:
-        """Say whether a complete head may be larger. Most heads arrive in one chunk: a small chunk has no large
+        """Return whether a complete head may be larger. Most heads arrive in one chunk: a small chunk has no large
         head."""
         return not self._began_in_chunk or self._num_chunk_bytes > num_bytes
 
@@ -87,7 +87,7 @@ def head_too_large(max_bytes: int) -> HeadTooLarge:
 
 
 def is_plain_target(target: bytes) -> bool:
-    """Say whether the target of a request is a path, with or without a query, that needs no decoding."""
+    """Return whether the target of a request is a path, with or without a query, that needs no decoding."""
     is_path = target[:1] == b"/" and target[:2] != b"//"
     return is_path and target.isascii() and b"%" not in target and b"#" not in target
 

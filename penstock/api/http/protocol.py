@@ -239,12 +239,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._go_on_without_upgrade(data[upgrade.args[0] :])
 
     def _should_upgrade(self) -> bool:
-        """Say whether the request begins a WebSocket, which only a GET can."""
+        """Return whether the request begins a WebSocket, which only a GET can."""
         return self.parser.get_method() == b"GET" and super()._should_upgrade()
 
     @property
     def _offers_upgrade(self) -> bool:
-        """Say whether the request offers an upgrade that is ignored, such as to HTTP/2 over plain TCP."""
+        """Return whether the request offers an upgrade that is ignored, such as to HTTP/2 over plain TCP."""
         is_offer = bool(self.parser.should_upgrade()) and self._get_upgrade() is not None
         return is_offer and not self._should_upgrade()
 
@@ -265,7 +265,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_idle_without_timer(self) -> bool:
-        """Say whether the connection waits for a request with no timer: line breaks between requests stop the idle
+        """Return whether the connection waits for a request with no timer: line breaks between requests stop the idle
         timer, and start no request."""
         is_idle = self.cycle is None or self.cycle.response_complete
         return is_idle and not self._idle.is_running

@@ -121,7 +121,7 @@ class AnswerFields(msgspec.Struct, kw_only=True):
 
     @property
     def unloads(self) -> bool:
-        """Say whether a request without a prompt asks to unload the model. Otherwise it asks to load the model."""
+        """Return whether a request without a prompt asks to unload the model. Otherwise it asks to load the model."""
         return self.keep_alive in (0, "0", "0s")
 
     @property

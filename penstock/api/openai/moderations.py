@@ -191,7 +191,7 @@ def _moderation(found: dict[str, bool], scores: dict[str, float], is_flagged: bo
 
 
 def is_harmless(label: str, index: int, card: ModelCard) -> bool:
-    """Say whether a label means that nothing is wrong. Of two labels without a name, the first does."""
+    """Return whether a label means that nothing is wrong. Of two labels without a name, the first does."""
     if card.pooler.is_multi_label and label.startswith("LABEL_"):
         return False
     return bool(_HARMLESS.match(label)) or (label == "LABEL_0" and len(card.pooler.labels) == 2)

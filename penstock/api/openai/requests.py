@@ -169,7 +169,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def keeps_best(self) -> bool:
-        """Say whether more answers are sampled than returned."""
+        """Return whether more answers are sampled than returned."""
         return self.best_of not in (None, self.num_answers) and not self.use_beam_search
 
     def to_generation(self) -> GenerationRequest:

@@ -302,8 +302,8 @@ class SocketSession:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _has_lost_its_key(self) -> bool:
-        """Say whether the key was revoked, or may do this no longer. Its connection would keep its place for as long
-        as the client sends pings. Answers that run come to their end before that."""
+        """Return whether the key was revoked, or may do this no longer. Its connection would keep its place for as
+        long as the client sends pings. Answers that run come to their end before that."""
         try:
             await current_principal_of(self._socket)
         except (AuthenticationFailed, PermissionDenied):

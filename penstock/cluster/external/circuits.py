@@ -32,7 +32,7 @@ class ServerCircuits:
 
     @property
     def circuit(self) -> Circuit:
-        """Return the circuit as operators see it: open as long as everybody who asks fails."""
+        """Return the circuit as operators see it: open while all requests fail."""
         if self._connecting.circuit is not Circuit.CLOSED:
             return self._connecting.circuit
         return Circuit.OPEN if self._opened else Circuit.CLOSED

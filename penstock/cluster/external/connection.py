@@ -52,9 +52,9 @@ class Owner(Protocol):
 
 
 class Answer(asyncio.Protocol):
-    """A connection, and the answer that comes over it. `HttpClient` makes and keeps them. Whoever gets one from
-    `post` looks at `status` and `headers`, then calls `deliver` or `read_all`, and `release` at the end, however it
-    ended."""
+    """A connection, and the answer that comes over it. `HttpClient` makes and keeps them. A caller that gets an
+    answer from `post` reads `status` and `headers`, then calls `deliver` or `read_all`, and always calls `release` at
+    the end."""
 
     def __init__(self, client: Owner) -> None:
         self._client = client
@@ -95,7 +95,7 @@ class Answer(asyncio.Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Say whether any byte of the answer is here."""
+        """Return whether any byte of the answer is here."""
         return self._head_bytes > 0
 
     def begin(self, request: bytes, silence_s: float) -> None:
@@ -179,8 +179,8 @@ class Answer(asyncio.Protocol):
             self._wake()
 
     def release(self) -> None:
-        """Keep the connection for the next request, if this one has come to its end; else close it, by which the
-        server learns that nobody waits any more."""
+        """Keep the connection for the next request if the answer is complete. Otherwise close the connection, so that
+        the server learns that no client waits."""
         if not self._is_busy:
             return
         self._is_busy = False
@@ -194,8 +194,8 @@ class Answer(asyncio.Protocol):
             self.close()
 
     def _has_sent_all(self) -> bool:
-        """Say whether the connection is open and the server took the whole request. A server that answers before it
-        has read a request may read the rest as the next one."""
+        """Return whether the connection is open and the server took the whole request. A server that answers before
+        it has read a request may read the rest as the next one."""
         transport = self._transport
         return transport is not None and not transport.is_closing() and not transport.get_write_buffer_size()
 

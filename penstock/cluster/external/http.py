@@ -62,7 +62,7 @@ class Address:
 
 
 def _is_plain(text: str) -> bool:
-    """Say whether a text can stand in the head of a request."""
+    """Return whether a text can stand in the head of a request."""
     return text.isascii() and text.isprintable() and " " not in text
 
 

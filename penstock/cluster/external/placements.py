@@ -1,8 +1,8 @@
-"""Tells the other gateway processes of a server which external server a prompt was sent to, and hears it from them:
-servers report nothing about their caches, so a process would know only the prefixes that it sent itself.
+"""Exchanges between the gateway processes of a server which external server got which prompt. External servers report
+nothing about their caches, so a process would otherwise know only the prefixes that it sent itself.
 
-Messages are datagrams on Unix sockets in a private folder. A message that is lost costs a cached prefix, and nothing
-else; nobody waits for a process that does not read.
+Messages are datagrams on Unix sockets in a private folder. A lost message costs only a cached prefix. No process
+waits for another process that does not read.
 """
 
 from __future__ import annotations

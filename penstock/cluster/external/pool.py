@@ -35,8 +35,8 @@ PROBE_INTERVAL_S = 2.0
 MAX_MISSED_PROBES = 3
 BLOCK_TOKENS = 16
 # A prefix is copied to another server when its own server's queue is longer by this many times the prefix. More than
-# for our own engines: queues are estimated here, because nobody tells when the prompt of a whole answer is computed,
-# and a copy may evict another prefix from a cache whose contents are unknown.
+# for our own engines. Queues are estimated here, because servers do not report when the prompt of a whole answer is
+# computed. A copy may evict another prefix from a cache whose contents are unknown.
 RECOMPUTE_WEIGHT = 4.0
 _NONE: frozenset[str] = frozenset()
 
@@ -298,7 +298,7 @@ class ExternalPool:
         ]
 
     def _is_usable(self, member: _Member, call: ExternalCall, now: float) -> bool:
-        """Say whether a server could answer a call from its beginning."""
+        """Return whether a server could answer a call from its beginning."""
         server = member.server
         if call.model not in server.models or member.state is not ReplicaState.READY:
             return False
@@ -308,7 +308,7 @@ class ExternalPool:
         return member.circuits.allows(call.tenant, now)
 
     def _has_room(self, member: _Member, *, was_granted: bool = False) -> bool:
-        """Say whether a server takes another request. Places that were granted to others count as taken."""
+        """Return whether a server takes another request. Places that were granted to others count as taken."""
         most = member.server.max_concurrent
         if most is None:
             return True

@@ -50,7 +50,7 @@ class Relay:
                 self.has_begun = self.has_ended = True
         if not self.has_begun and self._num_chunks:
             self.has_begun = True
-            if not self._call.is_whole:  # whose first token nobody saw
+            if not self._call.is_whole:  # whose first token was not seen
                 self._on_first()
         if self._num_before:
             chunks = [self._counted(chunk) for chunk in chunks]

@@ -45,12 +45,12 @@ class WaitingCalls:
 
     @property
     def is_empty(self) -> bool:
-        """Say whether nobody waits. False also while calls that gave up are still on the list."""
+        """Return whether nobody waits. False also while calls that gave up are still on the list."""
         return not self._heap
 
     @property
     def num_granted(self) -> int:
-        """Places that were granted to calls which have not begun yet: nobody else may take them."""
+        """Places that were granted to calls which have not begun yet, and that no other call may take."""
         return self._num_granted
 
     async def wait(self, model: str, tier: Tier, tenant: str = "") -> None:

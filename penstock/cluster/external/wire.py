@@ -205,7 +205,7 @@ class WireUsage(msgspec.Struct, frozen=True):
 
     @property
     def can_be(self) -> bool:
-        """Say whether a request can have used these tokens. Nobody is charged for others, or credited."""
+        """Return whether a request can have used these tokens. No caller is charged or credited for others."""
         if not 0 <= self.prompt_tokens <= MAX_TOLD_TOKENS:
             return False
         for number in (self.completion_tokens, self.cached_tokens, self.reasoning_tokens):
@@ -253,7 +253,7 @@ class StreamChunk(msgspec.Struct, frozen=True):
 
     @property
     def says_something(self) -> bool:
-        """Say whether a chunk holds anything for the client. The first chunk of most servers only names a role."""
+        """Return whether a chunk holds anything for the client. The first chunk of most servers only names a role."""
         for choice in self.choices:  # noqa: SIM110 (asked for every token)
             if choice.says_something:
                 return True

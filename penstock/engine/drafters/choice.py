@@ -48,7 +48,7 @@ class _Rate:
         self.num_rounds = _DECAY * self.num_rounds + 1.0
 
     def beats(self, other: _Rate, ratio: float) -> bool:
-        """Say whether this rate is known, and more than `ratio` times the other."""
+        """Return whether this rate is known, and more than `ratio` times the other."""
         if min(self.num_rounds, other.num_rounds) < _ROUNDS_TO_JUDGE / 2:
             return False
         return self.num_tokens * other.seconds > ratio * other.num_tokens * self.seconds
@@ -74,7 +74,7 @@ class Contest:
             self._rates[is_tree].note(num_tokens, seconds)
 
     def choose(self) -> bool:
-        """Say whether the next drafts shall be trees."""
+        """Return whether the next drafts shall be trees."""
         used, other = self._rates[self._is_tree], self._rates[not self._is_tree]
         if self._num_left:
             self._num_left -= 1

@@ -187,7 +187,7 @@ class DraftSteps:
         self.graph_pool = torch.cuda.graph_pool_handle() if records_graphs else None
 
     def take_has_recorded(self) -> bool:
-        """Say whether a graph was recorded since the last call."""
+        """Return whether a graph was recorded since the last call."""
         has_recorded, self._has_recorded = self._has_recorded, False
         return has_recorded
 

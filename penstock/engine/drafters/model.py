@@ -168,7 +168,7 @@ class ModelDrafter:
         return drafts
 
     def _round_had_trees(self) -> bool | None:
-        """Say whether the step since the last call verified trees and was followed by the growth of trees; None if
+        """Return whether the step since the last call verified trees and was followed by the growth of trees; None if
         only one is true, or graphs were recorded."""
         kinds = set()
         for each in (self.in_use, self._on_the_way):
@@ -282,7 +282,7 @@ class ModelDrafter:
         return {each.request_id: each.count for each in found}
 
     def _is_ready(self, chunk: Chunk, most: int) -> bool:
-        """Say whether all positions before a chunk have been computed."""
+        """Return whether all positions before a chunk have been computed."""
         if chunk.request_id not in self._kv:
             return False
         followed = self._kv.follow(chunk.request_id)

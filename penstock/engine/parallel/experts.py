@@ -355,7 +355,7 @@ class ExpertBalancer(Collaborator):
 
     @property
     def counts_next(self) -> bool:
-        """Say whether the next call of `next_move` reads the counts, for which all ranks may be needed."""
+        """Return whether the next call of `next_move` reads the counts, for which all ranks may be needed."""
         return self._num_steps == self._interval
 
     def next_move(self) -> ExpertsPlaced | None:

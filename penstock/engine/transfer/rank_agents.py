@@ -42,7 +42,7 @@ class Read:
         self._handle = handle
 
     def is_done(self) -> bool:
-        """Say whether the transfer is done. Raises TransferError when it failed; nothing is written after that."""
+        """Return whether the transfer is done. Raises TransferError when it failed; nothing is written after that."""
         try:
             state = self._agent.check_xfer_state(self._handle)
         except Exception as error:

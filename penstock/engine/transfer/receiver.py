@@ -63,7 +63,7 @@ class Fetching:
 
     @property
     def is_read(self) -> bool:
-        """Say whether all offered blocks are here."""
+        """Return whether all offered blocks are here."""
         return (
             self._their_block_ids is not None
             and self._num_whole_begun == len(self._their_block_ids)

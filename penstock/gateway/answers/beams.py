@@ -136,8 +136,8 @@ class BeamSearch:
         return float(total / num_tokens**self._options.length_penalty)
 
     def _may_improve(self) -> bool:
-        """Say whether a live beam may become better than the worst finished one. Except with "never", that is guessed
-        from the score that the best live beam would have now."""
+        """Return whether a live beam may become better than the worst finished one. Except with "never", that is
+        guessed from the score that the best live beam would have now."""
         options = self._options
         if len(self._finished) < options.width:
             return True

@@ -279,7 +279,7 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        """Say whether a reader would see a difference. The first event counts even without text: it says that the
+        """Return whether a reader would see a difference. The first event counts even without text: it says that the
         answer has begun. The answer is not shown before the scores of its prompt."""
         if self.prompt_scores is not None and not self.prompt_scores.is_over:
             return False

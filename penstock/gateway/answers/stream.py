@@ -39,7 +39,7 @@ CacheStatus: TypeAlias = Literal["hit", "similar", "miss"]
 
 
 class ReaderGone(Exception):
-    """The reader has cancelled the request, so nobody needs the answer."""
+    """The reader has cancelled the request, so the answer is not needed."""
 
 
 class StreamContext(Protocol):
@@ -82,7 +82,7 @@ class AnswerStream(Protocol):
     def usage(self) -> Usage: ...
     @property
     def cache_status(self) -> CacheStatus | None:
-        """Say whether the response cache had the answer; None when the cache was not asked."""
+        """Return whether the response cache had the answer; None when the cache was not asked."""
         ...
 
     @property

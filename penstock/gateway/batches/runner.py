@@ -160,8 +160,8 @@ class BatchRunner:
             await self._files.remove_expired()
 
     def _is_due(self, at: float, wait_s: float) -> bool:
-        """Say whether a time has come that was at most `wait_s` ahead: a clock that was set back postpones nothing by
-        more."""
+        """Return whether a time has come that was at most `wait_s` ahead: a clock that was set back postpones nothing
+        by more."""
         return not 0.0 < at - self._wall_clock() <= wait_s
 
     def _begin(self, batch: Batch) -> None:

@@ -35,11 +35,11 @@ def check_blob_id(blob_id: str) -> str:
 
 
 class BlobWriter(Protocol):
-    """A blob that nobody sees yet."""
+    """A blob that is not visible yet."""
 
     @property
     def closed(self) -> bool:
-        """Say whether it was published or abandoned."""
+        """Return whether it was published or abandoned."""
         ...
 
     def write(self, data: bytes | bytearray, /) -> object: ...

@@ -295,7 +295,7 @@ class ExternalAnswer(MeteredAnswer[ExternalChoice]):
             try:
                 await self._follow(pool, self._calls[0], self._choices[0])
             except asyncio.CancelledError:
-                if self._num_open:  # somebody else cancelled the reader
+                if self._num_open:  # another task cancelled the reader
                     raise
                 reader.uncancel()  # this answer ended early, and released the server
             finally:

@@ -161,7 +161,8 @@ class PolicyRule:
 
     @property
     def decides(self) -> bool:
-        """Say whether a finding changes the request or the answer, so that the request must wait for the review."""
+        """Return whether a finding changes the request or the answer, so that the request must wait for the
+        review."""
         return self.action not in (Action.ALLOW, Action.FLAG)
 
 
@@ -186,7 +187,7 @@ class DirectionRules:
 
     @cached_property
     def hides_text(self) -> bool:
-        """Say whether a reader may see less than the model wrote."""
+        """Return whether a reader may see less than the model wrote."""
         return any(rule.action in (Action.REDACT, Action.REFUSE) for rule in self.rules)
 
     @cached_property
@@ -287,7 +288,7 @@ class _Terms:
         return text.lower() if self._ignore_case else text
 
     def _stands_alone(self, text: str, start: int, end: int) -> bool:
-        """Say whether a match is a whole word, in every script. RE2 knows ASCII words only."""
+        """Return whether a match is a whole word, in every script. RE2 knows ASCII words only."""
         begins = start == 0 or not (text[start - 1].isalnum() and text[start].isalnum())
         ends = end >= len(text) or not (text[end].isalnum() and text[end - 1].isalnum())
         return begins and ends

@@ -72,8 +72,8 @@ class Scanner:
 
     @property
     def is_bounded(self) -> bool:
-        """Say whether every match has a longest length. If not, nothing is decided before the end, and slices would
-        be gone over again and again."""
+        """Return whether every match has a longest length. If not, nothing is decided before the end, and slices
+        would be gone over again and again."""
         notes_are_bounded = self._notes is None or self._notes.is_bounded
         return notes_are_bounded and all(detector.shape.max_chars is not None for detector in self._holding)
 

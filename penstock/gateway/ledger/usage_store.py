@@ -64,7 +64,7 @@ class UsageQuery(msgspec.Struct, frozen=True, kw_only=True):
     group_by: tuple[GroupName, ...] = ("day",)
     start: float | None = None  # Unix seconds, included
     end: float | None = None  # excluded
-    workspace_id: str | None = None  # None is everybody's
+    workspace_id: str | None = None  # None: of all workspaces
     key_id: str | None = None
     model: str | None = None
     endpoint: str | None = None

@@ -246,12 +246,12 @@ class Catalogue:
 
     @property
     def has_served(self) -> bool:
-        """Say whether some engine was ready once."""
+        """Return whether some engine was ready once."""
         return bool(self._served)
 
     @property
     def is_ready(self) -> bool:
-        """Say whether any engine or external server could answer now."""
+        """Return whether any engine or external server could answer now."""
         return self._engine.ready is not None or (self.external is not None and self.external.is_ready)
 
     @property
@@ -423,7 +423,7 @@ class Catalogue:
 
 async def try_adapter(engine: EngineClient, catalogue: Catalogue, entry: RegisteredAdapter) -> None:
     """Generate one token with an adapter before clients may use it, because only an engine can tell whether the
-    adapter fits the model. Nobody is charged for the token. Raises what is wrong with the adapter, or with the
+    adapter fits the model. The token is charged to no workspace. Raises what is wrong with the adapter, or with the
     engine."""
     base = catalogue.base_of(entry)
     if not base.engine.max_lora_rank:

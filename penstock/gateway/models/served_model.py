@@ -165,7 +165,7 @@ class ServedModel:
 
     @property
     def can_infill(self) -> bool:
-        """Say whether the model can fill in the middle of a text."""
+        """Return whether the model can fill in the middle of a text."""
         return self._infill is not None
 
     @property

@@ -47,7 +47,7 @@ from penstock.gateway.ratelimits.spend import (
 NUM_SLOTS = 16_384
 LOCK_TIMEOUT_S = 0.02
 _LOCK_PAUSE_S = 0.0001
-_BROKEN_S = 1.0  # in which nobody waits for a lock that was not released in time
+_BROKEN_S = 1.0  # in which no process waits for a lock that was not released in time
 _WINDOW = 32  # slots that a subject may have, from the first that its name leads to
 _KEY_CELLS = 2
 _BUCKET_CELLS = 3  # level, time of the last refill, and the limit that both belong to; 0 for no limit yet
@@ -65,7 +65,7 @@ class MeterTable:
     the money that they reserve are written by their own process only, into its own column; a process that starts
     clears the column of its predecessor. Load and store only with the lock held.
 
-    A process that is stopped while it holds the lock stops nobody: after `LOCK_TIMEOUT_S` the others continue
+    A process that is stopped while it holds the lock does not block the others. After `LOCK_TIMEOUT_S` they continue
     without the lock, and decisions made at the same moment may then overlook each other. Levels that others changed
     meanwhile stay when the stopped process continues: only its one decision is not in them.
 
@@ -195,7 +195,7 @@ class MeterTable:
         self._is_broken_until_s = max(self._is_broken_until_s, now + _BROKEN_S)
 
     def _is_of(self, slot: int, meter: Meter) -> bool:
-        """Say whether a slot still belongs to a meter's subject: another process may have given the slot away."""
+        """Return whether a slot still belongs to a meter's subject: another process may have given the slot away."""
         first, second = meter.key
         place = slot * _SLOT_CELLS
         return self._keys[place] == first and self._keys[place + 1] == second

@@ -130,7 +130,7 @@ class Meter:
 
     @property
     def is_full(self) -> bool:
-        """Say whether as many requests run as may."""
+        """Return whether as many requests run as may."""
         most = self.max_running
         return most is not None and self.num_running + self.running_elsewhere >= most
 
@@ -239,7 +239,7 @@ class CallerMeters:
             bucket.take(output_tokens, now)
         for meter in self.meters:
             meter.num_running -= 1
-            # Rounding must not leave a trace of money that nobody reserves.
+            # Rounding must not leave a small reserved amount without a reservation.
             left = meter.reserved_microdollars - reserved.microdollars if meter.num_running else 0.0
             meter.reserved_microdollars = left
 

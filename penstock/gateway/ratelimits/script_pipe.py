@@ -79,7 +79,7 @@ class ScriptPipe:
         self._is_idle.set()
         self._task: asyncio.Task[None] | None = None
         self._is_up = False
-        self.came_back = asyncio.Event()  # set when Redis answers again; whoever waits for it clears it
+        self.came_back = asyncio.Event()  # set when Redis answers again; the task that waits clears the event
         metrics.redis_is_up = False
 
     async def start(self) -> None:

@@ -41,7 +41,7 @@ class LimitScope(enum.StrEnum):
 
     KEY = "key"
     WORKSPACE = "workspace"
-    MODEL = "model"  # by everybody together
+    MODEL = "model"  # by all callers together
     KEY_MODEL = "key_model"
     WORKSPACE_MODEL = "workspace_model"
 
@@ -127,7 +127,7 @@ class CallerLimits(NamedTuple):
 
     @property
     def reserves(self) -> bool:
-        """Say whether any of them counts tokens or money, which are reserved apart from the request."""
+        """Return whether any of them counts tokens or money, which are reserved apart from the request."""
         return self.has_budget or any(
             limits.input_tokens_per_minute is not None or limits.output_tokens_per_minute is not None
             for _, limits in self.applying

@@ -342,7 +342,7 @@ class Responses:
             lease_until = await self._store.time() + LEASE_S
             await self._store.add(msgspec.structs.replace(record, body=body, lease_until=lease_until))
         except BaseException:
-            built.cancel()  # nobody could ever ask for it
+            built.cancel()  # no client could ever ask for it
             raise
         if log is not None:
             self._logs[record.id] = log
@@ -392,8 +392,8 @@ class Responses:
 
 
 async def _until_stored(work: Callable[[], Awaitable[object]]) -> None:
-    """Try until the store takes the outcome of a response in the background: nobody waits who could ask again for an
-    answer that is paid for. There are never more of these than responses that ran when the store went away."""
+    """Try until the store takes the outcome of a background response: no client waits that could ask again, and the
+    answer is paid for. There are never more of these than responses that ran when the store went away."""
     while True:
         try:
             await work()

@@ -38,7 +38,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_streamed(self) -> bool:
-        """Say whether its stream events are kept."""
+        """Return whether its stream events are kept."""
         return self.num_event_bytes is not None
 
     def is_lost(self, now: float) -> bool:

@@ -302,13 +302,13 @@ class IdempotentAnswers:
         """Return the answer that another gateway made; None when this gateway is to run the request."""
         if self._database is None:
             return None
-        now = asyncio.get_running_loop().time  # which nobody sets back, as the wall clock may be
+        now = asyncio.get_running_loop().time  # a clock that is never set back, unlike the wall clock
         deadline = now() + MAX_WAIT_S
         while now() < deadline:
             attempting = asyncio.ensure_future(self._database.run(partial(self._attempt, claim)))
             try:
                 result = await asyncio.shield(attempting)
-            except asyncio.CancelledError:  # the database may still grant what nobody waits for any more
+            except asyncio.CancelledError:  # the database may still grant a claim whose caller has gone
                 releasing = asyncio.create_task(self._release_after(attempting, claim))
                 self._releasing.add(releasing)
                 releasing.add_done_callback(self._releasing.discard)

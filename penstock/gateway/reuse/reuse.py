@@ -286,7 +286,8 @@ class AnswerReuse(Collector):
         return RecordingAnswer(await generate(work), self._settings.max_entry_bytes, keep)
 
     async def _probe(self, work: PreparedRequest) -> Probe | None:
-        """Return where to look for similar requests; None if nobody wants that, or there is no vector now."""
+        """Return where to look for similar requests; None if semantic reuse is off for the request, or there is no
+        vector now."""
         settings = self._similar
         if not settings.enabled or settings.model is None or self.embed is None:
             return None
@@ -318,7 +319,7 @@ class AnswerReuse(Collector):
         try:
             recorded = decode_answer(entry.value)
         except msgspec.DecodeError:
-            return None  # damaged, or written by somebody else
+            return None  # damaged, or written by another program
         stored_at = self._clock.now() - entry.age_s
         self._cache.put(workspace_id, fingerprint, entry.value, stored_at, ttl_s)
         return recorded
@@ -327,7 +328,7 @@ class AnswerReuse(Collector):
         return request.idempotency_key is not None and self.idempotency.settings.enabled
 
     def concerns(self, request: GenerationRequest) -> bool:
-        """Say whether an earlier answer may do for the request, or its answer for a later request."""
+        """Return whether an earlier answer may do for the request, or its answer for a later request."""
         if request.idempotency_key is not None or request.cache_response_s is not None:
             return True
         return self._settings.enabled and request.principal.caches_responses

@@ -115,7 +115,7 @@ class Database:
         )
 
     def has_tables(self) -> bool:
-        """Say whether there are tables. Creates none."""
+        """Return whether there are tables. Creates none."""
         return self.exists and self._transaction(
             lambda connection: sqlalchemy.inspect(connection).has_table(version_table.name), reads_only=True
         )

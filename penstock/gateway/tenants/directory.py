@@ -137,7 +137,7 @@ class Directory:
         self._on_change = on_change
 
     async def has_keys(self, *, only_live: bool = False) -> bool:
-        """Say whether any key was ever made; with `only_live`, whether any key still works. The method does not
+        """Return whether any key was ever made; with `only_live`, whether any key still works. The method does not
         create a database that does not exist."""
         if not self._database.exists:
             return False

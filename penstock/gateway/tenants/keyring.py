@@ -132,7 +132,7 @@ class LookupCache(Generic[T]):
     def _forget_look_up(self, name: str, task: asyncio.Task[T | None]) -> None:
         self._loading.pop(name, None)
         if not task.cancelled():
-            task.exception()  # callers who still wait raise the error; asyncio logs one that nobody has seen
+            task.exception()  # callers that still wait raise the error; asyncio logs an error that was not retrieved
 
     async def _load_and_keep(self, name: str) -> T | None:
         loaded = await self._load(name)

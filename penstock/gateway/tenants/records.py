@@ -151,7 +151,7 @@ class KeyChanges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IssuedKey(msgspec.Struct, frozen=True):
-    """A key just made, with the secret that nobody can ever read again."""
+    """A new key, with the secret that cannot be read again."""
 
     key: Key
     secret: str

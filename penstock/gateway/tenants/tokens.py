@@ -351,10 +351,10 @@ class SignIn:
     """Sign-in at an identity provider with a browser: authorization code with PKCE (RFC 7636). Used from one event
     loop; `config` must have a client id.
 
-    The browser makes the secrets of one sign-in (state, nonce, code verifier) and keeps them in its tab. The
-    gateway only exchanges the code for a token, so that the page speaks to nobody but the gateway, and a client
-    secret stays here. The gateway keeps nothing: the token is checked again with every request, like a token that a
-    program sends.
+    The browser makes the secrets of one sign-in (state, nonce, code verifier) and keeps them in its tab. The gateway
+    only exchanges the code for a token. The page therefore sends requests only to the gateway, and the client secret
+    stays here. The gateway keeps nothing: the token is checked again with every request, like a token that a program
+    sends.
     """
 
     def __init__(self, config: OidcConfig, verifier: TokenVerifier, clock: Clock | None = None) -> None:

@@ -279,7 +279,7 @@ class GrammarChecker:
 
 
 def _note_seen(checking: asyncio.Task[CheckedGrammar]) -> None:
-    """Take note of an error for which nobody waits any more; asyncio would log it."""
+    """Retrieve an error for which no caller waits; asyncio would log it."""
     if not checking.cancelled():
         checking.exception()
 

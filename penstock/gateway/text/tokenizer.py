@@ -326,7 +326,7 @@ def _most_tokens(text: str) -> int:
 
 
 def _is_counted(text: str, max_tokens: int) -> bool:
-    """Say whether a text is so long that its tokens are counted before it is tokenized as a whole."""
+    """Return whether a text is so long that its tokens are counted before it is tokenized as a whole."""
     return len(text) > SLICE_CHARS and _most_tokens(text) > min(SURE_FACTOR * max_tokens, SURE_TOKENS)
 
 

@@ -27,7 +27,7 @@ class AnswerSink(Protocol):
 class OutputParser(Protocol):
     @property
     def is_reasoning(self) -> bool:
-        """Say whether the next text is a part of the reasoning."""
+        """Return whether the next text is a part of the reasoning."""
         ...
 
     def push(self, text: str) -> None: ...

@@ -58,7 +58,7 @@ class ExpertStack:
         return self.codes.shape[3] * (2 if self.form in (INT4.value, FLOAT4.value) else 1)
 
     def rounds_inputs(self, dtype: torch.dtype) -> bool:
-        """Say whether inputs of this type are rounded to float8 too, and both go through float8 tensor cores."""
+        """Return whether inputs of this type are rounded to float8 too, and both go through float8 tensor cores."""
         is_fitting = self.form == FLOAT8.value and self.chunk >= SMALLEST_FLOAT8_CHUNK
         return is_fitting and current().has_float8 and dtype != torch.float32
 

@@ -207,7 +207,7 @@ SHARED_WIDTH, MOST_SHARED_ROWS = 8192, 256
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Say whether the kernel takes this product: the copy engine reads whole tiles, from aligned addresses."""
+    """Return whether the kernel takes this product: the copy engine reads whole tiles, from aligned addresses."""
     return (
         1 < x.shape[0] <= MAX_ROWS
         and x.dtype.itemsize <= 2
@@ -218,7 +218,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def fills_once(num_rows: int, num_outputs: int, device: torch.device) -> bool:
-    """Say whether each program of a product gets a processor of its own."""
+    """Return whether each program of a product gets a processor of its own."""
     return _num_programs(num_rows, num_outputs) <= num_processors(device.index or 0)
 
 

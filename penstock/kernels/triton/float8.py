@@ -226,12 +226,12 @@ def _few_rows_kernel(
 
 
 def gates(num_rows: int, weight: Float8Linear) -> bool:
-    """Say whether `rows` gates the product of this many rows."""
+    """Return whether `rows` gates the product of this many rows."""
     return num_rows <= MAX_ROWS and _is_for_hopper(num_rows, weight)
 
 
 def _is_for_hopper(num_rows: int, weight: Float8Linear) -> bool:
-    """Say whether `few_hopper` multiplies this many rows. cuBLAS leaves the chip idle where outputs are few."""
+    """Return whether `few_hopper` multiplies this many rows. cuBLAS leaves the chip idle where outputs are few."""
     if num_rows < 2 or not has_hopper_kernels() or weight.in_features % 128:
         return False
     from penstock.kernels.triton import few_hopper  # in Gluon, which not every version of Triton has

@@ -69,7 +69,7 @@ def _few_rows_kernel(
 
 
 def multiplies(weight: Int8Linear, x: Tensor) -> bool:
-    """Say whether the product is for the kernels here."""
+    """Return whether the product is for the kernels here."""
     is_float8 = weight.codes.dtype == torch.float8_e4m3fn and weight.group == FLOAT8_BLOCK
     if not is_float8 or x.dtype == torch.float32 or x.shape[0] < 2 or not current().has_float8:
         return False

@@ -334,7 +334,7 @@ def _hopper_kernel(
 
 
 def attends(q: Tensor, cache: PagedLayer) -> bool:
-    """Say whether the kernel takes these types, and this head and block size."""
+    """Return whether the kernel takes these types, and this head and block size."""
     size, block_size = q.shape[2], cache.block_size
     return (
         q.dtype in (torch.float16, torch.bfloat16)

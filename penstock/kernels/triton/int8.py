@@ -121,7 +121,7 @@ def _block_scales(scales: Tensor) -> Tensor | None:
 
 @functools.cache
 def _cublas_takes_blocks() -> bool:
-    """Say whether torch's cuBLAS multiplies float8 with scales for blocks on this GPU, which a small product
+    """Return whether torch's cuBLAS multiplies float8 with scales for blocks on this GPU, which a small product
     tells."""
     if current().arch != HOPPER.arch:
         return False

@@ -206,7 +206,7 @@ class RowProduct:
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Say whether the kernels here take this product."""
+    """Return whether the kernels here take this product."""
     return 0 < x.shape[0] <= MAX_ROWS and x.dtype != torch.float32 and weight.shape[1] % 128 == 0
 
 

@@ -152,7 +152,7 @@ def current() -> Family:
 
 
 def has_hopper_kernels() -> bool:
-    """Say whether this GPU is a Hopper and Triton compiles the kernels in Gluon for it."""
+    """Return whether this GPU is a Hopper and Triton compiles the kernels in Gluon for it."""
     is_hopper = not triton.knobs.runtime.interpret and current().arch == HOPPER.arch
     return is_hopper and _compiles_gluon(triton.__version__)
 
@@ -190,17 +190,17 @@ _IS_INTERPRETED = triton.knobs.runtime.interpret
 
 @constexpr_function
 def overlaps():
-    """Say whether kernels may wait for the kernel before them (`Family.has_overlap`)."""
+    """Return whether kernels may wait for the kernel before them (`Family.has_overlap`)."""
     return not _IS_INTERPRETED and cuda_capability_geq(9, 0)
 
 
 @constexpr_function
 def converts_float8():
-    """Say whether the GPU converts e4m3 itself (`Family.has_float8`)."""
+    """Return whether the GPU converts e4m3 itself (`Family.has_float8`)."""
     return not _IS_INTERPRETED and cuda_capability_geq(8, 9)
 
 
 @constexpr_function
 def has_ptx():
-    """Say whether kernels may contain PTX."""
+    """Return whether kernels may contain PTX."""
     return not _IS_INTERPRETED and is_cuda()

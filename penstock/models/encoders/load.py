@@ -65,7 +65,7 @@ def encoder_for(fields: Fields) -> type[Encoder] | None:
 
 
 def is_encoder(path: Path) -> bool:
-    """Say whether the model is an encoder, which writes no text."""
+    """Return whether the model is an encoder, which writes no text."""
     if path.is_file():
         return is_gguf_encoder(path)
     settings = read_settings(path / "config.json") if path.is_dir() else None
