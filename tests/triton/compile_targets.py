@@ -21,9 +21,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from multiprocessing import get_context
 from pathlib import Path
@@ -42,8 +43,16 @@ from triton.runtime import driver
 from penstock.engine.warmup import warm_up
 from penstock.kernels.adapted import AdaptedProduct
 from penstock.kernels.interface import DenseWeight, Float8Weight, GroupQuantWeight, WeightData
-from penstock.kernels.triton import decode_attention, few_hopper, int4_tiles, prefill_attention, targets
+from penstock.kernels.triton import (
+    decode_attention,
+    experts,
+    few_hopper,
+    int4_tiles,
+    prefill_attention,
+    targets,
+)
 from penstock.kernels.triton import float8_blocks as block_products
+from penstock.kernels.triton.expert_weights import ExpertStack, pack_matrix
 from penstock.kernels.triton.ops import TritonOps
 from penstock.models.load import load_model
 from penstock.models.lora import adaptable_products
@@ -301,16 +310,34 @@ def on(name: str) -> Iterator[None]:
         targets.current.cache_clear()
 
 
+def packing_once() -> Callable[..., ExpertStack]:
+    """`pack_matrix`, which packs the same matrices once: all experts of a model have the same shapes."""
+    packed: dict[tuple[int, ...], tuple[Sequence[WeightData], ExpertStack]] = {}  # with what the keys name
+
+    def pack(
+        parts: Sequence[WeightData], dtype: torch.dtype, device: torch.device, row_order: Tensor | None = None
+    ) -> ExpertStack:
+        if row_order is not None:
+            return pack_matrix(parts, dtype, device, row_order)
+        key = tuple(map(id, parts))
+        if key not in packed:
+            packed[key] = parts, pack_matrix(parts, dtype, device)
+        return packed[key][1]
+
+    return pack
+
+
 def variants(case: Case) -> list[Variant]:
     """The launches of a warm-up on the target that is set, each once."""
     found: dict[tuple[Any, ...], Variant] = {}
+    matrix_of = cache(case.matrix)
 
     def record(self: JITFunction[Any], *args: Any, grid: object, warmup: bool, **options: Any) -> None:
         variant = Variant(case.name, self, args, options)
         found.setdefault(variant.key, variant)
 
     def matrix(self: object, name: str, rows: int, columns: int, part: object = None) -> WeightData:
-        return case.matrix(rows, columns)
+        return matrix_of(rows, columns)
 
     with (
         patch.object(JITFunction, "run", record),
@@ -319,6 +346,7 @@ def variants(case: Case) -> list[Variant]:
         patch.object(few_hopper, "num_processors", lambda index: 132),
         patch.object(int4_tiles, "num_processors", lambda index: 132),
         patch.object(block_products, "num_processors", lambda index: 132),
+        patch.object(experts, "pack_matrix", packing_once()),
         patch.object(RandomSource, "matrix", matrix),
         patch.object(RandomSource, "_normal", lambda self, name, *shape: _empty(*shape)),
         tempfile.TemporaryDirectory() as folder,
