@@ -323,6 +323,17 @@ def kimi_size(numbers: Mapping[str, int], width: int, height: int) -> tuple[int,
     return min(max(1, int(width * scale)), longest), min(max(1, int(height * scale)), longest)
 
 
+def _deepseek_ocr2(card: VisionCard, width: int, height: int) -> ImageLayout:
+    """Lay out DeepSeek-OCR 2: the tiles of a large image, the image as a whole, and a row that ends them."""
+    numbers = card.numbers
+    tiles = 0
+    if numbers["splits"] and max(width, height) > numbers["tile_size"]:
+        tiles = math.prod(_nearest_grid(width, height, numbers))
+    run = tiles * numbers["tile_tokens"] + numbers["image_tokens"] + 1
+    patches = tiles * numbers["patches_of_tile"] + numbers["patches_of_image"]
+    return ImageLayout(card.image_token, (run,), tile_patches=patches)
+
+
 NUMBER = "{number}"  # in the text of a layout: the number of the image in its prompt
 
 
@@ -437,4 +448,5 @@ RULES: dict[str, Callable[[VisionCard, int, int], ImageLayout]] = {
     "llama4": _llama4,
     "kimi_k25": _kimi_k25,
     "minicpm_v": _minicpm_v,
+    "deepseek_ocr2": _deepseek_ocr2,
 }

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.core.errors import ModelLoadError, PenstockError
+from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import Ops
 from penstock.models.config import Fields, axes_of_pairs
 from penstock.models.vision import (
@@ -34,12 +34,14 @@ from penstock.models.vision_grids import (
 from penstock.models.vision_tiles import (
     AyaVision,
     Cohere2Vision,
+    DeepseekOcr2Vision,
     Idefics3Vision,
     InternVLVision,
     Lfm2VlVision,
     Llama4Vision,
     LlavaNextVision,
     LlavaOnevisionVision,
+    QianfanVision,
 )
 from penstock.models.vision_weights import load_tower
 
@@ -85,6 +87,10 @@ FAMILIES: dict[str, type[TransformersVision]] = {
     "GotOcr2ForConditionalGeneration": GotOcrVision,
     "VideoLlama3ForConditionalGeneration": VideoLlama3Vision,
     "MiniCPMV4_6ForConditionalGeneration": MiniCPMVision,
+    "DeepseekOcr2ForConditionalGeneration": DeepseekOcr2Vision,
+    "DeepseekVLForConditionalGeneration": LlavaVision,
+    "QianfanOCRForConditionalGeneration": QianfanVision,
+    "Lfm3VlForConditionalGeneration": QwenVision,
     "Qwen2_5OmniForConditionalGeneration": QwenVision,
     "Qwen2_5OmniModel": QwenVision,  # as its makers call it
     "Qwen2_5OmniThinkerForConditionalGeneration": QwenVision,
@@ -97,7 +103,6 @@ _TEXT_ALONE = frozenset(
         "Gemma3nForConditionalGeneration",
         "MiniCPMV4_7ForConditionalGeneration",
         "Ovis2ForConditionalGeneration",
-        "DeepseekVLForConditionalGeneration",
         "Idefics2ForConditionalGeneration",
         "LlavaNextVideoForConditionalGeneration",
         "NemotronH_Omni_Reasoning_V3",
@@ -234,19 +239,11 @@ def _named_errors(path: Path) -> Iterator[None]:
         yield
     except ModelLoadError:
         raise
-    except (
-        AttributeError,
-        KeyError,
-        OSError,
-        PenstockError,
-        TypeError,
-        ValueError,
-        ZeroDivisionError,
-    ) as error:
+    except Exception as error:  # transformers and torch raise errors of all kinds for sizes that do not fit
         name = next(name for name in _PROCESSOR_FILES if (path / name).is_file())
+        said = " ".join(str(error).split("\n\n")[0].split()).rstrip(".") or type(error).__name__
         raise ModelLoadError(
-            f"{path / name} has no settings of an image processor that can be used: "
-            f"{str(error).split('. ')[0]:.200}.",
+            f"{path / name} has no settings of an image processor that can be used: {said.split('. ')[0]:.200}.",
             hint="Fetch the file again, or take it out of the folder to serve the model for texts.",
         ) from error
 
@@ -264,7 +261,13 @@ def _config(path: Path) -> Any:
             "The settings of this vision-language model are read with transformers, which is not installed.",
             hint=f"pip install '{EXTRA}'",
         ) from error
-    return AutoConfig.from_pretrained(path)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # ... and for settings of unexpected types
+        said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise ModelLoadError(
+            f"Transformers cannot read {path / 'config.json'}: {said.split('. ')[0]:.200}."
+        ) from error
 
 
 @contextmanager

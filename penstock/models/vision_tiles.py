@@ -189,3 +189,49 @@ class Llama4Vision(InternVLVision):
     def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         rows = self._tower.get_image_features(**tensors).last_hidden_state
         return list(self._tower.multi_modal_projector(rows))
+
+
+class QianfanVision(InternVLVision):
+    """Qianfan-OCR: InternVL's tiles before a ViT of its own."""
+
+    def template_token(self, spellings: Mapping[int, str]) -> str:
+        return "<image>"
+
+
+class DeepseekOcr2Vision(TransformersVision):
+    """DeepSeek-OCR 2: a SAM tower, and a decoder whose last rows are learned queries, over tiles and the image."""
+
+    rule = "deepseek_ocr2"
+
+    def numbers(self) -> dict[str, int]:
+        processor, patch = self._processor, int(self._vision.sam_config.patch_size)
+        tile, side = int(processor.tile_size), int(processor.size["height"])
+        return {
+            "tile_size": tile,
+            "splits": int(bool(processor.crop_to_patches)),
+            "min_tiles": int(processor.min_patches),
+            "max_tiles": int(processor.max_patches),
+            "tile_tokens": self._rows_of_tile,
+            "image_tokens": self._rows_of_image,
+            "patches_of_tile": (tile // patch) ** 2,
+            "patches_of_image": (side // patch) ** 2,
+        }
+
+    @property
+    def _rows_of_tile(self) -> int:
+        return int(self._tower.vision_tower.query_768_resolution.num_embeddings)
+
+    @property
+    def _rows_of_image(self) -> int:
+        return int(self._tower.vision_tower.query_1024_resolution.num_embeddings)
+
+    def pixels(self, made: Any) -> Pixels:
+        tensors = {"pixel_values": made["pixel_values"]}
+        count = int(made["num_local_patches"][0])
+        if count:
+            tensors["pixel_values_local"] = made["pixel_values_local"]
+        tensors["num_local_patches"] = torch.tensor([count])
+        return Pixels({}, tensors, 1, count * self._rows_of_tile + self._rows_of_image + 1)
+
+    def features(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        return list(self._tower.get_image_features(**tensors).pooler_output)

@@ -202,6 +202,51 @@ def test_the_text_model_within_kimi_runs_without_its_images(
     assert "has no preprocessor_config.json: the model takes text only" in caplog.text
 
 
+# DeepSeek MoE 16B, which transformers knows as the text model of DeepSeek-OCR 2 alone.
+DEEPSEEK_MOE = {
+    **SIZES,
+    "architectures": ["DeepseekForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM"},
+    "aux_loss_alpha": 0.001,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 4096,
+    "model_type": "deepseek",
+    "moe_intermediate_size": 32,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "scoring_func": "softmax",
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_deepseek_moe(has_bias: bool, tmp_path: Path) -> None:
+    names = (*SIZES, "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")
+    text = {name: DEEPSEEK_MOE[name] for name in names if name != "torch_dtype"}
+    text |= {"attention_bias": has_bias, "mlp_bias": has_bias, "mlp_layer_types": ["dense"] + ["sparse"] * 3}
+    heads = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    towers = {"sam_config": {**heads, "output_channels": 8, "image_size": 64, "downsample_channels": [8, 16]},
+              "encoder_config": {**heads, "num_key_value_heads": 1}}  # fmt: skip
+    config = transformers.DeepseekOcr2Config(text_config=text, vision_config=towers, image_token_id=319)
+    made = transformers.DeepseekOcr2ForConditionalGeneration._from_config(config, attn_implementation="eager")
+    reference = save_random("deepseek", made, tmp_path)
+    weights = {
+        name.replace("model.language_model.", "model."): tensor.clone()
+        for name, tensor in reference.model.state_dict().items()
+        if name.startswith(("model.language_model.", "lm_head."))
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    settings_only(DEEPSEEK_MOE | {"attention_bias": has_bias, "mlp_bias": has_bias}, tmp_path)
+    torch.testing.assert_close(logits_of(tmp_path), reference.logits(PROMPT), **TOLERANCE)
+
+
 def test_the_long_list_has_a_length_of_its_own(tmp_path: Path) -> None:
     scaling = open_checkpoint(settings_only(PHIMOE, tmp_path)).config.rope.scaling
     assert scaling is not None

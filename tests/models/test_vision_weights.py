@@ -81,3 +81,28 @@ def test_a_tower_that_lacks_a_tensor_is_refused(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelLoadError, match=r"The vision tower of .* cannot be loaded"):
         load_vision_part(folder, TorchOps())
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [("vision_config", "hidden_size", [1]), ("text_config", "use_cache", ""), (None, "text_config", 7),
+     (None, "model_type", ["idefics3"]), ("text_config", "model_type", {})],
+)  # fmt: skip
+def test_settings_of_unexpected_types_are_refused(
+    part: str | None, key: str, value: object, folder: Path
+) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    (config if part is None else config[part])[key] = value
+    file.write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"Transformers cannot read .*config\.json: "):
+        load_vision_part(folder, TorchOps())
+
+
+@pytest.mark.parametrize("size", [{"longest_edge": float("inf")}, {"longest_edge": -64}, []])
+def test_sizes_of_images_that_do_not_fit_the_tower_are_refused(size: object, folder: Path) -> None:
+    file = folder / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "max_image_size": size}))
+    with pytest.raises(ModelLoadError, match="no settings of an image processor"):
+        load_vision_part(folder, TorchOps())

@@ -18,11 +18,15 @@ from tests.models.vision_grids import (
     qwen,
 )
 from tests.models.vision_others import (
+    deepseek_ocr2,
+    deepseek_vl,
     got_ocr2,
     kimi_k25,
+    lfm3_vl,
     llama4,
     minicpm_v,
     omni,
+    qianfan_ocr,
     video_llama3,
 )
 from tests.models.vision_tiles import (
@@ -82,6 +86,10 @@ CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
     "got-ocr2": got_ocr2,
     "video-llama3": video_llama3,
     "minicpm-v-4.6": minicpm_v,
+    "deepseek-ocr2": deepseek_ocr2,
+    "deepseek-vl": deepseek_vl,
+    "qianfan-ocr": qianfan_ocr,
+    "lfm3-vl": lfm3_vl,
 }
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.core.image_layout import fitting_grid
 from penstock.models.vision_processors import KimiProcessor, Llama4Processor
+from tests.models.tiny_families import TINY
 from tests.models.tiny_vision import (
     EITHER_TEMPLATE,
     TEXT,
@@ -291,3 +292,110 @@ def minicpm_v(folder: Path) -> TinyVision:
         return f"<image_id>{number}</image_id>{text}"
 
     return TinyVision(folder, model, PlainProcessor(images, tokenizer, "<|image_pad|>", written, {}))
+
+
+def deepseek_ocr2(folder: Path) -> TinyVision:
+    from transformers import DeepseekOcr2Config, DeepseekOcr2ImageProcessorPil
+
+    tokenizer = byte_tokenizer(folder, ("<image>",))
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32}
+    config = DeepseekOcr2Config(
+        text_config={
+            **TEXT,
+            "num_hidden_layers": 3,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+        vision_config={
+            "sam_config": {**heads, "output_channels": 16, "image_size": 64, "patch_size": 1, "mlp_dim": 48,
+                           "window_size": 6, "global_attn_indexes": [], "downsample_channels": [24, 32]},
+            "encoder_config": {**heads, "num_key_value_heads": 2, "intermediate_size": 48},
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )  # fmt: skip
+    processor = DeepseekOcr2ImageProcessorPil(size={"height": 64, "width": 64}, tile_size=48, max_patches=3)
+    model = save_vision(folder, config, tokenizer, processor, EITHER_TEMPLATE.replace("IMAGE", "<image>"))
+
+    def written(made: Any, number: int) -> str:
+        return "<image>" * (257 + 144 * int(made["num_local_patches"][number]))
+
+    return TinyVision(folder, model, PlainProcessor(processor, tokenizer, "<image>", written, {}))
+
+
+def deepseek_vl(folder: Path) -> TinyVision:
+    from transformers import DeepseekVLConfig, DeepseekVLImageProcessorPil
+
+    tokenizer = byte_tokenizer(folder, ("<image_placeholder>",))
+    config = DeepseekVLConfig(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={"model_type": "siglip_vision_model", **VISION, "vision_use_head": False},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image_placeholder>"),
+    )
+    images = DeepseekVLImageProcessorPil(size={"height": 32, "width": 32}, min_size=2)
+    template = EITHER_TEMPLATE.replace("IMAGE", "<image_placeholder>")
+    model = save_vision(folder, config, tokenizer, images, template)
+
+    def written(made: Any, number: int) -> str:
+        return "<image_placeholder>" * 16
+
+    return TinyVision(folder, model, PlainProcessor(images, tokenizer, "<image_placeholder>", written, {}))
+
+
+def qianfan_ocr(folder: Path) -> TinyVision:
+    from transformers import GotOcr2ImageProcessorPil, QianfanOCRConfig
+
+    tokenizer = byte_tokenizer(folder, ("<img>", "</img>", "<IMG_CONTEXT>"))
+    config = QianfanOCRConfig(
+        text_config={"model_type": "qwen3", **TEXT},
+        vision_config={**VISION, "image_size": [32, 32], "patch_size": [8, 8]},
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+    )
+    images = GotOcr2ImageProcessorPil(
+        size={"height": 32, "width": 32}, crop_to_patches=True, min_patches=1, max_patches=6
+    )
+    model = save_vision(folder, config, tokenizer, images, EITHER_TEMPLATE.replace("IMAGE", "<image>"))
+    # Transformers 5.23 writes names that differ from those of the makers.
+    _renamed(folder, {"language_model.model.encoder.layers.": "language_model.model.layers."})
+
+    def written(made: Any, number: int) -> str:
+        count = int(made["num_patches"][number])
+        if number == len(made["num_patches"]) - 1:
+            del made["num_patches"]  # which the model does not take
+        return f"<img>{'<IMG_CONTEXT>' * 4 * count}</img>"
+
+    options = {"crop_to_patches": True}
+    return TinyVision(folder, model, PlainProcessor(images, tokenizer, "<image>", written, options))
+
+
+def lfm3_vl(folder: Path) -> TinyVision:
+    from transformers import Lfm3VlConfig, Qwen2VLImageProcessorPil
+
+    names = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+    tokenizer = byte_tokenizer(folder, names)
+    begin, image, end, video = tokenizer.convert_tokens_to_ids(list(names))
+    config = Lfm3VlConfig(
+        text_config=TINY["lfm3"].config().to_dict() | {"vocab_size": 400, "max_position_embeddings": 2048},
+        vision_config={**VISION, "patch_size": 4, "num_key_value_heads": 1,
+                       "layer_types": ["conv", "full_attention"]},
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=begin,
+        vision_end_token_id=end,
+        projector_hidden_size=32,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    images = Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, size={"shortest_edge": 256, "longest_edge": 2400}
+    )
+    model = save_vision(
+        folder, config, tokenizer, images, EITHER_TEMPLATE.replace("IMAGE", "".join(names[:3]))
+    )
+
+    def written(made: Any, number: int) -> str:
+        return names[1] * (int(made["image_grid_thw"][number].prod()) // 4)
+
+    return TinyVision(folder, model, PlainProcessor(images, tokenizer, names[1], written, {}))

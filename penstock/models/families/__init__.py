@@ -76,6 +76,7 @@ FAMILIES: tuple[type[Decoder], ...] = (
     axk.AxK1,
     axk.AxK2,
     llama4.Llama4,
+    mixtures.DeepseekMoe,
     mixtures.Glm4Moe,
     glm_mixtures.Dots1,
     glm_mixtures.SolarOpen,

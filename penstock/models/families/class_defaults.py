@@ -257,6 +257,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_shared_experts": 2,
         "sliding_window": 1024,
     },
+    "deepseek": {"moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2},
     "mimo_v2_flash": {
         **_EPS,
         "attention_value_scale": 0.707,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, Ops
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, NotNative
 from penstock.models.decoder import Decoder, PreNormDecoder
 from penstock.models.experts import (
     GRANITE_EXPERTS,
@@ -24,7 +24,7 @@ from penstock.models.families.llama import Llama
 from penstock.models.gguf_config import SIGMOID, common_gguf_config, gguf_experts, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import common_huggingface_config
+from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import (
     Block,
     ChangedAttention,
@@ -44,7 +44,7 @@ class Glm4Moe(PreNormDecoder):
     """GLM 4.5 and 4.6: half of each head is rotated, and experts are chosen as in DeepSeek V3."""
 
     name = "glm4_moe"
-    huggingface_names = ("Glm4MoeForCausalLM", "glm4_moe")
+    huggingface_names: ClassVar[tuple[str, ...]] = ("Glm4MoeForCausalLM", "glm4_moe")
     gguf_names: ClassVar[tuple[str, ...]] = ("glm4moe",)
 
     @classmethod
@@ -96,6 +96,47 @@ class Glm4Moe(PreNormDecoder):
         if load.index in self.config.experts.dense_layers:
             return load.gated_mlp()
         return load_experts(load, selection_bias=_SELECTION_BIAS)
+
+
+class DeepseekMoe(Glm4Moe):
+    """DeepSeek MoE of 2024, and the text model of DeepSeek-OCR 2: a softmax chooses experts, as in DeepSeek V2."""
+
+    name = "deepseek"
+    huggingface_names = ("DeepseekForCausalLM", "deepseek", "deepseek_ocr2_text")
+    gguf_names: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        usual = {"partial_rotary_factor": 1.0, "norm_topk_prob": False, "num_experts_per_tok": 6}
+        given = {key: value for key, value in fields.values.items() if value is not None}
+        fields = Fields({**usual, **given}, fields.where)
+        config = super().config_from_huggingface(fields)
+        assert config.experts is not None
+        kinds = layer_kinds(fields, config.num_layers, {"dense", "sparse"}, "mlp_layer_types")
+        if fields.text("scoring_func", "softmax") != "softmax" or fields.integer("moe_layer_freq", 1) != 1:
+            raise NotNative(f"{fields.where} has experts that no published DeepSeek MoE has.")
+        dense = config.experts.dense_layers
+        if kinds is not None:
+            dense = frozenset(index for index, kind in enumerate(kinds) if kind == "dense")
+        has_bias, grouped = config.qkv_bias, fields.text("topk_method", "greedy") == "group_limited_greedy"
+        return dataclasses.replace(
+            config,
+            output_bias=has_bias,
+            mlp_bias=fields.flag("mlp_bias", False),
+            experts=dataclasses.replace(
+                config.experts,
+                scoring="softmax",
+                dense_layers=dense,
+                num_groups=config.experts.num_groups if grouped else 1,
+                kept_groups=config.experts.kept_groups if grouped else 1,
+                groups_ranked_by=1,
+            ),
+        )
+
+    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
+        assert self.config.experts is not None
+        is_dense = load.index in self.config.experts.dense_layers
+        return load.gated_mlp() if is_dense else load_experts(load)
 
 
 class _Mixture(Decoder):
