@@ -69,6 +69,7 @@ FAMILIES: tuple[type[Decoder], ...] = (
     deepseek.DeepseekV2,
     deepseek.DeepseekV3,
     deepseek.Youtu,
+    deepseek.MiniCPM3,
     deepseek.Glm4MoeLite,
     deepseek.Mistral4,
     deepseek_sparse.DeepseekV32,

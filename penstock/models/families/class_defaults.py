@@ -147,6 +147,18 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "routed_scaling_factor": 1.8,
         "v_head_dim": 256,
     },
+    "minicpm3": {
+        **_EPS,
+        "dim_model_base": 256,
+        "kv_lora_rank": 256,
+        "max_position_embeddings": 32768,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "scale_depth": 1.4,
+        "scale_emb": 12,
+        "tie_word_embeddings": True,
+    },
     "youtu": {
         **_LATENTS,
         "max_position_embeddings": 131072,

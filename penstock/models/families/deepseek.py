@@ -78,19 +78,29 @@ class LatentAttention:
         """Add the output of attention for the normed residual to the residual, in place."""
         if self.gate is None:
             both = ops.normed_linear(residual, norm.weight, norm.eps, self.down)
+            made = self._attended(ops, both, cache, batch)
         else:
-            hidden = norm(ops, residual)
-            both = ops.linear(hidden, self.down)
+            made = self._gated(ops, norm(ops, residual), cache, batch)
+        ops.add_linear(made, self.output, residual)
+
+    def __call__(self, ops: Ops, x: Tensor, cache: Any, batch: AttentionBatch) -> Tensor:
+        made = self._attended(ops, ops.linear(x, self.down), cache, batch)
+        return ops.add_up(ops.linear(made, self.output))
+
+    def _attended(self, ops: Ops, both: Tensor, cache: Any, batch: AttentionBatch) -> Tensor:
         query, latent = self.parts(both)
         if self.query_norm is not None and self.query is not None:
             query = ops.linear(self.query_norm(ops, query), self.query)
         if self.factors is not None:
             query = query * self.factors[batch.positions].to(query.dtype).unsqueeze(1)
-        made = ops.attend_latent(query, latent, self.layer, cache, batch)
-        if self.gate is not None:
-            gate = torch.sigmoid(ops.linear(hidden, self.gate).float()).to(made.dtype)
-            made = (made.unflatten(1, (self.layer.num_heads, -1)) * gate.unsqueeze(2)).flatten(1)
-        ops.add_linear(made, self.output, residual)
+        return ops.attend_latent(query, latent, self.layer, cache, batch)
+
+    def _gated(self, ops: Ops, x: Tensor, cache: Any, batch: AttentionBatch) -> Tensor:
+        made = self._attended(ops, ops.linear(x, self.down), cache, batch)
+        assert self.gate is not None
+        gate = torch.sigmoid(ops.linear(x, self.gate).float()).to(made.dtype)
+        gated: Tensor = made.unflatten(1, (self.layer.num_heads, -1)) * gate.unsqueeze(2)
+        return gated.flatten(1)
 
     def parts(self, both: Tensor) -> tuple[Tensor, Tensor]:
         """Cut the first product into queries and latents."""
@@ -183,6 +193,38 @@ class Youtu(DeepseekV3):
 
     name = "youtu"
     huggingface_names = ("YoutuForCausalLM", "youtu")
+
+
+class MiniCPM3(DeepseekV2):
+    """MiniCPM 3: attention over latents, no experts, and factors of embeddings, residual additions and logits."""
+
+    name = "minicpm3"
+    huggingface_names = ("MiniCPM3ForCausalLM", "minicpm3")
+    gguf_names: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        size = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+        usual = {"v_head_dim": size, "tie_word_embeddings": True}
+        given = {key: value for key, value in fields.values.items() if value is not None}
+        config = super().config_from_huggingface(
+            Fields({**usual, **given, "rope_interleave": False}, fields.where)
+        )
+        depth = fields.number("scale_depth", config.num_layers**0.5)
+        return dataclasses.replace(
+            config,
+            embedding_scale=fields.number("scale_emb", 12.0),
+            residual_scale=depth / config.num_layers**0.5,
+            logit_scale=fields.number("dim_model_base", config.hidden_size) / config.hidden_size,
+        )
+
+    def run_layer(
+        self, layer: LatentBlock, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch
+    ) -> None:
+        scale = self.config.residual_scale
+        hidden = layer.attention(ops, layer.attention_norm(ops, residual), cache, batch)
+        residual.add_(hidden, alpha=scale)
+        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)), alpha=scale)
 
 
 class Glm4MoeLite(DeepseekV3):
