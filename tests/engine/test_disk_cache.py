@@ -174,7 +174,8 @@ def test_a_deadline_ends_a_request_that_waits_for_the_disk(
     engine = always_read(disk_engine(model, tmp_path))
     asked(engine)
     engine.close()
-    monkeypatch.setattr(BlockFiles, "read", lambda *_: threading.Event().wait(0.3) or None)  # a slow disk
+    has_come = threading.Event()
+    monkeypatch.setattr(BlockFiles, "read", lambda *_: has_come.wait(60) and None)  # a slow disk
     again = always_read(disk_engine(model, tmp_path))
     again.loop.add(request("late", PROMPTS[-1], 8), timeout_s=0.01)
     assert len(again.loop._collaborators[-1]) == 1, "it waits"
@@ -182,6 +183,7 @@ def test_a_deadline_ends_a_request_that_waits_for_the_disk(
         assert again.loop.step() == []
     (rejection,) = again.loop.take_rejections()
     assert rejection.code == "deadline_exceeded"
+    has_come.set()
     again.close()
 
 

@@ -42,15 +42,18 @@ def gate() -> Iterator[threading.Event]:
 
 
 @pytest.fixture
-def slow_compiler(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
-    compile_now = GrammarCompiler._compile
+def slow_compiler(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> threading.Event:
+    """Set when the compilation of the slow grammar has begun."""
+    compile_now, has_begun = GrammarCompiler._compile, threading.Event()
 
     def compile_slowly(self: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
         if grammar == SLOW:
+            has_begun.set()
             gate.wait()
         return compile_now(self, grammar)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", compile_slowly)
+    return has_begun
 
 
 @pytest.fixture
@@ -117,21 +120,25 @@ def test_a_deadline_passes_while_a_grammar_is_compiled(model: Path) -> None:
     assert (rejected.request_id, rejected.code) == ("late", DeadlineExceeded.code)
 
 
-@pytest.mark.usefixtures("slow_compiler")
-def test_compilation_has_a_time_limit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_has_a_time_limit(
+    model: Path, monkeypatch: pytest.MonkeyPatch, slow_compiler: threading.Event
+) -> None:
     limit(monkeypatch, compile_timeout_s=0.01)
     engine = tiny_engine(model)
     engine.loop.add(constrained("endless", SLOW))
+    assert slow_compiler.wait(60)
     (rejected,) = rejections(engine)
     assert rejected.code == InvalidRequest.code
     assert "0.01 s to compile" in rejected.message
 
 
-@pytest.mark.usefixtures("slow_compiler")
-def test_a_grammar_that_had_no_turn_is_not_called_slow(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_had_no_turn_is_not_called_slow(
+    model: Path, monkeypatch: pytest.MonkeyPatch, slow_compiler: threading.Event
+) -> None:
     limit(monkeypatch, compile_threads=1, compile_timeout_s=0.01)
     engine = tiny_engine(model)
     engine.loop.add(constrained("endless", SLOW))
+    assert slow_compiler.wait(60)
     engine.loop.add(constrained("behind", QUICK))
     found: list[RequestRejected] = []
     while len(found) < 2:

@@ -26,6 +26,7 @@ from penstock.gateway.text.grammars import (
     StructuredOutputs,
 )
 from tests.gateway.fake_engine import FakeEngine, byte_tokenizer, script_text
+from tests.loop_time import pass_time, settle
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAGS = {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}
@@ -210,12 +211,17 @@ async def test_the_slow_grammars_of_one_workspace_leave_room_for_another(
 async def test_a_grammar_that_is_given_up_keeps_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread goes on. The workspace would otherwise have all threads, and its next grammars every new one."""
     checks, checker = SlowChecks(monkeypatch), GrammarChecker()
-    monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 0.1)
+    given_up = asyncio.create_task(checker.check(Grammar("regex", "slow0"), {}, "a"))
+    await checks.until_begun()
+    await settle()
+    pass_time(grammars.CHECK_TIMEOUT_S)
     with pytest.raises(InvalidRequest, match="to compile"):
-        await checker.check(Grammar("regex", "slow0"), {}, "a")
+        await given_up
+    without_a_turn = asyncio.create_task(checker.check(Grammar("regex", "slow1"), {}, "a"))
+    await settle()
+    pass_time(grammars.CHECK_TIMEOUT_S)
     with pytest.raises(Overloaded):
-        await checker.check(Grammar("regex", "slow1"), {}, "a")
-    monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 600.0)
+        await without_a_turn
     async with asyncio.timeout(50):
         await checker.check(Grammar("regex", "quick"), {}, "b")
     assert checks.begun == ["slow0", "quick"]
