@@ -28,7 +28,7 @@ import httpx
 from sqlalchemy import select
 
 from bench.network_namespaces import Network, Node, network, why_not
-from bench.shared_faults_rig import EpochWatch, Process, Rig, fleet
+from bench.shared_faults_rig import LIMIT_S, EpochWatch, Process, Rig, fleet
 from penstock.core.tasks import end_task
 from penstock.gateway.store.tables import usage
 
@@ -252,6 +252,49 @@ async def freeze_store(rig: Rig) -> None:
     rig.store.thaw()
 
 
+def both(one: Fault, other: Fault) -> Fault:
+    """The second begins half a second after the first."""
+
+    async def later(rig: Rig) -> None:
+        await asyncio.sleep(0.5)
+        await other(rig)
+
+    async def strike(rig: Rig) -> None:
+        await asyncio.gather(one(rig), later(rig))
+
+    return strike
+
+
+async def _move(rig: Rig) -> tuple[str, str] | None:
+    """Return a replica of the second host, and the first host, to which the replica may move."""
+    view, log = await rig.view(), rig.engines[0].log.read_text()
+    if view is None:
+        return None
+    hosts: list[dict[str, str]] = view["hosts"]  # type: ignore[assignment]
+    replicas: list[dict[str, str]] = view["replicas"]  # type: ignore[assignment]
+    for host in hosts:
+        name = host["name"]
+        if host["state"] == "ready" and f"{name}: " in log:
+            moving = [each["id"] for each in replicas if not each["id"].startswith(f"{name}-")]
+            has_room = len(replicas) - len(moving) < 2
+            return (moving[0], name) if moving and has_room else None
+    return None
+
+
+async def kill_target_of_move(rig: Rig) -> None:
+    """Kill a host while a replica of the other one moves there."""
+    async with asyncio.timeout(LIMIT_S):
+        while (found := await _move(rig)) is None:  # the host may have been killed before, and join again
+            await asyncio.sleep(0.5)
+    moving, target = found
+    order = {"action": "move", "target": moving, "to": target}
+    asking = asyncio.create_task(rig.http.post(f"{rig.urls[0]}/admin/cluster", json=order, timeout=60.0))
+    await asyncio.sleep(0.3)
+    await killed(_host)(rig)
+    with contextlib.suppress(httpx.HTTPError):
+        print(f"the order to move was answered with {(await asking).status_code}", file=sys.stderr)
+
+
 FAULTS: dict[str, Fault] = {
     "gateway killed": killed(_gateway),
     "gateway frozen": frozen(_gateway),
@@ -264,6 +307,12 @@ FAULTS: dict[str, Fault] = {
     "Redis frozen": freeze_redis,
     "PostgreSQL killed": kill_postgres,
     "PostgreSQL frozen": freeze_postgres,
+    "leader and Redis killed": both(killed(_leader), kill_redis),
+    "host and Redis killed": both(killed(_host), kill_redis),
+    "leader and host killed": both(killed(_leader), killed(_host)),
+    "gateway and PostgreSQL killed": both(killed(_gateway), kill_postgres),
+    "gateway frozen, Redis killed": both(frozen(_gateway), kill_redis),
+    "target of a move killed": kill_target_of_move,
     f"{STORE} killed": kill_store,
     f"{STORE} frozen": freeze_store,
 }

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from penstock.cluster.host_record import JoinTokens, decode_known, without_defaults
+from penstock.cluster.host_record import JoinTokens, decode_known, decode_record, without_defaults
 from penstock.cluster.registry import Registry, RegistryError
 from penstock.cluster.replica import ReplicaSpec
 from penstock.control.autoscaler import AutoscalerState
@@ -189,7 +189,8 @@ SAFETY_SHARE = 0.2  # of the lease: how long before its end a leader stops
 
 class Leadership:
     """One candidate. `epoch` is None unless this process leads now. With `tokens`, the candidate stands back while
-    most hosts have other tokens: they would not follow."""
+    most hosts have other tokens: they would not follow. A candidate that starts with an empty registry waits for
+    `hosts_return_s`: the registry may have lost its memory, and hosts tell the epoch that they obeyed."""
 
     def __init__(
         self,
@@ -198,10 +199,12 @@ class Leadership:
         *,
         tokens: JoinTokens | None = None,
         lease_s: float = LEADER_LEASE_S,
+        hosts_return_s: float = 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self.name = name
+        self._waits_until_s = now() + hosts_return_s
         self._tokens = tokens
         self._lease_s = lease_s
         self._now = now
@@ -211,6 +214,7 @@ class Leadership:
         self._changed = asyncio.Event()
         self._is_away = False
         self._is_standing_back = False
+        self._read: frozenset[bytes] = frozenset()  # the records that were there last
 
     @property
     def epoch(self) -> int | None:
@@ -280,7 +284,8 @@ class Leadership:
         if self._epoch is None:
             if await self._must_stand_back():
                 return
-            await self._ask_for_lease()
+            if self._read or self._known_epoch or self._now() >= self._waits_until_s:
+                await self._ask_for_lease()
             return
         # Together, because both answers may be slow.
         must_stand_back, _ = await asyncio.gather(self._must_stand_back(), self._ask_for_lease())
@@ -292,6 +297,8 @@ class Leadership:
         if self._tokens is None:
             return False
         records = await self._registry.records()
+        if self._epoch is None:
+            self._learn(records)
         num_strangers = sum(self._tokens.verified(record) is None for record in records.values())
         must_stand_back = 2 * num_strangers > len(records)
         if must_stand_back and not self._is_standing_back:
@@ -303,6 +310,15 @@ class Leadership:
             )
         self._is_standing_back = must_stand_back
         return must_stand_back
+
+    def _learn(self, records: Mapping[str, bytes]) -> None:
+        """Learn of the epochs that hosts have obeyed. The registry may lose its memory together with the leader: the
+        next lease would then get the number of an earlier one, and nobody would take its documents for new."""
+        assert self._tokens is not None
+        before, self._read = self._read, frozenset(records.values())
+        for record in self._read - before:
+            with contextlib.suppress(ValueError):  # of another version, or with another token
+                self.know(decode_record(record, self._tokens).epoch)
 
     async def _ask_for_lease(self) -> None:
         asked_s = self._now()  # the lease begins later than this

@@ -32,7 +32,15 @@ from penstock.cluster.joining import check_neighbours
 from penstock.cluster.leadership import DocumentReader, Leadership
 from penstock.cluster.local import LocalLauncher, NetworkAddress
 from penstock.cluster.ordered_host import OrderedHost
-from penstock.cluster.registry import Follower, Publisher, Registry, RegistryError, unusable
+from penstock.cluster.registry import (
+    RENEW_S,
+    RETRY_S,
+    Follower,
+    Publisher,
+    Registry,
+    RegistryError,
+    unusable,
+)
 from penstock.cluster.replica import Launcher, ReplicaSpec
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.config import ClusterConfig, ServeConfig
@@ -368,7 +376,7 @@ def run_control(config: ServeConfig, *, on_ready: Callable[[str], None] | None =
     tokens = join_tokens(config.cluster)
     registry = open_registry(config.cluster)
     name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
-    leadership = Leadership(registry, name, tokens=tokens)
+    leadership = Leadership(registry, name, tokens=tokens, hosts_return_s=RENEW_S + RETRY_S)
     database = open_database(config.store)
     settings = LeaderSettings(
         name, config.cluster.control_host, config.scaling, drain_timeout_s=config.server.drain_timeout

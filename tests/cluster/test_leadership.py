@@ -66,6 +66,45 @@ async def test_a_leader_steps_down_when_most_hosts_have_another_join_token() -> 
     assert own.epoch == 2, "one host in two with a wrong token ends no term"
 
 
+async def obey(registry: MemoryRegistry, host: str, epoch: int) -> None:
+    await registry.publish(host, encode_record(HostRecord(host, (), epoch=epoch), TOKENS), 60.0)
+
+
+async def test_a_registry_that_loses_its_memory_with_the_leader_gives_no_number_twice() -> None:
+    """Hosts and gateways would take no document of the next leader: its epoch is one that they know already."""
+    registry, now_s = MemoryRegistry(), 100.0
+    first = Leadership(registry, "first", tokens=TOKENS)
+    await first.try_once()
+    assert first.epoch == 1
+    await obey(registry, "north", 1)
+    standby = Leadership(registry, "standby", tokens=TOKENS)
+    await standby.try_once()
+    assert standby.epoch is None
+
+    registry.__init__()  # type: ignore[misc]
+    new = Leadership(registry, "new", tokens=TOKENS, hosts_return_s=4.0, now=lambda: now_s)
+    await new.try_once()
+    assert new.epoch is None, "it waits for hosts that may have outlived the registry"
+    await standby.try_once()
+    assert standby.epoch == 2, "it was told by the hosts before"
+    await standby.give_up(2)
+
+    registry.__init__()  # type: ignore[misc]
+    await obey(registry, "north", 2)
+    await new.try_once()
+    assert new.epoch == 3
+
+
+async def test_the_first_leader_of_an_empty_fleet_waits_a_moment() -> None:
+    now_s = 100.0
+    leadership = Leadership(MemoryRegistry(), "own", tokens=TOKENS, hosts_return_s=4.0, now=lambda: now_s)
+    await leadership.try_once()
+    assert leadership.epoch is None
+    now_s = 104.0
+    await leadership.try_once()
+    assert leadership.epoch == 1
+
+
 async def test_tokens_that_change_are_no_strangers() -> None:
     registry = MemoryRegistry()
     await publish(registry, "north", JoinTokens((*OTHERS.tokens, *TOKENS.tokens)))
