@@ -58,6 +58,7 @@ FAMILIES: dict[str, type[TransformersVision]] = {
     "LlavaForConditionalGeneration": LlavaVision,
     "VipLlavaForConditionalGeneration": LlavaVision,
     "LlavaNextForConditionalGeneration": LlavaNextVision,
+    "LlavaNextVideoForConditionalGeneration": LlavaNextVision,
     "LlavaOnevisionForConditionalGeneration": LlavaOnevisionVision,
     "Gemma3ForConditionalGeneration": Gemma3Vision,
     "Gemma4ForConditionalGeneration": Gemma4Vision,
@@ -104,7 +105,6 @@ _TEXT_ALONE = frozenset(
         "MiniCPMV4_7ForConditionalGeneration",
         "Ovis2ForConditionalGeneration",
         "Idefics2ForConditionalGeneration",
-        "LlavaNextVideoForConditionalGeneration",
         "NemotronH_Omni_Reasoning_V3",
         "NemotronH_Nano_Omni_Reasoning_V3",
     }
@@ -140,8 +140,18 @@ _OUTER_KEYS = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "t
 
 
 def _class_of(fields: Fields) -> str:
+    """Return the class in `architectures`, or where a folder with a tower names none, the class of its type."""
     named = fields.raw("architectures")
-    return str(named[0]) if isinstance(named, list) and named else ""
+    if isinstance(named, list) and named:
+        return str(named[0])
+    kind = fields.raw("model_type")
+    if not isinstance(kind, str) or not (fields.has("vision_config") or fields.has("thinker_config")):
+        return ""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as names
+    except ImportError:
+        return ""
+    return str(names.get(kind) or names.get(f"{kind}_thinker") or "")
 
 
 def family_of(fields: Fields) -> type[TransformersVision] | None:

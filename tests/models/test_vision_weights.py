@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.reference import TorchOps
-from penstock.models.load import load_vision_part
+from penstock.models.load import load_vision_part, open_checkpoint
 from tests.models.quantized_checkpoints import LAYOUTS, quantize_folder
 from tests.models.tiny_vision import picture, png
 from tests.models.vision_checkpoints import make_vision
@@ -81,6 +81,23 @@ def test_a_tower_that_lacks_a_tensor_is_refused(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelLoadError, match=r"The vision tower of .* cannot be loaded"):
         load_vision_part(folder, TorchOps())
+
+
+@pytest.mark.parametrize("name", ["idefics3", "qwen2.5-omni"])
+def test_a_folder_that_names_no_class_has_the_class_of_its_type(
+    name: str, original: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    if name == "idefics3":
+        shutil.copytree(original, folder)
+    else:
+        make_vision(name, folder)
+    plain, kept = features(folder), open_checkpoint(folder).config
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("architectures")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert torch.equal(features(folder), plain)
+    assert open_checkpoint(folder).config == kept
 
 
 @pytest.mark.parametrize(

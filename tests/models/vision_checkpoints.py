@@ -49,6 +49,7 @@ CHECKPOINTS: dict[str, Callable[[Path], TinyVision]] = {
     "llava": llava,
     "vipllava": vipllava,
     "llava-next": llava_next,
+    "llava-next-video": lambda folder: llava_next(folder, video=True),
     "llava-onevision": llava_onevision,
     "gemma3": gemma3,
     "gemma4": gemma4,

@@ -112,13 +112,19 @@ def vipllava(folder: Path) -> TinyVision:
     return TinyVision(folder, model, PlainProcessor(images, tokenizer, "<image>", written, {}))
 
 
-def llava_next(folder: Path) -> TinyVision:
-    from transformers import LlavaNextConfig, LlavaNextImageProcessorPil, LlavaNextProcessor
+def llava_next(folder: Path, *, video: bool = False) -> TinyVision:
+    from transformers import (
+        LlavaNextConfig,
+        LlavaNextImageProcessorPil,
+        LlavaNextProcessor,
+        LlavaNextVideoConfig,
+    )
 
     shapes = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [32, 96], [96, 32]]}
     images = LlavaNextImageProcessorPil(**CLIP_SIZES, **shapes)
     settings = {"text_config": {"model_type": "qwen2", **TEXT}, **shapes}
-    return _with_clip(folder, LlavaNextConfig, LlavaNextProcessor, images, settings)
+    kind = LlavaNextVideoConfig if video else LlavaNextConfig
+    return _with_clip(folder, kind, LlavaNextProcessor, images, settings)
 
 
 def llava_onevision(folder: Path) -> TinyVision:
