@@ -67,7 +67,7 @@ _WARM_UPS, _SHORT_ROUNDS = 2, 5  # rounds of prefills, before and in a measureme
               help="Type of cached keys and values.")  # fmt: skip
 @click.option("--model-implementation", "implementation", type=click.Choice(("auto", "native", "transformers")),
               default="auto", show_default=True,
-              help="Whose code runs the model: Penstock's own, or that of transformers.")  # fmt: skip
+              help="Code that runs the model: Penstock's own, or the code of transformers.")  # fmt: skip
 @click.option("--device", type=click.Choice(("auto", "cpu", "cuda")), default="auto", show_default=True,
               help="Where to run.")  # fmt: skip
 @click.option(

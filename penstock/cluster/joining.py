@@ -66,7 +66,7 @@ async def check_neighbours(
             break
         if now() >= give_up_s:
             raise ConfigError(
-                f"The join token is not that of this fleet: {_hosts(found.num_strangers)} in the registry, and none "
+                f"The join token belongs to another fleet: {_hosts(found.num_strangers)} in the registry, and none "
                 "has this token.",
                 hint="Every machine of a fleet has the same PENSTOCK_JOIN_TOKEN. Two fleets need two registries.",
             )

@@ -71,7 +71,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "reads nothing, FOLDER reads the file there.",
     ] = "auto"
     override_generation_config: Annotated[
-        str, 'Sampling defaults as JSON, such as {"temperature": 0.6}, over those of the model.'
+        str, 'Sampling defaults as JSON, such as {"temperature": 0.6}, in place of the defaults of the model.'
     ] = "{}"
 
 

@@ -48,8 +48,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_stream_buffer_bytes: Annotated[
         int,
         Meta(ge=1024),
-        "Text of all answers to a request that is held for a slow reader before the request is aborted. All "
-        "slow readers have 256 times as much, those of a workspace up to three quarters of this.",
+        "Text of all answers to a request that is held for a slow reader before the request is aborted. "
+        "Slow readers together have 256 times as much, and those in one workspace three quarters of that at most.",
     ] = 1 << 20
     default_max_tokens: Annotated[
         Count | None, "max_tokens for chat requests without one. Default: up to the context."

@@ -216,7 +216,7 @@ def check_names(policies: Mapping[str, PolicySet]) -> None:
     for name in policies:
         if name == DEFAULT_POLICY:
             raise ConfigError(
-                f"policies.{name} cannot be described: it stands for the settings of the command line.",
+                f"policies.{name} cannot be described: the name means the settings of the command line.",
                 param=f"policies.{name}",
                 hint="Choose another name.",
             )

@@ -212,7 +212,7 @@ def checked_image(
         raise InvalidRequest(
             "An image's file consists of too many parts.",
             param=part.param,
-            hint="Write the image anew with another program.",
+            hint="Save the image again with another program.",
         )
     try:
         from PIL import Image, UnidentifiedImageError

@@ -100,7 +100,7 @@ class DatabaseRegistry:
             raise RegistryError(error.message) from error
         except DatabaseError as error:
             why = str(error.orig or error).splitlines()[0]
-            raise RegistryError(f"its tables are not those of Penstock: {why}") from error
+            raise RegistryError(f"its tables are not the tables of Penstock: {why}") from error
 
 
 def take_lease(connection: Connection, name: str, holder: str, lease_s: float, above: int = 0) -> int | None:

@@ -85,7 +85,7 @@ def test_a_machine_with_another_token_joins_nothing_and_says_so(tmp_path: Path) 
             assert process.wait(timeout=WAIT_S) == 2
             log = (tmp_path / f"{role}.log").read_text()
             assert "joins nothing" in log
-            assert "The join token is not that of this fleet: there is 1 host in the registry" in log
+            assert "The join token belongs to another fleet: there is 1 host in the registry" in log
         assert first.poll() is None
         with sqlite3.connect(tmp_path / "registry.db") as registry:
             assert registry.execute("select count(*) from fleet_hosts").fetchone() == (1,)

@@ -310,9 +310,9 @@ class Answer(asyncio.Protocol):
             headers.clear()
             return
         if coding is not None and coding.lower() != b"chunked":
-            self._refuse("its answer has an encoding that nobody asked for")
+            self._refuse("its answer has an encoding that was not requested")
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            self._refuse("its answer has an encoding that nobody asked for")
+            self._refuse("its answer has an encoding that was not requested")
         self.status = status
         self._is_head_complete = True
         self._heard_at, self._silence_s = self._loop.time(), self._body_silence_s

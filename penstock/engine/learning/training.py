@@ -260,7 +260,7 @@ def load_state(folder: Path, device: torch.device) -> dict[str, Any] | None:
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ModelLoadError(
             f"{folder / STATE} cannot be read, so the training cannot be resumed.",
-            hint="Remove the file to train the head anew from the answers that are there.",
+            hint="Remove the file to train the head again from the answers that are there.",
         ) from error
     return state
 

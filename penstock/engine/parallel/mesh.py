@@ -163,7 +163,7 @@ class _NetworkStore(Store):
     def _call(self, call: StoreCall) -> StoreAnswer:
         answer = self._table.call(call)
         if answer.is_late:
-            raise RuntimeError(f"A rank waited in vain for {', '.join(call.keys)}.")
+            raise RuntimeError(f"A rank timed out while it waited for {', '.join(call.keys)}.")
         return answer
 
 

@@ -145,7 +145,7 @@ _REQUESTS = [
 _WAY_IN = [
     Declared("auto_requests", "counter", "Requests for auto, by the model asked first.", (_MODEL,)),
     Declared("auto_escalations", "counter", "Unsure answers asked for again, of this model.", (_MODEL,)),
-    Declared("split_requests", "counter", "Requests for a name that stands for several models.", ("name", "model")),
+    Declared("split_requests", "counter", "Requests for a name with several models.", ("name", "model")),
     Declared(
         "fallbacks", "counter", "Requests that another model answered.", (_MODEL, "answered_by", "reason")
     ),
@@ -236,11 +236,11 @@ _CALLERS = [
     Declared("limits_refused", "counter", "Requests refused, by the limit to blame.", ("scope", "limit")),
     Declared("limits_subjects", "gauge", "Keys, workspaces and models whose use this process remembers."),
     Declared("limits_redis_up", "gauge", "Whether shared limits are decided in Redis; 0 is not.", join="min"),
-    Declared("limits_settlements_pending", "gauge", "Ended requests that Redis was not told of yet."),
+    Declared("limits_settlements_pending", "gauge", "Ended requests that were not reported to Redis yet."),
     *_each("counter", (
         ("limits_redis_errors", "Calls to Redis that failed."),
-        ("limits_local_decisions", "Decisions made locally while Redis was gone."),
-        ("limits_closed_refusals", "Requests refused because Redis was gone."),
+        ("limits_local_decisions", "Decisions made locally while Redis was away."),
+        ("limits_closed_refusals", "Requests refused because Redis was away."),
         ("limits_settlements_lost", "Settlements given up after a long outage."),
     )),
     Declared("authentication_refusals", "counter", "Callers who were not let in.", ("code",)),

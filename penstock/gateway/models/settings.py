@@ -296,7 +296,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if not weights:
                 raise ConfigError(f"models.splits.{name} names no model.")
             if name in self.aliases or name == AUTO or name in weights:
-                raise ConfigError(f"models.splits.{name} has a name that stands for something else.")
+                raise ConfigError(
+                    f"models.splits.{name} has a name that is an alias, `auto`, or one of its own models."
+                )
         for name, fallbacks in self.fallbacks.items():
             if name in fallbacks.models:
                 raise ConfigError(f"models.fallbacks.{name} names the model itself.")

@@ -282,7 +282,7 @@ class SharedSettings:
             return
         self.file.is_overruled = True
         logger.warning(
-            "the settings are those of %s; %s is not used. To bring the file in: penstock settings apply %s",
+            "the settings come from %s; %s is not used. To bring the file in: penstock settings apply %s",
             self.live.source.name,
             self.file.path,
             self.file.path,

@@ -147,7 +147,7 @@ def _check_url(url: str) -> None:
     if not _is_safe(url):
         raise ConfigError(
             f"[oidc] must name {url!r} with https://.",
-            hint="Whoever can change keys on their way here could sign tokens. Only loopback may use http://.",
+            hint="An attacker who changes keys in transit could sign tokens. Only loopback may use http://.",
         )
 
 
