@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from penstock.core.figures import parse_bytes
 from penstock.core.messages import ModelCard
 from penstock.engine.adapters import AdapterQueue, LoRAModel
 from penstock.engine.batch import BatchRows
-from penstock.engine.cache_memory import allocate_cache
+from penstock.engine.cache_memory import CacheMemory, allocate_cache
 from penstock.engine.device import choose_ops, first_gpu, leave_cores_to
 from penstock.engine.drafters.combination import GrammarDrafter
 from penstock.engine.drafters.interface import Drafter
@@ -59,8 +60,10 @@ from penstock.models.load import (
 )
 from penstock.models.mmproj import mmproj_path
 from penstock.models.model import HasLatents, Model, layer_windows, state_layers
+from penstock.models.pooling import PoolingSettings
+from penstock.models.pooling_head import Head
 from penstock.models.tokenizer import numbered_tokenizer_json
-from penstock.models.vision import VisionModel
+from penstock.models.vision import TransformersVision, VisionModel
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +133,20 @@ STAGING_BYTES = 8 << 20
 GPU_TILE_TOKENS = 128  # of cuBLAS's products
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of a model that are read from files, and the drafts that steps may verify."""
+
+    loaded: Model  # as it was read
+    model: Model  # as this rank runs it
+    pooling: PoolingSettings
+    head: Head
+    drafter: LoadedDrafter | None
+    vision: TransformersVision | None
+    verifies: bool
+    verifies_trees: bool
+
+
 def load_decoder(
     config: EngineConfig,
     model_path: Path,
@@ -137,10 +154,35 @@ def load_decoder(
     on_progress: Progress | None,
     setup: OneRank | None = None,
 ) -> Loaded:
-    mmproj_path(model_path, config.model.mmproj)  # a name that is wrong is told before weights are read
+    mmproj_path(model_path, config.model.mmproj)  # a wrong name is reported before weights are read
     setup = setup or OneRank()
     whole_ops = choose_ops(config)
     ops = setup.ops(whole_ops)
+    parts = _read_parts(config, model_path, whole_ops, ops, on_progress, setup)
+    runs_alone = (
+        ops.device.type == "cuda" and setup.is_alone
+    )  # several ranks would have to run every step together
+    with ThreadPoolExecutor(1) as helper:
+        description = helper.submit(describe, config, model_path, parts.model, ops)
+        if runs_alone:
+            _warm_up(config, parts, ops, clock)
+        memory = allocate_cache(config, parts.model, ops, parts.pooling, parts.drafter, parts.vision, setup)
+        card, compiler = description.result()
+    card = _with_parts(card, parts, memory.max_model_len)
+    result = _connect(config, parts, memory, card, compiler, whole_ops, ops, clock, setup)
+    if runs_alone:
+        report_compilations(clock)
+    return result
+
+
+def _read_parts(
+    config: EngineConfig,
+    model_path: Path,
+    whole_ops: Ops,
+    ops: Ops,
+    on_progress: Progress | None,
+    setup: OneRank,
+) -> _Parts:
     loaded = load_model(
         model_path,
         ops,
@@ -160,7 +202,6 @@ def load_decoder(
     head = load_pooling_head(
         model_path, pooling, model, whole_ops, config.model.load_format, config.model.seed
     )
-    is_cuda = ops.device.type == "cuda"
     has_states = bool(state_layers(model))
     if has_states:
         _check_states(config)
@@ -174,73 +215,76 @@ def load_decoder(
         )
     verifies = not has_states and _drafts(config)
     trees = verifies and setup.is_alone and _may_have_trees(config, loaded, whole_ops, drafter, vision)
-    with ThreadPoolExecutor(1) as helper:
-        description = helper.submit(describe, config, model_path, model, ops)
-        if is_cuda and setup.is_alone:  # ranks would have to run every step together
-            _warm_up(config, model, ops, clock, drafter, verifies=verifies, verifies_trees=trees)
-        memory = allocate_cache(config, model, ops, pooling, drafter, vision, setup)
-        card, compiler = description.result()
-    kv, sizes, layout, states = memory.kv, memory.sizes, memory.layout, memory.states
-    num_blocks, max_model_len = sizes.num_blocks, memory.max_model_len
-    card = msgspec.structs.replace(
+    return _Parts(loaded, model, pooling, head, drafter, vision, verifies, trees)
+
+
+def _with_parts(card: ModelCard, parts: _Parts, max_model_len: int) -> ModelCard:
+    """Complete the card of a model with its context, its pooling and its vision part."""
+    vision = parts.vision
+    return msgspec.structs.replace(
         card,
         max_model_len=max_model_len,
-        embedding_size=head.size,
-        pooling=pooling.pooling,
-        pooler=pooling.card,
-        generates=not pooling.only_pools,
+        embedding_size=parts.head.size,
+        pooling=parts.pooling.pooling,
+        pooler=parts.pooling.card,
+        generates=not parts.pooling.only_pools,
         vision=vision.card if vision is not None else None,
         chat_template=card.chat_template or (vision.chat_template if vision is not None else None),
     )
-    max_rows = sizes.max_num_seqs
+
+
+def _connect(
+    config: EngineConfig,
+    parts: _Parts,
+    memory: CacheMemory,
+    card: ModelCard,
+    compiler: GrammarCompiler | None,
+    whole_ops: Ops,
+    ops: Ops,
+    clock: Clock,
+    setup: OneRank,
+) -> Loaded:
+    """Connect the parts of a model and its memory to an executor."""
+    model, vision, drafter, limits = parts.model, parts.vision, parts.drafter, config.scheduler
+    kv, sizes, layout, max_model_len = memory.kv, memory.sizes, memory.layout, memory.max_model_len
+    is_cuda = ops.device.type == "cuda"
     staging = Staging(ops.device, STAGING_BYTES)
-    windows = None
-    if layout is not None:
-        step_tokens = config.scheduler.max_num_batched_tokens
-        windows = WindowRows(layout, max_rows, config.cache.block_size, step_tokens)
-    rows = BatchRows(max_rows, max_model_len, config.cache.block_size, ops.device, staging, states, windows)
+    rows = _rows(config, memory, ops, staging)
     lora = LoRAModel(
         model, whole_ops, staging, config.lora, setup.ops, setup.shapes_elsewhere(model.products)
     )
-    limits = config.scheduler
-    adapters = AdapterQueue(
-        lora, max_waiting=limits.max_queue_requests, queue_timeout_s=limits.queue_timeout_s
-    )
     copy_s = memory.host_copy_s(ops, clock)
     shared_kv = share(config, model, whole_ops, kv, clock, setup.shard) if config.kv_transfer else None
+    written_kv = kv if shared_kv is None else shared_kv.store
     records_graphs = is_cuda and setup.records_graphs and model.records_graphs
     prompt_graphs = None
     # Shared KV watches every layer, and layers with states depend on the lengths of prompts.
-    if records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None and states is None:
+    if records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None and memory.states is None:
         prompt_graphs = PromptGraphs(model, ops, kv, rows, staging, lora)
     masks = GrammarMasks(compiler.limits, clock) if compiler else None
     drafters: list[Drafter] = []
-    if (
-        masks is not None
-        and not has_states
-        and setup.shard.data_size == 1  # else the masks of most requests are on other ranks
-        and parse_speculate(config.speculate).kind in ("auto", "draft", "heads")
-    ):
+    if masks is not None and _drafts_by_grammar(config, model, setup):
         drafters.append(GrammarDrafter(masks))
-    follower, taps = None, drafter.states.taps if drafter is not None and drafter.states is not None else ()
+    follower = None
     if drafter is not None:
         follows = is_cuda and setup.is_alone
         built = drafter.build(
-            num_blocks,
+            sizes.num_blocks,
             rows,
             clock,
             card.vocab_size,
             follows_steps=follows,
-            verifies_trees=trees and isinstance(kv, MovesTokens),
+            verifies_trees=parts.verifies_trees and isinstance(kv, MovesTokens),
         )
         drafters.append(built)
         follower = built if follows else None
-    images = (
-        ImageEncoder(vision, staging, loaded.config, loaded.max_model_len) if vision is not None else None
-    )
-    sampler = setup.sampler(ops, staging, max_rows, card.vocab_size, card.eos_token_ids, config.model.seed)
-    written_kv = kv if shared_kv is None else shared_kv.store
-    head_states = drafter.states if drafter else None
+    images = None
+    if vision is not None:
+        images = ImageEncoder(vision, staging, parts.loaded.config, parts.loaded.max_model_len)
+    max_rows, seed = sizes.max_num_seqs, config.model.seed
+    sampler = setup.sampler(ops, staging, max_rows, card.vocab_size, card.eos_token_ids, seed)
+    states = drafter.states if drafter is not None else None
+    taps = states.taps if states is not None else ()
     forward = ForwardPass(
         model,
         written_kv,
@@ -251,9 +295,9 @@ def load_decoder(
         graphs=DecodeGraphs(model, kv, rows, staging, max_model_len, taps, lora) if records_graphs else None,
         prompt_graphs=prompt_graphs,
         lora=lora,
-        states=head_states,
+        states=states,
         images=images,
-        vectors=VectorMaker(head, normalizes=pooling.card.normalizes),
+        vectors=VectorMaker(parts.head, normalizes=parts.pooling.card.normalizes),
     )
     executor = ModelExecutor(
         forward,
@@ -263,16 +307,14 @@ def load_decoder(
         sampler=sampler,
         clock=clock,
         masks=masks,
-        states=head_states,
+        states=states,
         follower=follower,
     )
     setup.connect(executor, rows, compiler)
-    if is_cuda and setup.is_alone:
-        report_compilations(clock)
     return Loaded(
         executor,
         card,
-        num_blocks,
+        sizes.num_blocks,
         num_host_blocks=memory.num_host_blocks,
         block_copy_s=copy_s,
         tile_tokens=GPU_TILE_TOKENS if is_cuda else 1,
@@ -286,17 +328,35 @@ def load_decoder(
         masks_late=setup.is_alone,  # other ranks would have to wait with their part of the sampling
         # A drafter with a model follows the positions of steps itself, and drafts while the host plans.
         starts_late=setup.is_alone and drafter is None,
-        adapters=adapters,
-        images=ImageQueue(images, max_waiting=config.scheduler.max_queue_requests) if images else None,
+        adapters=AdapterQueue(
+            lora, max_waiting=limits.max_queue_requests, queue_timeout_s=limits.queue_timeout_s
+        ),
+        images=ImageQueue(images, max_waiting=limits.max_queue_requests) if images else None,
         image_cache_tokens=_image_cache_tokens(config, vision),
         shared_kv=shared_kv,
         drafters=tuple(drafters),
         states=sizes.states,
         kv=kv,
-        kv_facts=kv_facts(config, card, loaded, ops, kv),
+        kv_facts=kv_facts(config, card, parts.loaded, ops, kv),
         windows=sizes.windows,
         max_num_seqs=max_rows,
         gpu_memory=partial(torch.cuda.mem_get_info, ops.device) if is_cuda else None,
+    )
+
+
+def _rows(config: EngineConfig, memory: CacheMemory, ops: Ops, staging: Staging) -> BatchRows:
+    max_rows, block_size = memory.sizes.max_num_seqs, config.cache.block_size
+    windows = None
+    if memory.layout is not None:
+        windows = WindowRows(memory.layout, max_rows, block_size, config.scheduler.max_num_batched_tokens)
+    return BatchRows(max_rows, memory.max_model_len, block_size, ops.device, staging, memory.states, windows)
+
+
+def _drafts_by_grammar(config: EngineConfig, model: Model, setup: OneRank) -> bool:
+    return (
+        not state_layers(model)
+        and setup.shard.data_size == 1  # else the masks of most requests are on other ranks
+        and parse_speculate(config.speculate).kind in ("auto", "draft", "heads")
     )
 
 
@@ -343,32 +403,23 @@ def _may_have_trees(
     )
 
 
-def _warm_up(
-    config: EngineConfig,
-    model: Model,
-    ops: Ops,
-    clock: Clock,
-    drafter: LoadedDrafter | None,
-    *,
-    verifies: bool,
-    verifies_trees: bool,
-) -> None:
+def _warm_up(config: EngineConfig, parts: _Parts, ops: Ops, clock: Clock) -> None:
     """Compile kernels in parallel, before the measurement of memory, which would compile them one after the other."""
     started_s = clock.now()
-    limits, block_size = config.scheduler, config.cache.block_size
+    limits, block_size, drafter = config.scheduler, config.cache.block_size, parts.drafter
 
     def launch_drafter() -> None:
         if drafter is not None:
-            drafter.launch_all(block_size, verifies_trees=verifies_trees)
+            drafter.launch_all(block_size, verifies_trees=parts.verifies_trees)
 
     warm_up(
-        model,
+        parts.model,
         ops,
         block_size=block_size,
         max_rows=limits.max_num_seqs,
         max_tokens=limits.max_num_batched_tokens,
-        verifies=verifies,
-        verifies_trees=verifies_trees,
+        verifies=parts.verifies,
+        verifies_trees=parts.verifies_trees,
         launch_drafter=launch_drafter,
     )
     torch.cuda.empty_cache()
