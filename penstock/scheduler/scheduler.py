@@ -144,7 +144,8 @@ class Scheduler(RequestLifecycle):
             (work, drafted), lacks_blocks = late, False
         else:
             work, lacks_blocks = self._preemption.make_room(max_tokens, self._queue.first(), now)
-            drafted = self._speculation.choose(work, NO_DRAFTS if lacks_blocks else drafts)
+            drafts = NO_DRAFTS if lacks_blocks else drafts
+            drafted = self._speculation.choose(work, drafts, self._num_prompt_tokens(work) if drafts else 0)
         step = StepBuilder(
             max_tokens, self._predictor, self._itl_target_s, self._tile_tokens, self.cache.block_size
         )
@@ -175,6 +176,14 @@ class Scheduler(RequestLifecycle):
             tuple(step.encodings),
             self._images.take_dropped(),
         )
+
+    def _num_prompt_tokens(self, work: Work) -> int:
+        """Count the prompt tokens that the next step could compute: of running requests and of the one that is
+        admitted next."""
+        num_tokens = sum(sequence.num_known - sequence.num_computed for sequence in work.prefills)
+        if len(self._running) < self._config.max_num_seqs and (first := self._queue.first()) is not None:
+            num_tokens += first.num_known
+        return num_tokens
 
     def _plan_late(self, max_tokens: int) -> tuple[Work, dict[int, Drafted]] | None:
         """Return the work of a step that is planned while drafts are in flight, and its drafts; None if it is better,

@@ -154,17 +154,21 @@ class Speculation:
                 wanted[sequence.request_id] = min(num_steps * (1 + room) - 1, longest)
         return wanted
 
-    def choose(self, work: Work, drafts: Mapping[str, Draft]) -> dict[int, Drafted]:
+    def choose(
+        self, work: Work, drafts: Mapping[str, Draft], num_prompt_tokens: int = 0
+    ) -> dict[int, Drafted]:
         """Return the drafts that decodes verify in this step, by the number of their request. Requests that need more
-        slots for them join `work.growing`."""
+        slots for them join `work.growing`. Prompts, of which the step could compute `num_prompt_tokens`, get at least
+        half of the tokens that decodes leave: drafts that are always right would keep prompts waiting forever."""
         self._note_load(len(self._running))
         if not self._max_draft_tokens:
             return {}
-        drafted = {} if self._plain_steps.is_due(len(work.decodes)) else self._choose(work, drafts)
+        is_plain = self._plain_steps.is_due(len(work.decodes))
+        drafted = {} if is_plain else self._choose(work, drafts, num_prompt_tokens)
         self._plain_steps.planned(len(work.decodes), with_drafts=bool(drafted))
         return drafted
 
-    def _choose(self, work: Work, drafts: Mapping[str, Draft]) -> dict[int, Drafted]:
+    def _choose(self, work: Work, drafts: Mapping[str, Draft], num_prompt_tokens: int) -> dict[int, Drafted]:
         offers, is_trial = [], self._is_trial_due
         for sequence in work.decodes if drafts else ():
             draft = drafts.get(sequence.request_id)
@@ -172,6 +176,7 @@ class Speculation:
             if draft is not None and draft.token_ids and room > 0 and not sequence.num_in_flight:
                 offers.append(_Offer(sequence, draft, room))
         max_tokens = self._max_step_tokens - len(work.decodes)
+        max_tokens -= min(num_prompt_tokens, -(-max_tokens // 2))
         drafted = self._fitted(offers, self._lengths(offers, _load_of(work), max_tokens), work)
         for offer in offers:
             if offer.sequence.number not in drafted and not is_trial:

@@ -109,6 +109,22 @@ def test_under_load_only_drafts_that_are_nearly_always_right_are_taken() -> None
     assert lengths[0.5] < 0.2
 
 
+def test_drafts_leave_room_for_prompts_that_wait() -> None:
+    """Drafts that are always right would fill every step until the answers end."""
+    driver = drafting_driver(
+        max_draft_tokens=12, max_model_len=1000, num_blocks=300, block_size=16, max_num_batched_tokens=16
+    )
+    set_step_cost(driver, 0.010, 0.0)
+    for number in range(3):
+        driver.add(make_request(f"busy{number}", 5, 900, tenant="busy"))
+    for _ in range(20):
+        driver.step()
+    driver.add(make_request("new", 40, 5, tenant="other"))
+    plans = [plan for _ in range(10) if (plan := driver.step()) is not None]
+    assert driver.answers["new"]
+    assert any(chunk.drafts for plan in plans[:5] for chunk in plan.chunks), "drafts go on meanwhile"
+
+
 def test_longer_drafts_where_rows_are_cheap() -> None:
     lengths = {}
     for per_draft_s in (0.0001, 0.004):
