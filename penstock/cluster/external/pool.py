@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from penstock.cluster.external.circuits import ServerCircuits
 from penstock.cluster.external.relay import Relay
 from penstock.cluster.external.server import ExternalServer, OnChunks, ServerDown, ServerLoad
@@ -26,7 +28,7 @@ from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import EngineStats
 from penstock.dispatch.health import BreakerConfig, Circuit, CircuitBreaker
-from penstock.dispatch.requests import Failure, RetryConfig, RetryPolicy
+from penstock.dispatch.requests import Failure, RetryBudget, RetryConfig, RetryDecision, RetryPolicy
 from penstock.router import PrefixAware, Replica, ReplicaState, Router, RoutingRequest, hash_text
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ BLOCK_TOKENS = 16
 # for our own engines. Queues are estimated here, because servers do not report when the prompt of a whole answer is
 # computed. A copy may evict another prefix from a cache whose contents are unknown.
 RECOMPUTE_WEIGHT = 4.0
+# Twice of what one workspace may use up in a burst.
+RETRIES = RetryConfig(max_budget=200.0)
+MAX_BUDGETS = 1024
 _NONE: frozenset[str] = frozenset()
 
 
@@ -89,8 +94,11 @@ class ExternalPool:
         ] = {}  # by URL: the models that its servers listed last
         self._router = router or Router(PrefixAware(RECOMPUTE_WEIGHT))
         self._clock = clock or SystemClock()
-        self._retries = RetryPolicy(retries or RetryConfig())
+        retries = retries or RETRIES
+        self._retries = RetryPolicy(retries)
         self._budget = self._retries.first_budget(self._clock.now())
+        self._own_retries = RetryPolicy(msgspec.structs.replace(retries, max_budget=retries.max_budget / 2.0))
+        self._own_budgets: dict[str, RetryBudget] = {}  # of workspaces that have used some of theirs
         self._chance = random.Random()
         self._replicas: tuple[Replica, ...] = ()
         self._models: Mapping[str, int | None] = {}
@@ -187,6 +195,8 @@ class ExternalPool:
         now = self._clock.now()
         deadline_s = None if call.timeout_s is None else now + call.timeout_s
         self._budget = self._retries.attempted(self._budget, now)
+        if (own := self._own_budgets.get(call.tenant)) is not None:
+            self._own_budgets[call.tenant] = self._own_retries.attempted(own, now)
         failed: set[str] = set()
         attempts = 0
         relay = Relay(call, on_chunks, partial(self.note_first_token, call))
@@ -205,7 +215,7 @@ class ExternalPool:
                     can_continue=relay.can_continue and not relay.has_ended,
                     deadline_s=deadline_s,
                 )
-                decision, self._budget = self._retries.decide(failure, self._budget, self._clock.now())
+                decision = self._decide(failure, call.tenant)
                 has_others = self._usable(call, failed, continues=relay.has_begun)
                 if not decision.is_retry or not has_others:
                     raise refused.error from refused
@@ -215,6 +225,19 @@ class ExternalPool:
                     self.num_continued += 1
             self.num_retries += 1
             await asyncio.sleep(decision.pause_s)
+
+    def _decide(self, failure: Failure, tenant: str) -> RetryDecision:
+        """Decide whether a request is sent again. Each workspace has a budget beside that of all, so that the
+        failures of one leave the others their retries."""
+        now = self._clock.now()
+        own = self._own_budgets.pop(tenant, None) or self._own_retries.first_budget(now)
+        decision, own = self._own_retries.decide(failure, own, now)
+        if len(self._own_budgets) >= MAX_BUDGETS:  # the one that was used longest ago has filled up most
+            del self._own_budgets[next(iter(self._own_budgets))]
+        self._own_budgets[tenant] = own
+        if decision.is_retry:
+            decision, self._budget = self._retries.decide(failure, self._budget, now)
+        return decision
 
     def note_first_token(self, call: ExternalCall) -> None:
         self._router.first_token(call.id, self._clock.now())

@@ -31,6 +31,7 @@ from penstock.core.errors import (
 )
 from penstock.core.request import Tier
 from penstock.dispatch.health import BreakerConfig, Circuit
+from penstock.dispatch.requests import RetryConfig
 from penstock.router import ReplicaState, Router
 from penstock.router.policies import RoundRobin
 from tests.cluster.engines import until
@@ -442,6 +443,25 @@ async def test_a_workspace_whose_requests_end_the_server_is_left_out_when_the_se
         listener.close()
         await pool.close()
     assert num_ends == 2
+
+
+async def test_one_workspace_does_not_use_up_the_retries_of_all() -> None:
+    failing, whole = OpenAIServer(), OpenAIServer()
+    failing.script = lambda body: fails(500)
+    retries = RetryConfig(max_budget=10.0, budget_ratio=0.0, budget_per_s=0.0, first_pause_s=0.0)
+    clock = VirtualClock()
+    async with pool_of(failing, whole, retries=retries, clock=clock) as pool:
+        num_refused = 0
+        for number in range(40):
+            try:
+                await ask(pool, call(number, f"prompt {number}", tenant="theirs"))
+            except EngineUnavailable:
+                num_refused += 1
+        assert pool.num_retries == 5, "half of all"
+        assert num_refused
+        for number in range(8):
+            assert await ask(pool, call(100 + number, f"prompt {number}", tenant="others")) == "Hello"
+        assert pool.num_retries > 5
 
 
 async def test_without_any_server_that_is_well_nothing_is_asked() -> None:
