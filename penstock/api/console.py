@@ -2,8 +2,8 @@
 everything that they show comes from the APIs, with the key of the person who looks.
 
 The key travels in a header that the console's script sets, never in a cookie, so no other site's page can make a
-browser use it. The content security policy allows scripts and styles from these files alone, and no text that is
-turned into markup, so that text from a model or a tenant cannot become a script that reads the key.
+browser use it. The content security policy allows scripts and styles only from these files, and forbids turning text
+into markup. Text from a model or a tenant therefore cannot become a script that reads the key.
 
 A sign-in at an identity provider comes back to /console with a code, which the page exchanges for a token at
 /console/sign-in. Only a page that began the sign-in has the code's verifier, so this path needs no key either.

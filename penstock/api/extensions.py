@@ -1,6 +1,6 @@
-"""Request fields beyond the providers' own APIs, with vLLM's names, which all dialects take; and fields that are
-refused: those of other servers that change an answer, and those that another API of this server has. They are
-refused by name, because an ignored field is a broken promise."""
+"""Request fields beyond the APIs of the providers. All dialects take fields with vLLM's names. Fields of other
+servers that change an answer are refused, and so are fields of another API of this server. They are refused by name,
+because an ignored field is a broken promise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The messages between gateways and the control plane, JSON lines over a private socket, and sums of the gateways'
-reports; and the connection of gateways of a shared fleet to the leader: questions and answers over TCP, encrypted
-(CURVE), for holders of the join token.
+"""The messages between gateways and the control plane, and sums of the gateways' reports. In one server, messages are
+JSON lines over a private socket. In a shared fleet, gateways ask the leader over TCP, encrypted (CURVE), with the
+join token.
 
 A gateway reports what happened since its last report and gets the directive in return. The control plane adds the
 reports up; a gateway that restarts only reports less. Time is an argument.

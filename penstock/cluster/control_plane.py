@@ -135,9 +135,9 @@ class ControlPlane:
     ) -> None:
         """With `ownership`, other servers share the database, and one of them carries out releases.
 
-        In a shared fleet, `first_directive` is greater than the numbers of earlier leaders, `publish` gets every
-        new directive, `operate` carries out orders about hosts, `described` adds hosts to the view, and
-        `is_looking` says whether enough is known for decisions."""
+        In a shared fleet, `first_directive` is greater than the numbers of earlier leaders. `publish` gets every new
+        directive, `operate` carries out orders about hosts, and `described` adds hosts to the view. `is_looking` is
+        true until enough is known for decisions."""
         self._manager = manager
         self._base_revisions = {spec.model: spec.revision for spec, _ in pools}
         self._store = store

@@ -58,10 +58,10 @@ RECONNECT_S = 1.0
 
 
 class Reachability:
-    """Tells which replicas of a shared fleet one gateway cannot reach, though their hosts report them as ready: a
-    supervisor watches the processes of its own machine, not the network to that machine. A replica whose connection
-    was cut, or that sends no heartbeat for too long, counts as unhealthy for a moment. Its requests continue
-    elsewhere, and then the gateway connects to the replica again.
+    """Finds the replicas of a shared fleet that one gateway cannot reach, though their hosts report them as ready. A
+    supervisor watches the processes of its own machine, and not the network to that machine. A replica whose
+    connection was cut, or that sends no heartbeat for too long, counts as unhealthy for a moment. Its requests
+    continue elsewhere, and then the gateway connects to the replica again.
 
     `on_change` is called when `seen_from_here` would give another result.
     """

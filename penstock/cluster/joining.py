@@ -2,7 +2,7 @@
 
 Machines trust each other by the join token, which signs the records of hosts. While tokens are changed, every machine
 can verify the records of all others, because no machine uses a token that another does not have yet. A process that
-can verify no record at all therefore has a wrong token: it would serve nobody, or be served by nobody.
+can verify no record at all therefore has a wrong token, and could neither serve nor be served.
 """
 
 from __future__ import annotations

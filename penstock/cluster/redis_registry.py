@@ -176,8 +176,8 @@ def _longest_ms() -> int:
 
 @contextlib.contextmanager
 def _registry_errors() -> Iterator[None]:
-    """Raise errors of Redis as those of a registry, and a cancellation that the client has swallowed: it sends with
-    `asyncio.wait_for`, which in Python 3.11 drops a cancellation that comes as the sending ends."""
+    """Raise errors of Redis as errors of a registry, and raise a cancellation that the Redis client has swallowed:
+    its `asyncio.wait_for` drops a cancellation that comes as the sending ends, in Python 3.11."""
     task = asyncio.current_task()
     cancelled_before = 0 if task is None else task.cancelling()
     try:

@@ -7,8 +7,8 @@ server continues where it was and gathers the evidence of that stage again.
 `ReleaseOwner` lets one of several servers that share a database carry out its releases: the server that holds a
 lease. A server asks for the lease while a release needs an owner, and renews it while its own release runs. When the
 owner dies, another server with the same settings continues with the release after the lease has ended. While the
-database is away the owner continues, because a bad candidate must not stay in service; if another server has owned
-the releases meanwhile, the store refuses what the earlier owner writes, and the earlier owner gives them up.
+database is away, the owner continues, because a bad candidate must not stay in service. If another server has taken
+over the releases meanwhile, the store refuses the writes of the earlier owner, and the earlier owner gives up.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ReleaseOwner:
         self._num_starting = 0
 
     async def begin(self) -> None:
-        """Show the releases that are over, and continue with an unfinished one if nobody else does."""
+        """Show the releases that are over, and continue with an unfinished one if no other server does."""
         over = [record for record in await self._store.load() if record.state.is_over]
         await self._releases.resume(over, dict(self._base_revisions))
         await self._look_quietly()
@@ -280,7 +280,7 @@ class ReleaseRun(StagedRun[ReleaseRecord]):
                 await self._start_missing(self.record.candidate, counts)
                 return True
             except (StoreUnavailable, Superseded):
-                raise  # says nothing about the candidate: nobody could be told to start it
+                raise  # says nothing about the candidate, which could not be started
             except PenstockError as error:
                 if counts == fewest:
                     reason = f"it cannot be started: {error.message}"

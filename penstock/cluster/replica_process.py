@@ -63,10 +63,10 @@ def ask_for_stacks(pid: int | None) -> None:
 class FreezeDetector:
     """Decides how long an engine may send nothing before it counts as frozen. Heartbeats and time are passed in.
 
-    An engine sends no heartbeat during a step, and on a slow device the largest step may take long: the patience
-    grows with the time that the largest step would take at the measured speed. A process that uses its processor is
-    not frozen but held up, for example by other processes on the same cores: its silence counts a tenth, so that an
-    engine in an endless loop is noticed too."""
+    An engine sends no heartbeat during a step, and on a slow device the largest step may take long. The allowed
+    silence therefore grows with the time of the largest step at the measured speed. A process that uses its processor
+    is slow but not frozen, for example because other processes share its cores. Its silence counts one tenth, so that
+    an engine in an endless loop is noticed too."""
 
     def __init__(self, timeout_s: float, max_step_tokens: int) -> None:
         self._timeout_s = timeout_s

@@ -1,8 +1,8 @@
 """Runs the engine process: messages in, steps, messages out. Run as `python -m penstock.cluster.worker`.
 
-The only module of this room that imports the engine. One thread does everything: it drains its inbox between steps,
-so a request or an abort takes effect at the next step, and sends one message per step to each gateway, or one per
-millisecond where steps are shorter.
+The only module of this room that imports the engine. One thread does everything. It reads its inbox between steps, so
+a request or an abort takes effect at the next step. It sends one message per step to each gateway, or one per
+millisecond if steps are shorter.
 """
 
 from __future__ import annotations

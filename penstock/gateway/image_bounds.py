@@ -1,7 +1,7 @@
-"""Counts the parts of an image file, which decoders work for however small they are.
+"""Counts the parts of an image file. Decoders work for every part, however small.
 
-A scan of a progressive JPEG of 60 bytes costs as much as a pass over all of its pixels, and a text of 1 kB in a PNG
-becomes 1 MB: a file of a few megabytes could keep a thread busy for minutes or hours.
+A scan of 60 bytes in a progressive JPEG costs as much as a pass over all pixels, and a text of 1 kB in a PNG becomes
+1 MB. A file of a few megabytes could therefore keep a thread busy for minutes or hours.
 """
 
 from __future__ import annotations

@@ -323,8 +323,8 @@ def forbid_reference(logits: Tensor, rows: Sequence[int], words: Tensor) -> None
 
 def forbid(logits: Tensor, rows: Sequence[int], words: NDArray[np.int32]) -> None:
     """Do the same with words from host memory. A device gets the packed words, which are 32 times smaller than its
-    logits; a CPU unpacks bytes in one pass, without torch, whose threads would contend with those of the model's
-    kernels."""
+    logits. A CPU unpacks bytes in one pass, without torch, because torch's threads would compete with the threads of
+    the model's kernels."""
     if logits.device.type != "cpu":
         forbid_reference(logits, rows, torch.from_numpy(words).to(logits.device, non_blocking=True))
         return

@@ -1,8 +1,8 @@
 """Reads the structure of a GGUF file: metadata, and the place of each tensor. Imports no torch or numpy.
 
 The file is mapped, not read; a string is decoded only when metadata needs it. Every count and length is checked
-against what is left of the file before anything is allocated, so that a damaged file gives a ModelLoadError and
-never a crash or a giant allocation. Does not know what the metadata or the tensors mean.
+against the rest of the file before memory is allocated. A damaged file therefore gives a ModelLoadError, and never a
+crash or a giant allocation. Does not know what the metadata or the tensors mean.
 """
 
 from __future__ import annotations

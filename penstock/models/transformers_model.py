@@ -1,7 +1,7 @@
 """Serves a decoder by the code of the transformers library, with Penstock's paged attention and products.
 
-The modules run as transformers wrote them, except three kinds: attention goes through `Ops.attend` and the KV store,
-linear layers through `Ops.linear` (so quantized weights and LoRA work), and the embedding through `Ops.embed`. All
+The modules run as transformers wrote them, with three exceptions: attention uses `Ops.attend` and the KV store,
+linear layers use `Ops.linear` (so that quantized weights and LoRA work), and the embedding uses `Ops.embed`. All
 tokens of a step are one row of token ids with their own positions; only attention knows which request a token belongs
 to. A model whose layers mix tokens in any other way is found out at load (transformers_probe.py) and refused.
 """

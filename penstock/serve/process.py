@@ -99,8 +99,8 @@ def settle_memory() -> None:
 
 def return_large_buffers() -> None:
     """Let the C library return the memory of large buffers, such as bodies of requests, when they are freed. By
-    default glibc raises the size from which it maps buffers to 32 MiB, as soon as such buffers are freed; later
-    buffers then leave holes in the heaps of threads, which stay with the process. Does nothing on other C
+    default, glibc raises the size from which it maps buffers to 32 MiB, as soon as such buffers are freed. Later
+    buffers then leave holes in the heaps of threads, and the process keeps that memory. Does nothing on other C
     libraries."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,6 +1,6 @@
-"""Endpoints for operators and tools: health, version, metrics, tokenization; /v1/models, every name that the caller
-may ask for, in the shapes of both APIs; and /admin/adapters, LoRA adapters while a server runs, also under the names
-that vLLM has for them.
+"""Endpoints for operators and tools: health, version, metrics, tokenization; /v1/models, with every name that the
+caller may use, in the shapes of both APIs; and /admin/adapters for LoRA adapters of a running server, also under
+vLLM's names.
 
 The middleware has checked that a caller of /admin/adapters has the scope `admin`.
 """

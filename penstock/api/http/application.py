@@ -116,8 +116,8 @@ async def answer_unknown_path(scope: Scope, receive: Receive, send: Send) -> Non
 
 
 class FastPath:
-    """Calls the endpoint of a POST to a fixed path, such as every request for tokens, directly: the router would try
-    one pattern after the other, and the layers around it cost as much again. The rest goes on to `app`."""
+    """Calls the endpoint of a POST to a fixed path directly, as for every request for tokens. The router would try
+    one pattern after the other, and the layers around the router cost as much again. The rest goes on to `app`."""
 
     def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
         self._app = app

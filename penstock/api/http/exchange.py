@@ -38,9 +38,9 @@ _UNWATCHED: Any = _Unwatched()
 
 class Exchange(RequestResponseCycle):
     """A cycle whose application writes the names of headers in lower case, and leaves the framing of bodies to the
-    server. Not for HEAD, nor for statuses without a body. The head leaves with the first piece of the body, in one
+    server. Not for HEAD, nor for statuses without a body. The head is sent with the first piece of the body, in one
     packet: a second packet would double the cost of a short answer. uvicorn's own cycle matches patterns against
-    every header of every answer, which costs as much as the look-up of the caller's key and limits together.
+    every header of every answer. That costs as much as the look-up of the caller's key and limits together.
 
     `whole_body` is the body of a request that has arrived whole."""
 

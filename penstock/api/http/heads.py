@@ -1,7 +1,7 @@
 """Heads of requests: their checks while they arrive, and heads that a connection sends again.
 
-An ambiguous head is refused: a proxy in front of the server might read the head in another way, and disagree with the
-server on who sends a request, or on where the request ends (RFC 9112).
+An ambiguous head is refused. A proxy in front of the server might read the head in another way, and see another
+sender or another end of the request (RFC 9112).
 """
 
 from __future__ import annotations

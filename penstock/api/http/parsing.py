@@ -274,8 +274,8 @@ def _decoder_and_fields(shape: type[Shape]) -> tuple[msgspec.json.Decoder[Shape]
 
 
 class BodyDecoder(Generic[Shape]):
-    """Decodes one shape. Unknown fields are ignored, as OpenAI does, with two exceptions, because ignoring them would
-    silently change what is sampled: a field that looks like a misspelt `guarded_fields` name, and a field that
+    """Decodes one shape. Unknown fields are ignored, as OpenAI does. Two kinds are refused, because ignoring them
+    would silently change the samples: a field that looks like a misspelt `guarded_fields` name, and a field that
     `check_unknown(name, value)` refuses. `values_factor` raises the bounds of `check_num_values`."""
 
     def __init__(

@@ -1,8 +1,8 @@
 """/v1/completions, with its `echo` option, and /v1/chat/completions: decode, submit, answer, and the chunks of
 streams.
 
-A stream writes tens of thousands of chunks a second that differ in a few characters, so everything that does not
-change between the chunks of a request is encoded once, and a chunk is put together from bytes.
+Streams write tens of thousands of chunks a second that differ in a few characters. The constant part of the chunks of
+a request is therefore encoded once, and a chunk is composed of bytes.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A server that cannot be connected to is left alone by all (one circuit breaker).
 request's own: a prompt can make a server answer 500, hang or crash. Such failures count for the workspace that sent
 the request, which has a circuit breaker of its own at the server. So no workspace can close a server to another.
 
-When workspaces fail one after the other, and none is served in between, the server fails: from the third on, every
-other workspace begins as after a pause, with a request or two at a time.
+When several workspaces fail and none is served in between, the server itself fails. From the third such workspace on,
+every other workspace begins as after a pause, with one or two requests at a time.
 """
 
 from __future__ import annotations

@@ -296,7 +296,7 @@ class Answer(asyncio.Protocol):
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
             raise ValueError("too many headers")
-        if self._is_head_complete:  # a trailer, which nobody asked for
+        if self._is_head_complete:  # a trailer, which is ignored
             return
         name = name.lower()
         self.headers[name] = self.headers[name] + b", " + value if name in self.headers else value

@@ -1,5 +1,5 @@
-"""Finds the servers behind a name: by `discover`, each address that the name has in the DNS, each target of its SRV
-records, or each ready endpoint of a service of Kubernetes is a server of its own.
+"""Finds the servers behind a name. Depending on `discover`, a server is an address of the name in the DNS, a target
+of its SRV records, or a ready endpoint of a Kubernetes service.
 
 A headless service of Kubernetes is a name in the DNS, too: its addresses are those of the pods that are ready. Knows
 no pool.

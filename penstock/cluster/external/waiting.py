@@ -45,7 +45,7 @@ class WaitingCalls:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nobody waits. False also while calls that gave up are still on the list."""
+        """Return whether no call waits. False also while calls that gave up are still on the list."""
         return not self._heap
 
     @property

@@ -84,9 +84,9 @@ class UsageTotal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def insert_rows(connection: Connection, rows: Sequence[UsageRow]) -> int:
-    """Write the rows that are not there yet, and return how many those were. A batch runs a line that was cut off
-    again under its id: the figures of the later attempt are then added to those of the earlier ones, until an attempt
-    is completed. The start times tell a later attempt from an earlier row that is written once more."""
+    """Write the rows that are not there yet, and return how many those were. A batch runs an interrupted line again
+    under the same id. The figures of the later attempt are added to the figures of earlier ones, until an attempt is
+    completed. The start times tell a later attempt from an earlier row that is written once more."""
     return sum(_insert_once(connection, group) for group in _groups(rows))
 
 

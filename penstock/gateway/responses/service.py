@@ -1,7 +1,7 @@
 """Stored and background responses: submits a request, records what comes of it, and finds it again.
 
-This module knows no wire format: a `ResponseBuilder` turns the deltas of an answer into a body in the shape of its
-API, and a `ResponseFormat` changes a stored body that this process did not build.
+This module knows no wire format. A `ResponseBuilder` turns the deltas of an answer into a body in the shape of its
+API. A `ResponseFormat` changes a stored body that this process did not build.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ client knows whether another sample would do. Last, if the operator wants that, 
 `SemanticCache` holds answers to questions that were asked before in other words. It is off unless the operator turns
 it on.
 
-Two requests are similar if everything but the text of the last turn is the same, down to the model and the sampling,
-and the vectors of the two texts point in nearly the same direction. Similar is not the same: an answer may be wrong
-for a question that differs in one number. Entries are private to a workspace, in memory, and bounded in bytes and in
+Two requests are similar if they differ only in the text of the last turn, and if the vectors of the two texts point
+in nearly the same direction. Model and sampling must be the same. Similar is not the same: an answer may be wrong for
+a question that differs in one number. Entries are private to a workspace, in memory, and bounded in bytes and in
 time. Knows no embedding model: a function makes the vectors.
 """
 

@@ -1,8 +1,8 @@
 """Defines what encoders share: texts packed end to end without padding, attention in which every token attends to its
 whole text, and rotation by position. Knows no architecture by name and no scheduler.
 
-All matrix products go through `Ops`, whose rows do not depend on each other, and the rest is computed row by row or
-text by text: a vector does not depend on the other texts of its batch. Weights and activations are float32.
+All matrix products use `Ops`, whose rows do not depend on each other. The rest is computed row by row or text by
+text. A vector therefore does not depend on the other texts of its batch. Weights and activations are float32.
 """
 
 from __future__ import annotations
