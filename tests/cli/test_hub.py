@@ -204,7 +204,7 @@ def test_an_interrupted_command_leaves_nothing_and_no_process(
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == exit_code, errors

@@ -17,7 +17,7 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import CacheBreakpoint, Request, SamplingParams
 from tests.cluster.engines import EngineProcess, engine_process
 
-WAIT_S = 60
+WAIT_S = 240
 PROMPT = tuple(range(70))  # four blocks of 16, and some
 
 

@@ -29,7 +29,7 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
 from penstock.engine.echo import echo_card
 
-WAIT_S = 60
+WAIT_S = 240
 CODEC = Codec()
 READY = EngineReady(
     echo_card("echo", 1024), num_kv_blocks=8, block_size=16, max_num_seqs=8, max_output_tokens=1024

@@ -79,14 +79,14 @@ def test_all_workers_answer_and_their_metrics_add_up(lasting_server: RunningServ
         names = ("penstock_generation_tokens_total", "penstock_time_to_first_token_seconds_count")
         return {(metric(page, names[0]), metric(page, names[1])) for page in pages}
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while (found := figures()) != {(60 * 8, 60)}:  # a page leaves out a worker that is slow to answer
         assert time.monotonic() < deadline, found
 
 
 def test_connections_that_come_at_once_are_spread_over_the_workers(lasting_server: RunningServer) -> None:
     """One worker would take all of them, each time. On a busy machine, it does so while the others do not run."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (sum(held := held_connections(lasting_server)) >= 32 and min(held) >= 8):
         assert time.monotonic() < deadline, held
 
@@ -128,7 +128,7 @@ def test_a_killed_worker_comes_back_and_the_others_serve_on(lasting_server: Runn
     victim.kill()
     victim.wait(timeout=60)
     assert asyncio.run(ask_often(server.url, 20)) == [200] * 20
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(children(server, "penstock.serve.api_worker")) < NUM_WORKERS and time.monotonic() < deadline:
         time.sleep(0.1)
     assert len(children(server, "penstock.serve.api_worker")) == NUM_WORKERS
@@ -161,8 +161,8 @@ class OpenStream:
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
-    """Within a minute. A zombie counts as gone: its new parent may reap it later."""
-    deadline = time.monotonic() + 60
+    """Within four minutes. A zombie counts as gone: its new parent may reap it later."""
+    deadline = time.monotonic() + 240
     while not all(map(is_gone, processes)):
         if time.monotonic() > deadline:
             return False
@@ -182,7 +182,7 @@ def test_everybody_leaves_when_the_parent_is_killed_in_mid_stream(server: Runnin
     family = psutil.Process(server.process.pid).children(recursive=True)
     assert len(family) >= NUM_WORKERS + 1
     server.process.kill()
-    server.process.wait(timeout=60)
+    server.process.wait(timeout=240)
     for stream in streams:
         stream.read_to_end()
     assert all_gone(family)
@@ -195,7 +195,7 @@ def test_a_second_sigterm_cuts_answers_short(server: RunningServer) -> None:
     server.wait_for_log("draining")
     server.process.send_signal(signal.SIGTERM)
     stream.read_to_end()
-    assert server.process.wait(timeout=60) == 0
+    assert server.process.wait(timeout=240) == 0
     assert all_gone(family)
 
 
@@ -222,5 +222,5 @@ def test_sigterm_lets_answers_finish_and_waits_for_no_body(server: RunningServer
             next(lines)
             os.kill(server.process.pid, signal.SIGTERM)
             assert "data: [DONE]" in list(lines)
-        assert server.process.wait(timeout=60) == 0
+        assert server.process.wait(timeout=240) == 0
         dripping.join()

@@ -15,7 +15,7 @@ import pytest
 
 from .conftest import PENSTOCK, RunningServer, start_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WAIT_S = 240.0
 BODY = {"prompt": "hello", "max_tokens": 8, "ignore_eos": True, "temperature": 0}

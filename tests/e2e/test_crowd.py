@@ -118,6 +118,6 @@ def test_open_sockets_do_not_hold_up_the_end(tmp_path: Path) -> None:
             for socket in (busy, idle):
                 with pytest.raises(ConnectionClosed, match="1012"):
                     socket.recv(timeout=60)
-        assert server.process.wait(timeout=60) == 0
+        assert server.process.wait(timeout=240) == 0
     finally:
         server.process.kill()

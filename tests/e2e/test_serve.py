@@ -35,7 +35,7 @@ def metric(server: RunningServer, name: str) -> float:
 
 def wait_until_none(server: RunningServer, *names: str) -> None:
     """Until these metrics are 0; the engine reports ten times a second."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while any((values := {name: metric(server, name) for name in names}).values()):
         assert time.monotonic() < deadline, values
         time.sleep(0.1)
@@ -183,4 +183,4 @@ def test_sigterm_drains_running_streams(default_model: str, mortal_server: Runni
         assert int(refused.headers["retry-after"]) >= 1
         rest = list(lines)
     assert "data: [DONE]" in rest
-    assert server.process.wait(timeout=60) == 0
+    assert server.process.wait(timeout=240) == 0

@@ -71,7 +71,7 @@ async def load_until_killed(server: RunningServer, received: Received) -> None:
             received.cut.add(response.headers["x-request-id"])
             os.kill(server.process.pid, signal.SIGKILL)
         await asyncio.gather(*clients)
-    server.process.wait(timeout=60)
+    server.process.wait(timeout=240)
 
 
 def ledger_rows(data_dir: Path) -> dict[str, Any]:

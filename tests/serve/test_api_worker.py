@@ -15,7 +15,7 @@ from penstock.serve.api_workers import Begin, Drain, encode_line
 
 pytestmark = pytest.mark.slow  # two processes that import everything
 
-WAIT_S = 60
+WAIT_S = 240
 # A worker that prints when it has taken its standard output.
 PRINTING = """
 import sys

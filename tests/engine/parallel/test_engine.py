@@ -315,7 +315,7 @@ def step_for_a_while(engine: Engine) -> None:
 
 
 def _wait_for(condition: Any) -> None:
-    gives_up = time.monotonic() + 60
+    gives_up = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < gives_up, "it never came true"
         time.sleep(0.02)

@@ -31,7 +31,7 @@ from penstock.engine.parallel.rendezvous import (
 )
 from tests.engine.tiny import request, run, tokens, write_tiny_model
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 def new_rendezvous(key: str = "secret") -> Rendezvous:

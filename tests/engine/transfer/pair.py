@@ -21,7 +21,7 @@ from penstock.engine.transfer.thread import TransferThread
 
 from ..tiny import tiny_engine
 
-WAIT_S = 60
+WAIT_S = 240
 
 
 @dataclass
