@@ -30,6 +30,6 @@ from tests.triton.state_cases import States, state_errors
 def test_states(shape: States, lengths: list[int]) -> None:
     errors = state_errors(Bench(torch.device("cpu"), torch.float32), shape, lengths)
     assert max(errors.values()) < 1e-5, errors
-    if len(lengths) == 4:
+    if lengths == [1, 70, 3]:
         errors = state_errors(Bench(torch.device("cpu"), torch.float16), shape, lengths)
         assert max(errors.values()) < 3e-3, errors
