@@ -93,6 +93,11 @@ class SamplingStruct(Structure):
     )
 
 
+# The first arguments of several functions: the layer, the batch, the codes of two types, the block size, the cache.
+_ATTENTION = (
+    POINTER(AttentionLayerStruct), POINTER(AttentionBatchStruct), c_int, c_int, c_int64, c_void_p,
+)  # fmt: skip
+_LAYERS = POINTER(DecoderLayerStruct), c_int64, POINTER(AttentionBatchStruct)
 # Name, result, arguments.
 _FUNCTIONS = (
     ("num_threads", c_int, ()),
@@ -117,73 +122,12 @@ _FUNCTIONS = (
     ("allocate_pages", c_void_p, (c_int64,)),
     ("touch_pages", None, (c_void_p, c_int64)),
     ("free_pages", None, (c_void_p, c_int64)),
-    (
-        "attend",
-        None,
-        (
-            POINTER(AttentionLayerStruct),
-            POINTER(AttentionBatchStruct),
-            c_int,
-            c_int,
-            c_int64,
-            c_void_p,
-            c_void_p,
-            c_void_p,
-        ),
-    ),
+    ("attend", None, (*_ATTENTION, c_void_p, c_void_p)),
     ("mlp", None, (c_void_p, c_void_p, c_int, c_int, c_int64, c_void_p, c_void_p)),
-    (
-        "attention",
-        None,
-        (
-            c_void_p,
-            c_void_p,
-            POINTER(AttentionLayerStruct),
-            POINTER(AttentionBatchStruct),
-            c_int,
-            c_int,
-            c_int64,
-            c_void_p,
-            c_void_p,
-            c_void_p,
-        ),
-    ),
+    ("attention", None, (c_void_p, c_void_p, *_ATTENTION, c_void_p, c_void_p)),
     ("mlp_block", None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_float, c_int64, c_void_p)),
-    (
-        "attention_block",
-        None,
-        (
-            c_void_p,
-            c_void_p,
-            POINTER(AttentionLayerStruct),
-            POINTER(AttentionBatchStruct),
-            c_int,
-            c_int,
-            c_int64,
-            c_void_p,
-            c_int,
-            c_void_p,
-            c_float,
-            c_void_p,
-        ),
-    ),
-    (
-        "decoder_layers",
-        None,
-        (
-            POINTER(DecoderLayerStruct),
-            c_int64,
-            POINTER(AttentionBatchStruct),
-            c_int,
-            c_int,
-            c_float,
-            c_int,
-            c_int64,
-            c_void_p,
-            c_int64,
-            c_void_p,
-        ),
-    ),
+    ("attention_block", None, (c_void_p, c_void_p, *_ATTENTION, c_int, c_void_p, c_float, c_void_p)),
+    ("decoder_layers", None, (*_LAYERS, c_int, c_int, c_float, c_int, c_int64, c_void_p, c_int64, c_void_p)),
     ("sample", None, (POINTER(SamplingStruct), c_void_p, c_void_p)),
     ("uniform_draw", c_double, (c_int64, c_int64)),
 )

@@ -196,18 +196,8 @@ class NativeOps(ComposedOps):
         if layer.head_dim > MAX_HEAD_DIM:
             return self._torch.attend(qkv, layer, cache, batch)
         qkv = self._fitted(qkv)
-        struct = self._describe(layer, batch, cache.block_size)
         out = torch.empty((qkv.shape[0], layer.num_heads * layer.head_dim), dtype=self.dtype)
-        self._library.attend(
-            struct,
-            self._batch_struct,
-            self._dtype_code,
-            self._rounded_kv,
-            cache.block_size,
-            cache.address,
-            qkv.data_ptr(),
-            out.data_ptr(),
-        )
+        self._library.attend(*self._attention_of(layer, batch, cache), qkv.data_ptr(), out.data_ptr())
         return out
 
     def attention(
@@ -216,20 +206,9 @@ class NativeOps(ComposedOps):
         if _is_attended_apart(layer, qkv, output):
             return self.linear(self.attend(self.linear(x, qkv), layer, cache, batch), output)
         x = self._fitted(x)
-        struct = self._describe(layer, batch, cache.block_size)
         y = torch.empty((x.shape[0], output.out_features), dtype=self.dtype)
-        self._library.attention(
-            qkv.handle,
-            output.handle,
-            struct,
-            self._batch_struct,
-            self._dtype_code,
-            self._rounded_kv,
-            cache.block_size,
-            cache.address,
-            x.data_ptr(),
-            y.data_ptr(),
-        )
+        attention = self._attention_of(layer, batch, cache)
+        self._library.attention(qkv.handle, output.handle, *attention, x.data_ptr(), y.data_ptr())
         return y
 
     def mlp(self, x: Tensor, gate_up: Any, down: Any, activation: Activation) -> Tensor:
@@ -264,16 +243,10 @@ class NativeOps(ComposedOps):
             residual.add_(self.attention(normed, qkv, output, layer, cache, batch))
             return
         self._check_residual(residual)
-        struct = self._describe(layer, batch, cache.block_size)
         self._library.attention_block(
             qkv.handle,
             output.handle,
-            struct,
-            self._batch_struct,
-            self._dtype_code,
-            self._rounded_kv,
-            cache.block_size,
-            cache.address,
+            *self._attention_of(layer, batch, cache),
             DTYPE_CODES[norm.dtype],
             norm.data_ptr(),
             eps,
@@ -365,14 +338,13 @@ class NativeOps(ComposedOps):
         if residual.dtype is not self.dtype or not residual.is_contiguous():
             raise ValueError("the residual is updated in place and must be contiguous, of the backend's type")
 
-    def _describe(
-        self, layer: AttentionLayer, batch: AttentionBatch, block_size: int
-    ) -> AttentionLayerStruct:
-        """Return the layer in C form; the batch's is left in `_batch_struct`."""
-        batch = within_chunks(batch, layer.chunk, block_size)
+    def _attention_of(self, layer: AttentionLayer, batch: AttentionBatch, cache: Any) -> tuple[Any, ...]:
+        """Return the arguments of the library's functions for the attention of one layer."""
+        batch = within_chunks(batch, layer.chunk, cache.block_size)
         if batch is not self._batch:
             self._describe_batch(batch)
-        return self._describe_layer(layer)
+        codes = self._dtype_code, self._rounded_kv
+        return self._describe_layer(layer), self._batch_struct, *codes, cache.block_size, cache.address
 
     def _describe_layer(self, layer: AttentionLayer) -> AttentionLayerStruct:
         """Return the C form of a layer, made once. Holds the layer, so that its id stays its own, and the tensors."""
