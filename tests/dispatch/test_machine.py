@@ -139,8 +139,11 @@ class DispatchMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 4),
         prompt_tokens=st.integers(1, 20),
         timeout_s=st.none() | st.floats(0.1, 3.0),
+        tenant=st.sampled_from(["", "a", "b", "c"]),
     )
-    def add(self, count: int, max_tokens: int, prompt_tokens: int, timeout_s: float | None) -> None:
+    def add(
+        self, count: int, max_tokens: int, prompt_tokens: int, timeout_s: float | None, tenant: str
+    ) -> None:
         for _ in range(count):
             request_id = f"request-{len(self.clients)}"
             self.clients[request_id] = Client(max_tokens)
@@ -149,6 +152,7 @@ class DispatchMachine(RuleBasedStateMachine):
                 prompt_token_ids=(1,) * prompt_tokens,
                 sampling=SamplingParams(max_tokens=max_tokens),
                 model=MODEL,
+                tenant=tenant,
             )
             is_open = self.open_circuits()
             actions = self.dispatcher.add(request, self.now, timeout_s=timeout_s)
