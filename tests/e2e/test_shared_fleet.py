@@ -6,11 +6,15 @@ import os
 import signal
 import sqlite3
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
+
+from penstock.core.messages import WIRE_VERSION
 
 from .conftest import PENSTOCK
 
@@ -20,14 +24,16 @@ WAIT_S = 240.0
 BODY = {"prompt": "hello there", "max_tokens": 3000, "ignore_eos": True, "stream": True}
 
 
-def start(folder: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+def start(
+    folder: Path, name: str, *arguments: str, program: Sequence[str] = (PENSTOCK,)
+) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "PENSTOCK_REGISTRY": f"sqlite:///{folder / 'registry.db'}",
         "PENSTOCK_JOIN_TOKEN": "a token for the test of a shared fleet",
         "PENSTOCK_DATA_DIR": str(folder / name),
     }
     with (folder / f"{name}.log").open("wb") as log:
-        return subprocess.Popen([PENSTOCK, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment)
+        return subprocess.Popen([*program, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
 def wait_for(path: Path, text: str) -> str:
@@ -92,5 +98,41 @@ def test_a_machine_with_another_token_joins_nothing_and_says_so(tmp_path: Path) 
             assert registry.execute("select count(*) from fleet_leases").fetchone() == (0,)
     finally:
         for process in (first, *others):
+            process.kill()
+            process.wait()
+
+
+NEWER = """
+import penstock.core.messages as messages
+messages.WIRE_VERSION += 1
+from penstock.main import main
+main()
+"""
+
+
+def test_machines_of_two_versions_of_the_messages_serve_side_by_side(tmp_path: Path) -> None:
+    """A host of a later version is there first. The gateway of this version leaves it out and says so, and serves as
+    soon as a host of its own version has joined, which says so as well."""
+    processes = [start(tmp_path, "newer", "engine", "echo", program=(sys.executable, "-c", NEWER))]
+    try:
+        wait_for(tmp_path / "newer.log", "to the gateways of the fleet")
+        processes.append(start(tmp_path, "gateway", "gateway", "--port", "0"))
+        said = (
+            f"with version {WIRE_VERSION + 1} of the messages, and this machine speaks version {WIRE_VERSION}"
+        )
+        wait_for(tmp_path / "gateway.log", said)
+        wait_for(tmp_path / "gateway.log", f"speaks version {WIRE_VERSION + 1} of the messages")
+        processes.append(start(tmp_path, "ours", "engine", "echo"))
+        wait_for(tmp_path / "ours.log", said)
+        log = wait_for(tmp_path / "gateway.log", "http://127.0.0.1:")
+        url = next(word for word in log.split() if word.startswith("http://127.0.0.1:"))
+        replicas = httpx.get(f"{url}/admin/cluster", timeout=60).json()["replicas"]
+        assert len(replicas) == 1, "the other host is left out"
+        answer = httpx.post(
+            f"{url}/v1/completions", json=BODY | {"stream": False, "max_tokens": 5}, timeout=60
+        )
+        assert answer.status_code == 200
+    finally:
+        for process in processes:
             process.kill()
             process.wait()
