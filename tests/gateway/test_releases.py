@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -62,8 +62,15 @@ async def test_a_server_that_releases_nothing_leaves_no_file(database: Database,
 class Server:
     """One of several servers on a database: its owner of releases, and what the owner has its service do."""
 
-    def __init__(self, database: Database, name: str, lease_s: float = 600.0) -> None:
-        self.leadership = Leadership(DatabaseRegistry(database, SERVER_LEASE), name, lease_s=lease_s)
+    def __init__(
+        self,
+        database: Database,
+        name: str,
+        lease_s: float = 600.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        registry = DatabaseRegistry(database, SERVER_LEASE)
+        self.leadership = Leadership(registry, name, lease_s=lease_s, now=now)
         self.store = OwnedReleases(database, self.leadership)
         self.running: set[str] = set()
         self.owner = ReleaseOwner(self.leadership, self, self.store, {"echo": SPEC.revision})  # type: ignore[arg-type]
@@ -110,7 +117,8 @@ async def test_one_of_several_servers_goes_on_with_a_release(database: Database)
 async def test_a_first_look_that_takes_longer_than_the_lease_is_no_other_server(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, now_s = Server(database, "only"), 100.0
+    now_s = 100.0
+    server = Server(database, "only", lease_s=5.0, now=lambda: now_s)
     leadership, lead = server.leadership, server.leadership._registry.lead
 
     async def make_tables_first(candidate: str, lease_s: float, above: int) -> int | None:
@@ -118,7 +126,6 @@ async def test_a_first_look_that_takes_longer_than_the_lease_is_no_other_server(
         now_s += 10.0 if above == 0 else 0.0
         return await lead(candidate, lease_s, above)
 
-    leadership._lease_s, leadership._now = 5.0, lambda: now_s
     monkeypatch.setattr(leadership._registry, "lead", make_tables_first)
     async with server.owner.claimed():
         assert leadership.epoch == 2
@@ -140,8 +147,8 @@ async def test_a_server_goes_on_when_the_owner_has_died(database: Database) -> N
 
 async def test_an_owner_that_was_slow_goes_on_if_nobody_else_came(database: Database) -> None:
     await DatabaseReleases(database).save(record("rel_a", 1.0))
-    server, late_s = Server(database, "slow"), 0.0
-    server.leadership._now = lambda: time.monotonic() + late_s
+    late_s = 0.0
+    server = Server(database, "slow", now=lambda: time.monotonic() + late_s)
     await server.owner.begin()
     first = server.leadership.latest_epoch
     server.running = {"still the same"}
