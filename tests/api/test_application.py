@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from penstock.api.http.application import Application, RequestIds
 from penstock.api.http.errors import on_penstock_error
-from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.core.errors import ConfigError, InvalidRequest, PenstockError
 
 
 async def answer(request: Request) -> Response:
@@ -29,6 +29,10 @@ async def break_down(request: Request) -> Response:
     raise ZeroDivisionError("a secret")
 
 
+async def misconfigured(request: Request) -> Response:
+    raise ConfigError("The database /secret cannot be written.")
+
+
 @contextmanager
 def client() -> Iterator[TestClient]:
     endpoints = {"answer": answer, "refuse": refuse, "break": break_down}
@@ -38,6 +42,7 @@ def client() -> Iterator[TestClient]:
         for name, endpoint in endpoints.items()
     ]
     routes.append(Route("/fixed/answer", answer, methods=["GET"]))
+    routes += [Route(path, misconfigured) for path in ("/v1/set", "/admin/set")]
     app = Application(
         routes=routes,
         middleware=[Middleware(RequestIds)],
@@ -82,6 +87,15 @@ def test_bugs_look_the_same_and_tell_nothing(path: str) -> None:
     assert broken.status_code == 500
     assert broken.json()["error"]["type"]
     assert "secret" not in broken.text
+
+
+def test_wrong_settings_are_told_to_operators_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with client() as http:
+        told, hidden = http.get("/admin/set"), http.get("/v1/set")
+    assert "/secret" in told.text
+    assert hidden.status_code == 500
+    assert "secret" not in hidden.text
+    assert "/secret" in caplog.text
 
 
 def test_what_is_not_there_and_what_takes_no_post() -> None:

@@ -8,6 +8,7 @@ answers in OpenAI's.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -23,6 +24,7 @@ from starlette.types import Scope
 
 from penstock.api.http.context import note_refusal
 from penstock.core.errors import (
+    ConfigError,
     ContextLengthExceeded,
     NotFound,
     Overloaded,
@@ -32,9 +34,12 @@ from penstock.core.errors import (
 )
 from penstock.core.identity import LimitState, RateLimits
 
+logger = logging.getLogger(__name__)
+
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
 DEFAULT_RETRY_AFTER_S = 1.0
+_FOR_OPERATORS = "/admin/"  # below which errors may name files and addresses of the server
 _NO_LIMITS = RateLimits()
 _LIMIT_HEADERS = (b"x-ratelimit-", b"anthropic-ratelimit-")
 
@@ -340,6 +345,9 @@ def named_params(endpoint: Endpoint[AnswerT], names: Mapping[str, str]) -> Endpo
 
 async def on_penstock_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PenstockError)
+    if isinstance(error, ConfigError) and not request.scope["path"].startswith(_FOR_OPERATORS):
+        logger.error("request %s met a wrong setting: %s", _request_id(request.scope), sentence(error))
+        error = PenstockError("A setting of this server is wrong; the log says which.")
     return error_response_for(request.scope, error)
 
 
