@@ -27,6 +27,7 @@ ROOMS = [  # page and folder
     ("kvcache", "kvcache"),
     ("limits", "gateway/ratelimits"),
     ("ollama", "api/ollama"),
+    ("openai", "api/openai"),
     ("parallelism", "engine/parallel"),
     ("replies", "gateway/reuse"),
     ("router", "router"),
