@@ -268,14 +268,21 @@ async def test_greedy_and_seeded_answers_of_a_model_are_those_of_an_undisturbed_
         undisturbed = [send(server.fleet, request) for request in requests]
         for inbox in undisturbed:
             await inbox.until_over()
-        again = [send(server.fleet, replace(request, id=f"{request.id}-again")) for request in requests]
-        for inbox in again:
+        again = [
+            # They run on for a while: a busy machine may hold up the test before it kills an engine.
+            replace(request, id=f"{request.id}-again", sampling=replace(request.sampling, max_tokens=1_000))
+            for request in requests
+        ]
+        inboxes = [send(server.fleet, request) for request in again]
+        for inbox in inboxes:
             await inbox.until(lambda inbox: len(inbox.tokens) >= 10)
         server.signal(server.busiest(), signal.SIGKILL)
-        for inbox, reference in zip(again, undisturbed, strict=True):
-            await inbox.until_over()
-            assert inbox.finish_reason is FinishReason.LENGTH
-            assert inbox.tokens == reference.tokens
+        for inbox, request, reference in zip(inboxes, again, undisturbed, strict=True):
+            await inbox.until(lambda inbox: inbox.is_over or len(inbox.tokens) >= 150)
+            assert inbox.error is None
+            assert reference.finish_reason is FinishReason.LENGTH
+            assert inbox.tokens[:150] == reference.tokens
+            server.fleet.abort(request.id)
         assert server.fleet.verdicts["continue"]
 
 
