@@ -246,7 +246,7 @@ async def test_a_slow_replica_is_left_out() -> None:
 
 @pytest.mark.slow
 async def test_greedy_and_seeded_answers_of_a_model_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
-    folder = write_byte_model(tmp_path / "model")
+    folder = write_byte_model(tmp_path / "model", max_position_embeddings=2048)
     model = ModelConfig(model=str(folder), device="cpu", dtype="float32", load_format="random")
     config = EngineConfig(model=model, cache=CacheConfig(num_kv_blocks=512), num_threads=1)
     spec = ReplicaSpec(model="bytes", engine=config, model_path=str(folder))
