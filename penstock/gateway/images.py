@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _MEDIA_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"})
+_MAX_SIDE = (1 << 16) - 1  # pixels, as in JPEG; a PNG of 40 million lines of one pixel takes half a minute
 _MAX_REDIRECTS = 3
 _MAX_THREADS = 4
 _ORIENTATION_TAG = 0x0112
@@ -226,6 +227,11 @@ def checked_image(
             if width * height > config.max_image_pixels:
                 raise InvalidRequest(
                     f"An image has {width} × {height} pixels, and at most {config.max_image_pixels:,} are allowed.",
+                    param=part.param,
+                )
+            if max(width, height) > _MAX_SIDE:
+                raise InvalidRequest(
+                    f"An image has {width} × {height} pixels, and at most {_MAX_SIDE:,} are allowed in a line.",
                     param=part.param,
                 )
             image.load()

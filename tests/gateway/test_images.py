@@ -122,6 +122,7 @@ def test_odd_files_are_read_as_transformers_reads_them(name: str) -> None:
         pytest.param(encoded(picture(300, 300), "JPEG")[:900], CONFIG, "is damaged", id="cut-jpeg"),
         pytest.param(bomb(60_000, 60_000), CONFIG, "more than the 40,000,000 pixels", id="bomb"),
         pytest.param(bomb(9_000, 9_000), CONFIG, "9000 × 9000 pixels", id="large"),
+        pytest.param(bomb(1, 65_536), CONFIG, "at most 65,535 are allowed in a line", id="tall"),
         pytest.param(
             png(picture(64, 64)), GatewayConfig(max_image_bytes=100), "more than the 100", id="bytes"
         ),
