@@ -42,7 +42,7 @@ async def registry_of(*records: tuple[str, JoinTokens]) -> MemoryRegistry:
 
 async def test_a_token_that_no_host_has_ends_the_start(caplog: pytest.LogCaptureFixture) -> None:
     registry = await registry_of(("north", THEIRS), ("south", THEIRS))
-    with pytest.raises(ConfigError, match="not that of this fleet: there are 2 hosts in the registry"):
+    with pytest.raises(ConfigError, match="belongs to another fleet: there are 2 hosts in the registry"):
         await check_neighbours(registry, OURS, patience_s=0.1)
     assert caplog.text.count("joins nothing, and gives up") == 1
     assert set(await registry.records()) == {"north", "south"}, "nothing was written"
@@ -140,7 +140,9 @@ async def test_a_table_of_another_program_is_named() -> None:
             theirs.execute("create table fleet_hosts (id int primary key, drinks text)")
         registry = DatabaseRegistry(Database(url))
         try:
-            with pytest.raises(ConfigError, match=r"not those of Penstock: column fleet_hosts.name does not"):
+            with pytest.raises(
+                ConfigError, match=r"not the tables of Penstock: column fleet_hosts.name does not"
+            ):
                 await check_neighbours(registry, OURS)
         finally:
             await registry.close()
