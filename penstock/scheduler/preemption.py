@@ -12,9 +12,9 @@ makes more urgent. So each request becomes the most senior at some time, unless 
 blocks of batch requests alone, for a request of a more urgent tier, and aging makes a batch request safe from it.
 
 One tenant could hold all seats or blocks for as long as its answers last. A new request that has waited for a while
-may displace requests of the tenant that runs the most. That tenant must still run more than the tenant of the new
-request afterwards. It never displaces the most senior request, nor one of a more urgent tier. A new request does that
-until it starts, and never again.
+therefore displaces requests of the tenant that runs the most, as long as that tenant still runs more afterwards than
+the tenant of the new request. A new request never displaces the most senior request, nor a request of a more urgent
+tier. Once a request has started, it displaces no other in this way.
 """
 
 from __future__ import annotations

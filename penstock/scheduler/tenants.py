@@ -146,8 +146,8 @@ _Group: TypeAlias = tuple[str | None, tuple[int, str] | None]
 
 
 class OutputLengthEstimator:
-    """Predicts the length of an answer as the mean of earlier answers: of the same tenant to prompts of similar
-    length and kind; if these are too few, of the tenant; then of all tenants to such prompts; then of all."""
+    """Predicts the length of an answer as a high quantile of earlier answers: of the same tenant to prompts of
+    similar length and kind; if these are too few, of the tenant; then of all tenants to such prompts; then of all."""
 
     def __init__(self, bins: LengthBins = "prompt") -> None:
         self._bins = bins

@@ -103,9 +103,8 @@ class DraftLength:
         expected, seconds, chance, share = 1.0, self._step_s, 1.0, 1.0
         for position, (tried, accepted) in enumerate(zip(self._tried, self._accepted, strict=True)):
             chance *= accepted / tried
-            share = min(
-                share, self._taken_share[position]
-            )  # no token is accepted without the tokens before it
+            # No token is accepted without the tokens before it.
+            share = min(share, self._taken_share[position])
             gain = share * chance
             if gain * seconds <= expected * self._token_s * _MARGIN:
                 return position
