@@ -18,8 +18,9 @@ token that the client got. A request that finds no replica waits for one that st
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -55,6 +56,7 @@ from penstock.dispatch.requests import (
     RetryPolicy,
     Timers,
     WaitingRoom,
+    last_sent_by_others,
     tenants_at,
 )
 from penstock.dispatch.suspects import Suspects
@@ -284,6 +286,8 @@ class Dispatcher:
         record.is_watched = suspects.is_watched(tenant, record.num_losses, now)
         held_s = 0.0 if record.held_since_s is None else now - record.held_since_s
         serving = self.table.ready_for(self._model_of(record.request))
+        if record.is_watched:
+            self._prepare_test(tenant, serving, now)
         if not suspects.must_wait(tenant, serving, held_s, now, is_watched=record.is_watched):
             return False
         if record.held_since_s is None:
@@ -292,6 +296,20 @@ class Dispatcher:
         wake_s = now + self.config.suspects.look_again_s
         self._timers.set(record, wake_s if record.deadline_s is None else min(wake_s, record.deadline_s))
         return True
+
+    def _prepare_test(self, tenant: str, serving: Collection[str], now: float) -> None:
+        """Set a replica aside for the test of a tenant, and note when no other tenant uses the replica."""
+        last_sent_s: dict[str, float] | None = None
+
+        def others(replica_id: str) -> float:
+            nonlocal last_sent_s
+            if last_sent_s is None:
+                last_sent_s = last_sent_by_others(tenant, self._requests.values())
+            return last_sent_s.get(replica_id, -math.inf)
+
+        replica_id = self.suspects.replica_to_clear(tenant, others, serving, now)
+        if replica_id is not None and others(replica_id) < now - self.config.suspects.test_s:
+            self.suspects.cleared(tenant)
 
     def _choose(self, record: RequestRecord, request: Request, now: float) -> tuple[RoutingRequest, Decision]:
         """Choose a replica. Raises when no replica may take the request now."""

@@ -108,6 +108,15 @@ def tenants_at(replica_id: str, since_s: float, records: Iterable[RequestRecord]
     }
 
 
+def last_sent_by_others(tenant: str, records: Iterable[RequestRecord]) -> dict[str, float]:
+    """Return when each replica got the latest of the requests that tenants other than `tenant` have there."""
+    sent_s: dict[str, float] = {}
+    for record in records:
+        if record.replica_id is not None and record.request.tenant != tenant:
+            sent_s[record.replica_id] = max(record.sent_s, sent_s.get(record.replica_id, record.sent_s))
+    return sent_s
+
+
 class WaitingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_requests: int = 256
     max_tokens: int = 500_000  # of prompts

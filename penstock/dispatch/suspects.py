@@ -3,8 +3,9 @@
 When an engine ends, the requests of many tenants continue on other replicas. A request that has lost two replicas in
 succession is suspect, and its next attempt is a test:
 
-1. For a moment, no two tenants have suspect requests at one replica, and a tenant under test uses that replica only.
-   The requests of others avoid the replica. If need be, requests wait for the end of a test.
+1. A replica is set aside for the tenant, which uses that replica only. The requests of others avoid the replica. The
+   test begins when other tenants' recent requests have left the replica, or have run for a while without a loss. If
+   need be, requests wait for the beginning or the end of a test.
 2. If the replica lives, or answers the request, the test is over. If the replica is lost, and no other tenant had
    sent a request just before, the loss counts against the tenant, and all its requests are watched from then on.
 3. After two such losses, without a watched request that was served in between, the tenant's circuit opens: its
@@ -16,7 +17,8 @@ fail together count once. Nothing happens to requests without a tenant, or while
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -39,6 +41,9 @@ class SuspectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class _Test(msgspec.Struct):
     replica_id: str
     until_s: float
+    looked_s: float = -math.inf  # when other tenants' requests at the replica were last looked for
+    is_ready: bool = False  # there were none
+    has_begun: bool = False  # a watched request was sent
     is_lost: bool = False
 
 
@@ -92,8 +97,32 @@ class Suspects:
         self._forget_old(now)
         own = self._tests.get(tenant)
         if own is not None and not own.is_lost:
-            return not is_watched
+            return not (is_watched and own.is_ready)
         return bool(serving) and self._tested() >= set(serving)
+
+    def replica_to_clear(
+        self, tenant: str, last_sent_s: Callable[[str], float], serving: Collection[str], now: float
+    ) -> str | None:
+        """Return the replica that other tenants must leave before the test of a tenant begins, and set one aside if
+        need be: the one that other tenants have sent nothing for the longest time. Returns None if there is none, if
+        the test may begin, or if the replica was looked at just before. `last_sent_s` tells when another tenant sent
+        a replica its latest request."""
+        self._forget_old(now)
+        own = self._tests.get(tenant)
+        if own is None or own.is_lost or own.replica_id not in serving:
+            free = set(serving) - {test.replica_id for name, test in self._tests.items() if name != tenant}
+            if not free:
+                return None
+            chosen = min(sorted(free), key=last_sent_s)
+            own = self._tests[tenant] = _Test(chosen, now + self.config.max_wait_s)
+        if own.is_ready or now < own.looked_s + self.config.look_again_s / 2.0:
+            return None
+        own.looked_s = now
+        return own.replica_id
+
+    def cleared(self, tenant: str) -> None:
+        """Note that other tenants have left the replica that is set aside for a tenant."""
+        self._tests[tenant].is_ready = True
 
     def avoided(
         self, tenant: str, serving: Collection[str], now: float, *, is_watched: bool
@@ -113,8 +142,9 @@ class Suspects:
         if state is not None:
             self._set(tenant, self._breaker.sent(state, now), now)
         own = self._tests.get(tenant)
-        if own is None or own.is_lost or own.replica_id != replica_id:
-            self._tests[tenant] = _Test(replica_id, now + self.config.test_s)
+        if own is None or own.is_lost or own.replica_id != replica_id or not own.has_begun:
+            until_s = now + self.config.test_s
+            self._tests[tenant] = _Test(replica_id, until_s, is_ready=True, has_begun=True)
 
     def served(self, tenant: str, now: float) -> None:
         """Note that a watched request was answered to its end."""

@@ -166,6 +166,19 @@ def test_one_such_request_ends_few_engines() -> None:
     assert fleet.errors[again].retry_after_s
 
 
+def test_a_tenant_is_found_while_all_engines_end_all_the_time() -> None:
+    """No replica is ever without requests of both tenants, unless one is set aside."""
+    fleet = Fleet(3, 0, fatal_after_s=0.3)
+    for _ in range(40):
+        fleet.ask("evil")
+        fleet.ask("other")
+        fleet.run(0.5)
+    fleet.run(20.0)
+    assert fleet.num_served["other"] == 40
+    assert len(fleet.ends) <= 10
+    assert "refused for a while" in fleet.errors["evil 79"].message
+
+
 def test_a_tenant_is_let_in_again_when_a_request_of_it_is_served() -> None:
     fleet = Fleet(4, 1, fatal_after_s=0.3)
     fleet.ask("a")
