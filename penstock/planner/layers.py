@@ -131,7 +131,7 @@ _TIED = frozenset(
         *("bloom", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon", "falcon_mamba", "gemma", "gemma2"),
         *("gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt2", "gpt_bigcode", "gpt_neo", "lfm2"),
         *("lfm2_moe", "lfm3", "mamba", "mpt", "opt", "recurrent_gemma", "smollm3", "starcoder2", "zamba", "zamba2"),
-        *("gemma3n_text", "youtu", "zaya"),
+        *("gemma3n_text", "minicpm3", "youtu", "zaya"),
     }
 )  # fmt: skip
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {

@@ -270,7 +270,7 @@ def test_a_tree_has_the_most_probable_guesses(
     engine = tree_engine(model, head, monkeypatch)
     drafter = drafter_of(engine)
     run(engine, [request("r", SHARED[:9], 8)])
-    steps, guesser, kv = drafter._steps, drafter._guesser, drafter._kv
+    steps, guesser, kv = drafter._steps, drafter._guesser, drafter._kv.store
     with torch.inference_mode():
         torch.manual_seed(3)
         prefix, depth = 11, 4

@@ -48,7 +48,7 @@ def tree_engine(
     drafter = drafter_of(engine)
     drafter.follows_steps = True
     drafter._choice = DraftChoice(SystemClock(), 8, TREE_DEPTH if trees else 0)
-    drafter._trees = TreeSteps(drafter._guesser, drafter._kv, drafter._steps)
+    drafter._trees = TreeSteps(drafter._guesser, drafter._kv.store, drafter._steps)
     executor: Any = engine.loop.executor
     executor._follower = drafter
     executor._rows._splits_drafts = True
