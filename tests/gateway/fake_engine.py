@@ -7,6 +7,7 @@ a few longer words.
 from __future__ import annotations
 
 import asyncio
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,18 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+async def let_begin(begun: Sequence[str], name: str, may_end: threading.Semaphore) -> None:
+    """End one piece of work in threads after the other, until the work of that name has begun. While one thread is
+    free at a time, work begins in the order of its turns."""
+    count = len(begun)
+    while name not in begun:
+        may_end.release()
+        count += 1
+        async with asyncio.timeout(60):
+            while len(begun) < count:
+                await asyncio.sleep(0.001)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import BeamOptions, GenerationRequest, SamplingOptions, TextPrompt
 from penstock.gateway.text.tokenizer import ENCODE_THREADS, TextTokenizer
 from penstock.gateway.turns import SLICE, FairSlots, Turns, WorkspaceTurns, in_thread, working_for
-from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text, until
+from tests.gateway.fake_engine import FakeEngine, engine_ready, let_begin, model_card, script_text, until
 from tests.loop_time import pass_time, settle
 
 
@@ -166,11 +166,11 @@ async def test_large_requests_of_workspaces_take_turns() -> None:
 
 async def test_workspaces_share_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
-    may_end = threading.Event()
+    may_end = threading.Semaphore(0)
 
     def work(name: str) -> None:
         begun.append(name)
-        assert may_end.wait(60)
+        assert may_end.acquire(timeout=60)
 
     async def ask(workspace_id: str) -> None:
         working_for.set(workspace_id)
@@ -181,9 +181,10 @@ async def test_workspaces_share_threads(monkeypatch: pytest.MonkeyPatch) -> None
     await until(lambda: len(begun) == 2)
     asked.append(asyncio.create_task(ask("other")))
     await asyncio.sleep(0)
-    may_end.set()
-    await asyncio.gather(*asked)
+    await let_begin(begun, "other", may_end)
     assert begun.index("other") in (2, 3)
+    may_end.release(len(asked))
+    await asyncio.gather(*asked)
 
 
 async def test_threads_of_callers_who_left_are_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,23 +213,23 @@ async def test_threads_of_callers_who_left_are_not_free(monkeypatch: pytest.Monk
 async def test_workspaces_share_the_threads_of_a_tokenizer() -> None:
     tokenizer = TextTokenizer(model_card())
     begun: list[str] = []
-    may_end = threading.Event()
+    may_end = threading.Semaphore(0)
 
-    def work() -> None:
-        begun.append(threading.current_thread().name)
-        assert may_end.wait(60)
+    async def ask(workspace_id: str) -> None:
+        def work() -> None:
+            begun.append(workspace_id)
+            assert may_end.acquire(timeout=60)
 
-    async def ask(workspace_id: str) -> str:
         working_for.set(workspace_id)
         await tokenizer._off_loop(work, "a text")
-        return workspace_id
 
     asked = [asyncio.create_task(ask("greedy")) for _ in range(6)]
     asked.append(asyncio.create_task(ask("other")))
     await until(lambda: len(begun) == ENCODE_THREADS)
-    may_end.set()
-    done = [await each for each in asyncio.as_completed(asked)]
-    assert done.index("other") <= ENCODE_THREADS + 1
+    await let_begin(begun, "other", may_end)
+    assert begun.index("other") <= ENCODE_THREADS + 1
+    may_end.release(len(asked))
+    await asyncio.gather(*asked)
 
 
 async def test_workspaces_take_turns_with_long_work() -> None:

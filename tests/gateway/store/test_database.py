@@ -20,6 +20,7 @@ from penstock.gateway.store import database as database_module
 from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.store.tables import tenant_revision, workspaces
 from penstock.gateway.turns import working_for
+from tests.gateway.fake_engine import let_begin, until
 
 
 def rename_default(connection: Connection, name: str) -> None:
@@ -127,24 +128,25 @@ async def test_readers_go_on_while_writers_wait_for_a_lock_of_another_process(da
 async def test_workspaces_share_the_threads(database: Database) -> None:
     """A caller whose key is not known yet would otherwise wait behind everything that a workspace asks for."""
     database.migrate()
-    may_end = threading.Event()
+    may_end = threading.Semaphore(0)
     begun: list[str] = []
 
     async def work_for(workspace_id: str) -> None:
         def slow(connection: Connection) -> None:
             begun.append(workspace_id)
-            assert may_end.wait(timeout=60)
+            assert may_end.acquire(timeout=60)
 
         working_for.set(workspace_id)
         await database.run(slow, reads_only=True)
 
     greedy = [asyncio.create_task(work_for("greedy")) for _ in range(40)]
-    await asyncio.sleep(0)
+    await until(lambda: len(begun) == database_module.NUM_THREADS)
     late = asyncio.create_task(work_for("late"))
     await asyncio.sleep(0)
-    may_end.set()
-    await asyncio.gather(late, *greedy)
+    await let_begin(begun, "late", may_end)
     assert begun.index("late") <= 2 * database_module.NUM_THREADS
+    may_end.release(41)
+    await asyncio.gather(late, *greedy)
 
 
 def test_foreign_keys_are_enforced(database: Database) -> None:
