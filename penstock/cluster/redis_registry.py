@@ -14,6 +14,7 @@ from redis.exceptions import InvalidResponse, RedisError, ResponseError
 
 from penstock.cluster import registry
 from penstock.cluster.registry import RegistryError
+from penstock.core.redis_outages import outage_of
 
 KEY_PREFIX = "penstock:fleet"
 TIMEOUT_S = 2.0
@@ -198,6 +199,8 @@ def _plainly(error: Exception) -> str:
     if isinstance(error, InvalidResponse):
         return "what answers at that address is no Redis"
     said = str(error) or type(error).__name__
+    if (outage := outage_of(said)) is not None:
+        return f"Redis answers that {outage}"
     if isinstance(error, ResponseError) and ("WRONGTYPE" in said or "user_script" in said):
         why = said[said.find("WRONGTYPE") :] if "WRONGTYPE" in said else said.rpartition("user_script:")[2]
         return f"its keys {KEY_PREFIX}:* hold something else than a fleet ({why})"

@@ -26,6 +26,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from penstock.core.redis_outages import outage_of
 from penstock.gateway.ratelimits.settings import LimiterMetrics
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,12 @@ _OUTAGES = (RedisConnectionError, ReadOnlyError, OutOfMemoryError, MasterDownErr
 
 # No answer at all. TimeoutError is an OSError; RuntimeError is uvloop's, for a connection that was just closed.
 _FAILURES = (RedisError, OSError, RuntimeError)
+
+
+def _is_outage(reply: Any) -> bool:
+    return isinstance(reply, RedisError) and (
+        isinstance(reply, _OUTAGES) or outage_of(str(reply)) is not None
+    )
 
 
 class RedisGone(Exception):
@@ -63,13 +70,19 @@ class _Call:
 
 class ScriptPipe:
     """Belongs to the event loop on which `start` was called. Up until a call fails; then a probe asks for Redis again
-    and again, and posts wait."""
+    and again, and posts wait. The script `probe` writes to `probe_key`: a Redis that takes no writes is no use."""
 
     def __init__(
-        self, client: Redis, scripts: Mapping[str, str], timeout_s: float, metrics: LimiterMetrics
+        self,
+        client: Redis,
+        scripts: Mapping[str, str],
+        timeout_s: float,
+        metrics: LimiterMetrics,
+        probe_key: str,
     ) -> None:
         self._client = client
         self._scripts = scripts
+        self._probe_key = probe_key
         self._hashes: dict[str, str] = {}
         self._timeout_s = timeout_s
         self._metrics = metrics
@@ -85,7 +98,7 @@ class ScriptPipe:
     async def start(self) -> None:
         """Try to reach Redis once, then keep at it in the background."""
         if not await self._comes_up():
-            logger.warning("Redis, which limits are shared through, does not answer")
+            logger.warning("Redis, which limits are shared through, cannot be used")
         self._task = asyncio.create_task(self._run(), name="limits-script-pipe")
 
     async def flushed(self) -> None:
@@ -153,8 +166,9 @@ class ScriptPipe:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._load_scripts()
+                await self._client.evalsha(self._hashes["probe"], 1, self._probe_key)
         except _FAILURES as error:
-            logger.debug("Redis does not answer: %s", error)
+            logger.debug("Redis cannot be used: %s", error)
             return False
         self._is_up = self._metrics.redis_is_up = True
         return True
@@ -185,7 +199,7 @@ class ScriptPipe:
             for index, reply in zip(missing, again, strict=True):
                 replies[index] = reply
         for reply in replies:
-            if isinstance(reply, _OUTAGES):
+            if _is_outage(reply):
                 raise reply
         return replies
 
@@ -201,7 +215,8 @@ class ScriptPipe:
             self._hashes[name] = await self._client.script_load(text)
 
     async def _go_down(self, batch: Sequence[_Call], error: Exception) -> None:
-        logger.warning("Redis, which limits are shared through, is gone: %s", error or type(error).__name__)
+        cause = outage_of(str(error)) or str(error) or type(error).__name__
+        logger.warning("Redis, which limits are shared through, is gone: %s", cause)
         self._is_up = self._metrics.redis_is_up = False
         self._metrics.redis_errors += 1
         self._fail_callers(batch, may_have_run=True)
@@ -231,5 +246,5 @@ def read_scripts() -> dict[str, str]:
     common = (folder / "common.lua").read_text("utf-8")
     return {
         name: common + (folder / f"{name}.lua").read_text("utf-8")
-        for name in ("reserve", "give_back", "settle", "renew", "peek")
+        for name in ("reserve", "give_back", "settle", "renew", "peek", "probe")
     }

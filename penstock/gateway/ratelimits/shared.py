@@ -53,6 +53,7 @@ CLOSE_TIMEOUT_S = 2.0
 # In braces, so that a Redis cluster keeps all keys in one place, where a script can reach them.
 KEY_PREFIX = "{penstock:limits}"
 LEASE_KEY_PREFIX = f"{KEY_PREFIX}:leases"  # no scope of limits has this name
+PROBE_KEY = f"{KEY_PREFIX}:probe"
 
 _MAX_CACHED_CALLERS = 65_536
 _RENEWED_AT_ONCE = 256
@@ -187,7 +188,7 @@ class RedisLimiter:
         self._resolver = LimitResolver(settings)
         self._callers: dict[tuple[str, str, str | None], _Caller] = {}
         self._live: dict[str, RedisLease] = {}
-        self._pipe = ScriptPipe(client, read_scripts(), REDIS_TIMEOUT_S, local.metrics)
+        self._pipe = ScriptPipe(client, read_scripts(), REDIS_TIMEOUT_S, local.metrics, PROBE_KEY)
         self._renewing: asyncio.Task[None] | None = None
         self._encode = msgspec.json.Encoder().encode
         self._decode = msgspec.json.Decoder(_Decision).decode

@@ -354,6 +354,47 @@ async def test_open_policy_decides_locally_while_redis_is_gone(
     assert limiter.metrics.local_decisions == num_local
 
 
+@pytest.mark.parametrize(
+    ("refuses", "takes"),
+    [(("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
+     (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE"))],
+    ids=["full", "replica"],
+)  # fmt: skip
+async def test_a_redis_that_takes_no_writes_counts_as_gone_until_it_does(
+    gateway: Make,
+    own_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    refuses: tuple[str, ...],
+    takes: tuple[str, ...],
+) -> None:
+    """It answers all the while, so each probe would otherwise find it, and the next request lose it again."""
+    settings = LimitSettings(key=ScopeLimits(requests_per_minute=3, concurrent_requests=2))
+    limiter = await gateway(settings, url=own_server.url)
+    before = await reserve(limiter, claim())
+    num_probes = 0
+    comes_up = limiter._pipe._comes_up
+
+    async def counted() -> bool:
+        nonlocal num_probes
+        num_probes += 1
+        return await comes_up()
+
+    monkeypatch.setattr(limiter._pipe, "_comes_up", counted)
+    async with Redis.from_url(own_server.url) as client:
+        await client.execute_command(*refuses)
+        await reserve(limiter, claim())
+        await until(lambda: num_probes > 3)
+        assert limiter.metrics.redis_is_up is False
+        before.settle(outcome())
+        await reserve(limiter, claim())
+        assert limiter.metrics.local_decisions == 2
+        assert limiter.metrics.redis_errors == 1
+        await client.execute_command(*takes)
+    await until(lambda: limiter.metrics.redis_is_up is True)
+    await limiter._pipe.flushed()
+    assert limiter.metrics.settlements_lost == 0
+
+
 async def test_a_short_outage_loses_no_settlement(gateway: Make, own_server: RedisServer) -> None:
     settings = LimitSettings(key=ScopeLimits(concurrent_requests=1))
     limiter = await gateway(settings, url=own_server.url)
