@@ -18,6 +18,7 @@ from pathlib import Path
 
 TOOLS = ("ip", "nft", "nsenter")
 TIMEOUT_S = 30.0
+LOST_OF_HUNDRED = 8  # packets on a bad line: most connections wait for several of them in a second
 
 
 def why_not() -> str | None:
@@ -69,6 +70,12 @@ class Node:
             tables = _run([*prefix, "nft", "list", "tables", "netdev"])
             if f"table netdev {self.namespace}\n" in f"{tables}\n":
                 _run([*prefix, "nft", "delete", "table", "netdev", self.namespace])
+
+    def lose_some(self) -> None:
+        """Drop some of the packets that come from other nodes, at random, until `join`."""
+        self.join()
+        packets = f"ip saddr != {self.network.host} numgen random mod 100 < {LOST_OF_HUNDRED}"
+        _drop(self.namespace, "eth0", packets, self.prefix)
 
 
 class Network:

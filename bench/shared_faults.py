@@ -1,11 +1,12 @@
 """What faults cost a shared fleet of real processes: `python -m bench.shared_faults [--streams 24]`.
 
 Starts Redis, PostgreSQL, an object store, two hosts of engines, two gateways and two control processes. Clients
-stream answers, one after the other, while one part is killed, frozen for 20 s, or cut off from the others for 20 s:
-in both directions, or in one. Every answer is compared with the one that is right (the model echoes its prompt),
-and every answered request is looked up in the ledger. Prints a table in Markdown; exits with 1 if a token was lost
-or repeated, an answer was billed twice or never, or two leaders acted. Cuts need root, `ip`, `nft` and `nsenter`
-(`network_namespaces`); without them, all parts are on loopback, and no part is cut off.
+stream answers, one after the other, while one part is killed, frozen for 20 s, takes no writes for 20 s, or is cut
+off from the others for 20 s: in both directions, or in one. Every answer is compared with the one that is right (the
+model echoes its prompt), and every answered request is looked up in the ledger. Prints a table in Markdown; exits
+with 1 if a token was lost or repeated, an answer was billed twice or never, or two leaders acted. Faults of the
+network need root, `ip`, `nft` and `nsenter` (`network_namespaces`); without them, all parts are on loopback, and no
+part is cut off.
 """
 
 from __future__ import annotations
@@ -14,29 +15,25 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 from sqlalchemy import select
 
-from bench.network_namespaces import Network, Node, network, why_not
-from bench.shared_faults_rig import LIMIT_S, EpochWatch, Process, Rig, fleet
+from bench.network_namespaces import Network, network, why_not
+from bench.shared_fault_kinds import FAULTS, NETWORK_FAULTS, STORE
+from bench.shared_faults_rig import EpochWatch, Rig, fleet
 from penstock.core.tasks import end_task
 from penstock.gateway.store.tables import usage
 
 FAULT_S = 20.0  # of a freeze or a cut
-AWAY_S = 5.0  # before a killed part is started again
 SETTLE_S = 4.0  # of undisturbed streams before the fault, and after it
 MAX_TOKENS = 400
-STORE = "object store"  # in its rows, one more client sends files and reads them back
 HEADS = (
     "fault",
     "answered",
@@ -121,221 +118,6 @@ async def keep_files(rig: Rig, over: asyncio.Event, tally: Tally) -> None:
             await asyncio.sleep(0.1)
 
 
-Fault = Callable[[Rig], Awaitable[None]]
-
-
-def killed(pick: Callable[[Rig], Awaitable[Process]]) -> Fault:
-    async def strike(rig: Rig) -> None:
-        process = await pick(rig)
-        process.signal(signal.SIGKILL)
-        await asyncio.sleep(AWAY_S)
-        process.start()
-
-    return strike
-
-
-def frozen(pick: Callable[[Rig], Awaitable[Process]]) -> Fault:
-    async def strike(rig: Rig) -> None:
-        process = await pick(rig)
-        process.signal(signal.SIGSTOP)
-        await asyncio.sleep(rig.fault_s)
-        process.signal(signal.SIGCONT)
-
-    return strike
-
-
-def cut(pick: Callable[[Rig], Awaitable[Node]], *, sends: bool = False, receives: bool = False) -> Fault:
-    async def strike(rig: Rig) -> None:
-        node = await pick(rig)
-        await asyncio.to_thread(node.cut, sends=sends, receives=receives)
-        await asyncio.sleep(rig.fault_s)
-        await asyncio.to_thread(node.join)
-
-    return strike
-
-
-def node_of(pick: Callable[[Rig], Awaitable[Process]]) -> Callable[[Rig], Awaitable[Node]]:
-    async def node(rig: Rig) -> Node:
-        found = (await pick(rig)).node
-        assert found is not None
-        return found
-
-    return node
-
-
-def node_named(name: str) -> Callable[[Rig], Awaitable[Node]]:
-    async def node(rig: Rig) -> Node:
-        return rig.nodes[name]
-
-    return node
-
-
-async def _gateway(rig: Rig) -> Process:
-    return rig.gateways[1]
-
-
-async def _host(rig: Rig) -> Process:
-    return rig.engines[0]
-
-
-async def _leader(rig: Rig) -> Process:
-    return await rig.leader()
-
-
-def _engine_pids(rig: Rig) -> list[int]:
-    host = rig.engines[0].running
-    assert host is not None
-    children = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
-    return [int(pid) for pid in children]
-
-
-async def kill_engine(rig: Rig) -> None:
-    for pid in _engine_pids(rig):
-        os.kill(pid, signal.SIGKILL)
-
-
-async def freeze_engine(rig: Rig) -> None:
-    pids = _engine_pids(rig)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    await asyncio.sleep(rig.fault_s)
-    for pid in pids:  # its host has killed and replaced it, unless it was patient
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-
-async def kill_redis(rig: Rig) -> None:
-    rig.redis.stop()
-    await asyncio.sleep(AWAY_S)
-    rig.redis.start()  # without its memory
-
-
-async def freeze_redis(rig: Rig) -> None:
-    rig.redis.pause()
-    await asyncio.sleep(rig.fault_s)
-    rig.redis.resume()
-
-
-async def kill_postgres(rig: Rig) -> None:
-    process = rig.postgres._process
-    assert process is not None
-    process.kill()
-    process.wait()
-    await asyncio.sleep(AWAY_S)
-    (rig.postgres._data / "postmaster.pid").unlink(missing_ok=True)
-    await asyncio.to_thread(rig.postgres.start)
-
-
-async def freeze_postgres(rig: Rig) -> None:
-    process = rig.postgres._process
-    assert process is not None
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    pids = [process.pid, *map(int, children)]
-    for number, pause_s in ((signal.SIGSTOP, rig.fault_s), (signal.SIGCONT, 0.0)):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        await asyncio.sleep(pause_s)
-
-
-async def kill_store(rig: Rig) -> None:
-    assert rig.store is not None
-    rig.store.stop()
-    await asyncio.sleep(AWAY_S)
-    await asyncio.to_thread(rig.store.start)  # without its files
-
-
-async def freeze_store(rig: Rig) -> None:
-    assert rig.store is not None
-    rig.store.freeze()
-    await asyncio.sleep(rig.fault_s)
-    rig.store.thaw()
-
-
-def both(one: Fault, other: Fault) -> Fault:
-    """The second begins half a second after the first."""
-
-    async def later(rig: Rig) -> None:
-        await asyncio.sleep(0.5)
-        await other(rig)
-
-    async def strike(rig: Rig) -> None:
-        await asyncio.gather(one(rig), later(rig))
-
-    return strike
-
-
-async def _move(rig: Rig) -> tuple[str, str] | None:
-    """Return a replica of the second host, and the first host, to which the replica may move."""
-    view, log = await rig.view(), rig.engines[0].log.read_text()
-    if view is None:
-        return None
-    hosts: list[dict[str, str]] = view["hosts"]  # type: ignore[assignment]
-    replicas: list[dict[str, str]] = view["replicas"]  # type: ignore[assignment]
-    for host in hosts:
-        name = host["name"]
-        if host["state"] == "ready" and f"{name}: " in log:
-            moving = [each["id"] for each in replicas if not each["id"].startswith(f"{name}-")]
-            has_room = len(replicas) - len(moving) < 2
-            return (moving[0], name) if moving and has_room else None
-    return None
-
-
-async def kill_target_of_move(rig: Rig) -> None:
-    """Kill a host while a replica of the other one moves there."""
-    async with asyncio.timeout(LIMIT_S):
-        while (found := await _move(rig)) is None:  # the host may have been killed before, and join again
-            await asyncio.sleep(0.5)
-    moving, target = found
-    order = {"action": "move", "target": moving, "to": target}
-    asking = asyncio.create_task(rig.http.post(f"{rig.urls[0]}/admin/cluster", json=order, timeout=60.0))
-    await asyncio.sleep(0.3)
-    await killed(_host)(rig)
-    with contextlib.suppress(httpx.HTTPError):
-        print(f"the order to move was answered with {(await asking).status_code}", file=sys.stderr)
-
-
-FAULTS: dict[str, Fault] = {
-    "gateway killed": killed(_gateway),
-    "gateway frozen": frozen(_gateway),
-    "leader killed": killed(_leader),
-    "leader frozen": frozen(_leader),
-    "engine killed": kill_engine,
-    "engine frozen": freeze_engine,
-    "host killed": killed(_host),
-    "Redis killed": kill_redis,
-    "Redis frozen": freeze_redis,
-    "PostgreSQL killed": kill_postgres,
-    "PostgreSQL frozen": freeze_postgres,
-    "leader and Redis killed": both(killed(_leader), kill_redis),
-    "host and Redis killed": both(killed(_host), kill_redis),
-    "leader and host killed": both(killed(_leader), killed(_host)),
-    "gateway and PostgreSQL killed": both(killed(_gateway), kill_postgres),
-    "gateway frozen, Redis killed": both(frozen(_gateway), kill_redis),
-    "target of a move killed": kill_target_of_move,
-    f"{STORE} killed": kill_store,
-    f"{STORE} frozen": freeze_store,
-}
-
-PARTS = {
-    "gateway": node_of(_gateway),
-    "leader": node_of(_leader),
-    "host": node_of(_host),
-    "Redis": node_named("redis"),
-    "PostgreSQL": node_named("postgres"),
-    STORE: node_named("store"),
-}
-CUTS: dict[str, Fault] = {
-    f"{part} {how}": cut(pick, sends=sends, receives=receives)
-    for part, pick in PARTS.items()
-    for how, sends, receives in (
-        ("cut off", False, False),
-        ("receives nothing", True, False),
-        ("sends nothing", False, True),
-    )
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     fault: str
@@ -358,7 +140,7 @@ async def measure(rig: Rig, number: int, name: str, num_streams: int) -> Row:
         clients.append(asyncio.create_task(keep_files(rig, over, tally)))
     await asyncio.sleep(SETTLE_S)
     struck_s = time.monotonic()
-    await {**FAULTS, **CUTS}[name](rig)
+    await {**FAULTS, **NETWORK_FAULTS}[name](rig)
     await rig.until_well()
     well_after_s = time.monotonic() - struck_s
     await asyncio.sleep(SETTLE_S)
@@ -424,7 +206,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--streams", type=int, default=24)
-    names = [*FAULTS, *CUTS]
+    names = [*FAULTS, *NETWORK_FAULTS]
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="FAULT")
     parser.add_argument("--fault-s", type=float, default=FAULT_S, help="of a freeze or a cut")
     parser.add_argument("--logs", type=Path, help="folder to keep the logs of all processes in")
@@ -434,8 +216,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         reason = why_not()
         if reason is not None:
-            print(f"No part is cut off: {reason}.", file=sys.stderr)
-            options.only = [name for name in options.only if name not in CUTS]
+            print(f"The network stays whole: {reason}.", file=sys.stderr)
+            options.only = [name for name in options.only if name not in NETWORK_FAULTS]
         with contextlib.nullcontext() if reason is not None else network() as made:
             rows = asyncio.run(run(folder, options, made))
     sys.exit(0 if all(row.is_good for row in rows) else 1)

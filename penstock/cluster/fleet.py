@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Protocol
 from msgspec.structs import replace
 
 from penstock.cluster.connections import Connections
+from penstock.cluster.host_record import HostRecord
 from penstock.cluster.replica import Connector, Member, OnError, OnEvent
 from penstock.cluster.replica_process import FreezeDetector
 from penstock.cluster.transport import KeyPair
@@ -286,6 +287,13 @@ class Fleet:
         if self._reach is not None:
             self._reach.forget_all_but(self._told)
         self._refresh()
+
+    def answers(self, host: HostRecord) -> bool:
+        """Return whether an engine of a host is connected to this gateway, and not silent."""
+        connections = map(self.connections.by_id.get, (member.id for member in host.members))
+        return any(
+            connection is not None and connection.client.ready is not None for connection in connections
+        )
 
     def _refresh(self) -> None:
         told = self._told

@@ -270,7 +270,7 @@ class Leadership:
                 self._is_away = False
             except RegistryError as error:
                 if not self._is_away:
-                    logger.warning("the registry does not answer, so no process can lead: %s", error)
+                    logger.warning("the registry cannot be used, so no process can lead: %s", error)
                 self._is_away = True
             left_s = self._lease_s * RENEW_SHARE - (
                 self._now() - began_s

@@ -1,8 +1,9 @@
 """A shared fleet: the hosts of engines publish their replicas in a registry, and any number of gateways follow it.
 
 A host publishes one record, which it renews while it lives. A gateway drops the replicas of a host whose record no
-longer names them, or was not renewed for `LEASE_S`. A gateway that cannot read the registry keeps the replicas that
-it knows: engines and gateways talk to each other directly, so requests continue.
+longer names them, or was not renewed for `LEASE_S` while no engine of the host answers. A gateway that cannot read
+the registry keeps the replicas that it knows: engines and gateways talk to each other directly, so requests continue,
+also while the registry takes no writes, or a host does not reach the registry.
 
 The registry also knows the leader, which decides for the fleet (`leadership`), and keeps the documents that the
 leader has written (`documents`). Everything in it is signed with the join token. Knows no particular registry:
@@ -134,11 +135,11 @@ class Publisher:
             try:
                 await self._publish(self._record)
                 if self._is_away:
-                    logger.info("the registry answers again")
+                    logger.info("the registry can be used again")
                 self._is_away = False
             except RegistryError as error:
                 if not self._is_away:
-                    logger.warning("the registry does not answer, and engines go on without it: %s", error)
+                    logger.warning("the registry cannot be used, and engines go on without it: %s", error)
                 self._is_away = True
                 pause_s = RETRY_S
 
@@ -148,11 +149,13 @@ class _KnownHost:
     data: bytes
     record: HostRecord
     seen_s: float
+    is_overdue: bool = False  # not renewed, and kept because its engines answer
 
 
 class Follower:
     """Tells a gateway which replicas the hosts of the fleet have. `on_change` gets all of them, `on_records` the
-    records of all hosts by name, and `on_documents` the documents of the leader, which are not verified yet."""
+    records of all hosts by name, and `on_documents` the documents of the leader, which are not verified yet.
+    `answers` says whether an engine of a host answers, however long the record of the host was not renewed."""
 
     def __init__(
         self,
@@ -162,10 +165,12 @@ class Follower:
         *,
         on_records: Callable[[Mapping[str, HostRecord]], None] | None = None,
         on_documents: Callable[[Mapping[str, bytes]], None] | None = None,
+        answers: Callable[[HostRecord], bool] = lambda record: False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._tokens = tokens
+        self._answers = answers
         self._on_change = on_change
         self._on_records = on_records
         self._on_documents = on_documents
@@ -198,11 +203,11 @@ class Follower:
                 await self._registry.wait_for_change(POLL_S)
                 await self._read()
                 if self._is_away:
-                    logger.info("the registry answers again")
+                    logger.info("the registry can be used again")
                 self._is_away = False
             except RegistryError as error:
                 if not self._is_away:
-                    logger.warning("the registry does not answer, and known replicas stay: %s", error)
+                    logger.warning("the registry cannot be used, and known replicas stay: %s", error)
                 self._is_away = True
                 # Hosts cannot renew their records now either, so their time does not run.
                 for host in self._hosts.values():
@@ -229,9 +234,16 @@ class Follower:
             elif (record := self._usable(name, data)) is not None:
                 self._hosts[name] = _KnownHost(data, record, now)
         # A registry that lost its records gets them again from living hosts, within the lease.
-        for name in [name for name, host in self._hosts.items() if now - host.seen_s > LEASE_S]:
-            logger.warning("the host %s has not renewed its record for %.0f s", name, LEASE_S)
-            del self._hosts[name]
+        for name, host in tuple(self._hosts.items()):
+            is_overdue, was_overdue = now - host.seen_s > LEASE_S, host.is_overdue
+            host.is_overdue = is_overdue and self._answers(host.record)
+            if host.is_overdue and not was_overdue:
+                logger.warning(
+                    "the host %s does not renew its record, and its engines answer: it stays", name
+                )
+            elif is_overdue and not host.is_overdue:
+                logger.warning("the host %s has not renewed its record for %.0f s", name, LEASE_S)
+                del self._hosts[name]
         if self._on_change is not None and self.members != members_before:
             self._on_change(self.members)
         after = {name: host.record for name, host in self._hosts.items()}

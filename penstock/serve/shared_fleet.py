@@ -338,7 +338,7 @@ async def _run_gateway(
             return
         name = f"{socket.gethostname()}-{secrets.token_hex(3)}"
         link = FleetLink(fleet, tokens, name)
-        follower = Follower(registry, tokens, fleet.update, on_documents=link.take)
+        follower = Follower(registry, tokens, fleet.update, on_documents=link.take, answers=fleet.answers)
         await stack.enter_async_context(follower.running())
         await stack.enter_async_context(link.running())
         await asyncio.to_thread(importlib.import_module, "penstock.serve.gateway")  # takes a second

@@ -176,6 +176,28 @@ def test_a_host_that_vanishes_is_dropped_after_its_lease() -> None:
     assert seen.take() == []
 
 
+def test_a_host_that_cannot_renew_its_record_stays_while_its_engines_answer() -> None:
+    """A registry may take no writes and answer all questions, as a Redis without memory and a standby do."""
+    seen = Seen()
+    answering = {"a-1", "b-1"}
+    seen.follower = Follower(
+        seen.registry,
+        TOKENS,
+        seen.told,
+        answers=lambda host: any(each.id in answering for each in host.members),
+        now=lambda: seen.now,
+    )
+    seen.take(a=record("a", "a-1"), b=record("b", "b-1"))
+    seen.now += 10 * LEASE_S
+    assert seen.take() == ["a-1", "b-1"]
+    answering.remove("b-1")
+    assert seen.take() == ["a-1"]
+    assert seen.take(a=record("a")) == []  # it says itself that it leaves
+    seen.now += LEASE_S + 1
+    seen.take()
+    assert not seen.follower._hosts
+
+
 def test_records_that_cannot_be_trusted_or_understood_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     seen = Seen()
     forged = record("a", "a-1", tokens=OTHERS)
