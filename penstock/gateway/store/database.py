@@ -53,7 +53,9 @@ _READS_ONLY = "penstock_reads_only"
 _IN_OUTAGE = "penstock_in_outage"
 # PostgreSQL's codes for errors that pass: an idle transaction was ended; the server became a standby, on which a
 # transaction cannot write (25006) or cannot begin to (0A000).
-_PASSING_CODES = frozenset({"25P03", "25006", "0A000"})
+_READ_ONLY = "25006"
+_STANDBY_CODES = frozenset({_READ_ONLY, "0A000"})
+_PASSING_CODES = _STANDBY_CODES | {"25P03"}
 _SERVER_SETTINGS = {
     "idle_in_transaction_session_timeout": _GONE_S * 1000,
     "tcp_keepalives_idle": _GONE_S // 2,
@@ -175,8 +177,13 @@ class Database:
         try:
             with self._turn, self._engine.connect() as connection:
                 connection = connection.execution_options(**options)
-                with connection.begin():
-                    result = work(connection)
+                try:
+                    with connection.begin():
+                        result = work(connection)
+                except sqlalchemy.exc.DBAPIError as error:
+                    if _code(error) in _STANDBY_CODES and not reads_only:
+                        connection.invalidate()  # a standby: the next connection may reach the new primary
+                    raise
             self._note_return()
             return result
         except (sqlalchemy.exc.DBAPIError, sqlalchemy.exc.TimeoutError) as error:
@@ -387,11 +394,16 @@ def _create_postgresql(url: sqlalchemy.URL) -> Engine:
 def _is_outage(error: Exception, *, reads_only: bool) -> bool:
     """Return whether an error means that the database is away, rather than that the statement is wrong."""
     outages = (sqlalchemy.exc.OperationalError, sqlalchemy.exc.InterfaceError, sqlalchemy.exc.TimeoutError)
-    code = getattr(getattr(error, "orig", None), "sqlstate", None)
-    if code in _PASSING_CODES and not (reads_only and code == "25006"):
+    code = _code(error)
+    if code in _PASSING_CODES and not (reads_only and code == _READ_ONLY):
         return True
     # SQLite reports a file that is no database with the general class alone.
     return isinstance(error, outages) or type(error) is sqlalchemy.exc.DatabaseError
+
+
+def _code(error: Exception) -> str | None:
+    """Return PostgreSQL's code of an error."""
+    return getattr(getattr(error, "orig", None), "sqlstate", None)
 
 
 def _cause(error: Exception) -> str:

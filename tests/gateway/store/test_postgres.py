@@ -245,6 +245,25 @@ async def test_a_server_that_became_a_standby_is_away_for_writers(
     await world.directory.create_key(ACTOR, NewKey(name="second"))
 
 
+async def test_a_connection_that_takes_no_writes_is_not_used_again(world: World) -> None:
+    """The address may lead to a new primary by now: the connection to the standby stays open for as long as the
+    standby runs."""
+
+    def connection_id(connection: Connection) -> int:
+        return int(connection.scalar(text("SELECT pg_backend_pid()")) or 0)
+
+    def write_on_standby(connection: Connection) -> None:
+        connection.execute(text("SET TRANSACTION READ ONLY"))
+        connection.execute(text("CREATE TABLE refused ()"))
+
+    database = world.database
+    before = await database.run(connection_id)
+    assert await database.run(connection_id) == before
+    with pytest.raises(StoreUnavailable):
+        await database.run(write_on_standby)
+    assert await database.run(connection_id) != before
+
+
 async def test_a_response_with_a_nul_in_its_id_does_not_exist(world: World) -> None:
     world.database.migrate()
     responses = ResponseStore(world.database)
