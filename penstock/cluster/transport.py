@@ -24,6 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from penstock.core.errors import EngineUnavailable, PenstockError, error_from_code
 from penstock.core.kv_transfer import KVSource
+from penstock.core.machine import GONE_S
 from penstock.core.messages import (
     AbortRequests,
     AddRequest,
@@ -43,8 +44,6 @@ from penstock.core.messages import (
 )
 from penstock.core.plan import TokenEvent
 from penstock.core.request import Request
-
-GONE_S = 15.0  # after which a machine that does not answer counts as gone
 
 
 class KeyPair(msgspec.Struct, frozen=True):
@@ -90,10 +89,10 @@ def _watch_network(socket: zmq.Socket[Any], address: str) -> None:
     """Let connections end whose other machine is silently gone, without power or behind a cut network. The kernel
     answers for a frozen process, so its connections stay."""
     if address.startswith("tcp://"):
-        socket.setsockopt(zmq.TCP_MAXRT, int(GONE_S * 1000))  # when data waits to be confirmed
+        socket.setsockopt(zmq.TCP_MAXRT, 1000 * GONE_S)  # when data waits to be confirmed
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # when none does
-        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, int(GONE_S / 3))
-        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, int(GONE_S / 5))
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, GONE_S // 3)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, GONE_S // 5)
         socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
 
 

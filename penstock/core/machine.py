@@ -28,6 +28,7 @@ GROUPS = Path("/proc/self/cgroup")
 GROUP_ROOT = Path("/sys/fs/cgroup")
 # The share of the memory for the KV caches of all engines on a CPU. Evicted blocks may take as much again.
 CPU_KV_SHARE = 0.25
+GONE_S = 15  # after which a machine that does not answer counts as gone
 
 
 def usable_cores(groups: Path = GROUPS, root: Path = GROUP_ROOT) -> int:
@@ -57,6 +58,17 @@ def usable_memory(groups: Path = GROUPS, root: Path = GROUP_ROOT) -> int:
 def default_cpu_kv_bytes(num_engines: int = 1) -> int:
     """Return the size of the KV cache of each of `num_engines` engines that share this machine's CPU."""
     return min(parse_bytes(DEFAULT_CPU_KV_MEMORY), int(usable_memory() * CPU_KV_SHARE) // num_engines)
+
+
+def notice_loss(connected: socket.socket, gone_s: int = GONE_S) -> None:
+    """Let a TCP connection end when the machine at its other end is silently gone, without power or behind a cut
+    network. The kernel answers for a frozen process, so the connection to such a process stays."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # when no data waits to be confirmed
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, gone_s // 3)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, gone_s // 5)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * gone_s)  # when data does
 
 
 def is_loopback(host: str) -> bool:

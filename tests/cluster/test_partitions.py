@@ -43,6 +43,33 @@ time.sleep(600)
 """
 
 
+# A server that begins an answer, and sends no more of it.
+SERVER = """
+import socket, sys, time
+host, _, port = sys.argv[1].rpartition("/")[2].rpartition(":")
+listener = socket.create_server((host, int(port)))
+print("bound", flush=True)
+connected, _ = listener.accept()
+connected.recv(1 << 16)
+connected.sendall(b"HTTP/1.1 200 OK\\r\\ntransfer-encoding: chunked\\r\\n\\r\\n2\\r\\nhi\\r\\n")
+time.sleep(600)
+"""
+
+CLIENT = """
+import asyncio, sys
+from penstock.cluster.external.connection import AnswerBroken
+from penstock.cluster.external.http import HttpClient
+async def ask():
+    client = HttpClient(sys.argv[1], {})
+    answer = await client.send("POST", "/v1/completions", b"{}")
+    try:
+        await answer.deliver(lambda piece: print("heard", flush=True))
+    except AnswerBroken as error:
+        print(error, flush=True)
+asyncio.run(ask())
+"""
+
+
 @pytest.fixture
 def made() -> Iterator[Network]:
     if (reason := why_not()) is not None:
@@ -75,6 +102,27 @@ def test_engines_notice_gateways_behind_a_cut_network(made: Network) -> None:
         for process in (*engines, *gateways):
             process.kill()
             process.wait()
+
+
+def test_gateways_notice_external_servers_behind_a_cut_network(made: Network) -> None:
+    """The stream could be silent for ten minutes otherwise: nobody says that the connection is gone."""
+    there, here = made.node("server"), made.node("gateway")
+    url = f"http://{there.host}:5555"
+    server = run(SERVER, there.prefix, url)
+    client = None
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "bound\n"
+        client = run(CLIENT, here.prefix, url)
+        assert client.stdout is not None
+        assert client.stdout.readline() == "heard\n"
+        there.cut()
+        assert "timed out" in client.communicate(timeout=WAIT_S)[0]
+    finally:
+        for process in (server, client):
+            if process is not None:
+                process.kill()
+                process.wait()
 
 
 @pytest.mark.timeout(900)

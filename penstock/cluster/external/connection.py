@@ -18,9 +18,12 @@ from typing import NoReturn, Protocol, cast
 
 import httptools
 
+from penstock.core.machine import notice_loss
+
 SILENCE_TIMEOUT_S = 600.0  # between two pieces of an answer; the wait for the first may be as long
 HEAD_TIMEOUT_S = 30.0  # from the first byte of a head to its last
 END_TIMEOUT_S = 2.0  # from the last event of a stream to the end of its body
+GONE_S = 30  # after which a machine that confirms nothing counts as gone; a busy server may take long to read
 IDLE_TIMEOUT_S = 30.0  # of a connection that is kept for the next request
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 200
@@ -248,7 +251,9 @@ class Answer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their type
-        self._unread.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        connected = transport.get_extra_info("socket")
+        notice_loss(connected, GONE_S)
+        self._unread.register(connected.fileno(), select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
         if not self._is_busy or self._is_complete or self._unsent:

@@ -27,6 +27,7 @@ import msgspec
 from penstock import __version__
 from penstock.core.engine_config import Rendezvous
 from penstock.core.errors import ConfigError, EngineUnavailable, PenstockError
+from penstock.core.machine import notice_loss
 
 logger = logging.getLogger(__name__)
 
@@ -256,12 +257,7 @@ def _connection(connected: socket.socket) -> Connection:
     """Return a connection over the socket, which proves itself in a bounded time and notices a peer that is gone."""
     connected.setblocking(True)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: a node without power is noticed within some 15 seconds
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
+    notice_loss(connected)
     connection = Connection(connected.detach())
     _set_read_timeout(connection, _HANDSHAKE_TIMEOUT_S)
     return connection
