@@ -331,6 +331,8 @@ async def test_what_takes_a_tokenizer_is_refused() -> None:
             ("/v1/completions", {"model": "theirs", "prompt": "x", "echo": True, "logprobs": 1}),
             ("/v1/completions", {"model": "theirs", "prompt": "x", "echo": True, "max_tokens": 0}),
             ("/v1/chat/completions", CHAT | {"prompt_logprobs": 1}),
+            # Such a server may run a template, which guards cannot read.
+            ("/v1/chat/completions", CHAT | {"chat_template": "{{ messages }}"}),
         ):
             answer = await ours.http.post(path, json=body)
             assert answer.status_code == 400, answer.text

@@ -74,6 +74,12 @@ class ExternalModel:
                 f"The model {self.name!r} runs on another server, which is not asked for beam search.",
                 param="use_beam_search",
             )
+        if any(isinstance(prompt, ChatPrompt) and prompt.template_name for prompt in request.prompts):
+            # Such a server may run a template instead of looking for a name: no guard could read its prompts.
+            raise InvalidRequest(
+                f"The model {self.name!r} runs on another server, which is not asked for another chat template.",
+                param="chat_template",
+            )
         if request.sampling.prompt_logprobs is not None or request.sampling.max_tokens == 0:
             raise InvalidRequest(
                 f"The model {self.name!r} runs on another server, which is not asked to score prompts.",
@@ -269,8 +275,6 @@ def _prompt_fields(prompt: Prompt) -> dict[str, Any]:
         options["enable_thinking"] = prompt.thinks
     if options:
         fields["chat_template_kwargs"] = options
-    if prompt.template_name is not None:
-        fields["chat_template"] = prompt.template_name
     if not prompt.add_generation_prompt:
         fields["add_generation_prompt"] = False
     if prompt.max_thinking_tokens is not None:

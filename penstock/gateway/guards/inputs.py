@@ -110,14 +110,16 @@ def _tools_of(prompt: ChatPrompt) -> list[Any]:
 
 
 def _texts_of(given: Any) -> list[str]:
-    """Return every text in what a client gives to the model's template, names included. Without recursion, because
-    the value is a client's."""
+    """Return every text and number in what a client gives to the model's template, names included. Without recursion,
+    because the value is a client's."""
     found: list[str] = []
     waiting: list[Any] = [given]
     while waiting:
         value = waiting.pop()
         if isinstance(value, str):
             found.append(value)
+        elif type(value) in (int, float):
+            found.append(str(value))
         elif isinstance(value, dict):
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, list):

@@ -37,6 +37,7 @@ from penstock.gateway.prompts import (
     TextPart,
     TextPrompt,
     TokenPrompt,
+    Tool,
     ToolCall,
 )
 from tests.gateway.fake_engine import FakeEngine, Script, engine_ready, model_card, script_text, until
@@ -555,3 +556,18 @@ async def test_what_a_template_is_given_is_checked_too(options: dict[str, Any]) 
     assert not engine.added
     fine = msgspec.structs.replace(chat, template_options={"date": "today"})
     assert (await read(gateway, request_for(fine)))[0] == "ok"
+
+
+@pytest.mark.parametrize("number", [4111111111111111, 4111111111111111.0])
+async def test_numbers_that_a_template_is_given_are_checked_too(number: float) -> None:
+    schema = {"type": "object", "properties": {"card": {"default": [number]}}, "additionalProperties": False}
+    gateway, engine = gateway_with("ok", {"guard": "pii", "kinds": ["credit_card"], "action": "refuse"})
+    given: list[dict[str, Any]] = [
+        {"template_options": {"documents": [{"card": number}]}},
+        {"tools": (Tool("pay", parameters=schema),)},
+    ]
+    for fields in given:
+        chat = ChatPrompt(messages=(ChatMessage("user", "hello"),), **fields)
+        with pytest.raises(ContentRefused):
+            await gateway.submit(request_for(chat))
+    assert not engine.added
