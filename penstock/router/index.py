@@ -33,6 +33,7 @@ from penstock.core.hashing import BlockHash, chain_hashes, root_hash
 from penstock.core.messages import KVCleared, KVEvent, KVStored
 
 _TEXT_CHUNK_BYTES = 64  # about 16 tokens of English: chunks and blocks are of one size
+MAX_TEXT_CHUNKS = 2048  # that are hashed, on the event loop; texts that share all of them go to one server
 _DIGEST_BYTES = 16
 
 
@@ -43,8 +44,10 @@ def hash_tokens(salt: str, token_ids: Sequence[int], block_size: int) -> list[Bl
 
 
 def hash_text(salt: str, text: str) -> list[BlockHash]:
-    """Return the hashes of text whose tokens are unknown. An unfilled last chunk has no hash."""
-    data = text.encode()
+    """Return the hashes of text whose tokens are unknown, of its beginning only if the text is long. An unfilled last
+    chunk has no hash."""
+    most = MAX_TEXT_CHUNKS * _TEXT_CHUNK_BYTES
+    data = text[:most].encode()[:most]
     parent = root_hash(salt)
     hashes = []
     for start in range(0, len(data) - _TEXT_CHUNK_BYTES + 1, _TEXT_CHUNK_BYTES):

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.core.hashing import chain_hashes, root_hash
 from penstock.router import hash_text, hash_tokens
+from penstock.router.index import MAX_TEXT_CHUNKS
 from penstock.router.load import LinearFit, number_of, score
 
 
@@ -52,6 +53,9 @@ def test_text_chunks_are_chained() -> None:
     assert hash_text("tenant", "x" * 64 + "other" * 20)[0] == hashes[0]
     assert hash_text("tenant", "w" + text[1:])[1] != hashes[1]
     assert hash_text("other", text)[0] != hashes[0]
+    assert len(hash_text("tenant", "é" * (64 * MAX_TEXT_CHUNKS))) == MAX_TEXT_CHUNKS, (
+        "a long text is hashed in part"
+    )
 
 
 def test_keys_are_spread_evenly_over_replicas() -> None:

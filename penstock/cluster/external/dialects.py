@@ -298,7 +298,7 @@ def _blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         function = call["function"]
         try:
             given = msgspec.json.decode(function["arguments"] or "{}")
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest(
                 "The arguments of an earlier call of a tool are not JSON.", param="messages"
             ) from error

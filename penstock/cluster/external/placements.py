@@ -17,7 +17,6 @@ import msgspec
 
 from penstock.cluster.external.pool import ExternalPool
 
-MAX_HASHES = 2048  # of a prompt, the first ones
 MAX_MESSAGE_BYTES = 1 << 17
 MAX_READ_AT_ONCE = 32
 
@@ -53,7 +52,7 @@ class Placements:
         self._own.unlink(missing_ok=True)
 
     def _tell(self, server: str, hashes: Sequence[bytes]) -> None:
-        message = self._encode(_Placed(server, list(hashes[:MAX_HASHES])))
+        message = self._encode(_Placed(server, list(hashes)))
         for other in self._others:
             with contextlib.suppress(OSError):  # it starts, has died, or does not read
                 self._socket.sendto(message, other)

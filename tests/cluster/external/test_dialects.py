@@ -217,6 +217,11 @@ async def test_what_an_anthropic_server_cannot_do_is_refused() -> None:
         plain = ExternalCall(id="r", model="claude", api="completions", body={"prompt": "Hi"}, text="Hi")
         with pytest.raises(InvalidRequest, match="chats only"):
             await chunks_of(pool, plain)
+        for arguments in ("{", "[" * 2000 + "]" * 2000):
+            function = {"name": "f", "arguments": arguments}
+            turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": function}]}
+            with pytest.raises(InvalidRequest, match="not JSON"):
+                await chunks_of(pool, chat({"role": "user", "content": "Hi"}, turn))
     assert not server.requests
 
 

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from penstock.cluster.external.placements import MAX_HASHES, Placements
+from penstock.cluster.external.placements import Placements
 from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.server import ExternalServer
 from penstock.core.clock import VirtualClock
 from penstock.core.config import ExternalServerConfig
+from penstock.router.index import MAX_TEXT_CHUNKS
 from tests.cluster.external.openai_server import OpenAIServer, serving, text_chunks
 from tests.cluster.external.test_pool import ask, call
 from tests.loop_time import settle
@@ -66,7 +67,7 @@ async def test_a_prefix_that_another_process_sent_goes_to_the_same_server(tmp_pa
 
 async def test_long_prompts_and_processes_that_are_gone_harm_nobody(tmp_path: Path) -> None:
     servers = [OpenAIServer(), OpenAIServer()]
-    long = "a long prompt of many words. " * (64 * 2 * MAX_HASHES // 29)
+    long = "a long prompt of many words. " * (64 * 2 * MAX_TEXT_CHUNKS // 29)
     async with processes(servers, tmp_path) as pools:
         assert await ask(pools[0], call(1, long)) == "Hello"
         await settle()
