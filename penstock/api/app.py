@@ -29,7 +29,7 @@ from penstock.api.http.application import (
 from penstock.api.http.authenticate import Authenticate
 from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.browsers import AllowedOrigins, Cors
-from penstock.api.http.errors import on_http_exception, on_penstock_error, on_reader_gone
+from penstock.api.http.errors import on_deep_value, on_http_exception, on_penstock_error, on_reader_gone
 from penstock.api.http.routes import OpenAPIEndpoint
 from penstock.api.ollama.endpoints import OllamaEndpoints
 from penstock.api.openai.batches import KIND as OPENAI
@@ -135,6 +135,7 @@ def create_app(
         middleware=middleware,
         exception_handlers={
             PenstockError: on_penstock_error,
+            RecursionError: on_deep_value,
             HTTPException: on_http_exception,
             ReaderGone: on_reader_gone,
         },

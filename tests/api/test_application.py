@@ -42,7 +42,7 @@ def client() -> Iterator[TestClient]:
         for name, endpoint in endpoints.items()
     ]
     routes.append(Route("/fixed/answer", answer, methods=["GET"]))
-    routes += [Route(path, misconfigured) for path in ("/v1/set", "/admin/set")]
+    routes += [Route(path, misconfigured, methods=["GET", "POST"]) for path in ("/v1/set", "/admin/set")]
     app = Application(
         routes=routes,
         middleware=[Middleware(RequestIds)],
@@ -89,9 +89,10 @@ def test_bugs_look_the_same_and_tell_nothing(path: str) -> None:
     assert "secret" not in broken.text
 
 
-def test_wrong_settings_are_told_to_operators_alone(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_wrong_settings_are_told_to_operators_alone(method: str, caplog: pytest.LogCaptureFixture) -> None:
     with client() as http:
-        told, hidden = http.get("/admin/set"), http.get("/v1/set")
+        told, hidden = http.request(method, "/admin/set"), http.request(method, "/v1/set")
     assert "/secret" in told.text
     assert hidden.status_code == 500
     assert "secret" not in hidden.text

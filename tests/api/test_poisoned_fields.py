@@ -120,3 +120,17 @@ async def test_no_value_in_any_field_is_a_500(path: str) -> None:
             if got.status_code not in (200, 400, 404, 409):
                 failed.append((place, poison[:40], got.status_code, got.text[:80]))
     assert not failed
+
+
+async def test_a_value_that_only_a_later_step_finds_too_deep_is_refused() -> None:
+    reuse = AnswerReuse(idempotency=IdempotentAnswers(IdempotencySettings()))
+    gateway = Gateway(FakeEngine(answer), GatewayConfig(), reuse=reuse)
+    body = {"messages": _CHAT, "chat_template_kwargs": {"a": 1}}
+    statuses = set()
+    async with direct_client(FakeEngine(answer), gateway) as client:
+        for depth in range(600, 1000, 4):  # how deep a step gets depends on where it is called
+            content = poisoned(body, ("chat_template_kwargs", "a"), "[" * depth + "]" * depth)
+            headers = {"idempotency-key": str(depth)}
+            got = await client.post("/v1/chat/completions", content=content, headers=headers)
+            statuses.add(got.status_code)
+    assert 500 not in statuses

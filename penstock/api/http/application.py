@@ -15,7 +15,6 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
@@ -38,6 +37,9 @@ from penstock.api.http.errors import (
     internal_error_response_for,
     is_anthropic,
     limit_headers,
+    on_deep_value,
+    on_penstock_error,
+    on_reader_gone,
 )
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.identity import Principal
@@ -130,12 +132,15 @@ class FastPath:
         if endpoint is None:
             await self._app(scope, receive, send)
             return
+        request = Request(scope, receive, send)
         try:
-            answer = await endpoint(Request(scope, receive, send))
+            answer = await endpoint(request)
         except PenstockError as error:
-            answer = error_response_for(scope, error)
-        except ReaderGone:
-            answer = Response(status_code=CLIENT_CLOSED_REQUEST)  # seen by logs only
+            answer = await on_penstock_error(request, error)
+        except RecursionError as error:
+            answer = await on_deep_value(request, error)
+        except ReaderGone as error:
+            answer = await on_reader_gone(request, error)
         await answer(scope, receive, send)
 
 

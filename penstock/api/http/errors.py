@@ -26,6 +26,7 @@ from penstock.api.http.context import note_refusal
 from penstock.core.errors import (
     ConfigError,
     ContextLengthExceeded,
+    InvalidRequest,
     NotFound,
     Overloaded,
     PenstockError,
@@ -349,6 +350,11 @@ async def on_penstock_error(request: Request, error: Exception) -> Response:
         logger.error("request %s met a wrong setting: %s", _request_id(request.scope), sentence(error))
         error = PenstockError("A setting of this server is wrong; the log says which.")
     return error_response_for(request.scope, error)
+
+
+async def on_deep_value(request: Request, error: Exception) -> Response:
+    """Refuse a value that could be decoded, but is nested more deeply than later steps can follow."""
+    return error_response_for(request.scope, InvalidRequest("The request is nested too deeply."))
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
