@@ -27,6 +27,10 @@ class Shares:
         own = self._by_tenant.get(tenant, 0)
         return bool(tenant and own) and own >= _FACTOR * (self.capacity + more - self.used)
 
+    def is_over_for(self, tenant: str) -> bool:
+        """Return whether all have more than the capacity, or the tenant more than its share."""
+        return self.used > self.capacity or self.is_full_for(tenant)
+
     def add(self, tenant: str, amount: int = 1) -> None:
         """Count more, or less for a negative amount."""
         self.used += amount

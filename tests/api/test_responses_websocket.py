@@ -242,3 +242,42 @@ def test_steering_that_is_refused(serve: Serve, input: Any, code: str) -> None:
         failed: Any = connection.recv()
         assert (failed.type, failed.error.code) == ("response.steer.failed", code)
         assert failed.steer.previous_response_id == "resp_x"
+
+
+def test_what_connections_keep_is_bounded(serve: Serve) -> None:
+    """One message always fits. What does not fit beside others is refused, or forgotten when its response has
+    ended."""
+    engine, go_on = paused(lambda request: "answer", CHAT_TEMPLATE)
+    served = serve(engine, server=ServerConfig(max_pending_body_bytes=64 << 10))
+    sdk = served.sdk()
+
+    def warmed(connection: ResponsesConnection) -> str:
+        connection.response.create(model="bytes", input="x" * (40 << 10), store=False, generate=False)
+        end = events_of(connection)[-1]
+        return end.response.id if end.type == "response.completed" else ""
+
+    def goes_on(connection: ResponsesConnection, previous: str) -> bool:
+        connection.response.create(
+            model="bytes", input="y", store=False, generate=False, previous_response_id=previous
+        )
+        return bool(events_of(connection)[-1].type == "response.completed")
+
+    with sdk.responses.connect() as first, sdk.responses.connect() as second:
+        assert goes_on(first, warmed(first))
+        assert not goes_on(second, warmed(second))
+    with sdk.responses.connect() as connection:  # what the others kept has gone with them
+        served.wait_until(lambda: goes_on(connection, warmed(connection)))
+    with sdk.responses.connect() as connection:
+        connection.response.create(model="bytes", input="one")
+        response_id = until(connection, "response.created").response.id
+        connection.response.create(
+            model="bytes", input="x" * (40 << 10), generate=False
+        )  # waits for its turn
+        connection.response.create(model="bytes", input="x" * (40 << 10))
+        assert until(connection, "error").error.code == "rate_limit_exceeded"
+        connection.response.steer(previous_response_id=response_id, input="x" * (40 << 10))
+        assert until(connection, "error").error.code == "rate_limit_exceeded"
+        go_on()
+        for _ in range(2):
+            until(connection, "response.completed")
+        served.wait_until(lambda: goes_on(connection, warmed(connection)))

@@ -217,7 +217,7 @@ class UnreadAnswers:
         waiting[connection] = num_bytes
         self.shares.add(holder, num_bytes)
         for each in list(waiting):
-            if len(waiting) == 1 or not self._is_full_for(holder):
+            if len(waiting) == 1 or not self.shares.is_over_for(holder):
                 return
             num_left = each.num_left
             if each is connection or waiting[each] - num_left >= MIN_READ_BYTES:
@@ -225,7 +225,7 @@ class UnreadAnswers:
                 waiting[each] = num_left
             else:
                 each.abort()
-        if len(waiting) > 1 and self._is_full_for(holder):
+        if len(waiting) > 1 and self.shares.is_over_for(holder):
             next(iter(waiting)).abort()
 
     def remove(self, holder: str, connection: StallTimer) -> None:
@@ -233,9 +233,6 @@ class UnreadAnswers:
         self.shares.add(holder, -waiting.pop(connection))
         if not waiting:
             del self._waiting[holder]
-
-    def _is_full_for(self, holder: str) -> bool:
-        return self.shares.used > self.shares.capacity or self.shares.is_full_for(holder)
 
 
 class StallTimer:

@@ -212,6 +212,7 @@ class WebSocketEndpoint:
         self.decoder = MessageDecoder()
         self.metrics = SocketMetrics()
         self._shares = Shares(config.max_websockets)
+        self.kept = Shares(config.max_pending_body_bytes)  # bytes that connections keep of their messages
         gateway.metrics.register(self.metrics)
 
     def routes(self) -> list[WebSocketRoute]:
@@ -286,6 +287,8 @@ class SocketSession:
         self._socket = socket
         self._live: dict[RequestId, asyncio.Task[None]] = {}
         self._answers: dict[RequestId, AnswerStream] = {}
+        self._kept: dict[RequestId, int] = {}  # bytes of the messages of requests
+        self._holder = _holder_of(socket)
         self._num_bad_messages = 0
 
     async def run(self) -> None:
@@ -300,6 +303,8 @@ class SocketSession:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for name in list(self._kept):
+                self._release(name)
 
     async def _has_lost_its_key(self) -> bool:
         """Return whether the key was revoked, or may do this no longer. Its connection would keep its place for as
@@ -364,14 +369,33 @@ class SocketSession:
                 retry_after_s=1.0,
             )
         request = await self._endpoint.decoder.request(self._socket, data, envelope)
+        self._keep(envelope.id, len(data))
         self._endpoint.metrics.num_requests += 1
         task = asyncio.create_task(self._answer(envelope.id, request))
         self._live[envelope.id] = task
         task.add_done_callback(lambda _: self._forget(envelope.id))
 
+    def _keep(self, request_id: RequestId, num_bytes: int) -> None:
+        """Count a message that is kept until its request ends. Raises RateLimited where the connections of the
+        workspace keep too many bytes."""
+        kept = self._endpoint.kept
+        kept.add(self._holder, num_bytes)
+        if kept.is_over_for(self._holder) and kept.of(self._holder) > num_bytes:  # one message always fits
+            kept.add(self._holder, -num_bytes)
+            raise RateLimited(
+                "The WebSockets of this workspace keep too many bytes of messages.",
+                hint="Wait for answers, or send fewer large messages at a time.",
+                retry_after_s=1.0,
+            )
+        self._kept[request_id] = self._kept.get(request_id, 0) + num_bytes
+
     def _forget(self, request_id: RequestId) -> None:
         self._live.pop(request_id, None)
         self._answers.pop(request_id, None)
+        self._release(request_id)
+
+    def _release(self, request_id: RequestId) -> None:
+        self._endpoint.kept.add(self._holder, -self._kept.pop(request_id, 0))
 
     async def _cancel(self, request_id: RequestId) -> None:
         task = self._live.get(request_id)

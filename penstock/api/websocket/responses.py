@@ -11,7 +11,7 @@ import asyncio
 import logging
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ from penstock.api.websocket.endpoint import (
     MAX_BAD_MESSAGES,
     POLICY_VIOLATION,
     TOO_SLOW,
+    RequestId,
     SocketSession,
     WebSocketEndpoint,
 )
@@ -58,12 +59,13 @@ class SteerMessage(msgspec.Struct):
 
 
 class Steer(msgspec.Struct):
-    """One submission. `raw` is the input as the client sent it, which a failure returns."""
+    """One submission of so many bytes. `raw` is the input as the client sent it, which a failure returns."""
 
     id: str
     previous_response_id: str
     raw: str | list[InputItem]
     items: list[InputItem]
+    num_bytes: int
 
     def failed(self, code: str, message: str) -> dict[str, Any]:
         failure = _failure(code, message, self.previous_response_id, self.raw)
@@ -72,8 +74,10 @@ class Steer(msgspec.Struct):
 
 
 class SteeredResponse(msgspec.Struct):
-    """A response that is being made, and the steering inputs that wait for its end."""
+    """A response that is being made, and the steering inputs that wait for its end. `owner` is the request that the
+    response was first made for."""
 
+    owner: str
     lane: str | None
     events: ResponseEvents
     is_steerable: bool
@@ -87,14 +91,20 @@ class Steering:
     input. A response that ends with calls of the client's tools keeps the input for the request with the results.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Callable[[str, int], None]) -> None:
+        """`keep` counts the bytes of an input for an owner, or raises RateLimited."""
+        self._keep = keep
         self._decoder = BodyDecoder(SteerMessage)
         self._live: dict[str, SteeredResponse] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._held: OrderedDict[str, list[Steer]] = OrderedDict()
 
-    def begin(self, events: ResponseEvents, lane: str | None, *, is_steerable: bool) -> None:
-        self._live[events.response_id] = SteeredResponse(lane, events, is_steerable)
+    @property
+    def num_held_bytes(self) -> int:
+        return sum(steer.num_bytes for steers in self._held.values() for steer in steers)
+
+    def begin(self, owner: str, events: ResponseEvents, lane: str | None, *, is_steerable: bool) -> None:
+        self._live[events.response_id] = SteeredResponse(owner, lane, events, is_steerable)
 
     def end(self, events: ResponseEvents) -> list[Steer]:
         """Note that the response has ended, and return the inputs that waited for the end."""
@@ -106,7 +116,7 @@ class Steering:
 
     async def add(self, socket: WebSocket, data: bytes) -> tuple[bytes, str | None]:
         """Queue the input of a message. Returns the event that says so, or says why not, and its lane. Raises
-        InvalidRequest for a message without the fields of one."""
+        InvalidRequest for a message without the fields of one, and RateLimited where too much is kept."""
         message = await self._decoder.decode_in_turns(socket, data)
         target = message.previous_response_id
         steered = self._live.get(target)
@@ -122,7 +132,8 @@ class Steering:
             return self._refusal("steering_not_supported", reason, message, steered)
         if len(steered.steers) >= MAX_PENDING:
             return self._refusal("too_many_pending_steers", "Too much input is waiting.", message, steered)
-        steer = Steer(f"steer_{uuid.uuid4().hex}", target, message.input, items)
+        self._keep(_steers_of(steered.owner), len(data))
+        steer = Steer(f"steer_{uuid.uuid4().hex}", target, message.input, items, len(data))
         steered.steers = [*steered.steers, steer]
         told = {"id": steer.id, "previous_response_id": target}
         return steered.events.event("response.steer.accepted", steer=told), steered.lane
@@ -176,6 +187,7 @@ def _failure(code: str, message: str, target: str, raw: str | list[InputItem]) -
 
 PATH = "/v1/responses"
 MAX_RECENT = 4  # responses that are not stored, for each connection
+_EARLIER = "earlier"  # the name of what a connection keeps of responses that have ended
 _MAX_LANE_CHARS = 128
 _to_json = msgspec.json.Encoder().encode
 
@@ -198,7 +210,7 @@ class ResponsesSession(SocketSession):
         self._requests = BodyDecoder(ResponseRequest, EXTENSION_FIELDS, refuse_foreign)
         self._lanes: dict[str | None, asyncio.Task[None]] = {}
         self._recent: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._steering = Steering()
+        self._steering = Steering(self._keep)
 
     async def _handle(self, data: bytes) -> None:
         lane: str | None = None
@@ -219,6 +231,8 @@ class ResponsesSession(SocketSession):
                 raise InvalidRequest("A WebSocket has no responses in the background.", param="background")
             wire.stream = True
             wire.check()
+            name = uuid.uuid4().hex
+            self._keep(name, len(data))
         except PenstockError as error:
             await self._send(_error(error, lane))
             if isinstance(error, InvalidRequest):
@@ -229,8 +243,8 @@ class ResponsesSession(SocketSession):
         if held := self._steering.release(wire.previous_response_id):
             own = [InputItem(role="user", content=wire.input)] if isinstance(wire.input, str) else wire.input
             wire.input = [*held, *own]
+            self._count_earlier()
         self._endpoint.metrics.num_requests += 1
-        name = uuid.uuid4().hex
         before = self._lanes.get(lane)
         generates = envelope.generate is not False
         task = asyncio.create_task(self._answer_in_turn(name, wire, lane, before, generates=generates))
@@ -239,6 +253,7 @@ class ResponsesSession(SocketSession):
 
     def _end(self, name: str, lane: str | None, task: asyncio.Task[None]) -> None:
         self._forget(name)
+        self._release(_steers_of(name))
         if self._lanes.get(lane) is task:
             del self._lanes[lane]
 
@@ -253,14 +268,15 @@ class ResponsesSession(SocketSession):
     ) -> None:
         if before is not None:
             await asyncio.wait([before])
-        following = await self._respond(name, wire, lane, generates=generates)
+        following = await self._respond(name, name, wire, lane, generates=generates)
         while following is not None:  # which a steered response makes without being asked
-            following = await self._respond(uuid.uuid4().hex, following, lane)
+            following = await self._respond(uuid.uuid4().hex, name, following, lane)
 
     async def _respond(
-        self, name: str, wire: ResponseRequest, lane: str | None, *, generates: bool = True
+        self, name: str, owner: str, wire: ResponseRequest, lane: str | None, *, generates: bool = True
     ) -> ResponseRequest | None:
-        """Answer one request. Returns the request that steering input makes of what follows."""
+        """Answer one request. Returns the request that steering input makes of what follows. Both belong to the
+        client's request `owner`."""
         log = self._endpoint.request_log
         record = None if log is None else log.begin(name, "WS", PATH, self._socket.scope["headers"])
         status = 499
@@ -269,9 +285,10 @@ class ResponsesSession(SocketSession):
             begin = self._responses.begin if generates else self._responses.begin_nothing
             begun = await begin(connection, wire, self._recent)
             self._answers[name] = begun.answer
-            self._steering.begin(begun.events, lane, is_steerable=wire.conversation is None)
+            self._steering.begin(owner, begun.events, lane, is_steerable=wire.conversation is None)
             try:
                 await self._write(begun, lane)
+                self._release(owner)  # the message, which may be a part of what is remembered
                 self._remember(begun, wire)
             finally:
                 steers = self._steering.end(begun.events)
@@ -316,7 +333,9 @@ class ResponsesSession(SocketSession):
                 required_input=required,
             )
             await self._send_events(pending, lane)
-        for steer in self._steering.hold(events.response_id, steers):
+        lost_steers = self._steering.hold(events.response_id, steers)
+        self._count_earlier()
+        for steer in lost_steers:
             lost = failed_event(steer.failed("response_not_active", "Other responses came after this one."))
             await self._send_events(lost, lane)
         return None
@@ -375,6 +394,31 @@ class ResponsesSession(SocketSession):
             sum(each.num_bytes for each in self._recent.values()) > MAX_HISTORY_BYTES
         ):
             self._recent.popitem(last=False)
+        self._count_earlier()
+        while self._recent and self._endpoint.kept.is_over_for(self._holder):
+            self._recent.popitem(last=False)
+            self._count_earlier()
+
+    def _keep(self, request_id: RequestId, num_bytes: int) -> None:
+        """As for all WebSockets, but earlier responses make room."""
+        while True:
+            try:
+                return super()._keep(request_id, num_bytes)
+            except RateLimited:
+                if not self._recent:
+                    raise
+            self._recent.popitem(last=False)
+            self._count_earlier()
+
+    def _count_earlier(self) -> None:
+        """Count what is kept of responses that have ended."""
+        num_bytes = sum(each.num_bytes for each in self._recent.values()) + self._steering.num_held_bytes
+        self._endpoint.kept.add(self._holder, num_bytes - self._kept.get(_EARLIER, 0))
+        self._kept[_EARLIER] = num_bytes
+
+
+def _steers_of(owner: str) -> str:
+    return f"{owner} steers"
 
 
 def _messages(events: bytes, lane: str | None) -> Iterator[bytes]:

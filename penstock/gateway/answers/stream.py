@@ -250,7 +250,7 @@ class MeteredAnswer(Generic[ChoiceT]):
         self._unchecked_bytes = min(num_unread + SHARE_STEP_BYTES, limit)
         if num_unread > limit:
             self._give_up_on_reader(f"The reader fell more than {limit} bytes behind")
-        elif buffers.used > buffers.capacity or buffers.is_full_for(self._holder):
+        elif buffers.is_over_for(self._holder):
             self._give_up_on_reader("Too many bytes of this workspace's answers wait for readers")
         return self._error is None
 
