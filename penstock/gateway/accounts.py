@@ -292,9 +292,11 @@ class Accounts:
         return Account(claim, lease, self._ledger, on_settled)
 
     @asynccontextmanager
-    async def errand(self, principal: Principal, model: str, endpoint: str) -> AsyncIterator[None]:
+    async def errand(
+        self, principal: Principal, model: str, endpoint: str, *, is_counted: bool = True
+    ) -> AsyncIterator[None]:
         """Open an account for work without an engine, such as counting tokens. The limits count the work as a
-        request; the ledger does not record it."""
+        request, unless it belongs to a request that is admitted later; the ledger does not record it."""
         claim = Claim(
             request_id="", principal=principal, model=model, endpoint=endpoint, tier=principal.best_tier
         )
@@ -302,7 +304,10 @@ class Accounts:
         try:
             yield
         finally:
-            lease.settle(Outcome(usage=NOTHING_USED, status="completed"))
+            if is_counted:
+                lease.settle(Outcome(usage=NOTHING_USED, status="completed"))
+            else:
+                lease.undo()
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
         """Return a caller's current limits, for answers that opened no account."""

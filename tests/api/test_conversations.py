@@ -14,7 +14,10 @@ import pytest_asyncio
 from penstock.api.app import create_app
 from penstock.api.openai import responses_history
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
+from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
+from penstock.gateway.ratelimits.local import LocalLimiter
+from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.store.database import Database, sqlite_url
 from tests.api.conftest import Serve, direct_client
@@ -246,3 +249,25 @@ async def test_a_long_history_is_decoded_off_the_event_loop(monkeypatch: pytest.
     monkeypatch.setattr(responses_history, "_DIRECT_BYTES", 0)
     assert await prompts_and_items() == directly
     assert len(in_threads) == 4  # a response, a conversation, a reference, a list
+
+
+def test_what_is_stored_is_read_for_requests_that_limits_let_in(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = LimitSettings(key=ScopeLimits(requests_per_minute=2))
+    sdk = serve(scripted("ok"), accounts=Accounts(LocalLimiter(limits))).sdk()
+    conversation = sdk.conversations.create(items=[HELLO]).id
+    read: list[str] = []
+    children = ObjectStore.children
+
+    async def noted(self: ObjectStore, workspace_id: str, kind: str, parent_id: str, **options: Any) -> Any:
+        read.append(parent_id)
+        return await children(self, workspace_id, kind, parent_id, **options)
+
+    monkeypatch.setattr(ObjectStore, "children", noted)
+    for _ in range(2):  # to read for a request does not count as another request
+        sdk.responses.create(model="bytes", input="Hi", conversation=conversation)
+    for model in ("bytes", "nobody's"):
+        with pytest.raises(openai.RateLimitError):
+            sdk.responses.create(model=model, input="Hi", conversation=conversation)
+    assert read == [conversation] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -210,8 +211,7 @@ class ResponsesEndpoints:
     ) -> BegunResponse:
         """Submit a request. `recent` are responses that are not stored and that it may continue with."""
         history = History(self._responses, self._objects, principal_of(connection), recent)
-        own_items = await history.own_items(wire.input, request_id_of(connection))
-        earlier = await history.earlier_items(wire.previous_response_id, wire.conversation_id)
+        own_items, earlier = await self._items_of(connection, wire, history)
         toolbox = Toolbox(wire.tools)
         items = [*earlier, *own_items]
         generation = await translated(items, lambda: wire.to_generation(items, toolbox))
@@ -253,8 +253,7 @@ class ResponsesEndpoints:
         does."""
         principal = principal_of(connection)
         history = History(self._responses, self._objects, principal, recent)
-        own_items = await history.own_items(wire.input, request_id_of(connection))
-        await history.earlier_items(wire.previous_response_id, wire.conversation_id)
+        own_items, _ = await self._items_of(connection, wire, history)
         toolbox = Toolbox(wire.tools)
         wire.to_generation([*own_items, InputItem(role="user", content="")], toolbox)
         model = self._responses.gateway.catalogue.permitted(principal, wire.model)
@@ -262,6 +261,22 @@ class ResponsesEndpoints:
         events = ResponseEvents(new_response(wire, answer, self._stated(answer)), wants_logprobs=False)
         unstored, previous_id = history.unstored(wire.previous_response_id)
         return BegunResponse(answer, events, _to_json([*unstored, *own_items]), previous_id, is_stored=False)
+
+    async def _items_of(
+        self, connection: HTTPConnection, wire: ResponseRequest | CompactRequest, history: History
+    ) -> tuple[list[InputItem], list[InputItem]]:
+        """Return the items of a request, and those that it continues with. Stored items are read only for a caller
+        whose limits would let the request in."""
+        gateway, principal = self._responses.gateway, principal_of(connection)
+        conversation_id = wire.conversation_id if isinstance(wire, ResponseRequest) else None
+        model = ""
+        with suppress(PenstockError):  # which comes later, and in the right words
+            model = gateway.catalogue.answering(wire.model, principal).name
+        reads = wire.previous_response_id is not None or conversation_id is not None or _has_references(wire)
+        admitted = gateway.accounts.errand(principal, model, "responses", is_counted=False)
+        async with admitted if reads else nullcontext():
+            own_items = await history.own_items(wire.input or [], request_id_of(connection))
+            return own_items, await history.earlier_items(wire.previous_response_id, conversation_id)
 
     def _stated(self, answer: AnswerStream) -> SamplingDefaults:
         """Return the sampling defaults of the answering model; empty for a model of an external server."""
@@ -290,8 +305,8 @@ class ResponsesEndpoints:
         wire = await self._compact_decoder.read(request)
         note_model(request, wire.model)
         history = History(self._responses, self._objects, principal_of(request))
-        own_items = await history.own_items(wire.input or [], request_id_of(request))
-        items = [*await history.earlier_items(wire.previous_response_id, None), *own_items]
+        own_items, earlier = await self._items_of(request, wire, history)
+        items = [*earlier, *own_items]
         if not items:
             raise InvalidRequest("There is nothing to compact.", param="input")
         asked = ResponseRequest(
@@ -343,6 +358,11 @@ class ResponsesEndpoints:
         note_model(request, wire.model)
         wire.check()
         return wire
+
+
+def _has_references(wire: ResponseRequest | CompactRequest) -> bool:
+    items = wire.input if isinstance(wire.input, list) else ()
+    return any(item.type == "item_reference" for item in items)
 
 
 def _compacted(

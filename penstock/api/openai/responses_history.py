@@ -186,10 +186,21 @@ class History:
         )
         return added
 
-    def check_room(self, earlier: Sequence[InputItem], items: Sequence[InputItem]) -> None:
-        """Refuse items that would make a conversation too long to be read."""
+    async def conversation_bytes(self, conversation_id: str) -> int:
+        num_bytes = await self._objects.num_child_bytes(
+            self._principal.workspace_id,
+            ITEM,
+            conversation_id,
+            keep_until=time.time() + self._responses.ttl_s,
+        )
+        if num_bytes is None:
+            raise no_conversation(conversation_id)
+        return num_bytes
+
+    def check_room(self, num_bytes: int, items: Sequence[InputItem]) -> None:
+        """Refuse items that would make a conversation of so many bytes too long to be read."""
         bound = HistoryBound("items")
-        bound.add(sum(len(_to_json(item)) + ROW_BYTES for item in (*earlier, *items)))
+        bound.add(num_bytes + sum(len(_to_json(item)) + ROW_BYTES for item in items))
 
     def unstored(self, previous_id: str | None) -> tuple[list[InputItem], str | None]:
         """Return the items of a response that only this connection has, and the stored response that it continues. Of

@@ -297,7 +297,7 @@ class ConversationEndpoints:
         check_metadata(wire.metadata)
         history = self._history(request)
         items = await self._checked(request, history, wire.items or [])
-        history.check_room([], items)
+        history.check_room(0, items)
         now = time.time()
         made = StoredObject(
             id=f"conv_{secrets.token_hex(24)}",
@@ -333,7 +333,7 @@ class ConversationEndpoints:
         found = await self._found(request)
         history = self._history(request)
         items = await self._checked(request, history, wire.items)
-        history.check_room(await history.conversation_items(found.id), items)
+        history.check_room(await history.conversation_bytes(found.id), items)
         return json_response(item_list(await history.add_to_conversation(found.id, items), has_more=False))
 
     async def list_items(self, request: Request) -> Response:

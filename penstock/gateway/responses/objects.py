@@ -15,8 +15,8 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, or_, select, update
 
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.responses.store import HistoryBound
-from penstock.gateway.store.database import Database, Order, QueryTurns, insert_into, transaction
+from penstock.gateway.responses.store import HistoryBound, is_renewed
+from penstock.gateway.store.database import Database, Order, QueryTurns, insert_into, reading, transaction
 from penstock.gateway.store.growth import GrowthCheck
 from penstock.gateway.store.tables import stored_objects as table
 
@@ -116,10 +116,26 @@ class ObjectStore:
         self, workspace_id: str, kind: str, parent_id: str, *, keep_until: float, param: str
     ) -> list[StoredObject] | None:
         """Return all that belongs to an object, in order; None when the object is not there. Both are kept until
-        `keep_until` at least. Raises InvalidRequest when that is more than a conversation may have."""
+        about `keep_until`. Raises InvalidRequest when that is more than a conversation may have."""
         if not self._could_exist(parent_id):
             return None
-        return await self._children(workspace_id, kind, parent_id, keep_until, param)
+        found = await self._children(workspace_id, kind, parent_id, param)
+        if found is not None:
+            await self._keep_longer(workspace_id, parent_id, found[0], keep_until)
+        return None if found is None else found[1]
+
+    async def num_child_bytes(
+        self, workspace_id: str, kind: str, parent_id: str, *, keep_until: float
+    ) -> int | None:
+        """Return how many bytes belong to an object, as `children` counts them; None when the object is not there."""
+        if not self._could_exist(parent_id):
+            return None
+        found = await self._database.run(
+            lambda connection: self._family(connection, workspace_id, kind, parent_id), reads_only=True
+        )
+        if found is not None:
+            await self._keep_longer(workspace_id, parent_id, found[0], keep_until)
+        return None if found is None else found[1]
 
     async def page(
         self,
@@ -204,33 +220,45 @@ class ObjectStore:
             connection.execute(delete(table).where(*is_child))
         return exists
 
-    @transaction
+    @reading
     def _children(
-        self,
-        connection: Connection,
-        workspace_id: str,
-        kind: str,
-        parent_id: str,
-        keep_until: float,
-        param: str,
-    ) -> list[StoredObject] | None:
-        of_parent = table.c.workspace_id == workspace_id, table.c.parent_id == parent_id
-        is_parent = and_(
-            table.c.workspace_id == workspace_id, table.c.parent_id == "", table.c.id == parent_id
-        )
-        renewed = connection.execute(
-            update(table)
-            .where(or_(is_parent, and_(*of_parent)), table.c.expires_at > self._now())
-            .values(expires_at=keep_until)
-        )
-        if not renewed.rowcount or connection.execute(select(table.c.id).where(is_parent)).first() is None:
+        self, connection: Connection, workspace_id: str, kind: str, parent_id: str, param: str
+    ) -> tuple[float, list[StoredObject]] | None:
+        """Return when the first of the family expires, and what belongs to the parent."""
+        family = self._family(connection, workspace_id, kind, parent_id)
+        if family is None:
             return None
-        bound = HistoryBound(param)
-        bound.add(connection.execute(select(func.sum(_NUM_BYTES)).where(*of_parent)).scalar() or 0)
-        rows = connection.execute(
-            select(*_COLUMNS).where(self._of(workspace_id, kind, parent_id)).order_by(table.c.position)
-        )
-        return [_object(row) for row in rows]
+        expires_at, num_bytes = family
+        HistoryBound(param).add(num_bytes)
+        of_parent = self._of(workspace_id, kind, parent_id)
+        rows = connection.execute(select(*_COLUMNS).where(of_parent).order_by(table.c.position))
+        return expires_at, [_object(row) for row in rows]
+
+    def _family(
+        self, connection: Connection, workspace_id: str, kind: str, parent_id: str
+    ) -> tuple[float, int] | None:
+        """Return when a parent or the first of its children expires, and the bytes of the children."""
+        is_alive = _is_parent(workspace_id, parent_id), table.c.expires_at > self._now()
+        expires_at = connection.execute(select(table.c.expires_at).where(*is_alive)).scalar()
+        if expires_at is None:
+            return None
+        of_parent = self._of(workspace_id, kind, parent_id)
+        children = select(func.min(table.c.expires_at), func.sum(_NUM_BYTES)).where(of_parent)
+        first, num_bytes = connection.execute(children).one()
+        return min(expires_at, expires_at if first is None else first), num_bytes or 0
+
+    async def _keep_longer(
+        self, workspace_id: str, parent_id: str, expires_at: float, keep_until: float
+    ) -> None:
+        if is_renewed(expires_at, keep_until, self._now()):
+            await self._keep(workspace_id, parent_id, keep_until)
+
+    @transaction
+    def _keep(self, connection: Connection, workspace_id: str, parent_id: str, keep_until: float) -> None:
+        is_child = and_(table.c.workspace_id == workspace_id, table.c.parent_id == parent_id)
+        is_due = table.c.expires_at > self._now(), table.c.expires_at < keep_until
+        family = or_(_is_parent(workspace_id, parent_id), is_child)
+        connection.execute(update(table).where(family, *is_due).values(expires_at=keep_until))
 
     @transaction
     def _add(self, connection: Connection, objects: Sequence[StoredObject]) -> None:
@@ -250,9 +278,8 @@ class ObjectStore:
             for each in objects
             if not each.parent_id or each.parent_id in known | own_ids
         ]
-        insert = insert_into(connection, table).on_conflict_do_nothing()
-        for row in rows:
-            connection.execute(insert.values(row))
+        if rows:
+            connection.execute(insert_into(connection, table).on_conflict_do_nothing(), rows)
         if self._growth.is_due(workspace_id, sum(each.num_bytes for each in objects)):
             self._make_room(connection, workspace_id, kept=own_ids | known)
 
@@ -276,6 +303,10 @@ class ObjectStore:
                 select(func.sum(_NUM_BYTES)).where(in_workspace, of_oldest)
             ).scalar_one()
             connection.execute(delete(table).where(in_workspace, of_oldest))
+
+
+def _is_parent(workspace_id: str, parent_id: str) -> ColumnElement[bool]:
+    return and_(table.c.workspace_id == workspace_id, table.c.parent_id == "", table.c.id == parent_id)
 
 
 def _object(row: Row[Any]) -> StoredObject:

@@ -15,6 +15,7 @@ from penstock.gateway.store.tables import response_events, responses
 
 MAX_HISTORY = 1000  # responses in one conversation
 MAX_HISTORY_BYTES = 32 << 20  # of one conversation, as stored
+RENEWALS = 16  # of what is in use all the time, within the time for which it is kept
 MAX_MEMORY_BYTES = 64 << 20  # of a workspace, in a database in memory
 
 
@@ -44,6 +45,12 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     def is_lost(self, now: float) -> bool:
         """Return whether the gateway that should finish the response has gone."""
         return not self.is_final and (self.lease_until is None or self.lease_until <= now)
+
+
+def is_renewed(expires_at: float, keep_until: float, now: float) -> bool:
+    """Return whether something that is used is to be kept for longer. Not at every use: rows are written as a whole,
+    with their bodies, while other writers wait."""
+    return expires_at < keep_until - (keep_until - now) / RENEWALS
 
 
 class HistoryBound:
@@ -135,10 +142,15 @@ class ResponseStore:
         self, workspace_id: str, response_id: str, *, keep_until: float
     ) -> list[StoredResponse] | None:
         """Return a response and all that it continues, oldest first; None when one of them is not there. All of them
-        are kept until `keep_until` at least: a conversation that continues does not lose its beginning."""
+        are kept until about `keep_until`: a conversation that continues does not lose its beginning."""
         if not self._could_exist(response_id):
             return None
-        return await self._history(workspace_id, response_id, keep_until)
+        found = await self._history(workspace_id, response_id)
+        now = self._now()
+        due = [each.id for each in found or () if is_renewed(each.expires_at, keep_until, now)]
+        if due:
+            await self._keep(due, keep_until)
+        return found
 
     async def delete(self, workspace_id: str, response_id: str) -> bool:
         return self._could_exist(response_id) and await self._delete(workspace_id, response_id)
@@ -226,9 +238,9 @@ class ResponseStore:
         ).first()
         return None if row is None else StoredResponse(**row._mapping)
 
-    @transaction
+    @reading
     def _history(
-        self, connection: Connection, workspace_id: str, response_id: str, keep_until: float
+        self, connection: Connection, workspace_id: str, response_id: str
     ) -> list[StoredResponse] | None:
         found: list[StoredResponse] = []
         bound = HistoryBound()
@@ -240,14 +252,12 @@ class ResponseStore:
             found.append(response)
             bound.add(response.num_bytes)
             next_id = response.previous_id
-        connection.execute(
-            responses.update()
-            .where(
-                responses.c.id.in_([response.id for response in found]), responses.c.expires_at < keep_until
-            )
-            .values(expires_at=keep_until)
-        )
         return found[::-1]
+
+    @transaction
+    def _keep(self, connection: Connection, response_ids: Collection[str], keep_until: float) -> None:
+        is_due = responses.c.id.in_(response_ids), responses.c.expires_at < keep_until
+        connection.execute(responses.update().where(*is_due).values(expires_at=keep_until))
 
     @transaction
     def _delete(self, connection: Connection, workspace_id: str, response_id: str) -> bool:

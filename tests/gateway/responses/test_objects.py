@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import sqlalchemy
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.responses import objects
 from penstock.gateway.responses.objects import ROW_BYTES, ObjectStore, StoredObject
-from penstock.gateway.store.database import Database
+from penstock.gateway.responses.store import ResponseStore, StoredResponse
+from penstock.gateway.store.database import Database, sqlite_url
 from tests.gateway.store.ready_made import ready_made_database
 
 
@@ -58,7 +61,11 @@ async def test_children_go_with_their_parent(store: ObjectStore) -> None:
     await store.add([thing("a"), thing("1", "a"), thing("2", "a"), thing("3", "never")])
     found = await store.children("w", "item", "a", keep_until=5000.0, param="x")
     assert found is not None
-    assert [(each.id, each.expires_at) for each in found] == [("1", 5000.0), ("2", 5000.0)]
+    assert [each.id for each in found] == ["1", "2"]
+    for name, parent in (("a", ""), ("1", "a"), ("2", "a")):
+        kept = await store.find("w", "item" if parent else "conversation", name, parent_id=parent)
+        assert kept is not None
+        assert kept.expires_at == 5000.0
     assert await store.find("w", "item", "3", parent_id="never") is None, "its parent is not there"
     assert await store.children("other", "item", "a", keep_until=0, param="x") is None
     assert not await store.delete("other", "conversation", "a")
@@ -180,3 +187,24 @@ async def test_changes(store: ObjectStore) -> None:
     assert not await store.change(thing("a", workspace_id="other"))
     assert await store.known_ids("w", "conversation", ["a", "b", "\0"], parent_id="") == {"a"}
     assert await store.find("w", "conversation", "\0") is None
+
+
+async def test_conversations_are_read_while_another_process_writes(tmp_path: Path) -> None:
+    """Reading renews what is about to expire, and otherwise waits for no writer and keeps none waiting: a workspace
+    that reads long conversations all the time would hold the database for itself."""
+    database = Database(sqlite_url(tmp_path))
+    objects = ObjectStore(database, now=lambda: 1000.0)
+    responses = ResponseStore(database, now=lambda: 1000.0)
+    await objects.add([thing("a"), thing("1", "a")])
+    fields = {"workspace_id": "w", "created_at": 1000.0, "expires_at": 2000.0, "is_final": True}
+    for name, previous in (("r", None), ("s", "r")):
+        await responses.add(
+            StoredResponse(id=name, previous_id=previous, body=b"{}", input_items=b"[]", **fields)  # type: ignore[arg-type]
+        )
+    with closing(sqlite3.connect(str(database.file), isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        found = await objects.children("w", "item", "a", keep_until=2050.0, param="x")
+        history = await responses.history("w", "s", keep_until=2050.0)
+    assert [each.id for each in found or ()] == ["1"]
+    assert [each.id for each in history or ()] == ["r", "s"]
+    database.close()
