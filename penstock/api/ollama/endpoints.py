@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole
-from penstock.api.http.context import note_model, principal_of, request_id_of, timeout_s_of, with_context
+from penstock.api.http.context import note_model, principal_of, with_context
 from penstock.api.http.errors import ollama_error_body
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import JSON_LINES, Operation
@@ -28,14 +28,14 @@ from penstock.api.ollama.requests import (
     GenerateRequest,
 )
 from penstock.api.openai.answers import ChatLogprob, chat_logprobs
-from penstock.api.openai.embeddings import ENTRIES_AT_ONCE, filled, run_job
+from penstock.api.openai.embeddings import ENTRIES_AT_ONCE, filled, run_job, vector_request
 from penstock.core.errors import PenstockError
 from penstock.core.request import FinishReason
 from penstock.gateway.answers.choice import Delta, ToolCallDelta, merge_deltas
 from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer
 from penstock.gateway.embeddings.inputs import Reading, Truncation
 from penstock.gateway.embeddings.run import EmbeddingAnswer, numbers
-from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
+from penstock.gateway.embeddings.service import Embeddings
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.prompts import GenerationRequest, RequestWarning, Usage
 
@@ -362,15 +362,6 @@ class OllamaEndpoints:
     ) -> EmbeddingAnswer:
         name = model_name(self._gateway, model)
         note_model(request, name)
-        opening = self._embeddings.open(
-            EmbeddingRequest(
-                inputs=inputs,
-                model=name,
-                dimensions=dimensions,
-                reading=Reading(truncation=Truncation() if truncates else None),
-                principal=principal_of(request),
-                request_id=request_id_of(request),
-                timeout_s=timeout_s_of(request),
-            )
-        )
-        return await run_job(opening, request)
+        reading = Reading(truncation=Truncation() if truncates else None)
+        asked = vector_request(request, name, inputs=inputs, dimensions=dimensions, reading=reading)
+        return await run_job(self._embeddings.open(asked), request)

@@ -21,6 +21,7 @@ from penstock.core.request import Pooling
 from penstock.gateway.embeddings.inputs import Input, Reading, Role, TextWithRole, Truncation
 from penstock.gateway.embeddings.run import EmbeddingAnswer, numbers
 from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings, check_num_inputs
+from penstock.gateway.prompts import Usage
 from penstock.gateway.turns import in_thread
 
 EXTENSION_FIELDS = (
@@ -73,13 +74,10 @@ class ReadingFields(msgspec.Struct, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool = True
 
-    def reading(
-        self, *, prompt_name: str | None = None, max_document_tokens: int | None = None, cuts: bool = False
-    ) -> Reading:
-        """`cuts` cuts texts to the model's length even when the request does not say so."""
+    def reading(self, *, prompt_name: str | None = None, max_document_tokens: int | None = None) -> Reading:
         asked = self.truncate_prompt_tokens
         truncation = None
-        if asked is not None or max_document_tokens is not None or cuts:
+        if asked is not None or max_document_tokens is not None:
             truncation = Truncation(
                 None if asked == -1 else asked, self.truncation_side or "right", max_document_tokens
             )
@@ -140,6 +138,10 @@ class EmbeddingUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
 
+    @classmethod
+    def of(cls, usage: Usage) -> EmbeddingUsage:
+        return cls(usage.prompt_tokens, usage.prompt_tokens)
+
 
 class EmbeddingList(msgspec.Struct):
     data: list[EmbeddingEntry]
@@ -158,18 +160,15 @@ class EmbeddingEndpoints:
 
     async def create(self, request: Request, wire: CreateEmbeddings) -> ASGIApp:
         opening = self._embeddings.open(
-            EmbeddingRequest(
+            vector_request(
+                request,
+                wire.model,
                 inputs=wire.roled_inputs(),
-                model=wire.model,
                 dimensions=wire.dimensions,
                 pooling=_one_vector(wire.pooling),
                 normalizes=wire.normalize,
                 reading=wire.reading(prompt_name=wire.prompt_name),
-                uses_cache=uses_cache(request),
-                principal=principal_of(request),
-                request_id=request_id_of(request),
                 user=wire.user,
-                timeout_s=timeout_s_of(request),
                 allows_external=True,
             )
         )
@@ -186,8 +185,16 @@ def _one_vector(pooling: Pooling | None) -> Pooling | None:
     return pooling
 
 
-def uses_cache(request: Request) -> bool:
-    return request.headers.get(CACHE_HEADER, "").strip().lower() != "off"
+def vector_request(request: Request, model: str | None, **options: Any) -> EmbeddingRequest:
+    """Return a request for vectors, with the fields that the caller and the headers determine."""
+    return EmbeddingRequest(
+        model=model,
+        uses_cache=request.headers.get(CACHE_HEADER, "").strip().lower() != "off",
+        principal=principal_of(request),
+        request_id=request_id_of(request),
+        timeout_s=timeout_s_of(request),
+        **options,
+    )
 
 
 AnswerT = TypeVar("AnswerT", covariant=True)
@@ -223,8 +230,7 @@ async def _body(answer: EmbeddingAnswer, *, as_text: bool) -> bytes:
         entries.append(msgspec.json.encode(EmbeddingEntry(index, embedding)))
         if index % ENTRIES_AT_ONCE == ENTRIES_AT_ONCE - 1:
             await asyncio.sleep(0)
-    num_tokens = answer.usage.prompt_tokens
-    frame = EmbeddingList([], answer.model, EmbeddingUsage(num_tokens, num_tokens))
+    frame = EmbeddingList([], answer.model, EmbeddingUsage.of(answer.usage))
     return await filled(msgspec.json.encode(frame), entries)  # `data` is the first field
 
 

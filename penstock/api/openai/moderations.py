@@ -16,15 +16,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import WholeAnswer, json_response
-from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
+from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.routes import Operation
-from penstock.api.openai.embeddings import run_job
+from penstock.api.openai.embeddings import run_job, vector_request
 from penstock.core.errors import ContentRefused, InvalidRequest, NotFound
 from penstock.core.identity import Principal
 from penstock.core.messages import ModelCard
 from penstock.gateway.embeddings.run import numbers
 from penstock.gateway.embeddings.scores import probabilities
-from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
+from penstock.gateway.embeddings.service import Embeddings
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.guards.policy import Direction, PolicyRule, PolicyRun
 from penstock.gateway.guards.settings import Action
@@ -124,17 +124,8 @@ class ModerationEndpoints:
         return classifiers.get(name)
 
     async def _classify(self, request: Request, texts: list[str], card: ModelCard) -> ASGIApp:
-        opening = self._embeddings.open(
-            EmbeddingRequest(
-                inputs=tuple(texts),
-                endpoint="moderations",
-                model=card.name,
-                principal=principal_of(request),
-                request_id=request_id_of(request),
-                timeout_s=timeout_s_of(request),
-            )
-        )
-        answer = await run_job(opening, request)
+        asked = vector_request(request, card.name, inputs=tuple(texts), endpoint="moderations")
+        answer = await run_job(self._embeddings.open(asked), request)
         harmful = [not is_harmless(label, index, card) for index, label in enumerate(card.pooler.labels)]
         results = []
         for vector in answer.vectors:

@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import WholeAnswer
-from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
+from penstock.api.http.context import request_id_of
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import Operation
-from penstock.api.openai.embeddings import EmbeddingUsage, ReadingFields, refusing, run_job, uses_cache
+from penstock.api.openai.embeddings import EmbeddingUsage, ReadingFields, refusing, run_job, vector_request
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.embeddings.inputs import Input, Reading, Role, TextWithRole, Truncation
 from penstock.gateway.embeddings.run import numbers
-from penstock.gateway.embeddings.scores import ScoreAnswer, ScoreRequest, Scores
-from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
+from penstock.gateway.embeddings.scores import ScoreAnswer, Scores, TextPairs
+from penstock.gateway.embeddings.service import Embeddings
 
 REFUSED_FIELDS = ("max_chunks_per_doc", "mm_processor_kwargs", "priority", "relevant_spans", "softmax")
 GUARDED_FIELDS = ("top_n", "return_documents", "truncate_prompt_tokens", "max_tokens_per_doc", "instruction")
@@ -116,30 +116,22 @@ class RerankEndpoints:
         if wire.top_n is not None and wire.top_n < 0:
             raise InvalidRequest(f"top_n must be at least 1, not {wire.top_n}.", param="top_n")
         texts = wire.texts()
-        opening = self._scores.open(
-            ScoreRequest(
-                queries=(wire.query,),
-                documents=texts,
-                instruction=wire.instruction,
-                activates=wire.use_activation is not False,
-                model=wire.model,
-                reading=wire.reading(max_document_tokens=wire.max_tokens_per_doc),
-                uses_cache=uses_cache(request),
-                principal=principal_of(request),
-                request_id=request_id_of(request),
-                user=wire.user,
-                timeout_s=timeout_s_of(request),
-            )
+        pairs = TextPairs(
+            queries=(wire.query,),
+            documents=texts,
+            instruction=wire.instruction,
+            activates=wire.use_activation is not False,
         )
-        answer = await run_job(opening, request)
+        reading = wire.reading(max_document_tokens=wire.max_tokens_per_doc)
+        asked = vector_request(request, wire.model, endpoint="rerank", reading=reading, user=wire.user)
+        answer = await run_job(self._scores.open(pairs, asked), request)
         results = _ranked(answer, texts if returns_documents else None, wire.top_n)
-        num_tokens = answer.usage.prompt_tokens
         body = RerankResponse(
             id=f"rerank-{request_id_of(request)}",
             model=answer.model,
-            usage=EmbeddingUsage(num_tokens, num_tokens),
+            usage=EmbeddingUsage.of(answer.usage),
             results=results,
-            meta=RerankMeta(RerankVersion(version), BilledUnits(num_tokens)),
+            meta=RerankMeta(RerankVersion(version), BilledUnits(answer.usage.prompt_tokens)),
         )
         return WholeAnswer(msgspec.json.encode(body), answer.rate_limits)
 
@@ -243,20 +235,15 @@ class EmbedEndpoints:
         inputs: tuple[Input, ...] = (
             tuple(TextWithRole(text, role) for text in texts) if role else tuple(texts)
         )
-        opening = self._embeddings.open(
-            EmbeddingRequest(
-                inputs=inputs,
-                labels=tuple(f"texts[{index}]" for index in range(len(texts))),
-                model=wire.model,
-                dimensions=wire.output_dimension,
-                reading=wire.reading(),
-                uses_cache=uses_cache(request),
-                principal=principal_of(request),
-                request_id=request_id_of(request),
-                timeout_s=timeout_s_of(request),
-            )
+        asked = vector_request(
+            request,
+            wire.model,
+            inputs=inputs,
+            labels=tuple(f"texts[{index}]" for index in range(len(texts))),
+            dimensions=wire.output_dimension,
+            reading=wire.reading(),
         )
-        answer = await run_job(opening, request)
+        answer = await run_job(self._embeddings.open(asked), request)
         found: dict[str, list[Any]] = {}
         if "float" in kinds:
             found["float"] = [numbers(vector) for vector in answer.vectors]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from penstock.api.http.answers import WholeAnswer
-from penstock.api.http.context import principal_of, request_id_of, timeout_s_of
+from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.http.routes import Operation
 from penstock.api.openai.embeddings import (
@@ -22,13 +23,13 @@ from penstock.api.openai.embeddings import (
     TextInputFields,
     refusing,
     run_job,
-    uses_cache,
+    vector_request,
 )
 from penstock.core.errors import InvalidRequest
 from penstock.core.messages import ModelCard
 from penstock.gateway.embeddings.run import BYTES_PER_NUMBER, EmbeddingAnswer, numbers
-from penstock.gateway.embeddings.scores import ScoreRequest, Scores, probabilities
-from penstock.gateway.embeddings.service import EmbeddingRequest, Embeddings
+from penstock.gateway.embeddings.scores import Scores, TextPairs, probabilities
+from penstock.gateway.embeddings.service import Embeddings
 from penstock.gateway.turns import in_thread
 
 REFUSED_FIELDS = (
@@ -44,6 +45,7 @@ REFUSED_FIELDS = (
     *("softmax", "step_tag_id", "returned_token_ids"),
 )
 Texts: TypeAlias = str | list[str]
+Result = TypeVar("Result")
 
 
 class CreateScores(ReadingFields, kw_only=True):
@@ -72,19 +74,22 @@ class CreateScores(ReadingFields, kw_only=True):
         return found[0], found[1]
 
 
+class ResultList(msgspec.Struct, Generic[Result]):
+    id: str
+    model: str
+    data: list[Result]
+    usage: EmbeddingUsage
+    object: str = "list"
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+
+
 class Score(msgspec.Struct):
     index: int
     score: float
     object: str = "score"
 
 
-class ScoreList(msgspec.Struct):
-    id: str
-    model: str
-    data: list[Score]
-    usage: EmbeddingUsage
-    object: str = "list"
-    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+class ScoreList(ResultList[Score]): ...
 
 
 class CreateClassification(TextInputFields, kw_only=True):
@@ -103,13 +108,7 @@ class Classification(msgspec.Struct):
     num_classes: int
 
 
-class ClassificationList(msgspec.Struct):
-    id: str
-    model: str
-    data: list[Classification]
-    usage: EmbeddingUsage
-    object: str = "list"
-    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+class ClassificationList(ResultList[Classification]): ...
 
 
 class CreatePooling(CreateClassification, kw_only=True):
@@ -127,13 +126,7 @@ class Pooled(msgspec.Struct):
     object: str = "pooling"
 
 
-class PooledList(msgspec.Struct):
-    id: str
-    model: str
-    data: list[Pooled]
-    usage: EmbeddingUsage
-    object: str = "list"
-    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+class PooledList(ResultList[Pooled]): ...
 
 
 class ScoringEndpoints:
@@ -156,28 +149,18 @@ class ScoringEndpoints:
 
     async def score(self, request: Request, wire: CreateScores) -> ASGIApp:
         (first_name, first), (second_name, second) = wire.sides()
-        opening = self._scores.open(
-            ScoreRequest(
-                queries=(first,) if isinstance(first, str) else tuple(first),
-                documents=(second,) if isinstance(second, str) else tuple(second),
-                query_label=first_name,
-                document_label=second_name,
-                instruction=wire.instruction,
-                activates=wire.use_activation is not False,
-                endpoint="score",
-                model=wire.model,
-                reading=wire.reading(),
-                uses_cache=uses_cache(request),
-                principal=principal_of(request),
-                request_id=request_id_of(request),
-                user=wire.user,
-                timeout_s=timeout_s_of(request),
-            )
+        pairs = TextPairs(
+            queries=(first,) if isinstance(first, str) else tuple(first),
+            documents=(second,) if isinstance(second, str) else tuple(second),
+            query_label=first_name,
+            document_label=second_name,
+            instruction=wire.instruction,
+            activates=wire.use_activation is not False,
         )
-        answer = await run_job(opening, request)
+        asked = vector_request(request, wire.model, endpoint="score", reading=wire.reading(), user=wire.user)
+        answer = await run_job(self._scores.open(pairs, asked), request)
         data = [Score(index, score) for index, score in enumerate(answer.scores)]
-        num_tokens = answer.usage.prompt_tokens
-        usage = EmbeddingUsage(num_tokens, num_tokens)
+        usage = EmbeddingUsage.of(answer.usage)
         body = ScoreList(f"score-{request_id_of(request)}", answer.model, data, usage)
         return WholeAnswer(msgspec.json.encode(body), answer.rate_limits)
 
@@ -190,7 +173,8 @@ class ScoringEndpoints:
             probs = _numbers_of_labels(card, vector, wire.activates)
             best = card.pooler.labels[max(range(len(probs)), key=probs.__getitem__)]
             data.append(Classification(index, best, probs, len(probs)))
-        body = ClassificationList(f"classify-{request_id_of(request)}", answer.model, data, _usage(answer))
+        usage = EmbeddingUsage.of(answer.usage)
+        body = ClassificationList(f"classify-{request_id_of(request)}", answer.model, data, usage)
         return WholeAnswer(msgspec.json.encode(body), answer.rate_limits)
 
     async def pool(self, request: Request, wire: CreatePooling) -> ASGIApp:
@@ -206,7 +190,8 @@ class ScoringEndpoints:
             data.append(Pooled(index, _pooled(card, wire, task, vector)))
             if index % ENTRIES_AT_ONCE == ENTRIES_AT_ONCE - 1:
                 await asyncio.sleep(0)
-        body = PooledList(f"pool-{request_id_of(request)}", answer.model, data, _usage(answer))
+        usage = EmbeddingUsage.of(answer.usage)
+        body = PooledList(f"pool-{request_id_of(request)}", answer.model, data, usage)
         encoded = await in_thread(msgspec.json.encode, body)
         return WholeAnswer(encoded, answer.rate_limits)
 
@@ -216,26 +201,19 @@ class ScoringEndpoints:
     async def _vectors(
         self, request: Request, wire: CreateClassification, endpoint: str, *, pools_tokens: bool = False
     ) -> EmbeddingAnswer:
-        dimensions, normalizes = (
-            (wire.dimensions, wire.normalize) if isinstance(wire, CreatePooling) else (None, None)
+        asked = vector_request(
+            request,
+            wire.model,
+            inputs=wire.inputs(),
+            endpoint=endpoint,
+            reading=wire.reading(),
+            user=wire.user,
         )
-        opening = self._embeddings.open(
-            EmbeddingRequest(
-                inputs=wire.inputs(),
-                endpoint=endpoint,
-                model=wire.model,
-                dimensions=dimensions,
-                normalizes=normalizes,
-                pooling="all" if pools_tokens else None,
-                reading=wire.reading(),
-                uses_cache=uses_cache(request) and not pools_tokens,
-                principal=principal_of(request),
-                request_id=request_id_of(request),
-                user=wire.user,
-                timeout_s=timeout_s_of(request),
-            )
-        )
-        return await run_job(opening, request)
+        if isinstance(wire, CreatePooling):
+            asked = replace(asked, dimensions=wire.dimensions, normalizes=wire.normalize)
+        if pools_tokens:
+            asked = replace(asked, pooling="all", uses_cache=False)
+        return await run_job(self._embeddings.open(asked), request)
 
 
 def check_classifier(card: ModelCard) -> None:
@@ -259,7 +237,3 @@ def _pooled(
 def _numbers_of_labels(card: ModelCard, vector: bytes, activates: bool) -> list[float]:
     logits = numbers(vector)
     return probabilities(card.pooler, logits) if activates else logits
-
-
-def _usage(answer: EmbeddingAnswer) -> EmbeddingUsage:
-    return EmbeddingUsage(answer.usage.prompt_tokens, answer.usage.prompt_tokens)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.core.errors import InvalidRequest
-from penstock.core.identity import OPEN_PRINCIPAL, Principal, RateLimits
+from penstock.core.identity import RateLimits
 from penstock.core.messages import ModelCard, PoolerCard
-from penstock.gateway.embeddings.inputs import Input, Pair, Reading, TextWithRole
+from penstock.gateway.embeddings.inputs import Input, Pair, TextWithRole
 from penstock.gateway.embeddings.run import numbers
 from penstock.gateway.embeddings.service import MAX_INPUTS, EmbeddingJob, EmbeddingRequest, Embeddings
 from penstock.gateway.prompts import Usage
@@ -23,7 +23,7 @@ from penstock.gateway.prompts import Usage
 SCORES_AT_ONCE = 32  # others get their turn in between
 
 
-class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+class TextPairs(msgspec.Struct, frozen=True, kw_only=True):
     """One score for each pair: the first query with the first document, and so on. A single query goes with every
     document."""
 
@@ -33,14 +33,6 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     document_label: str = "documents"
     instruction: str | None = None  # of models that are asked whether a document fits a query
     activates: bool = True  # False leaves the logit of a cross-encoder as it is
-    endpoint: str = "rerank"
-    model: str | None = None
-    reading: Reading = Reading()
-    uses_cache: bool = True
-    principal: Principal = OPEN_PRINCIPAL
-    request_id: str = ""
-    user: str | None = None
-    timeout_s: float | None = None
 
 
 class ScoreAnswer(msgspec.Struct, frozen=True):
@@ -53,9 +45,9 @@ class ScoreAnswer(msgspec.Struct, frozen=True):
 class ScoreJob:
     """An opened request: `run` it for its answer, `cancel` it at any moment."""
 
-    def __init__(self, job: EmbeddingJob, request: ScoreRequest, pooler: PoolerCard) -> None:
+    def __init__(self, job: EmbeddingJob, pairs: TextPairs, pooler: PoolerCard) -> None:
         self._job = job
-        self._request = request
+        self._pairs = pairs
         self._pooler = pooler
 
     @property
@@ -68,7 +60,7 @@ class ScoreJob:
     async def run(self) -> ScoreAnswer:
         answer = await self._job.run()
         if self._pooler.scores_pairs:
-            activates = self._request.activates and self._pooler.score_activation == "sigmoid"
+            activates = self._pairs.activates and self._pooler.score_activation == "sigmoid"
             logits = [numbers(vector)[0] for vector in answer.vectors]
             scores = [sigmoid(logit) if activates else logit for logit in logits]
         else:
@@ -76,7 +68,7 @@ class ScoreJob:
         return ScoreAnswer(scores, answer.model, answer.usage, answer.rate_limits)
 
     async def _similarities(self, vectors: Sequence[bytes]) -> list[float]:
-        num_documents = len(self._request.documents)
+        num_documents = len(self._pairs.documents)
         queries = [numbers(vector) for vector in vectors[num_documents:]]
         scores = []
         for index in range(num_documents):
@@ -93,39 +85,27 @@ class Scores:
     def __init__(self, embeddings: Embeddings) -> None:
         self._embeddings = embeddings
 
-    async def open(self, request: ScoreRequest) -> ScoreJob:
-        """Everything that can be refused is refused here. The job must be run or cancelled."""
+    async def open(self, pairs: TextPairs, request: EmbeddingRequest) -> ScoreJob:
+        """Open a job for the pairs, the inputs of `request`. Everything that can be refused is refused here.
+        The job must be run or cancelled."""
         card = self._embeddings.model_of(request.principal, request.model).card
-        _check(request, card)
-        inputs, labels = _inputs(request, card)
-        job = await self._embeddings.open_here(
-            EmbeddingRequest(
-                inputs=inputs,
-                labels=labels,
-                endpoint=request.endpoint,
-                model=request.model,
-                reading=request.reading,
-                uses_cache=request.uses_cache,
-                principal=request.principal,
-                request_id=request.request_id,
-                user=request.user,
-                timeout_s=request.timeout_s,
-            )
-        )
-        return ScoreJob(job, request, card.pooler)
+        _check(pairs, card)
+        inputs, labels = _inputs(pairs, card)
+        job = await self._embeddings.open_here(msgspec.structs.replace(request, inputs=inputs, labels=labels))
+        return ScoreJob(job, pairs, card.pooler)
 
 
-def _check(request: ScoreRequest, card: ModelCard) -> None:
-    num_queries, num_documents = len(request.queries), len(request.documents)
-    for number, label in ((num_queries, request.query_label), (num_documents, request.document_label)):
+def _check(pairs: TextPairs, card: ModelCard) -> None:
+    num_queries, num_documents = len(pairs.queries), len(pairs.documents)
+    for number, label in ((num_queries, pairs.query_label), (num_documents, pairs.document_label)):
         if not 1 <= number <= MAX_INPUTS:
             raise InvalidRequest(
                 f"{label} must have 1 to {MAX_INPUTS} texts, and has {number}.", param=label.partition("[")[0]
             )
     if num_queries not in (1, num_documents):
         raise InvalidRequest(
-            f"{request.query_label} must have one text, or as many as {request.document_label}: {num_documents}.",
-            param=request.query_label,
+            f"{pairs.query_label} must have one text, or as many as {pairs.document_label}: {num_documents}.",
+            param=pairs.query_label,
         )
     pooler = card.pooler
     if not pooler.scores_pairs and (pooler.labels or card.generates):
@@ -135,24 +115,24 @@ def _check(request: ScoreRequest, card: ModelCard) -> None:
             param="model",
             hint="Serve a cross-encoder, a reranker or an embedding model.",
         )
-    if request.instruction is not None and not pooler.asks_yes_or_no:
+    if pairs.instruction is not None and not pooler.asks_yes_or_no:
         raise InvalidRequest(f"The model {card.name!r} takes no instruction.", param="instruction")
 
 
-def _inputs(request: ScoreRequest, card: ModelCard) -> tuple[tuple[Input, ...], tuple[str, ...]]:
+def _inputs(pairs: TextPairs, card: ModelCard) -> tuple[tuple[Input, ...], tuple[str, ...]]:
     """Return the pairs; or, for an embedding model, the documents and then the queries."""
-    labels = tuple(f"{request.document_label}[{index}]" for index in range(len(request.documents)))
+    labels = tuple(f"{pairs.document_label}[{index}]" for index in range(len(pairs.documents)))
     if card.pooler.scores_pairs:
-        queries = request.queries
+        queries = pairs.queries
         if len(queries) == 1:
-            queries *= len(request.documents)
-        pairs = zip(queries, request.documents, strict=True)
-        if "" in request.queries:
-            raise InvalidRequest(f"{request.query_label} is empty.", param=request.query_label)
-        return tuple(Pair(query, document, request.instruction) for query, document in pairs), labels
-    documents = tuple(TextWithRole(text, "document") for text in request.documents)
-    queries_in = tuple(TextWithRole(text, "query") for text in request.queries)
-    return documents + queries_in, labels + (request.query_label,) * len(queries_in)
+            queries *= len(pairs.documents)
+        if "" in pairs.queries:
+            raise InvalidRequest(f"{pairs.query_label} is empty.", param=pairs.query_label)
+        both = zip(queries, pairs.documents, strict=True)
+        return tuple(Pair(query, document, pairs.instruction) for query, document in both), labels
+    documents = tuple(TextWithRole(text, "document") for text in pairs.documents)
+    queries_in = tuple(TextWithRole(text, "query") for text in pairs.queries)
+    return documents + queries_in, labels + (pairs.query_label,) * len(queries_in)
 
 
 def similarity(pooler: PoolerCard, first: Sequence[float], second: Sequence[float]) -> float:

@@ -63,7 +63,7 @@ MAX_NUMBERS = 1 << 24  # of an answer that has one vector for each token
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One vector for each input."""
 
-    inputs: tuple[Input, ...]
+    inputs: tuple[Input, ...] = ()
     labels: tuple[str, ...] = ()  # of inputs, for errors; empty: input[0], input[1], …
     endpoint: str = "embeddings"
     model: str | None = None
