@@ -250,6 +250,9 @@ class ExpiresAfter(msgspec.Struct):
     anchor: Literal["created_at"]
     seconds: int
 
+    def checked(self, param: str) -> float:
+        return checked_expiry(self.seconds, param)
+
 
 class NewUpload(msgspec.Struct):
     bytes: Count
@@ -305,7 +308,7 @@ class UploadEndpoints:
         plan = UploadPlan(
             purpose=wire.purpose,
             num_bytes=wire.bytes,
-            expires_after_s=None if expiry is None else checked_expiry(expiry.seconds, "expires_after"),
+            expires_after_s=None if expiry is None else expiry.checked("expires_after"),
         )
         workspace_id = principal_of(request).workspace_id
         return json_response(_shown_upload(await self._uploads.create(workspace_id, wire.filename, plan)))

@@ -15,14 +15,13 @@ import msgspec
 from penstock.core.errors import InvalidRequest, quoted
 from penstock.gateway.files import FileStore, StoredFile
 from penstock.gateway.prompts import (
-    ChatMessage,
-    ChatPrompt,
     FilePart,
     GenerationRequest,
     Prompt,
     TextPart,
     are_texts,
     parts_of,
+    with_parts,
 )
 from penstock.gateway.turns import in_thread
 
@@ -92,7 +91,7 @@ class DocumentReader:
 
     async def read(self, prompt: Prompt, workspace_id: str) -> Prompt:
         parts = parts_of(prompt, FilePart)
-        if not isinstance(prompt, ChatPrompt) or not parts:
+        if not parts:
             return prompt
         files: dict[str, StoredFile] = {}
         num_bytes = 0
@@ -116,12 +115,7 @@ class DocumentReader:
                 described("document", texts[part.file_id], title=title, context=part.context), part.cache
             )
 
-        def with_texts(message: ChatMessage) -> ChatMessage:
-            if isinstance(message.content, str):
-                return message
-            return msgspec.structs.replace(message, content=tuple(map(changed, message.content)))
-
-        return msgspec.structs.replace(prompt, messages=tuple(map(with_texts, prompt.messages)))
+        return with_parts(prompt, changed)
 
     async def _find(self, part: FilePart, workspace_id: str) -> StoredFile:
         if self.files is None:

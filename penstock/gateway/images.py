@@ -30,14 +30,13 @@ from penstock.core.gateway_config import GatewayConfig
 from penstock.gateway.files import FileStore
 from penstock.gateway.image_bounds import has_too_many_parts
 from penstock.gateway.prompts import (
-    ChatMessage,
-    ChatPrompt,
     GenerationRequest,
     ImagePart,
     LoadedImage,
     Prompt,
     are_texts,
     image_parts,
+    with_parts,
 )
 from penstock.gateway.turns import FairSlots
 
@@ -124,7 +123,7 @@ class ImageLoader:
             data = await self._read(part, workspace_id)
             image = await self._in_thread(partial(checked_image, part, data, self._config, workspace_id))
             loaded[id(part)] = msgspec.structs.replace(part, loaded=image)
-        return _with_parts(prompt, lambda part: loaded.get(id(part), part))
+        return with_parts(prompt, lambda part: loaded.get(id(part), part))
 
     async def _relay(self, prompt: Prompt, workspace_id: str) -> Prompt:
         inlined: dict[int, ImagePart] = {}
@@ -135,7 +134,7 @@ class ImageLoader:
                 inlined[id(part)] = msgspec.structs.replace(part, url=url, file_id="")
             elif not part.url.startswith("data:"):
                 await self._fetcher.check(part)
-        return _with_parts(prompt, lambda part: inlined.get(id(part), part))
+        return with_parts(prompt, lambda part: inlined.get(id(part), part))
 
     async def _read(self, part: ImagePart, workspace_id: str) -> bytes:
         if part.file_id:
@@ -166,19 +165,6 @@ class ImageLoader:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="image")
         return await self._slots.in_thread(self._threads, work)
-
-
-def _with_parts(prompt: Prompt, change: Callable[[ImagePart], ImagePart]) -> Prompt:
-    if not isinstance(prompt, ChatPrompt):
-        return prompt
-
-    def changed(message: ChatMessage) -> ChatMessage:
-        if isinstance(message.content, str):
-            return message
-        parts = tuple(change(part) if isinstance(part, ImagePart) else part for part in message.content)
-        return msgspec.structs.replace(message, content=parts)
-
-    return msgspec.structs.replace(prompt, messages=tuple(map(changed, prompt.messages)))
 
 
 def _media_type(data: bytes) -> str:

@@ -9,7 +9,7 @@ as they came, until an API writes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -188,6 +188,19 @@ def parts_of(prompt: Prompt, kind: type[Part]) -> list[Part]:
         for part in message.content
         if isinstance(part, kind)
     ]
+
+
+def with_parts(prompt: Prompt, change: Callable[[TextPart], TextPart]) -> Prompt:
+    """Return the prompt with other parts in its messages."""
+    if not isinstance(prompt, ChatPrompt):
+        return prompt
+    messages = [
+        message
+        if isinstance(message.content, str)
+        else msgspec.structs.replace(message, content=tuple(map(change, message.content)))
+        for message in prompt.messages
+    ]
+    return msgspec.structs.replace(prompt, messages=tuple(messages))
 
 
 Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt

@@ -7,10 +7,8 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.exceptions import ExceptionMiddleware
@@ -46,14 +44,14 @@ from penstock.core.identity import Principal
 from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.batches.batch import LineAnswer
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.metrics.table import metric_by
+from penstock.gateway.metrics.table import Figures
 from penstock.gateway.turns import WorkspaceTurns
 
 OTHER = "other"
 _OVERLOADED = frozenset({503, ANTHROPIC_OVERLOADED})
 
 
-class RequestCounts(Collector):
+class RequestCounts:
     """Counts HTTP requests by route and status, and refusals by status and reason.
 
     A path counts as the route that it matches, and paths that match none count together: the number of counters does
@@ -84,10 +82,8 @@ class RequestCounts(Collector):
                 return route.path_format
         return OTHER
 
-    def collect(self) -> Iterator[Metric]:
-        yield metric_by(
-            "http_requests", {(path, str(status)): count for (path, status), count in self._counts.items()}
-        )
+    def figures(self) -> Figures:
+        return {"http_requests": {(path, str(status)): n for (path, status), n in self._counts.items()}}
 
 
 class Application(Starlette):

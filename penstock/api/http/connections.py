@@ -14,11 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -27,7 +25,7 @@ from penstock.core.errors import RateLimited
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.shares import Shares
-from penstock.gateway.metrics.table import metrics
+from penstock.gateway.metrics.table import Figures
 
 TURN_BYTES = 16 << 10  # parsed at once
 MIN_PIECE_BYTES = 1 << 10  # parsed at once if the parts are small
@@ -145,7 +143,7 @@ class ClientNoise(logging.Filter):
         return not str(record.msg).startswith(("Invalid HTTP", "Invalid UTF-8", "Unsupported upgrade"))
 
 
-class ConnectionMetrics(Collector):
+class ConnectionMetrics:
     def __init__(self) -> None:
         self.num_open = 0
         self.num_refused = 0
@@ -154,15 +152,15 @@ class ConnectionMetrics(Collector):
         self.num_malformed = 0
         self.num_stalled = 0
 
-    def collect(self) -> Iterator[Metric]:
-        yield from metrics(
-            connections_open=self.num_open,
-            connections_refused=self.num_refused,
-            connections_displaced=self.num_displaced,
-            connections_timed_out=self.num_timed_out,
-            connections_malformed=self.num_malformed,
-            connections_stalled=self.num_stalled,
-        )
+    def figures(self) -> Figures:
+        return {
+            "connections_open": self.num_open,
+            "connections_refused": self.num_refused,
+            "connections_displaced": self.num_displaced,
+            "connections_timed_out": self.num_timed_out,
+            "connections_malformed": self.num_malformed,
+            "connections_stalled": self.num_stalled,
+        }
 
 
 @dataclass(slots=True)

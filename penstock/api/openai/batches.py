@@ -11,13 +11,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.files import checked_expiry
+from penstock.api.files import ExpiresAfter
 from penstock.api.http.answers import json_response
 from penstock.api.http.application import Endpoint, call_endpoint
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import error_body
 from penstock.api.http.parsing import BodyDecoder, integer_of, text_of
 from penstock.api.http.routes import PAGE, Operation
+from penstock.api.openai.responses_requests import check_metadata
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError
 from penstock.core.request import Tier
 from penstock.gateway.batches.batch import Batch, BatchLine, BatchStatus, Details, LineAnswer, LineResult
@@ -34,19 +35,12 @@ BATCH_ENDPOINTS = (
     "/v1/score",
     "/v1/classify",
 )
-MAX_METADATA_PAIRS = 16
-MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
 MAX_CUSTOM_ID_CHARS = 512
 _COMPLETION_WINDOW_S = 24 * 3600.0
 _UNRUN = {
     "canceled": ("batch_cancelled", "The batch was cancelled before this request was run."),
     "expired": ("batch_expired", "The batch expired before this request was run."),
 }
-
-
-class ExpiresAfter(msgspec.Struct):
-    anchor: Literal["created_at"]
-    seconds: int
 
 
 class CreateBatch(msgspec.Struct):
@@ -198,16 +192,14 @@ class OpenAIBatchEndpoints:
             raise InvalidRequest(
                 f"The endpoint {wire.endpoint[:64]!r} takes no batches; {known} do.", param="endpoint"
             )
-        _check_metadata(wire.metadata)
+        check_metadata(wire.metadata)
         principal = principal_of(request)
         file = await self._work.files.get(principal.workspace_id, wire.input_file_id)
         if file.purpose != "batch":
             raise InvalidRequest(
                 f"The purpose of the file {file.id} is {file.purpose!r}, not 'batch'.", param="input_file_id"
             )
-        output_expires_after_s = None
-        if wire.output_expires_after is not None:
-            output_expires_after_s = checked_expiry(wire.output_expires_after.seconds, "output_expires_after")
+        kept = wire.output_expires_after
         now = time.time()
         batch = Batch(
             id=f"batch_{secrets.token_hex(12)}",
@@ -222,7 +214,7 @@ class OpenAIBatchEndpoints:
                 input_file_id=file.id,
                 completion_window=wire.completion_window,
                 metadata=wire.metadata,
-                output_expires_after_s=output_expires_after_s,
+                output_expires_after_s=None if kept is None else kept.checked("output_expires_after"),
             ),
         )
         await self._work.files.copy_bytes(file, batch.input_id)
@@ -261,19 +253,6 @@ def refuse_detached(body: bytes) -> None:
         raise InvalidRequest("A request in a batch cannot be streamed.", param="stream")
     if asked.background is True:
         raise InvalidRequest("A request in a batch cannot run in the background.", param="background")
-
-
-def _check_metadata(metadata: dict[str, str] | None) -> None:
-    if metadata is None:
-        return
-    if len(metadata) > MAX_METADATA_PAIRS or any(
-        len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE for key, value in metadata.items()
-    ):
-        raise InvalidRequest(
-            f"metadata may have {MAX_METADATA_PAIRS} pairs of at most {MAX_METADATA_KEY} and "
-            f"{MAX_METADATA_VALUE} characters.",
-            param="metadata",
-        )
 
 
 def _wire_batch(batch: Batch) -> WireBatch:

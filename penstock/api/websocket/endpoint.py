@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
@@ -45,7 +44,7 @@ from penstock.core.shares import Shares
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.metrics.table import metrics
+from penstock.gateway.metrics.table import Figures
 from penstock.gateway.prompts import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -185,7 +184,7 @@ TOO_SLOW = 4409
 MAX_BAD_MESSAGES = 100  # after this many that make no sense, the client does not speak this protocol
 
 
-class SocketMetrics(Collector):
+class SocketMetrics:
     def __init__(self) -> None:
         self.num_open = 0
         self.num_accepted = 0
@@ -193,14 +192,14 @@ class SocketMetrics(Collector):
         self.num_requests = 0
         self.num_too_slow = 0
 
-    def collect(self) -> Iterator[Metric]:
-        yield from metrics(
-            websockets_open=self.num_open,
-            websockets_accepted=self.num_accepted,
-            websockets_refused=self.num_refused,
-            websockets_requests=self.num_requests,
-            websockets_too_slow=self.num_too_slow,
-        )
+    def figures(self) -> Figures:
+        return {
+            "websockets_open": self.num_open,
+            "websockets_accepted": self.num_accepted,
+            "websockets_refused": self.num_refused,
+            "websockets_requests": self.num_requests,
+            "websockets_too_slow": self.num_too_slow,
+        }
 
 
 class WebSocketEndpoint:
@@ -349,11 +348,15 @@ class SocketSession:
             else:
                 await self._start(data, envelope)
         except PenstockError as error:
-            await self._send(error_message(request_id, error))
-            if isinstance(error, InvalidRequest):
-                self._num_bad_messages += 1
-                if self._num_bad_messages >= MAX_BAD_MESSAGES:
-                    await self._close(POLICY_VIOLATION, "too many messages that make no sense")
+            await self._refuse(error, error_message(request_id, error))
+
+    async def _refuse(self, error: PenstockError, message: bytes) -> None:
+        """Answer a message that begins no request, unless the client does not speak this protocol."""
+        await self._send(message)
+        if isinstance(error, InvalidRequest):
+            self._num_bad_messages += 1
+            if self._num_bad_messages >= MAX_BAD_MESSAGES:
+                await self._close(POLICY_VIOLATION, "too many messages that make no sense")
 
     async def _start(self, data: bytes, envelope: Envelope) -> None:
         config = self._endpoint.config
@@ -412,34 +415,37 @@ class SocketSession:
     async def _answer(self, request_id: RequestId, request: GenerationRequest) -> None:
         """Runs as a task of its own, so that its trace is its own too."""
         request = msgspec.structs.replace(request, request_id=uuid.uuid4().hex)
-        request_log = self._endpoint.request_log
-        headers = self._socket.scope["headers"]
-        record = (
-            request_log.begin(request.request_id, "WS", PATH, headers) if request_log is not None else None
-        )
-        status = 499
-        try:
+        async with self._answering(request.request_id, PATH, partial(error_message, request_id)):
             principal = await current_principal_of(self._socket)
             answer = await self._endpoint.gateway.submit(
                 msgspec.structs.replace(request, principal=principal)
             )
             self._answers[request_id] = answer
             await self._write(MessageWriter(request_id, answer), answer)
+
+    @contextlib.asynccontextmanager
+    async def _answering(
+        self, name: str, path: str, message_of: Callable[[PenstockError], bytes]
+    ) -> AsyncIterator[None]:
+        """Log the request that is answered meanwhile, and tell the client of its failure."""
+        log = self._endpoint.request_log
+        record = None if log is None else log.begin(name, "WS", path, self._socket.scope["headers"])
+        status = 499
+        try:
+            yield
             status = 200
         except PenstockError as error:
             status = error.status
-            await self._send(error_message(request_id, error))
+            await self._send(message_of(error))
         except ReaderGone:
             pass
         except Exception:
             status = 500
-            logger.exception("request %s (WebSocket %s) failed", request.request_id, PATH)
-            await self._send(
-                error_message(request_id, PenstockError("The server met an error that it did not foresee."))
-            )
+            logger.exception("request %s (WebSocket %s) failed", name, path)
+            await self._send(message_of(PenstockError("The server met an error that it did not foresee.")))
         finally:
-            if request_log is not None and record is not None:
-                request_log.end(record, "WS", PATH, status, principal_of(self._socket))
+            if log is not None and record is not None:
+                log.end(record, "WS", path, status, principal_of(self._socket))
 
     async def _write(self, writer: MessageWriter, answer: AnswerStream) -> None:
         has_begun = False

@@ -8,10 +8,10 @@ stored can still be continued on the connection that made it, while it is among 
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,21 +26,10 @@ from penstock.api.openai.responses_answers import PARAMS, ResponseEvents
 from penstock.api.openai.responses_endpoints import BegunResponse, ResponsesEndpoints
 from penstock.api.openai.responses_items import InputItem
 from penstock.api.openai.responses_requests import ResponseRequest
-from penstock.api.websocket.endpoint import (
-    MAX_BAD_MESSAGES,
-    POLICY_VIOLATION,
-    TOO_SLOW,
-    RequestId,
-    SocketSession,
-    WebSocketEndpoint,
-)
+from penstock.api.websocket.endpoint import TOO_SLOW, RequestId, SocketSession, WebSocketEndpoint
 from penstock.core.errors import InvalidRequest, Overloaded, PenstockError, RateLimited
-from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.responses.service import split_events
 from penstock.gateway.responses.store import MAX_HISTORY_BYTES, StoredResponse
-
-logger = logging.getLogger(__name__)
-
 
 MAX_PENDING = 16  # steering inputs of a response
 MAX_HELD = 4  # responses that wait for results of tools, for each connection
@@ -234,11 +223,7 @@ class ResponsesSession(SocketSession):
             name = uuid.uuid4().hex
             self._keep(name, len(data))
         except PenstockError as error:
-            await self._send(_error(error, lane))
-            if isinstance(error, InvalidRequest):
-                self._num_bad_messages += 1
-                if self._num_bad_messages >= MAX_BAD_MESSAGES:
-                    await self._close(POLICY_VIOLATION, "too many messages that make no sense")
+            await self._refuse(error, _error(lane, error))
             return
         if held := self._steering.release(wire.previous_response_id):
             own = [InputItem(role="user", content=wire.input)] if isinstance(wire.input, str) else wire.input
@@ -277,10 +262,8 @@ class ResponsesSession(SocketSession):
     ) -> ResponseRequest | None:
         """Answer one request. Returns the request that steering input makes of what follows. Both belong to the
         client's request `owner`."""
-        log = self._endpoint.request_log
-        record = None if log is None else log.begin(name, "WS", PATH, self._socket.scope["headers"])
-        status = 499
-        try:
+        steers: list[Steer] = []
+        async with self._answering(name, PATH, partial(_error, lane)):
             connection = await self._connection(name)
             begin = self._responses.begin if generates else self._responses.begin_nothing
             begun = await begin(connection, wire, self._recent)
@@ -291,23 +274,10 @@ class ResponsesSession(SocketSession):
                 self._release(owner)  # the message, which may be a part of what is remembered
                 self._remember(begun, wire)
             finally:
-                steers = self._steering.end(begun.events)
-            status = 200
-            return await self._followed(begun, wire, lane, steers) if steers else None
-        except PenstockError as error:
-            status = error.status
-            await self._send(_error(error, lane))
-        except ReaderGone:
-            pass
-        except Exception:
-            status = 500
-            logger.exception("request %s (WebSocket %s) failed", name, PATH)
-            await self._send(_error(PenstockError("The server met an error that it did not foresee."), lane))
-        finally:
-            self._answers.pop(name, None)
-            if log is not None and record is not None:
-                log.end(record, "WS", PATH, status, principal_of(self._socket))
-        return None
+                del self._answers[name]
+                waiting = self._steering.end(begun.events)
+            steers = waiting
+        return await self._followed(begun, wire, lane, steers) if steers else None
 
     async def _followed(
         self, begun: BegunResponse, wire: ResponseRequest, lane: str | None, steers: list[Steer]
@@ -429,7 +399,7 @@ def _messages(events: bytes, lane: str | None) -> Iterator[bytes]:
             yield data if lane is None else data[:-1] + b',"stream_id":' + _to_json(lane) + b"}"
 
 
-def _error(error: PenstockError, lane: str | None) -> bytes:
+def _error(lane: str | None, error: PenstockError) -> bytes:
     param = PARAMS.get(error.param or "", error.param)
     detail = {"type": error.type, "code": error.code, "message": sentence(error), "param": param}
     message: dict[str, Any] = {"type": "error", "status": error.status, "error": detail}

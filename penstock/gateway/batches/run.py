@@ -16,8 +16,6 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import msgspec
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from penstock.core.errors import (
     EngineUnavailable,
@@ -47,13 +45,13 @@ from penstock.gateway.batches.batch import (
 from penstock.gateway.batches.store import BatchStore, ResultWriter
 from penstock.gateway.blobs.blobs import Blobs
 from penstock.gateway.files import BATCH_RESULTS, StoredFile
-from penstock.gateway.metrics.table import metric_by, metrics
+from penstock.gateway.metrics.table import Figures
 from penstock.gateway.turns import FairSlots
 
 _COUNTED: tuple[Outcome, ...] = ("succeeded", "errored")
 
 
-class BatchMetrics(Collector):
+class BatchMetrics:
     """Counters of this process: the lines that it recorded, and the batches that it runs."""
 
     def __init__(self, num_running: Callable[[], int]) -> None:
@@ -61,9 +59,12 @@ class BatchMetrics(Collector):
         self.lines: dict[Outcome, int] = dict.fromkeys(_COUNTED, 0)
         self.retries = 0
 
-    def collect(self) -> Iterator[Metric]:
-        yield metric_by("batch_lines", self.lines)
-        yield from metrics(batch_line_retries=self.retries, batches_running=self._num_running())
+    def figures(self) -> Figures:
+        return {
+            "batch_lines": self.lines,
+            "batch_line_retries": self.retries,
+            "batches_running": self._num_running(),
+        }
 
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, case, delete, func, insert, select, update
 
 from penstock.core.errors import Conflict, NotFound, RateLimited
 from penstock.gateway.batches.batch import (
@@ -48,7 +48,7 @@ from penstock.gateway.store.database import (
     reading,
     transaction,
 )
-from penstock.gateway.store.growth import GrowthCheck
+from penstock.gateway.store.retention import Retention
 from penstock.gateway.store.tables import leases
 from penstock.gateway.tenants.keyring import IS_ARCHIVED
 
@@ -144,7 +144,12 @@ class BatchStore:
         self._database = database
         self._wall_clock = wall_clock
         self._lease_clock = lease_clock
-        self._growth = GrowthCheck(MAX_OVER)
+        batches = tables.batches
+        is_over = batches.c.status.not_in(sorted(ACTIVE))
+        counted = case((is_over, 1), else_=0)
+        self._retention = Retention(
+            batches, batches.c.id, counted, batches.c.created_at, MAX_OVER, may_go=is_over
+        )
 
     @property
     def exists(self) -> bool:
@@ -164,8 +169,7 @@ class BatchStore:
                 retry_after_s=RETRY_AFTER_S,
             )
         connection.execute(insert(tables.batches).values(batch_values(batch)))
-        if self._growth.is_due(batch.workspace_id, 1):
-            _forget_oldest(connection, batch.workspace_id)
+        self._retention.note_added(connection, batch.workspace_id, 1)
 
     @reading
     def get(self, connection: Connection, workspace_id: str, batch_id: str, kind: str) -> Batch:
@@ -403,13 +407,6 @@ def _find(
 def _read(connection: Connection, batch_id: str) -> Batch:
     query = select(tables.batches).where(tables.batches.c.id == batch_id).with_for_update()
     return batch_from_row(connection.execute(query).one())
-
-
-def _forget_oldest(connection: Connection, workspace_id: str) -> None:
-    is_over = tables.batches.c.workspace_id == workspace_id, tables.batches.c.status.not_in(sorted(ACTIVE))
-    newest_first = tables.batches.c.created_at.desc(), tables.batches.c.id.desc()
-    beyond = select(tables.batches.c.id).where(*is_over).order_by(*newest_first).offset(MAX_OVER)
-    connection.execute(delete(tables.batches).where(tables.batches.c.id.in_(beyond)))
 
 
 def _forget_input(connection: Connection, batch: Batch) -> None:

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest
+from penstock.core.lru import LruCache
 from penstock.core.messages import ModelCard
 from penstock.gateway.checks import check_token_ids
-from penstock.gateway.metrics.table import metric
+from penstock.gateway.metrics.table import Figures
 from penstock.gateway.models.served_model import CUT_MARGIN_TOKENS, ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt
 from penstock.gateway.reuse.shared_cache import bytes_of
@@ -277,13 +274,12 @@ def decode_vector(data: bytes) -> CachedVector | None:
         return None
 
 
-class EmbeddingCache(Collector):
-    """Least recently used entries are dropped first. `begin` tells models, and versions of one model, apart."""
+class EmbeddingCache:
+    """`begin` tells models, and versions of one model, apart."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._entries: OrderedDict[bytes, CachedVector] = OrderedDict()  # least recently used first
+        self._entries = LruCache[bytes, CachedVector](max_bytes, lambda _, it: len(it.vector) + _ENTRY_BYTES)
+        self.put = self._entries.put
         self._models: dict[str, tuple[object, int]] = {}
         self._num_generations = 0
         self.num_hits = 0
@@ -300,33 +296,18 @@ class EmbeddingCache(Collector):
 
     def get(self, key: bytes) -> CachedVector | None:
         found = self._entries.get(key)
-        if found is None:
-            self.num_misses += 1
-            return None
-        self.num_hits += 1
-        self._entries.move_to_end(key)
+        self.num_hits += found is not None
+        self.num_misses += found is None
         return found
 
-    def put(self, key: bytes, entry: CachedVector) -> None:
-        size = _size(entry)
-        if size > self._max_bytes or key in self._entries:
-            return
-        self._entries[key] = entry
-        self._num_bytes += size
-        while self._num_bytes > self._max_bytes:
-            _, dropped = self._entries.popitem(last=False)
-            self._num_bytes -= _size(dropped)
-
-    def collect(self) -> Iterator[Metric]:
-        yield metric("embedding_cache_hits", self.num_hits)
-        yield metric("embedding_cache_misses", self.num_misses)
-        yield metric("embedding_cache_bytes", self._num_bytes)
+    def figures(self) -> Figures:
+        return {
+            "embedding_cache_hits": self.num_hits,
+            "embedding_cache_misses": self.num_misses,
+            "embedding_cache_bytes": self._entries.used,
+        }
 
 
 def cache_key(workspace_id: str, generation: int, *content: Any) -> bytes:
     """Return the key of a vector. `content` is everything that the vector depends on besides the model."""
     return hashlib.blake2b(bytes_of((workspace_id, generation, content)), digest_size=24).digest()
-
-
-def _size(entry: CachedVector) -> int:
-    return len(entry.vector) + _ENTRY_BYTES

@@ -8,13 +8,11 @@ servers do not refuse the request.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from penstock.cluster.external.pool import ExternalPool
 from penstock.cluster.external.server import ServerLoad
@@ -25,7 +23,7 @@ from penstock.core.grammar_text import is_lenient, without_options
 from penstock.core.request import Grammar, SamplingDefaults, Tier
 from penstock.dispatch.health import Circuit
 from penstock.gateway.checks import check_request
-from penstock.gateway.metrics.table import metric, metric_by
+from penstock.gateway.metrics.table import Figures
 from penstock.gateway.prompts import (
     CacheMark,
     ChatMessage,
@@ -105,7 +103,7 @@ class ExternalModel:
         )
 
 
-class ExternalModels(Collector):
+class ExternalModels:
     """The models of all external servers. Also a collector of metrics about the servers and the requests to them."""
 
     def __init__(self, pool: ExternalPool) -> None:
@@ -151,27 +149,26 @@ class ExternalModels(Collector):
             )
         return views
 
-    def collect(self) -> Iterator[Metric]:
+    def figures(self) -> Figures:
         views = {view.name: view for view in self.pool.views()}
-        yield metric_by(
-            "external_up", {name: view.state is ReplicaState.READY for name, view in views.items()}
-        )
-        yield metric_by(
-            "external_circuit_open",
-            {name: view.circuit is not Circuit.CLOSED for name, view in views.items()},
-        )
-        yield metric_by("external_requests_running", {name: view.num_running for name, view in views.items()})
         loads = {name: view.load for name, view in views.items() if view.load is not None}
         running = {(name, "running"): load.num_running for name, load in loads.items()}
         waiting = {(name, "waiting"): load.num_waiting for name, load in loads.items()}
-        yield metric_by("external_load", running | waiting)
         attempts = {
             (name, outcome): count for name, view in views.items() for outcome, count in view.outcomes.items()
         }
-        yield metric_by("external_attempts", attempts)
-        yield metric("external_retries", self.pool.num_retries)
-        yield metric("external_continued", self.pool.num_continued)
-        yield metric("external_waiting", self.pool.num_waiting)
+        return {
+            "external_up": {name: view.state is ReplicaState.READY for name, view in views.items()},
+            "external_circuit_open": {
+                name: view.circuit is not Circuit.CLOSED for name, view in views.items()
+            },
+            "external_requests_running": {name: view.num_running for name, view in views.items()},
+            "external_load": running | waiting,
+            "external_attempts": attempts,
+            "external_retries": self.pool.num_retries,
+            "external_continued": self.pool.num_continued,
+            "external_waiting": self.pool.num_waiting,
+        }
 
 
 _DEFAULTS = SamplingOptions()

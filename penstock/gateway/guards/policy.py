@@ -14,13 +14,10 @@ import ipaddress
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
-
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
@@ -36,7 +33,7 @@ from penstock.gateway.guards.settings import (
     PolicySettings,
     Rule,
 )
-from penstock.gateway.metrics.table import metric_by
+from penstock.gateway.metrics.table import Figures
 
 _EMAIL = r"[A-Za-z0-9][A-Za-z0-9._%+\-]{0,63}@(?:[A-Za-z0-9](?:[A-Za-z0-9\-]{0,30}[A-Za-z0-9])?\.){1,5}[A-Za-z]{2,24}"
 _PHONE = r"(?:\+|\b00)[1-9](?:[ .\-/()]{0,2}[0-9]){6,14}\b|(?:\(\d{3}\) ?|\b\d{3}[ .\-])\d{3}[ .\-]\d{4}\b"
@@ -313,7 +310,7 @@ MAX_QUOTED_CHARS = 200
 MAX_LOGGED_FINDINGS = 100  # of one rule in one direction of one request; the metrics count all
 
 
-class GuardMetrics(Collector):
+class GuardMetrics:
     """Counters of checks, findings and failures."""
 
     def __init__(self) -> None:
@@ -321,10 +318,12 @@ class GuardMetrics(Collector):
         self.failures: Counter[tuple[str, str, str]] = Counter()  # policy, rule, outcome
         self.checked: Counter[tuple[str, str]] = Counter()  # policy, direction
 
-    def collect(self) -> Iterator[Metric]:
-        yield metric_by("guard_checks", self.checked)
-        yield metric_by("guard_findings", self.findings)
-        yield metric_by("guard_failures", self.failures)
+    def figures(self) -> Figures:
+        return {
+            "guard_checks": self.checked,
+            "guard_findings": self.findings,
+            "guard_failures": self.failures,
+        }
 
 
 @dataclass(frozen=True, slots=True)

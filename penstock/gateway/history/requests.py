@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from itertools import chain, starmap
@@ -29,6 +29,7 @@ import msgspec
 
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import chain_hashes
+from penstock.core.lru import LruCache
 from penstock.core.request import Request, Tier
 from penstock.dispatch import Send
 from penstock.dispatch.actions import Attempt
@@ -115,7 +116,7 @@ class RecentRequests:
         self.keeps_prompts = keeps_prompts
         self._running: dict[str, _Running] = {}
         self._ended: deque[_Ended] = deque(maxlen=MAX_ENDED)
-        self._prompts: OrderedDict[str, str] = OrderedDict()
+        self._prompts = LruCache[str, str](MAX_PROMPTS)
         self._siblings = siblings or Siblings()
         self._siblings.answers[TOPIC] = self._encoded
 
@@ -127,7 +128,7 @@ class RecentRequests:
         def settled(outcome: Outcome) -> None:
             if self._running.get(claim.request_id) is running:
                 del self._running[claim.request_id]
-            prompt = self._prompts.get(claim.request_id)
+            prompt = self._prompts.peek(claim.request_id)
             self._ended.append((running, outcome, prompt))
 
         return settled
@@ -136,9 +137,7 @@ class RecentRequests:
         """Keep the beginning of a request's prompts. Called only where the operator asked for that."""
         if request.request_id:
             texts = [prompt_text(prompt)[:MAX_LOGGED_PROMPT_CHARS] for prompt in request.prompts[:4]]
-            self._prompts[request.request_id] = "\n\n".join(texts)
-            while len(self._prompts) > MAX_PROMPTS:
-                self._prompts.popitem(last=False)
+            self._prompts.put(request.request_id, "\n\n".join(texts))
 
     def note_sent(self, send: Send) -> None:
         """Note the replica that a request goes to. An engine's id for a request ends with the number of the
@@ -163,7 +162,7 @@ class RecentRequests:
         return wanted[:limit]
 
     def _encoded(self, detail: str) -> bytes:
-        running = (_begun(each, self._prompts.get(name)) for name, each in self._running.items())
+        running = (_begun(each, self._prompts.peek(name)) for name, each in self._running.items())
         views: Iterable[RequestView] = chain(starmap(_ended, self._ended), running)
         return msgspec.json.encode(list(views))
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
 
 import msgspec
+from msgspec.structs import astuple, replace
 
 from penstock.core.messages import EngineStats
 from penstock.gateway.metrics.gateway import FIRST_TOKEN_BOUNDS_S, INTER_TOKEN_BOUNDS_S, GatewayMetrics
@@ -31,24 +34,10 @@ class Traffic(msgspec.Struct, array_like=True):
         return not (self.requests or self.prompt_tokens or self.output_tokens)
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.requests + other.requests,
-            self.failures + other.failures,
-            self.prompt_tokens + other.prompt_tokens,
-            self.output_tokens + other.output_tokens,
-            _added(self.first_token, other.first_token),
-            _added(self.inter_token, other.inter_token),
-        )
+        return Traffic(*map(_sum, astuple(self), astuple(other)))
 
     def __sub__(self, earlier: Traffic) -> Traffic:
-        return Traffic(
-            self.requests - earlier.requests,
-            self.failures - earlier.failures,
-            self.prompt_tokens - earlier.prompt_tokens,
-            self.output_tokens - earlier.output_tokens,
-            _added(self.first_token, [-count for count in earlier.first_token]),
-            _added(self.inter_token, [-count for count in earlier.inter_token]),
-        )
+        return self + Traffic(*map(_negative, astuple(earlier)))
 
 
 class EngineUse(msgspec.Struct, array_like=True):
@@ -62,14 +51,7 @@ class EngineUse(msgspec.Struct, array_like=True):
     cache_hits: int = 0
 
     def __add__(self, other: EngineUse) -> EngineUse:
-        return EngineUse(
-            self.looks + other.looks,
-            self.running + other.running,
-            self.waiting + other.waiting,
-            self.kv_usage + other.kv_usage,
-            self.cache_queries + other.cache_queries,
-            self.cache_hits + other.cache_hits,
-        )
+        return EngineUse(*map(_sum, astuple(self), astuple(other)))
 
     def mean(self) -> EngineUse:
         """Return the mean over all looks, as one look."""
@@ -79,14 +61,7 @@ class EngineUse(msgspec.Struct, array_like=True):
 
     def merged_with(self, other: EngineUse) -> EngineUse:
         """One look at two sets of engines. The fuller KV cache counts."""
-        return EngineUse(
-            1,
-            self.running + other.running,
-            self.waiting + other.waiting,
-            max(self.kv_usage, other.kv_usage),
-            self.cache_queries + other.cache_queries,
-            self.cache_hits + other.cache_hits,
-        )
+        return replace(self + other, looks=1, kv_usage=max(self.kv_usage, other.kv_usage))
 
 
 class Sample(msgspec.Struct, array_like=True):
@@ -98,16 +73,11 @@ class Sample(msgspec.Struct, array_like=True):
 
     def then(self, later: Sample) -> Sample:
         """Join the next sample of the same process to this one. The result keeps the name of this interval."""
-        return Sample(
-            self.at,
-            self.seconds + later.seconds,
-            _joined_traffic((self, later)),
-            {
-                model: self.engines.get(model, EngineUse()) + later.engines.get(model, EngineUse())
-                for model in (*self.engines, *(set(later.engines) - set(self.engines)))
-            },
-            _joined_refusals((self, later)),
-        )
+        engines = {
+            model: self.engines.get(model, EngineUse()) + later.engines.get(model, EngineUse())
+            for model in dict.fromkeys((*self.engines, *later.engines))
+        }
+        return replace(_joined((self, later), engines), seconds=self.seconds + later.seconds)
 
 
 def together(samples: Sequence[Sample]) -> Sample:
@@ -134,11 +104,8 @@ def side_by_side(samples: Sequence[Sample]) -> Sample:
 
 def _joined(samples: Sequence[Sample], engines: dict[str, EngineUse]) -> Sample:
     seconds = max(sample.seconds for sample in samples)
-    return Sample(samples[0].at, seconds, _joined_traffic(samples), engines, _joined_refusals(samples))
-
-
-def _joined_refusals(samples: Iterable[Sample]) -> dict[str, int]:
-    return dict(sum((Counter(sample.refusals) for sample in samples), Counter[str]()))
+    refusals = sum((Counter(sample.refusals) for sample in samples), Counter[str]())
+    return Sample(samples[0].at, seconds, _joined_traffic(samples), engines, dict(refusals))
 
 
 def _joined_traffic(samples: Iterable[Sample]) -> dict[str, dict[str, Traffic]]:
@@ -152,15 +119,22 @@ def _joined_traffic(samples: Iterable[Sample]) -> dict[str, dict[str, Traffic]]:
     return joined
 
 
-def _added(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    if len(left) < len(right):
-        left, right = right, left
-    longer = list(left)
-    for index, count in enumerate(right):
-        longer[index] += count
-    while longer and not longer[-1]:
-        longer.pop()
-    return longer
+def _sum(left: Any, right: Any) -> Any:
+    """Return the sum of two counts, or of two lists of counts by bucket, which end with their last count."""
+    if not isinstance(left, list):
+        return left + right
+    return _without_end([one + other for one, other in zip_longest(left, right, fillvalue=0)])
+
+
+def _negative(figure: Any) -> Any:
+    return [-count for count in figure] if isinstance(figure, list) else -figure
+
+
+def _without_end(counts: Sequence[int]) -> list[int]:
+    counts = list(counts)
+    while counts and not counts[-1]:
+        counts.pop()
+    return counts
 
 
 class Sampler:
@@ -199,8 +173,8 @@ def read_traffic(metrics: GatewayMetrics) -> dict[tuple[str, str], Traffic]:
             of_tier.num_failed,
             of_tier.prompt_tokens,
             of_tier.output_tokens,
-            _added(of_tier.first_token_s.counts, ()),
-            _added(of_tier.inter_token_s.counts, ()),
+            _without_end(of_tier.first_token_s.counts),
+            _without_end(of_tier.inter_token_s.counts),
         )
         for name, model in metrics.models.items()
         for tier, of_tier in model.latencies_by_tier.items()

@@ -23,8 +23,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, IntegrityError
 
@@ -47,7 +45,7 @@ from penstock.gateway.ledger.journal import (
 from penstock.gateway.ledger.prices import PICODOLLARS_PER_DOLLAR, PriceTable
 from penstock.gateway.ledger.spend import LedgerSpendTracker, SpendReader
 from penstock.gateway.ledger.usage_store import UsageQuery, UsageTotal, insert_rows, usage_totals
-from penstock.gateway.metrics.table import metric_by, metrics
+from penstock.gateway.metrics.table import Figures
 from penstock.gateway.store.database import Database, QueryTurns
 
 logger = logging.getLogger(__name__)
@@ -105,7 +103,7 @@ class TokenMeter:
         )
 
 
-class LedgerMetrics(Collector):
+class LedgerMetrics:
     """Written by the ledger on the event loop, read by a scrape. `spending` knows the prices of the moment."""
 
     def __init__(self, journal: Journal, spending: LedgerSpendTracker, clock: Callable[[], float]) -> None:
@@ -138,24 +136,24 @@ class LedgerMetrics(Collector):
         self._num_written = num_settled
         self._written_until = until
 
-    def collect(self) -> Iterator[Metric]:
-        yield metric_by("usage_rows", self.rows)
+    def figures(self) -> Figures:
         costs = self.cost_picodollars.items()
-        yield metric_by("usage_cost_dollars", {model: cost / PICODOLLARS_PER_DOLLAR for model, cost in costs})
-        yield from self._speeds()
         num_unwritten = self.num_settled - self._num_written
-        yield from metrics(
-            usage_journal_failures=self.journal_failures,
-            usage_flush_failures=self.flush_failures,
-            usage_recovered_rows=self.recovered_rows,
-            usage_refused_rows=self.refused_rows,
-            usage_lost_rows=self.lost_rows,
-            usage_journal_bytes=self._journal.num_bytes,
-            usage_unwritten_rows=num_unwritten,
-            usage_lag_seconds=max(0.0, self._clock() - self._written_until) if num_unwritten else 0.0,
-        )
+        return {
+            "usage_rows": self.rows,
+            "usage_cost_dollars": {model: cost / PICODOLLARS_PER_DOLLAR for model, cost in costs},
+            **self._speeds(),
+            "usage_journal_failures": self.journal_failures,
+            "usage_flush_failures": self.flush_failures,
+            "usage_recovered_rows": self.recovered_rows,
+            "usage_refused_rows": self.refused_rows,
+            "usage_lost_rows": self.lost_rows,
+            "usage_journal_bytes": self._journal.num_bytes,
+            "usage_unwritten_rows": num_unwritten,
+            "usage_lag_seconds": max(0.0, self._clock() - self._written_until) if num_unwritten else 0.0,
+        }
 
-    def _speeds(self) -> Iterator[Metric]:
+    def _speeds(self) -> Figures:
         speeds: dict[tuple[str, ...], float] = {}
         prices: dict[str, float] = {}
         hours: dict[str, float] = {}
@@ -169,9 +167,11 @@ class LedgerMetrics(Collector):
             hours[model] = float(dollars_per_hour)
             if dollars := rate.dollars_per_million(dollars_per_hour):
                 prices[model] = dollars
-        yield metric_by("tokens_per_hour", speeds)
-        yield metric_by("accelerator_dollars_per_million_tokens", prices)
-        yield metric_by("accelerator_dollars_per_hour", hours)
+        return {
+            "tokens_per_hour": speeds,
+            "accelerator_dollars_per_million_tokens": prices,
+            "accelerator_dollars_per_hour": hours,
+        }
 
 
 WhenUnrecorded: TypeAlias = Literal["serve", "refuse"]

@@ -29,10 +29,11 @@ from penstock.gateway.metrics.table import (
     REPLICA_METRICS,
     TIER,
     VLLM_PREFIX,
+    Counted,
     Declared,
+    Figures,
     add,
     metric,
-    metric_by,
 )
 from penstock.router import ReplicaState
 
@@ -47,6 +48,7 @@ class GatewayMetrics(Collector):
         self._engine_models: tuple[str, ...] = ()  # those that engines report on
         self._stats: EngineStats | None = None  # of all engines, when they were last looked at
         self.refusals: Counter[tuple[str, str]] = Counter()  # answers without a success, by status and reason
+        self._parts: list[Counted] = []
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -83,15 +85,18 @@ class GatewayMetrics(Collector):
         for name in names:
             self.of(name).observe_stats(stats if len(names) == 1 else engine.stats_of(name))
 
-    def register(self, collector: Collector) -> None:
+    def register(self, part: Counted) -> None:
         """Add the metrics of another part to the page."""
-        self._registry.register(collector)
+        self._parts.append(part)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        yield metric_by("http_refusals", self.refusals)
+        yield metric("http_refusals", self.refusals)
+        for part in self._parts:
+            for name, value in part.figures().items():
+                yield metric(name, value)
         stats_of = {name: self.of(name).stats for name in self._engine_models}
         for declared in ENGINE_METRICS:
             yield from _families(
@@ -287,33 +292,30 @@ class ModelMetrics:
             self.step_tokens.observe(mean_tokens, num_steps)
 
 
-class PoolMetrics(Collector):
+class PoolMetrics:
     def __init__(self, control: FleetControl) -> None:
         self._control = control
 
-    def collect(self) -> Iterator[Metric]:
+    def figures(self) -> Figures:
         pools = {(pool.model, pool.role): pool for pool in self._control.pools}
-        yield metric_by(
-            "replicas",
-            {
-                (*labels, state): getattr(pool, f"num_{state}")
-                for labels, pool in pools.items()
-                for state in ("ready", "starting", "draining")
-            },
-        )
-        yield metric_by(
-            "autoscaler_decisions",
-            {
-                (*labels, direction): getattr(pool, f"num_scale_{direction}s")
-                for labels, pool in pools.items()
-                for direction in ("up", "down")
-            },
-        )
-        for declared in POOL_METRICS:
-            yield metric_by(declared.name, {labels: declared.of(pool) for labels, pool in pools.items()})
+        states = {
+            (*labels, state): getattr(pool, f"num_{state}")
+            for labels, pool in pools.items()
+            for state in ("ready", "starting", "draining")
+        }
+        decisions = {
+            (*labels, direction): getattr(pool, f"num_scale_{direction}s")
+            for labels, pool in pools.items()
+            for direction in ("up", "down")
+        }
+        others = {
+            declared.name: {labels: declared.of(pool) for labels, pool in pools.items()}
+            for declared in POOL_METRICS
+        }
+        return {"replicas": states, "autoscaler_decisions": decisions, **others}
 
 
-class ReplicaMetrics(Collector):
+class ReplicaMetrics:
     """`server` tells the replicas of servers apart that each count their own from 1; in a shared fleet, the ids of
     replicas differ already."""
 
@@ -321,7 +323,7 @@ class ReplicaMetrics(Collector):
         self._fleet = fleet
         self._prefix = "" if server is None else f"{server}/"
 
-    def collect(self) -> Iterator[Metric]:
+    def figures(self) -> Figures:
         fleet = self._fleet
         values: dict[str, dict[tuple[str, ...], float]] = {}
         for connection in list(fleet.connections.by_id.values()):
@@ -336,13 +338,14 @@ class ReplicaMetrics(Collector):
             if record is not None:
                 for name, value in _replica_values(record, connection.client.stats).items():
                     values.setdefault(name, {})[labels] = value
-        for name in REPLICA_METRICS:
-            yield metric_by(name, values.get(name, {}))
-        yield metric_by("routing_decisions", fleet.reasons)
-        yield metric_by("failed_attempts", fleet.verdicts)
-        yield metric("replica_ejections", fleet.dispatcher.table.num_ejections)
-        yield metric("routed_prompt_tokens", fleet.routed_tokens)
-        yield metric("matched_prompt_tokens", fleet.matched_tokens)
+        return {
+            **{name: values.get(name, {}) for name in REPLICA_METRICS},
+            "routing_decisions": fleet.reasons,
+            "failed_attempts": fleet.verdicts,
+            "replica_ejections": fleet.dispatcher.table.num_ejections,
+            "routed_prompt_tokens": fleet.routed_tokens,
+            "matched_prompt_tokens": fleet.matched_tokens,
+        }
 
 
 def _replica_values(record: ReplicaRecord, stats: EngineStats) -> dict[str, float]:

@@ -7,15 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
-
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.traffic import is_dropped
 from penstock.core.objective import ObjectiveSettings, TierSums, added, objective_of, utilisation_of
 from penstock.core.request import Request, Tier
 from penstock.dispatch import Attempt
-from penstock.gateway.metrics.table import metric_by
+from penstock.gateway.metrics.table import Figures
 
 SLICE_S = 10.0
 NUM_SLICES = 6
@@ -36,7 +33,7 @@ class _Slice:
     sums: dict[str, dict[Tier, TierSums]] = field(default_factory=dict)
 
 
-class ObjectiveMetrics(Collector):
+class ObjectiveMetrics:
     """Implements `fleet.FleetObserver`. Runs on the event loop, as scrapes do."""
 
     def __init__(self, fleet: Fleet, now: Callable[[], float] = time.monotonic) -> None:
@@ -67,7 +64,7 @@ class ObjectiveMetrics(Collector):
             of_tier = sums.setdefault(model, {}).setdefault(tier, TierSums())
             of_tier.add(target, attempt.ttft_s, attempt.itl_s, is_dropped=dropped)
 
-    def collect(self) -> Iterator[Metric]:
+    def figures(self) -> Figures:
         self._present()
         values: dict[tuple[str, ...], float] = {}
         models = {model for each in self._slices for model in each.sums} | set(self._fleet.models)
@@ -76,19 +73,20 @@ class ObjectiveMetrics(Collector):
             objective = objective_of(sums, self._settings, self._utilisation(model))
             for tier, terms in (("all", objective.overall), *sorted(objective.by_tier.items())):
                 values.update({(model, tier, term): getattr(terms, term) for term in _TERMS})
-        yield metric_by("objective", values)
-        yield metric_by("objective_requests", dict(self._counted(lambda sums: sums.num_requests)))
-        yield metric_by("objective_cost", dict(self._costs()))
+        return {
+            "objective": values,
+            "objective_requests": dict(self._counted(lambda sums: sums.num_requests)),
+            "objective_cost": {
+                (*labels, term): value
+                for term, figure in _SUMS.items()
+                for labels, value in self._counted(figure)
+            },
+        }
 
     def _counted(self, figure: Callable[[TierSums], float]) -> Iterator[tuple[tuple[str, ...], float]]:
         for model, by_tier in self._totals.items():
             for tier, sums in by_tier.items():
                 yield (model, tier.value), figure(sums)
-
-    def _costs(self) -> Iterator[tuple[tuple[str, ...], float]]:
-        for term, figure in _SUMS.items():
-            for labels, value in self._counted(figure):
-                yield (*labels, term), value
 
     def _utilisation(self, model: str) -> float:
         """Return the used share of what the model's replicas can compute, since the oldest slice began."""

@@ -7,7 +7,7 @@ the `vllm:` name too, which dashboards know. `vllm:` names have no label for the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -44,7 +44,6 @@ class Declared(NamedTuple):
 
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-LabelsT = TypeVar("LabelsT", bound=str | tuple[str, ...])
 Rows: TypeAlias = tuple[tuple[str, str] | tuple[str, str, str], ...]  # name, help text, attribute
 
 
@@ -295,25 +294,22 @@ REPLICA_METRICS = tuple(row.name for row in _FLEET if row.labels == _REPLICA)
 METRICS = {row.name: row for row in (*_ENGINES, *_REQUESTS, *_WAY_IN, *_FLEET, *_CALLERS, *_CONNECTIONS)}
 
 
-def metric(name: str, value: float) -> Metric:
-    """Return a metric without labels."""
-    family = METRICS[name].family()
-    add(family, (), value)
-    return family
+# A value by the name of a metric; or, for a metric with labels, values by labels in the order of the table.
+Figures: TypeAlias = Mapping[str, float | Mapping[Any, float]]
 
 
-def metric_by(name: str, values: Mapping[LabelsT, float]) -> Metric:
-    """Return a metric with a value for each combination of its labels, in the order of the table."""
+class Counted(Protocol):
+    """A part of the gateway that has values for the page of metrics."""
+
+    def figures(self) -> Figures: ...
+
+
+def metric(name: str, value: float | Mapping[Any, float]) -> Metric:
     family = METRICS[name].family()
-    for labels, value in values.items():
-        add(family, (labels,) if isinstance(labels, str) else labels, value)
+    for labels, each in value.items() if isinstance(value, Mapping) else [((), value)]:
+        add(family, (labels,) if isinstance(labels, str) else labels, each)
     return family
 
 
 def add(family: Metric, labels: Sequence[str], value: float) -> None:
     family.add_metric(labels, value)  # type: ignore[attr-defined]
-
-
-def metrics(**values: float) -> list[Metric]:
-    """Return several metrics without labels, by their names."""
-    return [metric(name, value) for name, value in values.items()]

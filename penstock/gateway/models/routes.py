@@ -12,12 +12,10 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from penstock.core.clock import Clock
 from penstock.core.errors import (
@@ -32,7 +30,7 @@ from penstock.core.errors import (
 )
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone, WrappedAnswer
-from penstock.gateway.metrics.table import metric_by
+from penstock.gateway.metrics.table import Figures
 from penstock.gateway.models.catalogue import Catalogue
 from penstock.gateway.models.settings import (
     AUTO,
@@ -73,9 +71,8 @@ class ReplaceableAnswer(WrappedAnswer):
             answer.cancel()
 
 
-class AutoModel(Collector):
-    """Chooses models for requests that ask for `auto`. Also a collector of metrics: which models were chosen, and
-    how often a larger one had to answer.
+class AutoModel:
+    """Chooses models for requests that ask for `auto`.
 
     A prompt is assessed by `complexity`. A reader of a whole answer gets the larger model's answer if the tokens of
     the smaller model had a low mean log-probability; a stream stays with the first model.
@@ -154,9 +151,8 @@ class AutoModel(Collector):
             usable.append(name)
         return usable
 
-    def collect(self) -> Iterator[Metric]:
-        yield metric_by("auto_requests", self._chosen)
-        yield metric_by("auto_escalations", self._escalated)
+    def figures(self) -> Figures:
+        return {"auto_requests": self._chosen, "auto_escalations": self._escalated}
 
 
 class CascadingAnswer(ReplaceableAnswer):
@@ -286,8 +282,8 @@ def chosen_by_weight(weights: Mapping[str, float], key: bytes) -> str:
     return models[-1]
 
 
-class ModelRoutes(Collector):
-    """Answers requests through splits and fallbacks. Also a collector of metrics about both."""
+class ModelRoutes:
+    """Answers requests through splits and fallbacks."""
 
     def __init__(self, ask: Ask, catalogue: Catalogue, clock: Clock) -> None:
         self._ask = ask
@@ -357,9 +353,8 @@ class ModelRoutes(Collector):
         left_s = request.timeout_s - (self._clock.now() - asked_at)
         return msgspec.structs.replace(request, timeout_s=max(0.001, left_s))
 
-    def collect(self) -> Iterator[Metric]:
-        yield metric_by("split_requests", self._split)
-        yield metric_by("fallbacks", self._fallen_back)
+    def figures(self) -> Figures:
+        return {"split_requests": self._split, "fallbacks": self._fallen_back}
 
 
 class FallbackAnswer(ReplaceableAnswer):

@@ -13,18 +13,16 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterator, Sized
+from collections.abc import Sized
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from penstock.core.errors import ConfigError, QuotaExceeded, RateLimited, RequestExceedsLimit
 from penstock.core.identity import Principal, RateLimits
-from penstock.gateway.metrics.table import metric_by, metrics
+from penstock.gateway.metrics.table import Figures
 
 UNLIMITED: Literal["unlimited"] = "unlimited"
 Count: TypeAlias = Annotated[int, Meta(ge=1)] | Literal["unlimited"] | None
@@ -292,7 +290,7 @@ class SlotTimes:
         return min(MAX_SLOT_WAIT_S, max(MIN_SLOT_WAIT_S, mean_s / max(1, num_running)))
 
 
-class LimiterMetrics(Collector):
+class LimiterMetrics:
     """Written by limiters on the event loop, read by a scrape. `redis_is_up` stays None without Redis."""
 
     def __init__(self) -> None:
@@ -309,15 +307,20 @@ class LimiterMetrics(Collector):
     def count_refusal(self, refusal: Refusal) -> None:
         self.refusals[refusal.subject.scope.value, refusal.figure.value] += 1
 
-    def collect(self) -> Iterator[Metric]:
-        yield metric_by("limits_refused", self.refusals)
-        yield from metrics(limits_admitted=self.admitted, limits_subjects=len(self.subjects))
-        if self.redis_is_up is not None:
-            yield from metrics(
-                limits_redis_up=self.redis_is_up,
-                limits_settlements_pending=self.settlements_pending,
-                limits_redis_errors=self.redis_errors,
-                limits_local_decisions=self.local_decisions,
-                limits_closed_refusals=self.closed_refusals,
-                limits_settlements_lost=self.settlements_lost,
-            )
+    def figures(self) -> Figures:
+        own: Figures = {
+            "limits_refused": self.refusals,
+            "limits_admitted": self.admitted,
+            "limits_subjects": len(self.subjects),
+        }
+        if self.redis_is_up is None:
+            return own
+        return {
+            **own,
+            "limits_redis_up": self.redis_is_up,
+            "limits_settlements_pending": self.settlements_pending,
+            "limits_redis_errors": self.redis_errors,
+            "limits_local_decisions": self.local_decisions,
+            "limits_closed_refusals": self.closed_refusals,
+            "limits_settlements_lost": self.settlements_lost,
+        }

@@ -12,18 +12,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, literal_column, or_, select, update
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.responses.store import HistoryBound, is_renewed
 from penstock.gateway.store.database import Database, Order, QueryTurns, insert_into, reading, transaction
-from penstock.gateway.store.growth import GrowthCheck
+from penstock.gateway.store.retention import Retention
 from penstock.gateway.store.tables import stored_objects as table
 
 # Bytes that an object counts besides its body, so that a bound in bytes also bounds the number of objects.
 ROW_BYTES = 512
 _MAX_ID_CHARS = 128
-_SWEEP_EVERY_S = 600.0
 _READ_AT_ONCE = 500
 # Bound on a page with more than one object: a page is in memory several times, and is written on the event loop.
 MAX_PAGE_BYTES = 8 << 20
@@ -55,6 +54,8 @@ class ObjectPage(msgspec.Struct, frozen=True):
 
 _COLUMNS = [table.c[name] for name in StoredObject.__struct_fields__]
 _NUM_BYTES = func.length(table.c.body) + func.length(table.c.input) + ROW_BYTES
+# The id of the object to which an object belongs; its own id if it belongs to none.
+_OWNER = func.coalesce(func.nullif(table.c.parent_id, literal_column("''")), table.c.id)
 
 
 class ObjectStore:
@@ -62,10 +63,8 @@ class ObjectStore:
         self, database: Database, *, max_workspace_bytes: int = 1 << 30, now: Callable[[], float] = time.time
     ) -> None:
         self._database = database
-        self._max_workspace_bytes = max_workspace_bytes
-        self._growth = GrowthCheck(max_workspace_bytes)
+        self._retention = Retention(table, _OWNER, _NUM_BYTES, table.c.position, max_workspace_bytes)
         self._now = now
-        self._swept_at = 0.0
         self._searches = QueryTurns("searches of what this workspace stores")
 
     async def add(self, objects: Sequence[StoredObject]) -> None:
@@ -262,10 +261,7 @@ class ObjectStore:
 
     @transaction
     def _add(self, connection: Connection, objects: Sequence[StoredObject]) -> None:
-        now = self._now()
-        if now - self._swept_at > _SWEEP_EVERY_S:
-            self._swept_at = now
-            connection.execute(delete(table).where(table.c.expires_at <= now))
+        self._retention.sweep(connection, self._now())
         workspace_id = objects[0].workspace_id
         own_ids = {each.id for each in objects if not each.parent_id}
         parent_ids = {each.parent_id for each in objects if each.parent_id} - own_ids
@@ -280,29 +276,8 @@ class ObjectStore:
         ]
         if rows:
             connection.execute(insert_into(connection, table).on_conflict_do_nothing(), rows)
-        if self._growth.is_due(workspace_id, sum(each.num_bytes for each in objects)):
-            self._make_room(connection, workspace_id, kept=own_ids | known)
-
-    def _make_room(self, connection: Connection, workspace_id: str, *, kept: Collection[str]) -> None:
-        """The newest objects stay, whatever their size."""
-        in_workspace = table.c.workspace_id == workspace_id
-        total = connection.execute(
-            select(func.coalesce(func.sum(_NUM_BYTES), 0)).where(in_workspace)
-        ).scalar_one()
-        while total > self._max_workspace_bytes:
-            oldest = connection.execute(
-                select(table.c.id)
-                .where(in_workspace, table.c.parent_id == "", table.c.id.not_in(kept))
-                .order_by(table.c.position)
-                .limit(1)
-            ).scalar_one_or_none()
-            if oldest is None:
-                return
-            of_oldest = or_(and_(table.c.parent_id == "", table.c.id == oldest), table.c.parent_id == oldest)
-            total -= connection.execute(
-                select(func.sum(_NUM_BYTES)).where(in_workspace, of_oldest)
-            ).scalar_one()
-            connection.execute(delete(table).where(in_workspace, of_oldest))
+        num_bytes = sum(each.num_bytes for each in objects)
+        self._retention.note_added(connection, workspace_id, num_bytes, kept=own_ids | known)
 
 
 def _is_parent(workspace_id: str, parent_id: str) -> ColumnElement[bool]:

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, func, select
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.store.database import Database, database_time, insert_into, reading, transaction
-from penstock.gateway.store.growth import GrowthCheck
+from penstock.gateway.store.retention import Retention
 from penstock.gateway.store.tables import response_events, responses
 
 MAX_HISTORY = 1000  # responses in one conversation
@@ -74,9 +74,12 @@ class HistoryBound:
             )
 
 
-_SWEEP_EVERY_S = 600.0
 _MAX_WORKSPACE_BYTES = 1 << 30
-_DELETED_AT_ONCE = 100
+_NUM_BYTES = (
+    func.length(responses.c.body)
+    + func.length(responses.c.input_items)
+    + func.coalesce(responses.c.num_event_bytes, 0)
+)
 
 
 class ResponseStore:
@@ -91,21 +94,23 @@ class ResponseStore:
         now: Callable[[], float] = time.time,
     ) -> None:
         self._database = database
-        self._max_workspace_bytes = max_workspace_bytes
         self._now = now
-        self._swept_at = 0.0
-        self._growth = GrowthCheck(max_workspace_bytes)
+        self._retention = Retention(
+            responses,
+            responses.c.id,
+            _NUM_BYTES,
+            responses.c.created_at,
+            max_workspace_bytes,
+            may_go=responses.c.is_final,
+        )
 
     @transaction
     def add(self, connection: Connection, response: StoredResponse) -> None:
         """Add a response. One that is there already stays: an idempotent request was answered again."""
-        now = self._now()
-        if now - self._swept_at > _SWEEP_EVERY_S:
-            self._swept_at = now
-            connection.execute(responses.delete().where(responses.c.expires_at <= now))
+        self._retention.sweep(connection, self._now())
         values = msgspec.structs.asdict(response)
         connection.execute(insert_into(connection, responses).values(values).on_conflict_do_nothing())
-        self._bound_workspace(connection, response)
+        self._retention.note_added(connection, response.workspace_id, response.num_bytes, kept=[response.id])
 
     @transaction
     def replace(self, connection: Connection, response: StoredResponse) -> bool:
@@ -117,7 +122,7 @@ class ResponseStore:
         replaced = connection.execute(
             responses.update().where(responses.c.id == response.id, *is_running).values(values)
         )
-        self._bound_workspace(connection, response)
+        self._retention.note_added(connection, response.workspace_id, response.num_bytes, kept=[response.id])
         return replaced.rowcount == 1
 
     @reading
@@ -200,33 +205,6 @@ class ResponseStore:
             .order_by(response_events.c.first)
         )
         return [(number, events) for number, events in rows]
-
-    def _bound_workspace(self, connection: Connection, added: StoredResponse) -> None:
-        """The newest response stays, whatever its size."""
-        workspace_id = added.workspace_id
-        if not self._growth.is_due(workspace_id, added.num_bytes):
-            return
-        size = (
-            func.length(responses.c.body)
-            + func.length(responses.c.input_items)
-            + func.coalesce(responses.c.num_event_bytes, 0)
-        )
-        in_workspace = responses.c.workspace_id == workspace_id
-        total = connection.execute(select(func.coalesce(func.sum(size), 0)).where(in_workspace)).scalar_one()
-        oldest = (
-            select(responses.c.id, size)
-            .where(in_workspace, responses.c.is_final, responses.c.id != added.id)
-            .order_by(responses.c.created_at)
-            .limit(_DELETED_AT_ONCE)
-        )
-        while total > self._max_workspace_bytes and (rows := connection.execute(oldest).all()):
-            ids = []
-            for response_id, num_bytes in rows:
-                if total <= self._max_workspace_bytes:
-                    break
-                ids.append(response_id)
-                total -= num_bytes
-            connection.execute(responses.delete().where(responses.c.id.in_(ids)))
 
     def _find(self, connection: Connection, workspace_id: str, response_id: str) -> StoredResponse | None:
         row = connection.execute(

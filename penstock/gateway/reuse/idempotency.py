@@ -37,7 +37,7 @@ from penstock.gateway.reuse.replay import (
     decode_answer,
 )
 from penstock.gateway.store.database import Database, database_time, insert_once
-from penstock.gateway.store.growth import GrowthCheck
+from penstock.gateway.store.retention import Retention
 from penstock.gateway.store.tables import idempotent_answers
 
 _columns = idempotent_answers.c
@@ -99,21 +99,15 @@ def keep_answer(connection: Connection, claim: KeyClaim, answer: bytes, expires_
     )
 
 
-def bound_answers(connection: Connection, workspace_id: str, max_bytes: int) -> None:
-    """Delete the oldest answers of a workspace whose answers have more bytes than it may keep."""
-    size = sa.func.length(_columns.answer)
-    is_own = sa.and_(_columns.workspace_id == workspace_id, _columns.answer.is_not(None))
-    total = connection.execute(sa.select(sa.func.coalesce(sa.func.sum(size), 0)).where(is_own)).scalar_one()
-    oldest = sa.select(_columns.idempotency_key, size).where(is_own).order_by(_columns.expires_at)
-    while total > max_bytes and (rows := connection.execute(oldest.limit(_DELETED_AT_ONCE)).all()):
-        keys = []
-        for key, num_bytes in rows:
-            if total <= max_bytes:
-                break
-            keys.append(key)
-            total -= num_bytes
-        deleted = sa.delete(idempotent_answers).where(is_own, _columns.idempotency_key.in_(keys))
-        connection.execute(deleted)
+def retention_of(max_workspace_bytes: int) -> Retention:
+    return Retention(
+        idempotent_answers,
+        _columns.idempotency_key,
+        sa.func.length(_columns.answer),
+        _columns.expires_at,
+        max_workspace_bytes,
+        may_go=_columns.answer.is_not(None),
+    )
 
 
 def release_key(connection: Connection, claim: KeyClaim) -> None:
@@ -154,7 +148,6 @@ POLL_S = 0.25  # how often a repeat looks for an answer that another gateway is 
 MAX_WAIT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 _FINGERPRINT_BYTES = 32
-_DELETED_AT_ONCE = 100
 
 Generate: TypeAlias = Callable[[PreparedRequest], Awaitable[AnswerStream]]
 _Key: TypeAlias = tuple[str, str]  # workspace and idempotency key
@@ -186,7 +179,7 @@ class IdempotentAnswers:
         self._is_alone = False  # the database is away, which was logged
         self._running: dict[_Key, SharedAnswer] = {}
         self._unrecorded: set[SharedAnswer] = set()  # running, or being written to the database
-        self._growth = GrowthCheck(settings.max_workspace_bytes)
+        self._retention = retention_of(settings.max_workspace_bytes)
         self._claims: dict[_Key, KeyClaim] = {}  # of running requests, where a database holds them
         self._fingerprints: dict[_Key, bytes] = {}  # of running requests
         self._finished = AnswerCache(settings.max_bytes)  # fingerprint and answer
@@ -195,7 +188,7 @@ class IdempotentAnswers:
 
     def apply(self, settings: IdempotencySettings) -> None:
         self.settings = settings
-        self._growth = GrowthCheck(settings.max_workspace_bytes)
+        self._retention = retention_of(settings.max_workspace_bytes)
         self._finished.shrink_to(settings.max_bytes)
 
     async def answer(self, work: PreparedRequest, fingerprint: bytes, generate: Generate) -> AnswerStream:
@@ -210,7 +203,7 @@ class IdempotentAnswers:
                 self._check_same(self._fingerprints[key], fingerprint)
                 self.num_replayed += 1
                 return shared.reader(await open_replay(work))
-            data = self._finished.get(key[0], key[1].encode(), self._wall_clock(), self.settings.ttl_s)
+            data = self._finished.find(key[0], key[1].encode(), self._wall_clock(), self.settings.ttl_s)
             if data is not None:
                 return await self._replay(
                     data[:_FINGERPRINT_BYTES], data[_FINGERPRINT_BYTES:], fingerprint, work
@@ -274,7 +267,7 @@ class IdempotentAnswers:
         try:
             if answer is not None and len(answer) <= self.settings.max_entry_bytes:
                 data = claim.fingerprint + answer
-                self._finished.put(key[0], key[1].encode(), data, now, self.settings.ttl_s)
+                self._finished.keep(key[0], key[1].encode(), data, now, self.settings.ttl_s)
                 await self._keep(claim, answer)
             else:
                 await self._release(claim)
@@ -333,10 +326,8 @@ class IdempotentAnswers:
 
     async def _keep(self, claim: KeyClaim, answer: bytes) -> None:
         def keep(connection: Connection) -> None:
-            settings = self.settings
-            keep_answer(connection, claim, answer, self._lease_clock(connection) + settings.ttl_s)
-            if self._growth.is_due(claim.workspace_id, len(answer)):
-                bound_answers(connection, claim.workspace_id, settings.max_workspace_bytes)
+            keep_answer(connection, claim, answer, self._lease_clock(connection) + self.settings.ttl_s)
+            self._retention.note_added(connection, claim.workspace_id, len(answer))
 
         if self._database is not None:
             with contextlib.suppress(StoreUnavailable):  # it is in memory, and the lease lapses

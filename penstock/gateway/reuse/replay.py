@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,6 +19,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError
 from penstock.core.figures import CountOrZero, NotNegative, Positive
+from penstock.core.lru import LruCache
 from penstock.core.request import FinishReason, Tier
 from penstock.gateway.accounts import NOTHING_USED, Account, Outcome, RateLimits
 from penstock.gateway.answers.choice import Delta
@@ -46,46 +46,25 @@ class _Entry:
     expires_at: float
 
 
-class AnswerCache:
-    """Least recently used entries go first when bytes run out. Keys hold the workspace, so that no other workspace
-    can find, or time, an answer."""
+class AnswerCache(LruCache[tuple[str, bytes], _Entry]):
+    """Answers, bounded in bytes. Keys hold the workspace, so that no other workspace can find, or time, an answer."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._entries: OrderedDict[tuple[str, bytes], _Entry] = OrderedDict()
+        super().__init__(max_bytes, lambda _, entry: len(entry.answer) + _ENTRY_OVERHEAD_BYTES)
 
-    def get(self, workspace_id: str, fingerprint: bytes, now: float, max_age_s: float) -> bytes | None:
+    def find(self, workspace_id: str, fingerprint: bytes, now: float, max_age_s: float) -> bytes | None:
         """Return the answer of this fingerprint, unless it is older than the writer or the reader allows."""
         key = workspace_id, fingerprint
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        if now >= entry.expires_at:
-            self._remove(key)
-            return None
-        if now - entry.stored_at > max_age_s:
-            return None
-        self._entries.move_to_end(key)
-        return entry.answer
+        entry = self.peek(key)
+        if entry is not None and now >= entry.expires_at:
+            self.pop(key)
+        elif entry is not None and now - entry.stored_at <= max_age_s:
+            self.get(key)
+            return entry.answer
+        return None
 
-    def put(self, workspace_id: str, fingerprint: bytes, answer: bytes, now: float, ttl_s: float) -> None:
-        key = workspace_id, fingerprint
-        if key in self._entries:
-            self._remove(key)
-        if len(answer) + _ENTRY_OVERHEAD_BYTES > self.max_bytes:
-            return  # the entry alone is larger than the cache
-        self._entries[key] = _Entry(answer, now, now + ttl_s)
-        self.num_bytes += len(answer) + _ENTRY_OVERHEAD_BYTES
-        self.shrink_to(self.max_bytes)
-
-    def shrink_to(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        while self.num_bytes > max_bytes:
-            self._remove(next(iter(self._entries)))
-
-    def _remove(self, key: tuple[str, bytes]) -> None:
-        self.num_bytes -= len(self._entries.pop(key).answer) + _ENTRY_OVERHEAD_BYTES
+    def keep(self, workspace_id: str, fingerprint: bytes, answer: bytes, now: float, ttl_s: float) -> None:
+        self.put((workspace_id, fingerprint), _Entry(answer, now, now + ttl_s))
 
 
 class ResponseCacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,21 +18,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.figures import CountOrZero, Positive, Share
+from penstock.core.lru import LruCache
 from penstock.gateway.answers.stream import AnswerStream
-from penstock.gateway.metrics.table import metrics
+from penstock.gateway.metrics.table import Figures
 from penstock.gateway.prepared import PreparedRequest
 from penstock.gateway.prompts import ChatPrompt, GenerationRequest, TextPart
 from penstock.gateway.reuse.idempotency import Generate, IdempotentAnswers, open_replay
@@ -128,13 +126,11 @@ class _Entry:
         return len(self.answer) + int(self.vector.nbytes) + _ENTRY_BYTES
 
 
-class SemanticCache:
-    """Used from the event loop. Least recently used entries are dropped first."""
+class SemanticCache(LruCache[int, _Entry]):
+    """Answers by numbers, bounded in bytes. Used from the event loop."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        super().__init__(max_bytes, lambda _, entry: entry.num_bytes)
         self._places: dict[tuple[str, bytes], list[int]] = {}  # oldest first
         self._next = 0
 
@@ -142,10 +138,9 @@ class SemanticCache:
         """Return the answer to the most similar text, if it is similar and young enough."""
         import numpy as np
 
-        for number in [
-            number for number in self._places.get(probe.place, ()) if self._has_ended(number, now)
-        ]:
-            self._remove(number)
+        for number in list(self._places.get(probe.place, ())):
+            if now >= self._entries[number].expires_at:
+                self.pop(number)
         numbers = [
             number
             for number in self._places.get(probe.place, ())
@@ -158,39 +153,30 @@ class SemanticCache:
         best = int(cosines.argmax())
         if not cosines[best] >= threshold:  # also if the numbers are none
             return None
-        self._entries.move_to_end(numbers[best])
-        return self._entries[numbers[best]].answer
+        found = self.get(numbers[best])
+        return None if found is None else found.answer
 
-    def put(self, probe: Probe, answer: bytes, now: float, ttl_s: float) -> None:
+    def keep(self, probe: Probe, answer: bytes, now: float, ttl_s: float) -> None:
         import numpy as np
 
         entry = _Entry(probe.place, np.frombuffer(probe.vector, dtype="<f4"), answer, now, now + ttl_s)
-        if entry.num_bytes > self.max_bytes:
+        if entry.num_bytes > self.capacity:
             return
         there = self._places.get(probe.place, [])
         if len(there) >= _MAX_PER_CONTEXT:
-            self._remove(there[0])
+            self.pop(there[0])
         self._next += 1
-        self._entries[self._next] = entry
         self._places.setdefault(probe.place, []).append(self._next)
-        self.num_bytes += entry.num_bytes
-        self.shrink_to(self.max_bytes)
+        self.put(self._next, entry)
 
-    def shrink_to(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        while self.num_bytes > max_bytes:
-            self._remove(next(iter(self._entries)))
-
-    def _has_ended(self, number: int, now: float) -> bool:
-        return now >= self._entries[number].expires_at
-
-    def _remove(self, number: int) -> None:
-        entry = self._entries.pop(number)
-        self.num_bytes -= entry.num_bytes
-        numbers = self._places[entry.place]
-        numbers.remove(number)
-        if not numbers:
-            del self._places[entry.place]
+    def pop(self, key: int) -> _Entry | None:
+        entry = super().pop(key)
+        if entry is not None:
+            numbers = self._places[entry.place]
+            numbers.remove(key)
+            if not numbers:
+                del self._places[entry.place]
+        return entry
 
 
 logger = logging.getLogger(__name__)
@@ -200,8 +186,8 @@ _EMBED_PAUSE_S = 10.0  # after a failure
 _SHARED_KIND = "responses"
 
 
-class AnswerReuse(Collector):
-    """Answers requests from earlier answers where the caller wants that. Also a collector of metrics."""
+class AnswerReuse:
+    """Answers requests from earlier answers where the caller wants that."""
 
     def __init__(
         self,
@@ -254,7 +240,7 @@ class AnswerReuse(Collector):
         self, fingerprint: bytes, ttl_s: float, generate: Generate, work: PreparedRequest
     ) -> AnswerStream:
         workspace_id = work.request.principal.workspace_id
-        data = self._cache.get(workspace_id, fingerprint, self._clock.now(), ttl_s)
+        data = self._cache.find(workspace_id, fingerprint, self._clock.now(), ttl_s)
         recorded = decode_answer(data) if data is not None else None
         if recorded is None:
             recorded = await self._find_shared(workspace_id, fingerprint, ttl_s)
@@ -276,9 +262,9 @@ class AnswerReuse(Collector):
             settings = self._settings
             if not settings.enabled or len(answer) > settings.max_entry_bytes:
                 return
-            self._cache.put(workspace_id, fingerprint, answer, self._clock.now(), ttl_s)
+            self._cache.keep(workspace_id, fingerprint, answer, self._clock.now(), ttl_s)
             if probe is not None and self._similar.enabled:
-                self._semantic.put(probe, answer, self._clock.now(), similar_ttl_s)
+                self._semantic.keep(probe, answer, self._clock.now(), similar_ttl_s)
             if self._shared is not None and settings.shared:
                 name = entry_name(workspace_id, fingerprint)
                 self._shared.put(_SHARED_KIND, name, answer, ttl_s, settings.shared_max_bytes)
@@ -321,7 +307,7 @@ class AnswerReuse(Collector):
         except msgspec.DecodeError:
             return None  # damaged, or written by another program
         stored_at = self._clock.now() - entry.age_s
-        self._cache.put(workspace_id, fingerprint, entry.value, stored_at, ttl_s)
+        self._cache.keep(workspace_id, fingerprint, entry.value, stored_at, ttl_s)
         return recorded
 
     def _is_idempotent(self, request: GenerationRequest) -> bool:
@@ -342,16 +328,16 @@ class AnswerReuse(Collector):
             return min(request.cache_response_s, self._settings.max_ttl_s)
         return self._settings.ttl_s if request.principal.caches_responses else 0.0
 
-    def collect(self) -> Iterator[Metric]:
-        yield from metrics(
-            response_cache_hits=self.num_hits,
-            response_cache_similar=self.num_similar,
-            response_cache_misses=self.num_misses,
-            idempotent_replays=self.idempotency.num_replayed,
-            idempotency_conflicts=self.idempotency.num_conflicts,
-            response_cache_bytes=self._cache.num_bytes,
-            semantic_cache_bytes=self._semantic.num_bytes,
-        )
+    def figures(self) -> Figures:
+        return {
+            "response_cache_hits": self.num_hits,
+            "response_cache_similar": self.num_similar,
+            "response_cache_misses": self.num_misses,
+            "idempotent_replays": self.idempotency.num_replayed,
+            "idempotency_conflicts": self.idempotency.num_conflicts,
+            "response_cache_bytes": self._cache.used,
+            "semantic_cache_bytes": self._semantic.used,
+        }
 
 
 def request_fingerprint(request: GenerationRequest, model_fingerprint: bytes) -> bytes:

@@ -12,20 +12,18 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from penstock import __version__
 from penstock.core.errors import ConfigError
 from penstock.core.figures import CountOrZero, Positive
 from penstock.core.machine import install_command
-from penstock.gateway.metrics.table import metric_by
+from penstock.gateway.metrics.table import Figures
 
 if TYPE_CHECKING:  # the package is an extra
     from redis.asyncio import Redis
@@ -69,7 +67,7 @@ class SharedEntry:
     age_s: float
 
 
-class SharedCaches(Collector):
+class SharedCaches:
     """All caches of one gateway that are in Redis. Belongs to one event loop; also a collector of metrics."""
 
     def __init__(self, client: Redis) -> None:
@@ -162,8 +160,8 @@ class SharedCaches(Collector):
     def _count(self, kind: str, outcome: str, number: int) -> None:
         self._counts[kind, outcome] = self._counts.get((kind, outcome), 0) + number
 
-    def collect(self) -> Iterator[Metric]:
-        yield metric_by("shared_cache_requests", self._counts)
+    def figures(self) -> Figures:
+        return {"shared_cache_requests": self._counts}
 
 
 def _entry(value: bytes | None, now_ms: int) -> SharedEntry | None:

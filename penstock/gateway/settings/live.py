@@ -10,16 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
-
 from penstock.core.errors import ConfigError, PreconditionFailed
-from penstock.gateway.metrics.table import metric, metric_by
+from penstock.gateway.metrics.table import Figures
 from penstock.gateway.settings.settings import (
     Document,
     Settings,
@@ -48,8 +45,8 @@ class Source:
     document: Document = field(default_factory=dict)
 
 
-class LiveSettings(Collector):
-    """`begin` first. Used from the event loop; also a collector of metrics."""
+class LiveSettings:
+    """`begin` first. Used from the event loop."""
 
     def __init__(self) -> None:
         self.current = Settings()
@@ -110,13 +107,15 @@ class LiveSettings(Collector):
             raise
         self.current = settings
 
-    def collect(self) -> Iterator[Metric]:
-        yield metric_by("settings_reloads", {"applied": self.num_applied, "refused": self.num_refused})
-        yield metric("settings_applied_timestamp_seconds", self._applied_at)
-        yield metric("settings_stale", 0 if self.refusal is None else 1)
-        yield metric("settings_version", self.source.version)
-        yield metric("settings_latest_version", self.latest_version)
-        yield metric("settings_checked_timestamp_seconds", self.checked_at())
+    def figures(self) -> Figures:
+        return {
+            "settings_reloads": {"applied": self.num_applied, "refused": self.num_refused},
+            "settings_applied_timestamp_seconds": self._applied_at,
+            "settings_stale": 0 if self.refusal is None else 1,
+            "settings_version": self.source.version,
+            "settings_latest_version": self.latest_version,
+            "settings_checked_timestamp_seconds": self.checked_at(),
+        }
 
 
 POLL_S = 2.0

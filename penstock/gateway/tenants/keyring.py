@@ -11,20 +11,19 @@ import asyncio
 import logging
 import math
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 from sqlalchemy import Connection, bindparam, or_, select, update
 
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import AuthenticationFailed, Overloaded, PenstockError, StoreUnavailable
 from penstock.core.identity import Principal, Scope
+from penstock.core.lru import LruCache
 from penstock.core.request import Tier
-from penstock.gateway.metrics.table import metric_by, metrics
+from penstock.gateway.metrics.table import Figures
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import keys, organizations, tenant_revision, workspaces
 from penstock.gateway.tenants.records import DEFAULT_ID, PREFIX_LENGTH, could_be_id, is_secret_of, prefix_of
@@ -73,9 +72,8 @@ class LookupCache(Generic[T]):
         self._load = load
         self._clock = clock
         self._keep_s = keep_s
-        self._max_entries = max_entries
-        self._found: OrderedDict[str, _Entry[T]] = OrderedDict()
-        self._absent: OrderedDict[str, _Entry[T]] = OrderedDict()
+        self._found = LruCache[str, _Entry[T]](max_entries)
+        self._absent = LruCache[str, _Entry[T]](max_entries)
         self._loading: dict[str, asyncio.Task[T | None]] = {}
         self._revision = 0
 
@@ -85,10 +83,7 @@ class LookupCache(Generic[T]):
     def peek(self, name: str) -> T | None:
         """Return the cached value of a name; None if it is unknown or absent. Asks no database."""
         entry = self._found.get(name)
-        if entry is None or self._clock.now() >= entry.stale_at_s:
-            return None
-        self._found.move_to_end(name)
-        return entry.value
+        return None if entry is None or self._clock.now() >= entry.stale_at_s else entry.value
 
     async def get(self, name: str) -> T | None:
         """Return the value of a name, or None. Raises StoreUnavailable when it is not cached and cannot be looked
@@ -96,7 +91,7 @@ class LookupCache(Generic[T]):
         known = self.peek(name)
         if known is not None:
             return known
-        entry = self._found.get(name) or self._absent.get(name)
+        entry = self._found.peek(name) or self._absent.peek(name)
         if entry is not None and self._clock.now() < entry.stale_at_s:
             return entry.value
         try:
@@ -113,7 +108,7 @@ class LookupCache(Generic[T]):
             self._found.clear()
         else:
             for name in names:
-                self._found.pop(name, None)
+                self._found.pop(name)
         self._absent.clear()
         self._revision = revision
 
@@ -141,11 +136,8 @@ class LookupCache(Generic[T]):
             entries, others = (
                 (self._found, self._absent) if loaded.value is not None else (self._absent, self._found)
             )
-            others.pop(name, None)
-            entries[name] = _Entry(loaded.value, self._clock.now() + self._keep_s)
-            entries.move_to_end(name)
-            if len(entries) > self._max_entries:
-                entries.popitem(last=False)
+            others.pop(name)
+            entries.put(name, _Entry(loaded.value, self._clock.now() + self._keep_s))
         return loaded.value
 
 
@@ -264,15 +256,18 @@ def _read_revision(connection: Connection) -> int:
     return int(connection.execute(select(tenant_revision.c.revision)).scalar_one())
 
 
-class AuthenticationMetrics(Collector):
+class AuthenticationMetrics:
     def __init__(self) -> None:
         self.refusals: Counter[str] = Counter()  # by the code of the error
         self.failed_checks = 0
         self.remembered_keys = 0
 
-    def collect(self) -> Iterator[Metric]:
-        yield metric_by("authentication_refusals", self.refusals)
-        yield from metrics(key_check_failures=self.failed_checks, remembered_keys=self.remembered_keys)
+    def figures(self) -> Figures:
+        return {
+            "authentication_refusals": self.refusals,
+            "key_check_failures": self.failed_checks,
+            "remembered_keys": self.remembered_keys,
+        }
 
 
 CHECK_EVERY_S = 1.0  # while requests come

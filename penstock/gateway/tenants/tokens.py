@@ -18,7 +18,6 @@ import ipaddress
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -38,6 +37,7 @@ from penstock.core.errors import (
 )
 from penstock.core.gateway_config import OidcConfig
 from penstock.core.identity import Principal, Scope
+from penstock.core.lru import LruCache
 from penstock.gateway.tenants.keyring import KeyRing
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class TokenVerifier:
         self._public_keys = public_keys
         self._ring = ring
         self._wall_time = wall_time
-        self._remembered: OrderedDict[bytes, tuple[Principal, float]] = OrderedDict()  # digest → until when
+        self._remembered = LruCache[bytes, tuple[Principal, float]](_MAX_REMEMBERED)  # digest → until when
         # Now: all requests would wait for them, a tenth of a second each, while the first token is read.
         import_module("jwt")
         import_module("httpx")
@@ -201,7 +201,7 @@ class TokenVerifier:
             claims = await self.verified_claims(token)
             principal = self._principal(claims)
             expires_at = float(claims["exp"]) + self._config.leeway_s
-            self._remember(digest, principal, min(expires_at, self._wall_time() + REMEMBER_S))
+            self._remembered.put(digest, (principal, min(expires_at, self._wall_time() + REMEMBER_S)))
         return await self._placed(principal)
 
     async def verified_claims(self, token: str, audience: str | None = None) -> dict[str, Any]:
@@ -293,11 +293,6 @@ class TokenVerifier:
         if workspace is None:
             raise PermissionDenied("The token names no workspace of this server.")
         return msgspec.structs.replace(principal, organization_id=workspace.organization_id)
-
-    def _remember(self, digest: bytes, principal: Principal, until: float) -> None:
-        self._remembered[digest] = (principal, until)
-        if len(self._remembered) > _MAX_REMEMBERED:
-            self._remembered.popitem(last=False)
 
 
 def _subject(claims: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ import logging
 import math
 import re
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -25,6 +24,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.core.errors import InvalidRequest, Overloaded, quoted
 from penstock.core.grammar_text import decode_tags, grammar_text, is_lenient, lenient, without_assertions
+from penstock.core.lru import LruCache
 from penstock.core.request import Grammar
 from penstock.gateway.prompts import RequestWarning
 from penstock.gateway.text.terminals import expanded_size
@@ -208,16 +208,15 @@ class GrammarChecker:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._free_threads = asyncio.Semaphore(_CHECK_THREADS)
         self._pool = ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="grammar-check")
-        # By the workspace and what it asked; oldest use first.
-        self._good: OrderedDict[tuple[str, Grammar], CheckedGrammar] = OrderedDict()
-        self._num_good_bytes = 0
+        # By the workspace and what it asked.
+        self._good = LruCache[tuple[str, Grammar], CheckedGrammar](_MAX_REMEMBERED_BYTES, _num_bytes)
 
     async def check(
         self, grammar: Grammar, special_token_ids: Mapping[str, int], workspace_id: str = "default"
     ) -> CheckedGrammar:
         """Raises InvalidRequest when no engine could compile the grammar, and Overloaded when too many wait."""
         key = grammar.owner(workspace_id), grammar
-        if (known := self._remembered(key)) is not None:
+        if (known := self._good.get(key)) is not None:
             return known
         param = _USUAL_PARAMS[grammar.kind]
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
@@ -254,27 +253,13 @@ class GrammarChecker:
         workspace_id, grammar = key
         turn = self._turns.setdefault(workspace_id, asyncio.Lock())
         async with turn:
-            if (known := self._remembered(key)) is not None:  # the request before had the same
+            if (known := self._good.get(key)) is not None:  # the request before had the same
                 return known
             async with self._free_threads:
                 has_begun.set()
                 loop = asyncio.get_running_loop()
                 good = await loop.run_in_executor(self._pool, _checked, grammar, special_token_ids)
-        self._remember(key, good)
-        return good
-
-    def _remember(self, key: tuple[str, Grammar], good: CheckedGrammar) -> None:
-        if key not in self._good:  # all workspaces share grammars without a text
-            self._good[key] = good
-            self._num_good_bytes += _num_bytes(key[1], good)
-        while self._num_good_bytes > _MAX_REMEMBERED_BYTES:
-            (_, grammar), dropped = self._good.popitem(last=False)
-            self._num_good_bytes -= _num_bytes(grammar, dropped)
-
-    def _remembered(self, key: tuple[str, Grammar]) -> CheckedGrammar | None:
-        good = self._good.get(key)
-        if good is not None:
-            self._good.move_to_end(key)
+        self._good.put(key, good)
         return good
 
 
@@ -284,9 +269,9 @@ def _note_seen(checking: asyncio.Task[CheckedGrammar]) -> None:
         checking.exception()
 
 
-def _num_bytes(grammar: Grammar, good: CheckedGrammar) -> int:
+def _num_bytes(key: tuple[str, Grammar], good: CheckedGrammar) -> int:
     """Return the memory that a remembered grammar takes, roughly."""
-    return sys.getsizeof(grammar.text) + sys.getsizeof(good.grammar.text) + 1024
+    return sys.getsizeof(key[1].text) + sys.getsizeof(good.grammar.text) + 1024
 
 
 def _checked(grammar: Grammar, special_token_ids: Mapping[str, int]) -> CheckedGrammar:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.core.lru import LruCache
 from penstock.core.request import Dry
 from penstock.gateway.checks import check_token_ids
 from penstock.gateway.prompts import SamplingOptions
@@ -96,7 +97,7 @@ class TokenOptions:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._breakers: Breakers | None = None
-        self._masks: dict[tuple[str, ...], bytes] = {}
+        self._masks = LruCache[tuple[str, ...], bytes](_MOST_CACHED)
 
     async def fields(self, options: SamplingOptions) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that replace `OPTIONS`."""
@@ -125,14 +126,12 @@ class TokenOptions:
         return tuple(dict.fromkeys(token_ids for token_ids in encoded if token_ids))
 
     async def _mask(self, texts: tuple[str, ...]) -> bytes:
-        mask = self._masks.pop(texts, None)
+        mask = self._masks.get(texts)
         if mask is None:
             encoded = [await self._tokenizer.encode(f"a{text}", add_special_tokens=False) for text in texts]
             last_ids = [ids[-1] for ids in encoded if len(ids) > 1 and ids[-1] < self._vocab_size]
             mask = await in_thread(self._find, texts, last_ids)
-            if len(self._masks) >= _MOST_CACHED:
-                del self._masks[next(iter(self._masks))]
-        self._masks[texts] = mask  # the newest is the last
+            self._masks.put(texts, mask)
         return mask
 
     def _find(self, texts: tuple[str, ...], last_ids: list[int]) -> bytes:

@@ -252,10 +252,8 @@ class TestTrouble:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def lag(ledger: UsageLedger) -> tuple[float, float]:
-            found = {family.name: family.samples for family in ledger.metrics.collect()}
-            names = ("penstock_usage_unwritten_rows", "penstock_usage_lag_seconds")
-            rows, seconds = (found[name][0].value for name in names)
-            return rows, seconds
+            found: Any = ledger.metrics.figures()
+            return found["usage_unwritten_rows"], found["usage_lag_seconds"]
 
         async def away(*args: Any, **options: Any) -> Any:
             raise StoreUnavailable("gone")

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from penstock.gateway import siblings
 from penstock.gateway.ledger.ledger import TokensPerHour
-from penstock.gateway.metrics.table import Metric, metric, metric_by
+from penstock.gateway.metrics.table import Metric, metric
 from penstock.gateway.siblings import MetricsExchange, Siblings, merge
 
 
@@ -84,9 +84,9 @@ def test_a_million_tokens_cost_the_same_whatever_the_number_of_processes(num_wor
     assert price is not None
     pages = [
         rendered(
-            metric_by("accelerator_dollars_per_million_tokens", {"m": price}),
-            metric_by("accelerator_dollars_per_hour", {"m": 3.5}),
-            metric_by("tokens_per_hour", {("m", "output"): tokens_per_hour / num_workers}),
+            metric("accelerator_dollars_per_million_tokens", {"m": price}),
+            metric("accelerator_dollars_per_hour", {"m": 3.5}),
+            metric("tokens_per_hour", {("m", "output"): tokens_per_hour / num_workers}),
         )
         for _ in range(num_workers)
     ]
@@ -97,8 +97,8 @@ def test_a_million_tokens_cost_the_same_whatever_the_number_of_processes(num_wor
 
 
 def test_a_process_without_tokens_does_not_change_the_price() -> None:
-    busy = rendered(metric_by("accelerator_dollars_per_million_tokens", {"m": 0.5}))
-    idle = rendered(metric_by("accelerator_dollars_per_million_tokens", {}))
+    busy = rendered(metric("accelerator_dollars_per_million_tokens", {"m": 0.5}))
+    idle = rendered(metric("accelerator_dollars_per_million_tokens", {}))
     for pages in ([busy, idle], [idle, busy]):
         assert values(merge(pages)) == {"penstock_accelerator_dollars_per_million_tokens": 0.5}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.cluster.fleet import Fleet
 from penstock.core.errors import EngineUnavailable, InvalidRequest
@@ -12,6 +11,7 @@ from penstock.core.objective import ObjectiveSettings, Weights
 from penstock.core.plan import FinishReason
 from penstock.core.request import Request, Tier
 from penstock.dispatch import Attempt
+from penstock.gateway.metrics.gateway import GatewayMetrics
 from penstock.gateway.metrics.objective import ObjectiveMetrics
 from tests.cluster.fake_replicas import FakeReplicas, make_request, member
 from tests.gateway.metrics.test_replica_metrics import value
@@ -39,9 +39,9 @@ async def test_the_objective_of_the_last_minute() -> None:
     request = make_request("a")
 
     def page() -> bytes:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(metrics)
-        return generate_latest(registry)
+        whole = GatewayMetrics()
+        whole.register(metrics)
+        return whole.render()
 
     metrics.ended(attempt(request))
     metrics.ended(attempt(request, ttft_s=None, itl_s=None, error=EngineUnavailable("gone")))

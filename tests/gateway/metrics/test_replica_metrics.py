@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, generate_latest
-
 from penstock.cluster.fleet import Fleet
 from penstock.core.errors import EngineUnavailable
 from penstock.core.messages import DrafterStats, EngineStats
-from penstock.gateway.metrics.gateway import ReplicaMetrics
+from penstock.gateway.metrics.gateway import GatewayMetrics, ReplicaMetrics
 from penstock.gateway.siblings import merge
 from tests.cluster.engines import send
 from tests.cluster.fake_replicas import FakeReplicas, make_request, member
@@ -32,9 +30,9 @@ async def page(server: str | None = None) -> bytes:
     first = fakes.holder_of("a")
     fakes[first].reject("a", EngineUnavailable("broken"))
     fakes[fakes.holder_of("a")].finish_all()
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ReplicaMetrics(fleet, server))
-    rendered = generate_latest(registry)
+    whole = GatewayMetrics()
+    whole.register(ReplicaMetrics(fleet, server))
+    rendered = whole.render()
     fleet.close()
     return rendered
 

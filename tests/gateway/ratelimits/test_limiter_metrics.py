@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import RateLimited
 from penstock.core.gateway_config import GatewayConfig
+from penstock.gateway.metrics.gateway import GatewayMetrics
 from penstock.gateway.ratelimits.local import LocalLimiter, MeterTable
 from penstock.gateway.ratelimits.settings import LimiterMetrics, LimitSettings, ScopeLimits
 from penstock.serve.gateway_state import build_limiter
@@ -15,9 +15,9 @@ from tests.gateway.ratelimits.claims import claim, reserve
 
 
 def rendered(metrics: LimiterMetrics) -> str:
-    registry = CollectorRegistry()
-    registry.register(metrics)
-    return generate_latest(registry).decode()
+    whole = GatewayMetrics()
+    whole.register(metrics)
+    return whole.render().decode()
 
 
 async def test_decisions_are_counted_by_the_limit_to_blame() -> None:

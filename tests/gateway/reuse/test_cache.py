@@ -284,22 +284,22 @@ def test_the_cache_stays_within_its_bytes_and_never_lies(history: list[tuple[str
     for action, name, number in history:
         key = bytes([name])
         if action == "put":
-            cache.put("w", key, bytes(number), now, ttl_s=10.0)
+            cache.keep("w", key, bytes(number), now, ttl_s=10.0)
             truth[key] = (number, now)
         elif action == "advance":
             now += number / 100
         elif action == "shrink":
             cache.shrink_to(number * 2)
         else:
-            found = cache.get("w", key, now, max_age_s=8.0)
-            assert cache.get("other", key, now, max_age_s=8.0) is None
+            found = cache.find("w", key, now, max_age_s=8.0)
+            assert cache.find("other", key, now, max_age_s=8.0) is None
             if found is not None:
                 size, stored_at = truth[key]
                 assert len(found) == size
                 assert now - stored_at <= 8.0
-        assert 0 <= cache.num_bytes <= cache.max_bytes
+        assert 0 <= cache.used <= cache.capacity
     cache.shrink_to(0)
-    assert cache.num_bytes == 0
+    assert cache.used == 0
 
 
 async def test_requests_without_either_go_straight_to_the_engine(

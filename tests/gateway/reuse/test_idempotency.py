@@ -29,12 +29,12 @@ from penstock.gateway.reuse.idempotency import (
     IdempotentAnswers,
     KeyClaim,
     RunsElsewhere,
-    bound_answers,
     claim_key,
     delete_expired,
     keep_answer,
     release_key,
     renew_leases,
+    retention_of,
 )
 from penstock.gateway.reuse.replay import IdempotencySettings
 from penstock.gateway.reuse.reuse import AnswerReuse
@@ -450,7 +450,7 @@ class TestStore:
             for at, claim in enumerate(claims):
                 assert claim_key(connection, claim, at, at + 30, at + 100) == Claimed()
                 keep_answer(connection, claim, b"x" * 100, expires_at=at + 5000)
-            bound_answers(connection, "w", 1050)
+            retention_of(1050).make_room(connection, "w")
 
         database.run_now(keep)
         now = 1000

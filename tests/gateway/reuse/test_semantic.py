@@ -102,7 +102,7 @@ async def test_it_is_off_by_default_and_for_callers_without_a_cache() -> None:
     assert await status(gateway, chat("France's capital?")) == "miss"
     gateway = gateway_with()
     assert await status(gateway, chat("capital of France?", cache_response_s=None)) is None
-    assert gateway.reuse._semantic.num_bytes == 0
+    assert gateway.reuse._semantic.used == 0
 
 
 async def test_answers_grow_old() -> None:
@@ -119,7 +119,7 @@ async def test_turning_it_off_forgets() -> None:
     gateway = gateway_with()
     await status(gateway, chat("capital of France?"))
     gateway.reuse.apply(ResponseCacheSettings(), IdempotencySettings(), SemanticCacheSettings())
-    assert gateway.reuse._semantic.num_bytes == 0
+    assert gateway.reuse._semantic.used == 0
 
 
 @pytest.mark.parametrize("failure", [EngineUnavailable("No engine is ready."), TimeoutError()])
@@ -182,7 +182,7 @@ class TestBounds:
     def test_bytes(self) -> None:
         cache = SemanticCache(3 * (1000 + 8 + 512))
         for number in range(5):
-            cache.put(Probe("w", b"%d" % number, at(0)), bytes(1000), 0.0, 60.0)
+            cache.keep(Probe("w", b"%d" % number, at(0)), bytes(1000), 0.0, 60.0)
         assert [cache.find(Probe("w", b"%d" % n, at(0)), 0.9, 1.0, 60.0) is not None for n in range(5)] == [
             False,
             False,
@@ -190,24 +190,24 @@ class TestBounds:
             True,
             True,
         ]
-        cache.put(Probe("w", b"x", at(0)), bytes(10_000), 0.0, 60.0)
+        cache.keep(Probe("w", b"x", at(0)), bytes(10_000), 0.0, 60.0)
         assert cache.find(Probe("w", b"x", at(0)), 0.9, 1.0, 60.0) is None
         cache.shrink_to(0)
-        assert (cache.num_bytes, cache._places, len(cache._entries)) == (0, {}, 0)
+        assert (cache.used, cache._places, len(cache._entries)) == (0, {}, 0)
 
     def test_a_context_compares_a_bounded_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("penstock.gateway.reuse.reuse._MAX_PER_CONTEXT", 2)
         cache = SemanticCache(1 << 20)
         for number in range(3):
-            cache.put(Probe("w", b"c", at(number)), b"%d" % number, 0.0, 60.0)
+            cache.keep(Probe("w", b"c", at(number)), b"%d" % number, 0.0, 60.0)
         assert cache.find(Probe("w", b"c", at(0)), 0.9, 1.0, 60.0) is None
         assert cache.find(Probe("w", b"c", at(2)), 0.9, 1.0, 60.0) == b"2"
         assert cache.find(Probe("w", b"c", at(2)), 0.9, 61.0, 100.0) is None
-        assert cache.num_bytes == 0
+        assert cache.used == 0
 
     def test_vectors_that_are_no_numbers_match_nothing(self) -> None:
         cache = SemanticCache(1 << 20)
-        cache.put(Probe("w", b"c", struct.pack("<2f", math.nan, 0)), b"x", 0.0, 60.0)
+        cache.keep(Probe("w", b"c", struct.pack("<2f", math.nan, 0)), b"x", 0.0, 60.0)
         assert cache.find(Probe("w", b"c", at(0)), 0.5, 1.0, 60.0) is None
 
 

@@ -56,8 +56,8 @@ class OneGateway:
             raise ConfigError("13 cannot be used here.")
         self.used.append(settings.response_cache.ttl_s)
 
-    def metrics(self) -> dict[str, float]:
-        return {family.name: family.samples[0].value for family in self.live.collect()}
+    def metrics(self) -> dict[str, Any]:
+        return {f"penstock_{name}": value for name, value in self.live.figures().items()}
 
 
 @pytest.fixture

@@ -230,8 +230,8 @@ async def test_a_grammar_that_is_given_up_keeps_its_turn(monkeypatch: pytest.Mon
 
 
 async def test_as_many_grammars_are_remembered_as_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks, checker = SlowChecks(monkeypatch), GrammarChecker()
     monkeypatch.setattr(grammars, "_MAX_REMEMBERED_BYTES", 200_000)
+    checks, checker = SlowChecks(monkeypatch), GrammarChecker()
     large = [Grammar("regex", letter * 30_000) for letter in "abcd"]
     for each in (*large[:3], large[0], large[3], large[0], large[1]):
         await checker.check(each, {})
