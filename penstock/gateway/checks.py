@@ -110,12 +110,9 @@ def check_num_choices(num_prompts: int, n: int = 1) -> None:
         )
 
 
-def check_names(request: GenerationRequest) -> None:
+def check_names(user: str | None, prompt_cache_key: str | None = None) -> None:
     """Refuse overlong names that a client chooses."""
-    if request.user is None and request.prompt_cache_key is None:
-        return
-    names = {"user": request.user, "prompt_cache_key": request.prompt_cache_key}
-    for param, name in names.items():
+    for param, name in (("user", user), ("prompt_cache_key", prompt_cache_key)):
         if name is not None and len(name) > MAX_NAME_CHARS:
             raise InvalidRequest(f"{param} may have at most {MAX_NAME_CHARS} characters.", param=param)
 

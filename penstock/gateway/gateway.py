@@ -21,7 +21,6 @@ from penstock.core.errors import PenstockError, ShuttingDown
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.messages import EngineStats
-from penstock.core.request import Tier
 from penstock.core.shares import Shares
 from penstock.gateway.accounts import Account, Accounts
 from penstock.gateway.answers.beams import BeamGeneration
@@ -41,9 +40,9 @@ from penstock.gateway.prepared import PreparedRequest, prepare_for_engine, prepa
 from penstock.gateway.prompts import GenerationRequest, Prompt
 from penstock.gateway.reuse.reuse import AnswerReuse
 from penstock.gateway.reuse.shared_cache import EmbeddingCacheSettings, SharedCaches
-from penstock.gateway.settings.settings import TierSettings, least_urgent
+from penstock.gateway.settings.settings import TierSettings
 from penstock.gateway.siblings import MetricsExchange
-from penstock.gateway.telemetry import current_record
+from penstock.gateway.telemetry import current_record, prompt_text
 from penstock.gateway.text.caching import PromptCacheSettings
 from penstock.gateway.turns import Turns
 
@@ -256,10 +255,9 @@ class Gateway:
         if isinstance(model, ServedModel):
             self._queue_times.observe(self.engine.stats, now)
             check_fits_queues(request, model.engine, self.engine)
-        check_names(request)
-        request = self.tiers.capped(request)
+        check_names(request.user, request.prompt_cache_key)
         if (record := current_record.get()) is not None:
-            record.note(request)
+            record.note(request.request_id, map(prompt_text, request.prompts), request.sampling)
         if self.on_request is not None and not is_internal:
             self.on_request(request)
         timeout_s = request.timeout_s
@@ -270,7 +268,7 @@ class Gateway:
             request=request,
             model=model,
             id=request.request_id or uuid.uuid4().hex,
-            tier=granted_tier(request),
+            tier=self.tiers.granted(request.principal, request.tier),
             region=region,
             spill_over_s=spill_over_s,
             default_max_tokens=request.default_max_tokens or self.config.default_max_tokens,
@@ -432,8 +430,3 @@ class Gateway:
 
 def _nothing() -> None:
     pass
-
-
-def granted_tier(request: GenerationRequest) -> Tier:
-    """Return the tier asked for, or the best that the caller's key allows."""
-    return least_urgent(request.tier, request.principal.best_tier)

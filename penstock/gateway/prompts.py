@@ -95,8 +95,11 @@ class ChatMessage(msgspec.Struct, frozen=True):
     cache: CacheMark | None = None  # at the end of the whole turn
 
     @property
-    def num_parts(self) -> int:
-        return 1 if isinstance(self.content, str) else len(self.content)
+    def parts(self) -> tuple[TextPart, ...]:
+        """Return the content as parts. An empty text has none."""
+        if isinstance(self.content, str):
+            return (TextPart(self.content),) if self.content else ()
+        return self.content
 
 
 class Tool(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ one process has an exporter.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic, time_ns
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from penstock.core.errors import UsageError
 from penstock.core.machine import install_command
 from penstock.gateway.accounts import Claim, Outcome
-from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, SamplingOptions, TextPrompt
+from penstock.gateway.prompts import ChatPrompt, Prompt, SamplingOptions, TextPrompt
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -64,12 +64,13 @@ class RequestRecord:
     accounts: list[tuple[Claim, Outcome]] = field(default_factory=list)
     span: Any = None  # the tracing library's span of the whole request, while one is open
 
-    def note(self, request: GenerationRequest) -> None:
-        if request.request_id != self.request_id:  # a judge asks on this request's behalf
+    def note(self, request_id: str, texts: Iterable[str], sampling: SamplingOptions | None = None) -> None:
+        """Note what a request asks for. `texts` are its prompts as people read them."""
+        if request_id != self.request_id:  # a judge asks on this request's behalf
             return
-        self.sampling = request.sampling
+        self.sampling = sampling
         if self.keeps_prompts:
-            self.prompts += [prompt_text(prompt)[:MAX_LOGGED_PROMPT_CHARS] for prompt in request.prompts]
+            self.prompts += [text[:MAX_LOGGED_PROMPT_CHARS] for text in texts]
 
     @property
     def own_account(self) -> tuple[Claim, Outcome] | None:
@@ -85,15 +86,8 @@ def prompt_text(prompt: Prompt) -> str:
     if isinstance(prompt, TextPrompt):
         return prompt.text
     if isinstance(prompt, ChatPrompt):
-        return "\n".join(
-            f"{message.role}: "
-            + (
-                message.content
-                if isinstance(message.content, str)
-                else "".join(part.text for part in message.content)
-            )
-            for message in prompt.messages
-        )
+        texts = [(message.role, "".join(part.text for part in message.parts)) for message in prompt.messages]
+        return "\n".join(f"{role}: {text}" for role, text in texts)
     return f"({len(prompt.token_ids)} token ids)"
 
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.api.admin.settings import audit
-from penstock.api.http.answers import json_response, private_json
+from penstock.api.http.answers import json_response, private_json, shown_as
 from penstock.api.http.context import principal_of
 from penstock.api.http.parsing import integer_of
 from penstock.api.http.routes import Operation
@@ -118,7 +118,7 @@ class ClusterEndpoints:
 
     async def list_releases(self, request: Request) -> Response:
         view = await self._control.cluster()
-        return private_json(ReleaseList([_shown(release) for release in view.releases]))
+        return private_json(ReleaseList([shown_as(ReleaseObject, release) for release in view.releases]))
 
     async def start(self, request: Request, order: ReleaseOrder) -> Response:
         return await self._done(request, "release.start", await self._control.start_release(order))
@@ -132,13 +132,9 @@ class ClusterEndpoints:
         )
 
     async def _done(self, request: Request, action: str, release: ReleaseView) -> Response:
-        shown = _shown(release)
+        shown = shown_as(ReleaseObject, release)
         await audit(self._database, request, action, release.id, shown)
         return private_json(shown)
-
-
-def _shown(release: ReleaseView) -> ReleaseObject:
-    return ReleaseObject(**msgspec.structs.asdict(release))
 
 
 USAGE_PARAMETERS = frozenset(
@@ -245,7 +241,7 @@ class ExperimentEndpoints:
 
     async def list_experiments(self, request: Request) -> Response:
         views = await self._control.experiments()
-        return private_json(ExperimentList([_shown_experiment(view) for view in views]))
+        return private_json(ExperimentList([shown_as(ExperimentObject, view) for view in views]))
 
     async def start(self, request: Request, new: NewExperiment) -> Response:
         order = ExperimentOrder(
@@ -273,10 +269,6 @@ class ExperimentEndpoints:
             raise InvalidRequest(error.message, param=param, hint=error.hint) from error
 
     async def _done(self, request: Request, action: str, view: ExperimentView) -> Response:
-        shown = _shown_experiment(view)
+        shown = shown_as(ExperimentObject, view)
         await audit(self._database, request, action, view.id, shown)
         return private_json(shown)
-
-
-def _shown_experiment(view: ExperimentView) -> ExperimentObject:
-    return ExperimentObject(**msgspec.structs.asdict(view))

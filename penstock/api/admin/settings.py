@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.http.answers import json_response
+from penstock.api.http.answers import json_response, shown_as
 from penstock.api.http.context import headers_of, principal_of, request_id_of
 from penstock.api.http.parsing import BodyDecoder, integer_of, read_body
 from penstock.api.http.routes import PAGE, Operation
@@ -199,4 +199,4 @@ def _private(body: bytes, media_type: str, version: int | None) -> Response:
 
 
 def _shown(version: SettingsVersion) -> SettingsVersionObject:
-    return SettingsVersionObject(**msgspec.structs.asdict(version))
+    return shown_as(SettingsVersionObject, version)

@@ -6,20 +6,20 @@ Lists have the shape of OpenAI's. The middleware has checked that the caller has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal, TypeVar
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.http.answers import private_json
-from penstock.api.http.context import principal_of, request_id_of
+from penstock.api.admin.settings import actor_of
+from penstock.api.http.answers import private_json, shown_as
 from penstock.api.http.routes import PAGE, Operation
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.tenants.directory import DEFAULT_PAGE, Actor, AuditEntry, Directory
+from penstock.gateway.tenants.directory import DEFAULT_PAGE, AuditEntry, Directory
 from penstock.gateway.tenants.records import (
     DEFAULT_ID,
-    IssuedKey,
     Key,
     KeyChanges,
     KeyStatus,
@@ -143,26 +143,22 @@ class AdminEndpoints:
 
     async def list_organizations(self, request: Request) -> Response:
         page = await self._directory.organizations(limit=_limit(request), after=_query(request, "after"))
-        return _list(page, _shown_organization)
+        return _list(page, partial(shown_as, OrganizationObject))
 
     async def create_organization(self, request: Request, wire: NewOrganization) -> Response:
-        return private_json(
-            _shown_organization(await self._directory.create_organization(_actor(request), wire.name))
-        )
+        made = await self._directory.create_organization(actor_of(request), wire.name)
+        return _show(OrganizationObject, made)
 
     async def get_organization(self, request: Request) -> Response:
-        return private_json(_shown_organization(await self._directory.organization(_id(request))))
+        return _show(OrganizationObject, await self._directory.organization(_id(request)))
 
     async def update_organization(self, request: Request, wire: Renaming) -> Response:
-        return private_json(
-            _shown_organization(
-                await self._directory.rename_organization(_actor(request), _id(request), wire.name)
-            )
-        )
+        renamed = await self._directory.rename_organization(actor_of(request), _id(request), wire.name)
+        return _show(OrganizationObject, renamed)
 
     async def archive_organization(self, request: Request) -> Response:
-        archived = await self._directory.archive_organization(_actor(request), _id(request))
-        return private_json(_shown_organization(archived))
+        archived = await self._directory.archive_organization(actor_of(request), _id(request))
+        return _show(OrganizationObject, archived)
 
     async def list_workspaces(self, request: Request) -> Response:
         page = await self._directory.workspaces(
@@ -170,23 +166,22 @@ class AdminEndpoints:
             after=_query(request, "after"),
             organization_id=_query(request, "organization_id"),
         )
-        return _list(page, _shown_workspace)
+        return _list(page, partial(shown_as, WorkspaceObject))
 
     async def create_workspace(self, request: Request, wire: NewWorkspace) -> Response:
-        made = await self._directory.create_workspace(_actor(request), wire.name, wire.organization_id)
-        return private_json(_shown_workspace(made))
+        made = await self._directory.create_workspace(actor_of(request), wire.name, wire.organization_id)
+        return _show(WorkspaceObject, made)
 
     async def get_workspace(self, request: Request) -> Response:
-        return private_json(_shown_workspace(await self._directory.workspace(_id(request))))
+        return _show(WorkspaceObject, await self._directory.workspace(_id(request)))
 
     async def update_workspace(self, request: Request, wire: Renaming) -> Response:
-        renamed = await self._directory.rename_workspace(_actor(request), _id(request), wire.name)
-        return private_json(_shown_workspace(renamed))
+        renamed = await self._directory.rename_workspace(actor_of(request), _id(request), wire.name)
+        return _show(WorkspaceObject, renamed)
 
     async def archive_workspace(self, request: Request) -> Response:
-        return private_json(
-            _shown_workspace(await self._directory.archive_workspace(_actor(request), _id(request)))
-        )
+        archived = await self._directory.archive_workspace(actor_of(request), _id(request))
+        return _show(WorkspaceObject, archived)
 
     async def list_keys(self, request: Request) -> Response:
         page = await self._directory.keys(
@@ -197,19 +192,19 @@ class AdminEndpoints:
         return _list(page, self._shown_key)
 
     async def create_key(self, request: Request, wire: NewKeyBody) -> Response:
-        issued = await self._directory.create_key(_actor(request), wire)
-        return private_json(self._shown_new_key(issued))
+        issued = await self._directory.create_key(actor_of(request), wire)
+        return _show(NewKeyObject, self._shown_key(issued.key), secret=issued.secret)
 
     async def get_key(self, request: Request) -> Response:
         return private_json(self._shown_key(await self._directory.key(_id(request))))
 
     async def update_key(self, request: Request, wire: KeyChangesBody) -> Response:
-        return private_json(
-            self._shown_key(await self._directory.update_key(_actor(request), _id(request), wire))
-        )
+        updated = await self._directory.update_key(actor_of(request), _id(request), wire)
+        return private_json(self._shown_key(updated))
 
     async def revoke_key(self, request: Request) -> Response:
-        return private_json(self._shown_key(await self._directory.revoke_key(_actor(request), _id(request))))
+        revoked = await self._directory.revoke_key(actor_of(request), _id(request))
+        return private_json(self._shown_key(revoked))
 
     async def list_audit(self, request: Request) -> Response:
         after = _query(request, "after")
@@ -220,36 +215,20 @@ class AdminEndpoints:
             before_id=None if after is None else int(after),
             target=_query(request, "target"),
         )
-        return _list(page, _shown_entry)
+        return _list(page, partial(shown_as, AuditObject))
 
     def _shown_key(self, key: Key) -> KeyObject:
-        status = key.status(self._directory.wall_time())
-        return KeyObject(**msgspec.structs.asdict(key), status_now=status)
-
-    def _shown_new_key(self, issued: IssuedKey) -> NewKeyObject:
-        return NewKeyObject(**msgspec.structs.asdict(self._shown_key(issued.key)), secret=issued.secret)
+        return shown_as(KeyObject, key, status_now=key.status(self._directory.wall_time()))
 
 
-def _shown_organization(organization: Organization) -> OrganizationObject:
-    return OrganizationObject(**msgspec.structs.asdict(organization))
-
-
-def _shown_workspace(workspace: Workspace) -> WorkspaceObject:
-    return WorkspaceObject(**msgspec.structs.asdict(workspace))
-
-
-def _shown_entry(entry: AuditEntry) -> AuditObject:
-    return AuditObject(**msgspec.structs.asdict(entry))
+def _show(shape: type[msgspec.Struct], record: msgspec.Struct, **more: Any) -> Response:
+    return private_json(shown_as(shape, record, **more))
 
 
 def _list(page: Page[Record], shown: Callable[[Record], Shown]) -> Response:
     data = [shown(record) for record in page.data]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return private_json(Listing(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
-
-
-def _actor(request: Request) -> Actor:
-    return Actor(principal_of(request).key_id, request_id_of(request))
 
 
 def _id(request: Request) -> str:

@@ -372,12 +372,6 @@ def _can_join(earlier: ChatMessage, later: ChatMessage) -> bool:
 def _joined(messages: Sequence[ChatMessage]) -> ChatMessage:
     if len(messages) == 1:
         return messages[0]
-    parts = [part for message in messages for part in _parts_of(message)]
+    parts = [part for message in messages for part in message.parts]
     reasoning = "".join([message.reasoning or "" for message in messages])
     return msgspec.structs.replace(messages[-1], content=_content(parts), reasoning=reasoning or None)
-
-
-def _parts_of(message: ChatMessage) -> Sequence[TextPart]:
-    if isinstance(message.content, str):
-        return [TextPart(message.content)] if message.content else []
-    return message.content

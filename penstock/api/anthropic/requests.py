@@ -274,7 +274,7 @@ class CountTokensRequest(ExtensionFields, kw_only=True):
             raise InvalidRequest(
                 "The last message must not be the assistant's when thinking is enabled.", param="messages"
             )
-        end = last.content if isinstance(last.content, str) else last.content[-1].text
+        end = last.parts[-1].text if last.parts else ""
         if end != end.rstrip():
             raise InvalidRequest(
                 "The last message is the assistant's, so its content must not end with white space.",
@@ -344,8 +344,8 @@ def _skipped(name: str, param: str) -> RequestWarning:
 
 def _marked_at_end(message: ChatMessage, mark: CacheMark) -> ChatMessage:
     """Put the cache mark of the whole request on the last block, unless that block has a mark of its own."""
-    last = message.content[-1] if message.content and not isinstance(message.content, str) else None
-    has_own = message.cache or (last and last.cache) or (message.tool_calls and message.tool_calls[-1].cache)
+    last = (*message.parts[-1:], *message.tool_calls[-1:])
+    has_own = message.cache or any(each.cache for each in last)
     return message if has_own else msgspec.structs.replace(message, cache=mark)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import IO, Protocol, Self, TypeVar
+from typing import IO, Any, Protocol, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -44,6 +44,14 @@ def private_json(shape: object) -> Response:
     return Response(
         msgspec.json.encode(shape), headers={"cache-control": "no-store"}, media_type="application/json"
     )
+
+
+Shape = TypeVar("Shape", bound=msgspec.Struct)
+
+
+def shown_as(shape: type[Shape], record: msgspec.Struct, **more: Any) -> Shape:
+    """Return a record in the shape that an API has for it: with its fields, and perhaps more."""
+    return shape(**msgspec.structs.asdict(record), **more)
 
 
 class Cancellable(Protocol):

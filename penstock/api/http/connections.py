@@ -25,7 +25,7 @@ from penstock.core.errors import RateLimited
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.shares import Shares
-from penstock.gateway.metrics.table import Figures
+from penstock.gateway.metrics.table import Figures, figures_of
 
 TURN_BYTES = 16 << 10  # parsed at once
 MIN_PIECE_BYTES = 1 << 10  # parsed at once if the parts are small
@@ -143,24 +143,17 @@ class ClientNoise(logging.Filter):
         return not str(record.msg).startswith(("Invalid HTTP", "Invalid UTF-8", "Unsupported upgrade"))
 
 
+@dataclass
 class ConnectionMetrics:
-    def __init__(self) -> None:
-        self.num_open = 0
-        self.num_refused = 0
-        self.num_displaced = 0
-        self.num_timed_out = 0
-        self.num_malformed = 0
-        self.num_stalled = 0
+    num_open: int = 0
+    num_refused: int = 0
+    num_displaced: int = 0
+    num_timed_out: int = 0
+    num_malformed: int = 0
+    num_stalled: int = 0
 
     def figures(self) -> Figures:
-        return {
-            "connections_open": self.num_open,
-            "connections_refused": self.num_refused,
-            "connections_displaced": self.num_displaced,
-            "connections_timed_out": self.num_timed_out,
-            "connections_malformed": self.num_malformed,
-            "connections_stalled": self.num_stalled,
-        }
+        return figures_of(self, "connections")
 
 
 @dataclass(slots=True)

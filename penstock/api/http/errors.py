@@ -33,7 +33,7 @@ from penstock.core.errors import (
     RateLimited,
     ThreadsUnsupported,
 )
-from penstock.core.identity import LimitState, RateLimits
+from penstock.core.identity import RateLimits
 
 logger = logging.getLogger(__name__)
 
@@ -87,24 +87,14 @@ def _retry_after(wait_s: float) -> Headers:
     ]
 
 
-def _openai_names(kind: bytes) -> tuple[bytes, bytes, bytes]:
-    return b"x-ratelimit-limit-" + kind, b"x-ratelimit-remaining-" + kind, b"x-ratelimit-reset-" + kind
-
-
-_REQUESTS, _TOKENS = _openai_names(b"requests"), _openai_names(b"tokens")
-
-
 def _openai_headers(rate_limits: RateLimits) -> Headers:
     headers: Headers = []
-    for (limit, remaining, reset), state in (
-        (_REQUESTS, rate_limits.requests),
-        (_TOKENS, rate_limits.tokens),
-    ):
+    for kind, state in ((b"requests", rate_limits.requests), (b"tokens", rate_limits.tokens)):
         if state is not None:
             headers += (
-                (limit, b"%d" % state.limit),
-                (remaining, b"%d" % state.remaining),
-                (reset, duration(state.reset_s).encode()),
+                (b"x-ratelimit-limit-" + kind, b"%d" % state.limit),
+                (b"x-ratelimit-remaining-" + kind, b"%d" % state.remaining),
+                (b"x-ratelimit-reset-" + kind, duration(state.reset_s).encode()),
             )
     return headers
 
@@ -122,14 +112,10 @@ def _anthropic_headers(rate_limits: RateLimits, wall_s: float) -> Headers:
             headers += (
                 (name + b"-limit", b"%d" % state.limit),
                 (name + b"-remaining", b"%d" % state.remaining),
-                (name + b"-reset", _moment(state, wall_s)),
+                # The time when the limit is full again, rounded up.
+                (name + b"-reset", timestamp(math.ceil(wall_s + state.reset_s)).encode()),
             )
     return headers
-
-
-def _moment(state: LimitState, wall_s: float) -> bytes:
-    """Return the time when the limit is full again, rounded up."""
-    return timestamp(math.ceil(wall_s + state.reset_s)).encode()
 
 
 def timestamp(unix_s: float) -> str:

@@ -149,24 +149,14 @@ class AnswerHeader(msgspec.Struct, frozen=True, kw_only=True):
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def of(
-        cls,
-        answer: AnswerStream,
-        *,
-        wants_logprobs: bool,
-        includes_usage: bool = False,
-        lists_token_ids: bool = False,
-        calls: CallStyle = PLAIN_CALLS,
-    ) -> AnswerHeader:
+    def of(cls, answer: AnswerStream, **options: Any) -> AnswerHeader:
+        """Return the header of an answer, with the parts that the caller asked for."""
         return cls(
             generation_id=answer.id,
             model=answer.model,
-            wants_logprobs=wants_logprobs,
-            includes_usage=includes_usage,
-            lists_token_ids=lists_token_ids,
             service_tier=SERVICE_TIERS[answer.tier],
             warnings=answer.warnings,
-            calls=calls,
+            **options,
         )
 
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -44,7 +45,7 @@ from penstock.core.shares import Shares
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.metrics.table import Figures
+from penstock.gateway.metrics.table import Figures, figures_of
 from penstock.gateway.prompts import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -184,22 +185,16 @@ TOO_SLOW = 4409
 MAX_BAD_MESSAGES = 100  # after this many that make no sense, the client does not speak this protocol
 
 
+@dataclass
 class SocketMetrics:
-    def __init__(self) -> None:
-        self.num_open = 0
-        self.num_accepted = 0
-        self.num_refused = 0
-        self.num_requests = 0
-        self.num_too_slow = 0
+    num_open: int = 0
+    num_accepted: int = 0
+    num_refused: int = 0
+    num_requests: int = 0
+    num_too_slow: int = 0
 
     def figures(self) -> Figures:
-        return {
-            "websockets_open": self.num_open,
-            "websockets_accepted": self.num_accepted,
-            "websockets_refused": self.num_refused,
-            "websockets_requests": self.num_requests,
-            "websockets_too_slow": self.num_too_slow,
-        }
+        return figures_of(self, "websockets")
 
 
 class WebSocketEndpoint:

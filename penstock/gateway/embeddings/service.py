@@ -46,11 +46,11 @@ from penstock.gateway.embeddings.run import (
     shortened,
 )
 from penstock.gateway.external.models import ExternalModel
-from penstock.gateway.gateway import Gateway, granted_tier
+from penstock.gateway.gateway import Gateway
 from penstock.gateway.models.served_model import ServedModel
-from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt, TokenPrompt, Usage
+from penstock.gateway.prompts import GenerationRequest, TokenPrompt, Usage
 from penstock.gateway.reuse.shared_cache import entry_name
-from penstock.gateway.telemetry import current_record
+from penstock.gateway.telemetry import current_record, prompt_text
 from penstock.gateway.text.tokenizer import DIRECT_ENCODE_CHARS
 from penstock.gateway.turns import Turns
 
@@ -145,13 +145,7 @@ class Embeddings:
         assert gateway.catalogue.external is not None
         inputs = checked_inputs(request.inputs, model, request.pooling, request.normalizes, request.reading)
         _check_num_inputs(request)
-        signed = gateway.tiers.capped(_as_generation(request))
-        check_names(signed)
-        if (record := current_record.get()) is not None:
-            record.note(signed)
-        claim = _claim(
-            request, model.name, granted_tier(signed), input_tokens=sum(map(num_tokens_of, inputs))
-        )
+        claim = self._claim(request, model.name, input_tokens=sum(map(num_tokens_of, inputs)))
         account = await gateway.accounts.open(claim)
         pool = gateway.catalogue.external.pool
         return ExternalEmbeddingJob(
@@ -166,11 +160,7 @@ class Embeddings:
         else:
             model = self.model_of(request.principal, request.model)
         pooling = _checked_pooling(request, model.card)
-        signed = gateway.tiers.capped(_as_generation(request))
-        check_names(signed)
-        if (record := current_record.get()) is not None and not request.is_internal:
-            record.note(signed)
-        claim = _claim(request, model.card.name, granted_tier(signed))
+        claim = self._claim(request, model.card.name)
         with ExitStack() as way:
             way.enter_context(gateway.holding_drain())
             admission = await gateway.accounts.admit(claim, is_limited=not request.is_internal)
@@ -203,6 +193,20 @@ class Embeddings:
         cache = self._cache if request.uses_cache else None
         dimensions = _dimensions(request, model.card)
         return EmbeddingJob(gateway, account, run, texts, cache, dimensions, on_over)
+
+    def _claim(self, request: EmbeddingRequest, model: str, *, input_tokens: int = 0) -> Claim:
+        check_names(request.user)
+        if (record := current_record.get()) is not None and not request.is_internal:
+            record.note(request.request_id, map(_shown, request.inputs))
+        return Claim(
+            request_id=request.request_id or uuid.uuid4().hex,
+            principal=request.principal,
+            model=model,
+            endpoint=request.endpoint,
+            tier=self._gateway.tiers.granted(request.principal, request.tier),
+            input_tokens=input_tokens,
+            user=request.user,
+        )
 
     async def _texts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> list[_Text]:
         generation = self._cache.begin(model.card.name, model)
@@ -315,18 +319,6 @@ class EmbeddingJob(VectorJob):
         return Usage(self._run.num_embedded_tokens, 0, self._run.num_cached_tokens)
 
 
-def _claim(request: EmbeddingRequest, model: str, tier: Tier, *, input_tokens: int = 0) -> Claim:
-    return Claim(
-        request_id=request.request_id or uuid.uuid4().hex,
-        principal=request.principal,
-        model=model,
-        endpoint=request.endpoint,
-        tier=tier,
-        input_tokens=input_tokens,
-        user=request.user,
-    )
-
-
 def _within_reach(request: EmbeddingRequest, model: ServedModel) -> EmbeddingRequest:
     """Return the request with the parts of its inputs that the model can read. Raises if an input is too long."""
     inputs = tuple(
@@ -406,29 +398,13 @@ def _dimensions(request: EmbeddingRequest, card: ModelCard) -> int | None:
     return asked
 
 
-def _prompt(given: Input) -> TextPrompt | TokenPrompt:
+def _shown(given: Input) -> str:
+    """Return an input as people read it."""
     if isinstance(given, Pair):
-        return TextPrompt(f"{given.first}\n{given.second}")
-    return (
-        TokenPrompt(given)
-        if isinstance(given, tuple)
-        else TextPrompt(given.text if isinstance(given, TextWithRole) else given)
-    )
-
-
-def _as_generation(request: EmbeddingRequest) -> GenerationRequest:
-    """Return the request in the form that limits and tiers use."""
-    return GenerationRequest(
-        prompts=tuple(map(_prompt, request.inputs)),
-        sampling=SamplingOptions(),
-        model=request.model,
-        tier=request.tier,
-        principal=request.principal,
-        request_id=request.request_id,
-        endpoint=request.endpoint,
-        user=request.user,
-        timeout_s=request.timeout_s,
-    )
+        return f"{given.first}\n{given.second}"
+    if isinstance(given, tuple):
+        return prompt_text(TokenPrompt(given))
+    return given.text if isinstance(given, TextWithRole) else given
 
 
 def _timeout_s(request: EmbeddingRequest, gateway: Gateway) -> float | None:

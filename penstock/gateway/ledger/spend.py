@@ -21,7 +21,7 @@ from penstock.gateway.ledger.journal import SECONDS_PER_DAY, UsageRow
 from penstock.gateway.ledger.prices import PICODOLLARS_PER_MICRODOLLAR, PriceTable
 from penstock.gateway.ledger.usage_store import SpendRecord, spent_between
 from penstock.gateway.prompts import Usage
-from penstock.gateway.ratelimits.settings import LimitScope, Subject
+from penstock.gateway.ratelimits.settings import Subject, subjects_of
 from penstock.gateway.ratelimits.spend import Spend
 
 _READS_PER_FULL_READ = 60
@@ -107,7 +107,7 @@ class LedgerSpendTracker:
     def _sort(self) -> None:
         if self._unsorted:
             for (day, workspace, key, model), picodollars in self._unsorted.items():
-                self._fresh.add(day, subjects_of(workspace, key, model), picodollars)
+                self._fresh.add(day, _subjects_of(workspace, key, model), picodollars)
             self._unsorted = {}
 
 
@@ -135,20 +135,12 @@ class SpendReader:
 def _add_up(records: Iterable[SpendRecord], start: Mapping[Subject, int] | None = None) -> dict[Subject, int]:
     totals = defaultdict(int, start or {})
     for _, workspace, key, model, picodollars in records:
-        for subject in subjects_of(workspace, key, model):
+        for subject in _subjects_of(workspace, key, model):
             totals[subject] += picodollars
     return dict(totals)
 
 
-@functools.lru_cache(maxsize=65_536)
-def subjects_of(workspace: str, key: str, model: str) -> tuple[Subject, ...]:
-    return (
-        Subject(LimitScope.KEY, key),
-        Subject(LimitScope.WORKSPACE, workspace),
-        Subject(LimitScope.MODEL, model),
-        Subject(LimitScope.KEY_MODEL, f"{key}/{model}"),
-        Subject(LimitScope.WORKSPACE_MODEL, f"{workspace}/{model}"),
-    )
+_subjects_of = functools.lru_cache(maxsize=65_536)(subjects_of)
 
 
 def first_day_of_month(day: int) -> int:

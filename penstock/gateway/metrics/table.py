@@ -304,6 +304,11 @@ class Counted(Protocol):
     def figures(self) -> Figures: ...
 
 
+def figures_of(counts: object, prefix: str) -> Figures:
+    """Return the attributes of an object as figures. `num_` in front of their names gives way to the prefix."""
+    return {f"{prefix}_{name.removeprefix('num_')}": value for name, value in vars(counts).items()}
+
+
 def metric(name: str, value: float | Mapping[Any, float]) -> Metric:
     family = METRICS[name].family()
     for labels, each in value.items() if isinstance(value, Mapping) else [((), value)]:

@@ -41,7 +41,7 @@ from penstock.gateway.models.settings import (
     PromptText,
     assess,
 )
-from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPart, TextPrompt, Usage
+from penstock.gateway.prompts import ChatPrompt, GenerationRequest, Prompt, TextPrompt, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ def _text_of(prompt: Prompt) -> PromptText:
         return PromptText(prompt.text)
     if not isinstance(prompt, ChatPrompt):
         return PromptText("", num_token_ids=len(prompt.token_ids))
-    texts = [_plain(message.content) for message in prompt.messages]
+    texts = ["\n".join(part.text for part in message.parts) for message in prompt.messages]
     asked_at = max(
         (index for index, message in enumerate(prompt.messages) if message.role == "user"), default=-1
     )
@@ -241,10 +241,6 @@ def _text_of(prompt: Prompt) -> PromptText:
         num_turns=sum(message.role == "user" for message in prompt.messages),
         num_tools=len(prompt.tools),
     )
-
-
-def _plain(content: str | tuple[TextPart, ...]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _score(assessment: Assessment) -> float:

@@ -141,8 +141,11 @@ class LimitResolver:
 
     def limits_of_caller(self, principal: Principal, model: str | None) -> CallerLimits:
         """Without a model, only the limits that apply to all models."""
-        names = ((scope, _name(scope, principal, model)) for scope in self._scopes)
-        subjects = (Subject(scope, name) for scope, name in names if name is not None)
+        subjects = [
+            subject
+            for subject in subjects_of(principal.workspace_id, principal.key_id, model)
+            if subject.scope in self._scopes
+        ]
         pairs = (AppliedLimits(subject, self.limits_of(subject)) for subject in subjects)
         applying = tuple(pair for pair in pairs if pair.limits != NO_LIMITS)
         max_reserved = self._settings.max_reserved_output_tokens
@@ -159,20 +162,17 @@ class LimitResolver:
         return ResolvedLimits(**{figure: _first_stated(figure, sources) for figure in figures})
 
 
-def _name(scope: LimitScope, principal: Principal, model: str | None) -> str | None:
-    if model is None and scope not in (LimitScope.KEY, LimitScope.WORKSPACE):
-        return None
-    match scope:
-        case LimitScope.KEY:
-            return principal.key_id
-        case LimitScope.WORKSPACE:
-            return principal.workspace_id
-        case LimitScope.MODEL:
-            return model
-        case LimitScope.KEY_MODEL:
-            return f"{principal.key_id}/{model}"
-        case LimitScope.WORKSPACE_MODEL:
-            return f"{principal.workspace_id}/{model}"
+def subjects_of(workspace: str, key: str, model: str | None) -> tuple[Subject, ...]:
+    """Return everything whose use a request counts for, in the order of the scopes."""
+    callers = Subject(LimitScope.KEY, key), Subject(LimitScope.WORKSPACE, workspace)
+    if model is None:
+        return callers
+    return (
+        *callers,
+        Subject(LimitScope.MODEL, model),
+        Subject(LimitScope.KEY_MODEL, f"{key}/{model}"),
+        Subject(LimitScope.WORKSPACE_MODEL, f"{workspace}/{model}"),
+    )
 
 
 def _matching(overrides: dict[str, Limits], name: str) -> list[Limits]:

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import inspect as types
 
 from penstock.core.errors import ConfigError
+from penstock.core.identity import Principal
 from penstock.core.objective import ObjectiveSettings, PolicySet, check_names
 from penstock.core.request import Tier
 from penstock.gateway.guards.policies import GuardPolicies
@@ -37,22 +38,16 @@ from penstock.gateway.text.caching import PromptCacheSettings
 _URGENCY = {tier: rank for rank, tier in enumerate(Tier)}  # most urgent first
 
 
-def least_urgent(first: Tier, second: Tier) -> Tier:
-    return first if _URGENCY[first] >= _URGENCY[second] else second
-
-
 class TierSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The most urgent tier that is granted, whatever a key may claim: to all workspaces, or to one by its id."""
 
     best: Tier = Tier.PRIORITY
     workspaces: dict[str, Tier] = {}
 
-    def best_for(self, workspace_id: str) -> Tier:
-        return self.workspaces.get(workspace_id, self.best)
-
-    def capped(self, request: GenerationRequest) -> GenerationRequest:
-        tier = least_urgent(self.best_for(request.principal.workspace_id), request.tier)
-        return request if tier is request.tier else msgspec.structs.replace(request, tier=tier)
+    def granted(self, principal: Principal, asked: Tier) -> Tier:
+        """Return the tier asked for, or the best that the settings and the caller's key allow."""
+        best = self.workspaces.get(principal.workspace_id, self.best)
+        return max(asked, best, principal.best_tier, key=_URGENCY.__getitem__)
 
 
 Path: TypeAlias = tuple[str | int, ...]

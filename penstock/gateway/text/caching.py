@@ -155,18 +155,12 @@ def _pieces_of(index: int, message: ChatMessage) -> list[Piece]:
     """Return the pieces of a turn. A mark on the whole turn counts as a mark on its last piece."""
     pieces = [
         Piece("image" if isinstance(text, ImagePart) else "text", index, part, text.cache)
-        for part, text in enumerate(_texts(message))
+        for part, text in enumerate(message.parts)
     ]
     pieces += [Piece("call", index, part, call.cache) for part, call in enumerate(message.tool_calls)]
     if message.cache is not None and pieces and pieces[-1].mark is None:
         pieces[-1] = msgspec.structs.replace(pieces[-1], mark=message.cache)
     return pieces
-
-
-def _texts(message: ChatMessage) -> tuple[TextPart, ...]:
-    if isinstance(message.content, str):
-        return (TextPart(message.content),) if message.content else ()
-    return message.content
 
 
 class _Finder:

@@ -86,11 +86,11 @@ def with_single_calls(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...
 
 def _instruct(told: list[ChatMessage], instructions: str, *, has_system: bool) -> None:
     if told and told[0].role == "user" and not has_system:
-        told[0] = msgspec.structs.replace(told[0], content=(TextPart(instructions + "\n"), *_parts(told[0])))
+        told[0] = msgspec.structs.replace(told[0], content=(TextPart(instructions + "\n"), *told[0].parts))
     elif told and told[0].role == "system":
         system = told[0]
         told[0] = msgspec.structs.replace(
-            system, content=(*_parts(system), TextPart("\n" + instructions)), cache=None
+            system, content=(*system.parts, TextPart("\n" + instructions)), cache=None
         )
     else:
         told.insert(0, ChatMessage("system", instructions))
@@ -98,26 +98,20 @@ def _instruct(told: list[ChatMessage], instructions: str, *, has_system: bool) -
 
 def _with_written_calls(message: ChatMessage, tool_format: ToolFormat) -> ChatMessage:
     written = TextPart(tool_format.written(message.tool_calls))
-    parts = (*_parts(message), written)
+    parts = (*message.parts, written)
     return msgspec.structs.replace(message, content=parts, tool_calls=())
 
 
 def _add_result(told: list[ChatMessage], message: ChatMessage) -> None:
     """Results of parallel calls share a turn, because many templates want turns to alternate."""
-    body = "\n".join(part.text for part in _parts(message))
-    images = tuple(part for part in _parts(message) if isinstance(part, ImagePart))
+    body = "\n".join(part.text for part in message.parts)
+    images = tuple(part for part in message.parts if isinstance(part, ImagePart))
     result = TextPart(f"<tool_response>\n{body}\n</tool_response>", message.cache)
     last = told[-1] if told else None
     if last is not None and last.role == "user" and last.tool_call_id is not None:
-        told[-1] = msgspec.structs.replace(last, content=(*_parts(last), result, *images))
+        told[-1] = msgspec.structs.replace(last, content=(*last.parts, result, *images))
     else:
         told.append(ChatMessage("user", (result, *images), tool_call_id=message.tool_call_id or ""))
-
-
-def _parts(message: ChatMessage) -> tuple[TextPart, ...]:
-    if isinstance(message.content, str):
-        return (TextPart(message.content),) if message.content else ()
-    return message.content
 
 
 # Unicode promises that these are never characters. A text that holds the first one all the same is marked itself.
@@ -268,7 +262,7 @@ class ChatTemplate:
     async def render_later(self, prompt: ChatPrompt) -> RenderedChat:
         """As `render`; a chat of many turns, parts, calls or tools, or of much text, which may take seconds, is
         written off the event loop."""
-        num_inner = sum([len(message.tool_calls) + message.num_parts for message in prompt.messages])
+        num_inner = sum([len(message.tool_calls) + max(1, len(message.parts)) for message in prompt.messages])
         is_short = num_inner + len(prompt.tools) <= DIRECT_RENDER_MESSAGES
         if is_short and num_template_characters(prompt) <= DIRECT_RENDER_CHARACTERS:
             return self.render(prompt)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import ConfigError
+from penstock.core.identity import Principal
 from penstock.core.request import Tier
 from penstock.gateway.settings import live as live_module
 from penstock.gateway.settings.live import LiveSettings, SettingsFile
@@ -59,8 +60,9 @@ def test_a_file_of_everything() -> None:
     settings = parse_settings(GOOD, "s.toml")
     assert settings.limits.key.overrides["key_1"].requests_per_minute == 600
     assert settings.prices.models["org/model.v1"].input == Decimal("0.15")
-    assert settings.tiers.best_for("ws_1") is Tier.PRIORITY
-    assert settings.tiers.best_for("other") is Tier.DEFAULT
+    urgent, other = (Principal(workspace_id=name, best_tier=Tier.PRIORITY) for name in ("ws_1", "other"))
+    assert settings.tiers.granted(urgent, Tier.PRIORITY) is Tier.PRIORITY
+    assert settings.tiers.granted(other, Tier.PRIORITY) is Tier.DEFAULT
     assert settings.guards.default_policy == "standard"
     assert settings.response_cache.ttl_s == 60.0
 
@@ -258,7 +260,8 @@ class TestSettingsFile:
 
 
 def test_tiers_default_to_what_keys_allow() -> None:
-    assert TierSettings().best_for("any") is Tier.PRIORITY
+    for best in Tier:
+        assert TierSettings().granted(Principal(best_tier=best), Tier.PRIORITY) is best
 
 
 @pytest.mark.parametrize("page", ["settings.md", "usage.md", "objective.md"])
