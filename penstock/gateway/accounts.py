@@ -2,8 +2,8 @@
 end.
 
 `Accounts.admit` takes one request and one place among the running ones, before anything costly happens;
-`Admission.open` reserves tokens and money once the prompts are tokenized. Limits and the ledger are protocols with
-defaults that allow everything and write nothing, so that a gateway on a laptop needs neither. Settling is synchronous
+`Admission.open` reserves tokens and money once the prompts are tokenized. The limiter and the ledger here
+allow everything and write nothing, so that a gateway on a laptop needs no others. Settling is synchronous
 and happens before the reader sees the end of an answer, so that every answer given is in the ledger.
 """
 
@@ -62,70 +62,67 @@ def failed_by(error: BaseException) -> Outcome:
     return Outcome(usage=NOTHING_USED, status="failed", error_code=code)
 
 
-async def open_by_halves(limiter: Limiter, claim: Claim) -> Lease:
-    """Implement `Limiter.open` by the two halves."""
-    lease = await limiter.admit(claim)
-    try:
-        return await lease.reserve(claim)
-    except BaseException as error:
-        lease.settle(failed_by(error))
-        raise
+class Lease:
+    """One request's share of all the limits that apply to the request, taken in two halves. This one allows
+    everything, and there is nothing to remember."""
 
+    __slots__ = ()
 
-class Lease(Protocol):
-    """One request's share of all the limits that apply to the request, taken in two halves."""
-
-    @property
-    def rate_limits(self) -> RateLimits: ...
+    rate_limits = RateLimits()
 
     async def reserve(self, claim: Claim) -> Lease:
         """Take the second half: tokens and money. The returned lease replaces this one. Raises
         RateLimited or QuotaExceeded; then this lease still holds the first half, and the caller settles it."""
-        ...
+        return self
 
     def give_back_cached(self, num_tokens: int) -> None:
         """Give back the input tokens of a running request that came from the cache. `settle` counts them again. Must
         not block or raise."""
-        ...
 
     def settle(self, outcome: Outcome) -> None:
         """Give back what was not used. Called once; must not block or raise."""
-        ...
 
     def undo(self) -> None:
         """Settle a lease that has only its first half, and do not count its request: another lease takes over."""
-        ...
 
 
-class Limiter(Protocol):
+UNLIMITED = Lease()
+
+
+class Limiter:
+    """Decides which requests may run. This one admits all."""
+
     async def admit(self, claim: Claim) -> Lease:
         """Take the first half of a request's limits: one request and one place among the running ones. The tokens of
         the claim do not count yet. Raises RateLimited, with the seconds to wait, or QuotaExceeded; then nothing is
         taken."""
-        ...
+        return UNLIMITED
 
     async def open(self, claim: Claim) -> Lease:
         """Take both halves at once, for a request whose tokens are known from the start. A request that fails at the
         second half counts as one that began. Raises as `admit` and `reserve`."""
-        ...
+        lease = await self.admit(claim)
+        try:
+            return await lease.reserve(claim)
+        except BaseException as error:
+            lease.settle(failed_by(error))
+            raise
 
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
         """Return the remaining limits, and take nothing. Without a model, only the limits that apply to all
         models count."""
-        ...
+        return UNLIMITED.rate_limits
 
 
-class Ledger(Protocol):
-    """The record of every request's usage."""
+class Ledger:
+    """The record of every request's usage. This one keeps none."""
 
     def begin(self, claim: Claim) -> None:
         """Note that a request runs, so that a crash leaves a trace of it. Must not block. Raises PenstockError if the
         record fails and the operator forbids unrecorded requests."""
-        ...
 
     def settle(self, claim: Claim, outcome: Outcome) -> None:
         """Write a request's row, once, so that it survives a crash of this process from now on. Must not block."""
-        ...
 
 
 class Observer(Protocol):
@@ -187,41 +184,6 @@ class Account:
             self._on_settled(outcome)
 
 
-class NoLimits:
-    """Allows everything. The limiter is its own lease, because there is nothing to remember."""
-
-    rate_limits = RateLimits()
-
-    async def admit(self, claim: Claim) -> Lease:
-        return self
-
-    async def open(self, claim: Claim) -> Lease:
-        return self
-
-    async def reserve(self, claim: Claim) -> Lease:
-        return self
-
-    async def peek(self, principal: Principal, model: str | None) -> RateLimits:
-        return self.rate_limits
-
-    def give_back_cached(self, num_tokens: int) -> None:
-        pass
-
-    def settle(self, outcome: Outcome) -> None:
-        pass
-
-    def undo(self) -> None:
-        pass
-
-
-class NoLedger:
-    def begin(self, claim: Claim) -> None:
-        pass
-
-    def settle(self, claim: Claim, outcome: Outcome) -> None:
-        pass
-
-
 class Admission:
     """A request that its request-rate and concurrency limits let in. `open` or `release` ends the admission."""
 
@@ -263,14 +225,14 @@ class Accounts:
     def __init__(
         self, limiter: Limiter | None = None, ledger: Ledger | None = None, observer: Observer | None = None
     ) -> None:
-        self._limiter = limiter or NoLimits()
-        self._ledger = ledger or NoLedger()
+        self._limiter = limiter or Limiter()
+        self._ledger = ledger or Ledger()
         self._observer = observer
 
     async def admit(self, claim: Claim, *, is_limited: bool = True) -> Admission:
         """Admit a request to its limits. Work for an admitted request, such as a judge's, is recorded but not limited
         again."""
-        lease = await self._limiter.admit(claim) if is_limited else _UNLIMITED
+        lease = await self._limiter.admit(claim) if is_limited else UNLIMITED
         return Admission(self, claim, lease)
 
     async def admit_lease(self, claim: Claim) -> Lease:
@@ -312,6 +274,3 @@ class Accounts:
     async def peek(self, principal: Principal, model: str | None) -> RateLimits:
         """Return a caller's current limits, for answers that opened no account."""
         return await self._limiter.peek(principal, model)
-
-
-_UNLIMITED = NoLimits()

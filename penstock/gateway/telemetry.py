@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic, time_ns
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import UsageError
 from penstock.core.machine import install_command
@@ -91,47 +91,29 @@ def prompt_text(prompt: Prompt) -> str:
     return f"({len(prompt.token_ids)} token ids)"
 
 
-class Tracing(Protocol):
-    """The receiver of spans. No method may block; another thread exports the spans."""
+class Tracing:
+    """The receiver of spans. No method may block; another thread exports the spans. This one drops them."""
 
     def begin(self, record: RequestRecord, name: str, attributes: dict[str, str]) -> None:
         """Open the span of a whole request, below the caller's own where it sent one."""
-        ...
 
-    def end(self, record: RequestRecord, status: int | None) -> None: ...
+    def end(self, record: RequestRecord, status: int | None) -> None:
+        """Close the span."""
 
     def generated(
         self, record: RequestRecord | None, claim: Claim, outcome: Outcome, started_ns: int
     ) -> None:
         """Write the span of one generation, which has just ended."""
-        ...
 
     def close(self) -> None:
         """Export the spans that are left."""
-        ...
-
-
-class NoTracing:
-    def begin(self, record: RequestRecord, name: str, attributes: dict[str, str]) -> None:
-        pass
-
-    def end(self, record: RequestRecord, status: int | None) -> None:
-        pass
-
-    def generated(
-        self, record: RequestRecord | None, claim: Claim, outcome: Outcome, started_ns: int
-    ) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class RequestObserver:
     """An `accounts.Observer`."""
 
     def __init__(self, tracing: Tracing | None = None) -> None:
-        self.tracing: Tracing = tracing or NoTracing()
+        self.tracing = tracing or Tracing()
 
     def begin(self, claim: Claim) -> Callable[[Outcome], None]:
         record = current_record.get()
@@ -174,8 +156,8 @@ def otlp_exporter(config: TracingConfig) -> SpanExporter:
     return OTLPSpanExporter(endpoint=endpoint, headers=dict(config.headers))
 
 
-class OpenTelemetryTracing:
-    """Implements `record.Tracing`."""
+class OpenTelemetryTracing(Tracing):
+    """Hands spans to OpenTelemetry."""
 
     def __init__(self, config: TracingConfig, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource

@@ -19,7 +19,7 @@ from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.log_format import JsonFormatter, TextFormatter, without_secrets
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
-from penstock.gateway.telemetry import NoTracing, RequestObserver
+from penstock.gateway.telemetry import RequestObserver, Tracing
 from tests.api.bounded_server import bounded_server
 from tests.gateway.fake_engine import FakeEngine, script_text
 
@@ -50,7 +50,7 @@ def lines() -> Iterator[list[str]]:
 def client_for(engine: FakeEngine, *, keeps_prompts: bool = False, **server: Any) -> httpx.AsyncClient:
     observer = RequestObserver()
     gateway = Gateway(engine, GatewayConfig(), accounts=Accounts(observer=observer))
-    request_log = RequestLog(NoTracing(), writes_lines=True, keeps_prompts=keeps_prompts)
+    request_log = RequestLog(Tracing(), writes_lines=True, keeps_prompts=keeps_prompts)
     app = create_app(gateway, ServerConfig(**server), request_log=request_log)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://test")
@@ -108,7 +108,7 @@ async def test_a_bug_is_a_line_with_500(lines: list[str]) -> None:
 
 
 def test_requests_over_a_websocket_get_their_own_lines(lines: list[str]) -> None:
-    request_log = RequestLog(NoTracing(), writes_lines=True)
+    request_log = RequestLog(Tracing(), writes_lines=True)
     with (
         bounded_server(
             FakeEngine(script_text("ok")), observer=RequestObserver(), request_log=request_log
@@ -229,7 +229,7 @@ async def test_a_path_cannot_write_a_line_of_its_own() -> None:
 
 
 def test_a_step_of_the_clock_changes_no_duration(lines: list[str]) -> None:
-    request_log = RequestLog(NoTracing(), writes_lines=True)
+    request_log = RequestLog(Tracing(), writes_lines=True)
     record = request_log.begin("request", "GET", "/v1/models", [])
     record.started_ns += 3600 * 10**9  # as if the clock had been set back since
     request_log.end(record, "GET", "/v1/models", 200, None)

@@ -18,7 +18,7 @@ from penstock.core.errors import UsageError
 from penstock.core.gateway_config import ServerConfig, TelemetryConfig
 from penstock.core.log_format import JsonFormatter
 from penstock.core.machine import install_command
-from penstock.gateway.telemetry import NoTracing
+from penstock.gateway.telemetry import Tracing
 from penstock.serve.config import resolve
 from penstock.serve.environment import otel_sampled_share, otel_service_name, otlp_headers
 from penstock.serve.process import (
@@ -47,7 +47,7 @@ def root() -> Iterator[logging.Logger]:
 def test_nothing_is_built_unless_asked_for() -> None:
     config = TelemetryConfig()
     observer = build_observer(config)
-    assert isinstance(observer.tracing, NoTracing)
+    assert type(observer.tracing) is Tracing
     assert build_request_log(config, observer) is None
 
 

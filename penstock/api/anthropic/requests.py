@@ -344,8 +344,12 @@ def _skipped(name: str, param: str) -> RequestWarning:
 
 def _marked_at_end(message: ChatMessage, mark: CacheMark) -> ChatMessage:
     """Put the cache mark of the whole request on the last block, unless that block has a mark of its own."""
-    last = (*message.parts[-1:], *message.tool_calls[-1:])
-    has_own = message.cache or any(each.cache for each in last)
+    marks = (
+        message.cache,
+        *(part.cache for part in message.parts[-1:]),
+        *(call.cache for call in message.tool_calls[-1:]),
+    )
+    has_own = any(marks)
     return message if has_own else msgspec.structs.replace(message, cache=mark)
 
 

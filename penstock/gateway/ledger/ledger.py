@@ -27,7 +27,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, IntegrityError
 
 from penstock.core.errors import PenstockError, StoreUnavailable
-from penstock.gateway.accounts import Claim, Outcome
+from penstock.gateway.accounts import Claim, Ledger, Outcome
 from penstock.gateway.ledger.journal import (
     BegunRequest,
     Journal,
@@ -184,8 +184,8 @@ MAX_ROWS_IN_MEMORY = 100_000
 _BATCH_ROWS = 2_000
 
 
-class UsageLedger:
-    """Implements `Ledger`. `begin` and `settle` belong to the event loop; `start` first, `close` last."""
+class UsageLedger(Ledger):
+    """`begin` and `settle` belong to the event loop; `start` first, `close` last."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from penstock.gateway.ledger.prices import PICODOLLARS_PER_MICRODOLLAR, PriceTab
 from penstock.gateway.ledger.usage_store import SpendRecord, spent_between
 from penstock.gateway.prompts import Usage
 from penstock.gateway.ratelimits.settings import Subject, subjects_of
-from penstock.gateway.ratelimits.spend import Spend
+from penstock.gateway.ratelimits.spend import Spend, SpendTracker
 
 _READS_PER_FULL_READ = 60
 
@@ -58,8 +58,8 @@ class _Layer:
         )
 
 
-class LedgerSpendTracker:
-    """Implements `SpendTracker`. Used from the event loop only."""
+class LedgerSpendTracker(SpendTracker):
+    """Used from the event loop only."""
 
     def __init__(self, prices: PriceTable, wall_clock: Callable[[], float] = time.time) -> None:
         self.prices = prices

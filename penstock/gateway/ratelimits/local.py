@@ -20,7 +20,7 @@ from typing import Self
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.errors import RateLimited
 from penstock.core.identity import Principal, RateLimits
-from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome, open_by_halves
+from penstock.gateway.accounts import UNLIMITED, Claim, Lease, Limiter, Outcome
 from penstock.gateway.ratelimits.decisions import CompiledDecisions, TableStruct, load_decisions
 from penstock.gateway.ratelimits.meters import SECONDS_PER_LIMIT, CallerMeters, Meter, Meters
 from penstock.gateway.ratelimits.settings import (
@@ -36,7 +36,6 @@ from penstock.gateway.ratelimits.settings import (
 from penstock.gateway.ratelimits.spend import (
     NOTHING,
     Demand,
-    NoSpending,
     Spend,
     SpendTracker,
     budgets_of,
@@ -298,10 +297,7 @@ def key_of(scope: str, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:8]) | 1, int.from_bytes(digest[8:])
 
 
-_NO_LIMITS = NoLimits()
-
-
-class LocalLease:
+class LocalLease(Lease):
     __slots__ = ("_claim", "_limiter", "_meters", "_reserved", "rate_limits")
 
     def __init__(
@@ -334,7 +330,7 @@ class LocalLease:
             self._meters.give_back_request(self._limiter.now())
 
 
-class LocalLimiter:
+class LocalLimiter(Limiter):
     """A limiter of one process, or of one of several that share a `table`. The spend tracker knows what all processes
     spent."""
 
@@ -349,7 +345,7 @@ class LocalLimiter:
     ) -> None:
         clock = clock or SystemClock()
         self.now = clock.now
-        self.spending: SpendTracker = spending or NoSpending()
+        self.spending = spending or SpendTracker()
         self.metrics = LimiterMetrics()
         self.slot_times = SlotTimes()
         self._wall_clock = wall_clock
@@ -375,7 +371,7 @@ class LocalLimiter:
         meters = self._meters.of_caller(claim.principal, claim.model, now)
         if not meters.meters:
             self.metrics.admitted += 1
-            return _NO_LIMITS
+            return UNLIMITED
         over_budget: list[Refusal] = []
         spends: dict[Subject, Spend] = {}
         if not meters.limits.has_budget:
@@ -403,13 +399,13 @@ class LocalLimiter:
         meters = self._meters.of_caller(claim.principal, claim.model, now)
         if not meters.meters:
             self.metrics.admitted += 1
-            return _NO_LIMITS
+            return UNLIMITED
         if not meters.limits.has_budget:
             demand = demand_of(claim, meters.limits, self.spending)
             left = meters.begin(1, demand, now)
             if left is not None:
                 return self._lease(claim, meters, demand, left)
-        return await open_by_halves(self, claim)
+        return await super().open(claim)
 
     def _lease(self, claim: Claim, meters: CallerMeters, reserved: Demand, left: RateLimits) -> LocalLease:
         self.metrics.admitted += 1

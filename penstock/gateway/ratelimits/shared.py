@@ -14,8 +14,7 @@ import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import msgspec
 from redis.asyncio import Redis
@@ -23,7 +22,7 @@ from redis.asyncio import Redis
 from penstock.core.errors import ConfigError, LimitsUnavailable, RateLimited
 from penstock.core.gateway_config import RedisPolicy
 from penstock.core.identity import LimitState, Principal, RateLimits
-from penstock.gateway.accounts import Claim, Lease, NoLimits, Outcome, open_by_halves
+from penstock.gateway.accounts import UNLIMITED, Claim, Lease, Limiter, Outcome
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.meters import SECONDS_PER_LIMIT, TOLERANCE
 from penstock.gateway.ratelimits.script_pipe import PROBE_INTERVAL_S, RedisGone, ScriptPipe, read_scripts
@@ -57,7 +56,6 @@ PROBE_KEY = f"{KEY_PREFIX}:probe"
 
 _MAX_CACHED_CALLERS = 65_536
 _RENEWED_AT_ONCE = 256
-_NO_LIMITS = NoLimits()
 
 
 class _Spent(msgspec.Struct):
@@ -118,7 +116,7 @@ class _Caller:
         self.asks = tuple(_SubjectAsk(**msgspec.structs.asdict(resolved)) for _, resolved in limits.applying)
 
 
-class RedisLease:
+class RedisLease(Lease):
     __slots__ = ("_claim", "_limiter", "_reserved", "_stem", "caller", "rate_limits")
 
     def __init__(self, limiter: RedisLimiter, claim: Claim, caller: _Caller) -> None:
@@ -166,7 +164,7 @@ class RedisLease:
         self._limiter.release(self, self._reserved, NOTHING, requests=-1)
 
 
-class RedisLimiter:
+class RedisLimiter(Limiter):
     """`local` decides while Redis is gone, and its spend tracker, metrics and settings are used always. Call `start`
     before the first request and `close` after the last."""
 
@@ -228,7 +226,7 @@ class RedisLimiter:
         caller = self._caller(claim.principal, claim.model)
         if not caller.limits.applying:
             self.metrics.admitted += 1
-            return _NO_LIMITS
+            return UNLIMITED
         lease = RedisLease(self, claim, caller)
         try:
             decision = await self._decide(lease, NOTHING, num_requests=1)
@@ -245,9 +243,6 @@ class RedisLimiter:
         self._live[lease.name] = lease
         self.metrics.admitted += 1
         return lease
-
-    def open(self, claim: Claim) -> Coroutine[Any, Any, Lease]:
-        return open_by_halves(self, claim)
 
     async def reserve(self, lease: RedisLease, claim: Claim) -> Lease:
         """Take the second half of `lease`, whose name in Redis changes with the money that it reserves."""

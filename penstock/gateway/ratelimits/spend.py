@@ -9,7 +9,7 @@ months are UTC.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,24 +29,16 @@ class Spend(msgspec.Struct, frozen=True):
 NOTHING_SPENT = Spend()
 
 
-class SpendTracker(Protocol):
+class SpendTracker:
+    """Knows what was spent. The one of a gateway without a ledger, this one, knows of nothing: budgets never bind."""
+
     async def spent(self, subject: Subject) -> Spend:
         """Return the cost of a subject's settled requests today and this month. Usually answers from memory, without
         suspending; the ledger settles a request in the same turn of the event loop in which the limiter does."""
-        ...
-
-    def cost_microdollars(self, claim: Claim, usage: Usage) -> float:
-        """Return the cost of `usage` of the claim's model and tier."""
-        ...
-
-
-class NoSpending:
-    """The spend tracker of a gateway without a ledger: budgets never bind."""
-
-    async def spent(self, subject: Subject) -> Spend:
         return NOTHING_SPENT
 
     def cost_microdollars(self, claim: Claim, usage: Usage) -> float:
+        """Return the cost of `usage` of the claim's model and tier."""
         return 0.0
 
 

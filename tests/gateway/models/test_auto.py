@@ -13,7 +13,7 @@ from penstock.core.errors import ConfigError, ModelNotFound, Overloaded, Penstoc
 from penstock.core.identity import OPEN_PRINCIPAL, Principal
 from penstock.core.plan import TokenEvent, TokenLogprobs
 from penstock.core.request import FinishReason, Request
-from penstock.gateway.accounts import Accounts, Claim, NoLedger, Outcome
+from penstock.gateway.accounts import Accounts, Claim, Ledger, Outcome
 from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.models.settings import AutoSettings, ModelAccess, ModelSettings
@@ -26,7 +26,7 @@ HARD = "Prove this theorem, explain why it holds step by step, and write a Pytho
 SURE, UNSURE = -0.1, -3.0
 
 
-class RecordingLedger(NoLedger):
+class RecordingLedger(Ledger):
     def __init__(self) -> None:
         self.rows: list[tuple[str, str, int]] = []
 

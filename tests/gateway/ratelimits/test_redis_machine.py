@@ -13,7 +13,7 @@ from redis import Redis as SyncRedis
 
 from penstock.core.errors import RateLimited
 from penstock.core.identity import Principal, RateLimits
-from penstock.gateway.accounts import Claim, Lease, Outcome, open_by_halves
+from penstock.gateway.accounts import Claim, Lease, Limiter, Outcome
 from penstock.gateway.ratelimits import shared
 from penstock.gateway.ratelimits.local import LocalLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings
@@ -79,7 +79,7 @@ class RedisMachine(LimiterMachine):
         self.client.close()
 
 
-class Compared:
+class Compared(Limiter):
     """Asks a Redis limiter and a local one, and insists that they agree."""
 
     def __init__(self, redis: RedisLimiter, local: LocalLimiter) -> None:
@@ -112,9 +112,6 @@ class Compared:
         leases = await both([limiter.admit(claim) for limiter in (self.redis, self.local)])
         assert self.metrics.redis_is_up
         return Both(leases)
-
-    async def open(self, claim: Claim) -> Lease:
-        return await open_by_halves(self, claim)
 
 
 async def both(calls: list[Coroutine[Any, Any, Lease]]) -> list[Lease]:
