@@ -11,7 +11,6 @@ import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from starlette.routing import Route
 
@@ -23,7 +22,7 @@ from penstock.core.errors import ConfigError, StoreUnavailable
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.machine import install_command
 from penstock.core.tasks import running
-from penstock.gateway.accounts import Accounts, Limiter, Observer
+from penstock.gateway.accounts import Accounts, Observer
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.ledger.journal import Journal
 from penstock.gateway.ledger.ledger import JOURNAL_FOLDER, UsageLedger
@@ -31,8 +30,8 @@ from penstock.gateway.ledger.prices import PriceSettings, PriceTable
 from penstock.gateway.ledger.spend import LedgerSpendTracker
 from penstock.gateway.models.catalogue import KIND as ADAPTERS
 from penstock.gateway.models.catalogue import AdapterRegistry
-from penstock.gateway.ratelimits.local import LocalLimiter, MeterTable
-from penstock.gateway.ratelimits.settings import LimiterMetrics, LimitSettings
+from penstock.gateway.ratelimits.local import LocalLimiter, MeterTable, RunningLimiter
+from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.ratelimits.spend import SpendTracker
 from penstock.gateway.reuse.idempotency import IdempotentAnswers
 from penstock.gateway.reuse.reuse import AnswerReuse
@@ -43,19 +42,6 @@ from penstock.gateway.settings.store import SettingsStore
 from penstock.gateway.store.database import Database
 from penstock.gateway.store.versions import Follower
 from penstock.serve.environment import data_dir
-
-
-class RunningLimiter(Limiter, Protocol):
-    """A limiter as the composition root sees it."""
-
-    metrics: LimiterMetrics
-
-    async def start(self) -> None: ...
-    async def close(self) -> None: ...
-
-    def apply(self, settings: LimitSettings) -> None:
-        """Take over new limits. Counts of what callers have used, run and owe stay."""
-        ...
 
 
 def build_limiter(

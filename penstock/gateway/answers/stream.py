@@ -83,21 +83,46 @@ class AnswerStream(Protocol):
     @property
     def cache_status(self) -> CacheStatus | None:
         """Return whether the response cache had the answer; None when the cache was not asked."""
-        ...
+        return None
 
     @property
     def warnings(self) -> tuple[RequestWarning, ...]:
         """Return warnings about parts of the request that the answer does not follow. Complete with the first
         delta."""
-        ...
+        return ()
 
-    def __aiter__(self) -> AnswerStream: ...
+    def __aiter__(self) -> Self:
+        return self
+
     async def __anext__(self) -> list[Delta]: ...
     async def collect(self) -> list[Delta]:
         """Return all answers in order, whole."""
         ...
 
     def cancel(self) -> None: ...
+
+
+class AccountedAnswer(AnswerStream):
+    """An answer with an account of its own."""
+
+    def __init__(self, account: Account) -> None:
+        self.account = account
+
+    @property
+    def id(self) -> str:
+        return self.account.claim.request_id
+
+    @property
+    def model(self) -> str:
+        return self.account.claim.model
+
+    @property
+    def tier(self) -> Tier:
+        return self.account.claim.tier
+
+    @property
+    def rate_limits(self) -> RateLimits:
+        return self.account.rate_limits
 
 
 class AnyChoice(Protocol):
@@ -123,14 +148,13 @@ ChoiceT = TypeVar("ChoiceT", bound=AnyChoice)
 _FAILURES = (FinishReason.ERROR, FinishReason.DEADLINE)
 
 
-class MeteredAnswer(Generic[ChoiceT]):
-    """An AnswerStream whose tokens are timed, and whose account is settled before the end is seen.
+class MeteredAnswer(AccountedAnswer, Generic[ChoiceT]):
+    """An answer whose tokens are timed, and whose account is settled before the end is seen.
 
     Iterate for deltas as they come, or `collect` the whole; `cancel` at any moment. A subclass makes the answers: it
     calls `_tell` for new output, `_close` for an end and `fail` for an error, and stops when `_abandon` says so.
     """
 
-    cache_status: CacheStatus | None = None
     warnings: tuple[RequestWarning, ...] = ()
 
     def __init__(
@@ -141,7 +165,7 @@ class MeteredAnswer(Generic[ChoiceT]):
         context: StreamContext,
         on_end: Callable[[MeteredAnswer[ChoiceT]], None],
     ) -> None:
-        self.account = account
+        super().__init__(account)
         self._choices = choices
         self._n = n
         self._context = context
@@ -167,22 +191,6 @@ class MeteredAnswer(Generic[ChoiceT]):
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def id(self) -> str:
-        return self.account.claim.request_id
-
-    @property
-    def model(self) -> str:
-        return self.account.claim.model
-
-    @property
-    def tier(self) -> Tier:
-        return self.account.claim.tier
-
-    @property
-    def rate_limits(self) -> RateLimits:
-        return self.account.rate_limits
-
-    @property
     def num_choices(self) -> int:
         return len(self._choices)
 
@@ -194,9 +202,6 @@ class MeteredAnswer(Generic[ChoiceT]):
     def _abandon(self, choices: Sequence[ChoiceT]) -> None:
         """Free the resources of answers that ended early, at once."""
         raise NotImplementedError
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> list[Delta]:
         while True:
@@ -354,8 +359,8 @@ def _reason_of(error: PenstockError | ReaderGone) -> FinishReason:
     return FinishReason.INVALID if isinstance(error, InvalidRequest) else FinishReason.ERROR
 
 
-class WrappedAnswer:
-    """An AnswerStream that passes everything on to another one. Subclasses change parts of it."""
+class WrappedAnswer(AnswerStream):
+    """An answer that passes everything on to another one. Subclasses change parts of it."""
 
     def __init__(self, answer: AnswerStream) -> None:
         self._answer = answer
@@ -392,9 +397,6 @@ class WrappedAnswer:
     def warnings(self) -> tuple[RequestWarning, ...]:
         return self._answer.warnings
 
-    def __aiter__(self) -> Self:
-        return self
-
     async def __anext__(self) -> list[Delta]:
         return await anext(self._answer)
 
@@ -405,22 +407,17 @@ class WrappedAnswer:
         self._answer.cancel()
 
 
-class EmptyAnswer:
-    """An AnswerStream without a token, for a request that generates nothing."""
+class EmptyAnswer(AnswerStream):
+    """An answer without a token, for a request that generates nothing."""
 
     tier = Tier.DEFAULT
     num_choices = 1
     usage = Usage(0, 0, 0)
-    cache_status: CacheStatus | None = None
-    warnings: tuple[RequestWarning, ...] = ()
     rate_limits: RateLimits = RateLimits()
 
     def __init__(self, answer_id: str, model: str) -> None:
         self.id = answer_id
         self.model = model
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> list[Delta]:
         raise StopAsyncIteration

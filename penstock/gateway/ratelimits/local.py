@@ -330,7 +330,23 @@ class LocalLease(Lease):
             self._meters.give_back_request(self._limiter.now())
 
 
-class LocalLimiter(Limiter):
+class RunningLimiter(Limiter):
+    """A limiter whose settings may change, perhaps with work in the background."""
+
+    metrics: LimiterMetrics
+
+    async def start(self) -> None:
+        """Begin the work in the background. Call it before the first request."""
+
+    async def close(self) -> None:
+        """End the work in the background. Call it after the last request."""
+
+    def apply(self, settings: LimitSettings) -> None:
+        """Take over new limits. Counts of what callers have used, run and owe stay."""
+        raise NotImplementedError
+
+
+class LocalLimiter(RunningLimiter):
     """A limiter of one process, or of one of several that share a `table`. The spend tracker knows what all processes
     spent."""
 
@@ -356,14 +372,7 @@ class LocalLimiter(Limiter):
         )
         self.metrics.subjects = self._meters
 
-    async def start(self) -> None:
-        """Does nothing. It exists, like `close`, so that both limiters have the same methods."""
-
-    async def close(self) -> None:
-        pass
-
     def apply(self, settings: LimitSettings) -> None:
-        """Take over new limits. Counts of what callers have used, run and owe stay."""
         self._meters.apply(settings, self.now())
 
     async def admit(self, claim: Claim) -> Lease:

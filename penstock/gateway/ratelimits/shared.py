@@ -22,8 +22,8 @@ from redis.asyncio import Redis
 from penstock.core.errors import ConfigError, LimitsUnavailable, RateLimited
 from penstock.core.gateway_config import RedisPolicy
 from penstock.core.identity import LimitState, Principal, RateLimits
-from penstock.gateway.accounts import UNLIMITED, Claim, Lease, Limiter, Outcome
-from penstock.gateway.ratelimits.local import LocalLimiter
+from penstock.gateway.accounts import UNLIMITED, Claim, Lease, Outcome
+from penstock.gateway.ratelimits.local import LocalLimiter, RunningLimiter
 from penstock.gateway.ratelimits.meters import SECONDS_PER_LIMIT, TOLERANCE
 from penstock.gateway.ratelimits.script_pipe import PROBE_INTERVAL_S, RedisGone, ScriptPipe, read_scripts
 from penstock.gateway.ratelimits.settings import (
@@ -164,9 +164,8 @@ class RedisLease(Lease):
         self._limiter.release(self, self._reserved, NOTHING, requests=-1)
 
 
-class RedisLimiter(Limiter):
-    """`local` decides while Redis is gone, and its spend tracker, metrics and settings are used always. Call `start`
-    before the first request and `close` after the last."""
+class RedisLimiter(RunningLimiter):
+    """`local` decides while Redis is gone, and its spend tracker, metrics and settings are used always."""
 
     def __init__(
         self,
@@ -217,7 +216,6 @@ class RedisLimiter(Limiter):
         await self._pipe.close(CLOSE_TIMEOUT_S)
 
     def apply(self, settings: LimitSettings) -> None:
-        """Take over new limits. Counts of what callers have used, run and owe stay."""
         self._resolver = LimitResolver(settings)
         self._callers.clear()
         self.local.apply(settings)

@@ -20,11 +20,12 @@ import msgspec
 from penstock.core.errors import PenstockError
 from penstock.core.figures import CountOrZero, NotNegative, Positive
 from penstock.core.lru import LruCache
-from penstock.core.request import FinishReason, Tier
+from penstock.core.request import FinishReason
 from penstock.gateway.accounts import NOTHING_USED, Account, Outcome, RateLimits
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import (
     MAX_WHOLE_LOGPROBS,
+    AccountedAnswer,
     AnswerStream,
     CacheStatus,
     ReaderGone,
@@ -131,11 +132,11 @@ def is_repeatable(batches: Iterable[Sequence[Delta]]) -> bool:
     )
 
 
-class ReplayedAnswer:
+class ReplayedAnswer(AccountedAnswer):
     """Gives every recorded batch at once when asked for the next. Settled as cached, with nothing used, before its
     reader sees the end; `usage` still tells what the original used."""
 
-    cache_status: CacheStatus | None
+    cache_status: CacheStatus | None = "hit"
 
     def __init__(
         self,
@@ -145,9 +146,9 @@ class ReplayedAnswer:
         answer_id: str | None = None,
         cache_status: CacheStatus = "hit",
     ) -> None:
+        super().__init__(account)
         self.cache_status = cache_status
         self._recorded = recorded
-        self._account = account
         self._id = answer_id or account.claim.request_id
         self._position = 0
         self._is_cancelled = False
@@ -161,14 +162,6 @@ class ReplayedAnswer:
         return self._recorded.model
 
     @property
-    def tier(self) -> Tier:
-        return self._account.claim.tier
-
-    @property
-    def rate_limits(self) -> RateLimits:
-        return self._account.rate_limits
-
-    @property
     def num_choices(self) -> int:
         return self._recorded.num_choices
 
@@ -179,9 +172,6 @@ class ReplayedAnswer:
     @property
     def warnings(self) -> tuple[RequestWarning, ...]:
         return self._recorded.warnings
-
-    def __aiter__(self) -> ReplayedAnswer:
-        return self
 
     async def __anext__(self) -> list[Delta]:
         if self._is_cancelled:
@@ -208,7 +198,7 @@ class ReplayedAnswer:
         self._settle_as("cancelled")  # nothing, once it is completed
 
     def _settle_as(self, status: Literal["completed", "cancelled"]) -> None:
-        self._account.settle(Outcome(usage=NOTHING_USED, status=status, is_cached=True))
+        self.account.settle(Outcome(usage=NOTHING_USED, status=status, is_cached=True))
 
 
 class RecordingAnswer(WrappedAnswer):

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import QuotaExceeded, RateLimited, RequestExceedsLimit
 from penstock.gateway.accounts import Claim, Lease, Outcome
+from penstock.gateway.ratelimits.local import RunningLimiter
 from penstock.gateway.ratelimits.settings import (
     LimitResolver,
     Limits,
@@ -25,7 +26,6 @@ from penstock.gateway.ratelimits.settings import (
     Subject,
 )
 from penstock.gateway.ratelimits.spend import Demand, demand_of, used_by
-from penstock.serve.gateway_state import RunningLimiter
 from tests.gateway.ratelimits.claims import SettableSpend, claim, outcome, reserve
 
 T = TypeVar("T")

@@ -15,9 +15,8 @@ from penstock.core.identity import RateLimits
 from penstock.gateway.accounts import Lease
 from penstock.gateway.ratelimits import local
 from penstock.gateway.ratelimits.decisions import CompiledDecisions, load_decisions
-from penstock.gateway.ratelimits.local import LocalLimiter, MeterTable
+from penstock.gateway.ratelimits.local import LocalLimiter, MeterTable, RunningLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
-from penstock.serve.gateway_state import RunningLimiter
 from tests.gateway.ratelimits.claims import claim, outcome, reserve
 from tests.gateway.ratelimits.machine import SETTINGS, LimiterMachine
 from tests.gateway.ratelimits.test_table import SharedMachine

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-from penstock.gateway.ratelimits.local import LocalLimiter
-from penstock.serve.gateway_state import RunningLimiter
+from penstock.gateway.ratelimits.local import LocalLimiter, RunningLimiter
 from tests.gateway.ratelimits.machine import SETTINGS, LimiterMachine
 
 

@@ -15,10 +15,9 @@ from penstock.core.errors import RateLimited
 from penstock.core.identity import Principal, RateLimits
 from penstock.gateway.accounts import Claim, Lease, Limiter, Outcome
 from penstock.gateway.ratelimits import shared
-from penstock.gateway.ratelimits.local import LocalLimiter
+from penstock.gateway.ratelimits.local import LocalLimiter, RunningLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings
 from penstock.gateway.ratelimits.shared import RedisLimiter
-from penstock.serve.gateway_state import RunningLimiter
 from tests.gateway.ratelimits.claims import outcome
 from tests.gateway.ratelimits.machine import SETTINGS, LimiterMachine
 from tests.gateway.ratelimits.redis_server import READ_TIME, RedisServer

@@ -13,9 +13,8 @@ from hypothesis import settings
 from penstock.core.clock import VirtualClock
 from penstock.core.errors import RateLimited
 from penstock.gateway.ratelimits import local as table_module
-from penstock.gateway.ratelimits.local import LocalLimiter, MeterTable
+from penstock.gateway.ratelimits.local import LocalLimiter, MeterTable, RunningLimiter
 from penstock.gateway.ratelimits.settings import LimitSettings, ScopeLimits
-from penstock.serve.gateway_state import RunningLimiter
 from tests.gateway.ratelimits.claims import SettableSpend, claim, outcome, reserve
 from tests.gateway.ratelimits.machine import SETTINGS, LimiterMachine
 
