@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.api.http.context import state_of
 from penstock.core.identity import Principal
 from penstock.gateway.telemetry import RequestRecord, Tracing, current_record, parse_traceparent
 
@@ -106,8 +107,8 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        method, path, state = scope["method"], scope["path"], scope["state"]
-        record = self._request_log.begin(state["request_id"], method, path, scope["headers"])
+        method, path, state = scope["method"], scope["path"], state_of(scope)
+        record = self._request_log.begin(str(state.request_id), method, path, scope["headers"])
         status = 500  # unless an answer says otherwise
 
         async def send_and_note(message: Message) -> None:
@@ -119,4 +120,4 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_and_note)
         finally:
-            self._request_log.end(record, method, path, status, state.get("principal"))
+            self._request_log.end(record, method, path, status, state.principal)

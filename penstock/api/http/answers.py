@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.api.http.context import answer_headers, note_limits_sent, watch_of
+from penstock.api.http.context import answer_headers, state_of, watch_of
 from penstock.api.http.errors import Headers, is_anthropic, limit_headers
 from penstock.api.http.exchange import WHOLE_ANSWERS
 from penstock.core.errors import NotFound, PenstockError
@@ -159,7 +159,7 @@ async def answer_whole(
 
 
 def _sent_limits(scope: Scope, rate_limits: RateLimits) -> Headers:
-    note_limits_sent(scope)
+    state_of(scope).has_sent_limits = True
     return limit_headers(rate_limits, is_anthropic=is_anthropic(scope))
 
 

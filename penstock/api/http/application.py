@@ -20,11 +20,8 @@ from starlette.websockets import WebSocket
 from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.context import (
     ON_DEPARTURE,
-    are_limits_sent,
-    note_deployment,
-    refusal_of,
     set_principal,
-    set_request_id,
+    state_of,
 )
 from penstock.api.http.errors import (
     ANTHROPIC_OVERLOADED,
@@ -74,7 +71,7 @@ class RequestCounts:
         path: str = scope["path"]
         self._counts[path if path in self._fixed else self._template(scope), status] += 1
         if status >= 400 and (status < CLIENT_CLOSED_REQUEST or status in _OVERLOADED):
-            self._refusals[str(status), refusal_of(scope) or OTHER] += 1
+            self._refusals[str(status), state_of(scope).refusal or OTHER] += 1
 
     def _template(self, scope: Scope) -> str:
         for route in self._templates:
@@ -168,7 +165,7 @@ async def call_endpoint(
         "extensions": {ON_DEPARTURE: {"watch": lambda on_departure: None}},
     }
     set_principal(scope, principal)
-    set_request_id(scope, request_id)
+    state_of(scope).request_id = request_id
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -209,7 +206,7 @@ def _make_path_plain(scope: Scope) -> None:
         if rest.startswith(_DEPLOYMENTS):
             end = next((each for each in _DEPLOYED_PATHS if rest.endswith(each)), "")
             if model := rest[len(_DEPLOYMENTS) : -len(end)] if end else "":
-                note_deployment(scope, model)
+                state_of(scope).deployment = model
                 rest = end[1:]
         path = f"/v1/{rest}"
     scope["path"] = path
@@ -240,7 +237,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         request_id = self._new_id()
-        scope.setdefault("state", {})["request_id"] = request_id
+        state_of(scope).request_id = request_id
         path: str = scope["path"]
         if path[-1:] == "/" or path.startswith(_OTHER_ROOT):
             _make_path_plain(scope)
@@ -259,7 +256,9 @@ class RequestIds:
             # Proxies may keep answers to GETs, and know only Authorization of the headers with keys.
             if scope["method"] == "GET" and not any(name == b"cache-control" for name, _ in headers):
                 headers.append((b"cache-control", b"no-store"))
-            if self._limits is not None and not (are_limits_sent(scope) or has_limit_headers(headers)):
+            if self._limits is not None and not (
+                state_of(scope).has_sent_limits or has_limit_headers(headers)
+            ):
                 headers += await self._limits.headers(scope)
             message["headers"] = headers
             await send(message)
@@ -281,10 +280,10 @@ class CallerLimits:
 
     async def headers(self, scope: Scope) -> Headers:
         """Empty for an unknown caller."""
-        principal: Principal | None = scope["state"].get("principal")
-        if principal is None:
+        state = state_of(scope)
+        if state.principal is None:
             return []
-        rate_limits = await self._gateway.accounts.peek(principal, self._model(scope["state"].get("model")))
+        rate_limits = await self._gateway.accounts.peek(state.principal, self._model(state.model))
         return limit_headers(rate_limits, is_anthropic=is_anthropic(scope))
 
     def _model(self, name: str | None) -> str | None:

@@ -14,7 +14,7 @@ from starlette.types import Scope as Connection
 
 from penstock.api.http.browsers import AllowedOrigins, has_local_name, is_foreign_page, is_loopback
 from penstock.api.http.connections import take_place
-from penstock.api.http.context import set_identify, set_principal
+from penstock.api.http.context import set_principal, state_of
 from penstock.api.http.errors import error_response_for
 from penstock.core.errors import AuthenticationFailed, PenstockError, PermissionDenied
 from penstock.core.identity import OPEN_PRINCIPAL, Scope
@@ -70,7 +70,7 @@ class Authenticate:
         else:
             set_principal(scope, principal)
             if scope["type"] == "websocket":  # a connection may outlive the key
-                set_identify(scope, partial(self._authenticator.authorize, credential, needed))
+                state_of(scope).identify = partial(self._authenticator.authorize, credential, needed)
             await self._app(scope, receive, send)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -23,6 +24,7 @@ ConnectionWatch: TypeAlias = Callable[[Callable[[], None] | None], None]
 
 
 _HEADERS = "penstock.headers"
+_STATE = "penstock"
 
 
 def watch_of(scope: Scope) -> ConnectionWatch | None:
@@ -42,62 +44,44 @@ def headers_of(connection: HTTPConnection) -> dict[bytes, bytes]:
     return found
 
 
-def set_request_id(scope: Scope, request_id: str) -> None:
-    scope.setdefault("state", {})["request_id"] = request_id
+@dataclass(slots=True)
+class RequestState:
+    """What middleware and endpoints note about one request, or about one WebSocket."""
+
+    request_id: str | None = None
+    principal: Principal | None = None  # None before the caller is known, and on paths that need no key
+    model: str | None = None  # the name in the request; rate-limit headers are about this model
+    deployment: str | None = None  # the model that the path names; the body need not name it then
+    refusal: str | None = None  # the code of the error that the answer tells; it is counted
+    has_sent_limits: bool = False  # the answer has its caller's rate-limit headers
+    # Authenticates the connection again, if it may outlive a request.
+    identify: Callable[[], Awaitable[Principal]] | None = None
+
+
+def state_of(scope: Scope) -> RequestState:
+    state: dict[str, Any] = scope.setdefault("state", {})
+    found: RequestState | None = state.get(_STATE)
+    if found is None:
+        found = state[_STATE] = RequestState()
+    return found
 
 
 def set_principal(scope: Scope, principal: Principal) -> None:
-    scope.setdefault("state", {})["principal"] = principal
+    state_of(scope).principal = principal
     working_for.set(principal.workspace_id)
 
 
 def note_model(connection: HTTPConnection, name: str | None) -> None:
-    """Note which model the request names, for the middleware that adds rate-limit headers."""
-    connection.scope["state"]["model"] = name
-
-
-def note_refusal(scope: Scope, code: str) -> None:
-    """Note the code of the error that the answer tells, for the middleware that counts refusals."""
-    scope.setdefault("state", {})["refusal"] = code
-
-
-def refusal_of(scope: Scope) -> str | None:
-    code: str | None = scope.get("state", {}).get("refusal")
-    return code
-
-
-def note_deployment(scope: Scope, name: str) -> None:
-    """Record the model that the path names; the body need not name it then."""
-    scope["state"]["deployment"] = name
-
-
-def deployment_of(connection: HTTPConnection) -> str | None:
-    deployment: str | None = connection.scope.get("state", {}).get("deployment")
-    return deployment
-
-
-def note_limits_sent(scope: Scope) -> None:
-    """Record that the answer has its caller's rate-limit headers."""
-    scope.setdefault("state", {})["limits_sent"] = True
-
-
-def are_limits_sent(scope: Scope) -> bool:
-    return scope["state"].get("limits_sent", False) is True
+    state_of(connection.scope).model = name
 
 
 def request_id_of(connection: HTTPConnection) -> str:
-    return str(connection.scope["state"]["request_id"])
+    return str(state_of(connection.scope).request_id)
 
 
 def principal_of(connection: HTTPConnection) -> Principal:
     """Return the caller that the key belongs to; on a server without keys, the owner of the machine."""
-    principal: Principal = connection.scope["state"].get("principal", OPEN_PRINCIPAL)
-    return principal
-
-
-def has_principal(connection: HTTPConnection) -> bool:
-    """Return whether the caller was authenticated. Some paths need no key."""
-    return "principal" in connection.scope["state"]
+    return state_of(connection.scope).principal or OPEN_PRINCIPAL
 
 
 def timeout_s_of(connection: HTTPConnection) -> float | None:
@@ -114,14 +98,9 @@ def _timeout_s(value: bytes | None) -> float | None:
     return int(text) / 1000
 
 
-def set_identify(scope: Scope, identify: Callable[[], Awaitable[Principal]]) -> None:
-    """Store a function that authenticates the connection again, for connections that outlive a request."""
-    scope.setdefault("state", {})["identify"] = identify
-
-
 async def current_principal_of(connection: HTTPConnection) -> Principal:
     """Like `principal_of`, but checked now: raises AuthenticationFailed when the key has been revoked since."""
-    identify: Callable[[], Awaitable[Principal]] | None = connection.scope["state"].get("identify")
+    identify = state_of(connection.scope).identify
     return principal_of(connection) if identify is None else await identify()
 
 
@@ -145,9 +124,12 @@ def _text(value: bytes | None) -> str | None:
 
 def context_of(connection: HTTPConnection, model: str | None) -> dict[str, Any]:
     """Return the fields of a `GenerationRequest` that the caller and the headers determine."""
-    headers, state = headers_of(connection), connection.scope["state"]
-    state["model"] = model
-    fields = {"principal": state.get("principal", OPEN_PRINCIPAL), "request_id": state["request_id"]}
+    headers, state = headers_of(connection), state_of(connection.scope)
+    state.model = model
+    fields: dict[str, Any] = {
+        "principal": state.principal or OPEN_PRINCIPAL,
+        "request_id": state.request_id,
+    }
     if not _OWN_HEADERS.isdisjoint(headers):
         fields |= {
             "idempotency_key": _text(headers.get(_IDEMPOTENCY_HEADER)),

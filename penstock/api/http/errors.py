@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import Scope
 
-from penstock.api.http.context import note_refusal
+from penstock.api.http.context import state_of
 from penstock.core.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -235,14 +235,14 @@ def _names_anthropic_version(scope: Scope) -> bool:
 def error_response_for(scope: Scope, error: PenstockError, *, is_unknown_path: bool = False) -> Response:
     """Return the answer to a request that failed before its answer began. If both APIs have the path, a header
     decides."""
-    note_refusal(scope, error.code)
+    state_of(scope).refusal = error.code
     for_anthropic = is_anthropic(scope) or (is_unknown_path and _names_anthropic_version(scope))
     headers = _error_headers(error, for_anthropic=for_anthropic)
     if for_anthropic:
-        body = anthropic_error_body(error, _request_id(scope))
+        body = anthropic_error_body(error, state_of(scope).request_id)
         return Response(body, anthropic_status(error), headers, media_type="application/json")
     if is_cohere(scope):
-        body = msgspec.json.encode(CohereErrorBody(_request_id(scope), sentence(error)))
+        body = msgspec.json.encode(CohereErrorBody(state_of(scope).request_id, sentence(error)))
     else:
         body = ollama_error_body(error) if is_ollama(scope) else error_body(error)
     return Response(body, error.status, headers, media_type="application/json")
@@ -333,7 +333,9 @@ def named_params(endpoint: Endpoint[AnswerT], names: Mapping[str, str]) -> Endpo
 async def on_penstock_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PenstockError)
     if isinstance(error, ConfigError) and not request.scope["path"].startswith(_FOR_OPERATORS):
-        logger.error("request %s met a wrong setting: %s", _request_id(request.scope), sentence(error))
+        logger.error(
+            "request %s met a wrong setting: %s", state_of(request.scope).request_id, sentence(error)
+        )
         error = PenstockError("A setting of this server is wrong; the log says which.")
     return error_response_for(request.scope, error)
 
@@ -351,15 +353,16 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         error = NotFound(f"There is nothing at {path}.", hint=_hint(request))
         return error_response_for(request.scope, error, is_unknown_path=True)
     message = f"{path} does not take {method}." if error.status_code == 405 else error.detail
-    note_refusal(request.scope, "method_not_allowed" if error.status_code == 405 else "invalid_request_error")
+    code = "method_not_allowed" if error.status_code == 405 else "invalid_request_error"
+    state_of(request.scope).refusal = code
     body: msgspec.Struct
     if is_anthropic(request.scope):
         detail = AnthropicErrorDetail(_anthropic_type(error.status_code), message)
-        body = AnthropicErrorBody(detail, _request_id(request.scope))
+        body = AnthropicErrorBody(detail, state_of(request.scope).request_id)
     elif is_ollama(request.scope):
         body = OllamaErrorBody(message)
     elif is_cohere(request.scope):
-        body = CohereErrorBody(_request_id(request.scope), message)
+        body = CohereErrorBody(state_of(request.scope).request_id, message)
     else:
         body = ErrorBody(ErrorDetail(message, "invalid_request_error", None, None))
     content = msgspec.json.encode(body)
@@ -401,8 +404,3 @@ def _error_headers(error: PenstockError, *, for_anthropic: bool) -> Mapping[str,
     if error.status == 415:
         headers.append((b"accept-encoding", b"gzip, deflate"))
     return {name.decode(): value.decode() for name, value in headers}
-
-
-def _request_id(scope: Scope) -> str | None:
-    request_id: str | None = scope.get("state", {}).get("request_id")
-    return request_id

@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import HTTPConnection, Request
 
 from penstock.api.http.bodies import PendingBodies
-from penstock.api.http.context import deployment_of, has_principal, headers_of, principal_of
+from penstock.api.http.context import headers_of, state_of
 from penstock.core.errors import InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedMediaType, quoted
 from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.turns import WorkspaceTurns, in_thread
@@ -101,12 +101,13 @@ def read_within_bound(request: Request) -> Coroutine[Any, Any, bytes]:
     app = request.scope.get("app")
     if app is None:
         return read_body(request, MAX_INNER_BYTES)
-    return read_body(request, app.max_body_bytes if has_principal(request) else MAX_UNKNOWN_BYTES)
+    return read_body(request, app.max_body_bytes if state_of(request.scope).principal else MAX_UNKNOWN_BYTES)
 
 
 def _holder_of(connection: HTTPConnection) -> str:
     """Return the workspace whose share of pending bodies a body takes."""
-    return principal_of(connection).workspace_id if has_principal(connection) else NOBODY
+    principal = state_of(connection.scope).principal
+    return NOBODY if principal is None else principal.workspace_id
 
 
 @contextlib.contextmanager
@@ -299,7 +300,7 @@ class BodyDecoder(Generic[Shape]):
     async def decode_for(self, request: Request, body: bytes) -> Shape:
         """Decode a body. A model that only the path names is filled in."""
         decoded = await self.decode_in_turns(request, body)
-        deployment = deployment_of(request)
+        deployment = state_of(request.scope).deployment
         if deployment is None or getattr(decoded, "model", None):
             return decoded
         return msgspec.structs.replace(decoded, model=deployment)

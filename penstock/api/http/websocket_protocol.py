@@ -6,8 +6,9 @@ Frames are parsed in turns with other connections. Bytes of messages that have n
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+from starlette.types import Scope
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -26,9 +27,10 @@ from penstock.api.http.connections import (
     Place,
     StallTimer,
 )
+from penstock.api.http.context import state_of
 from penstock.api.http.errors import error_body
 from penstock.core.errors import InvalidRequest, PenstockError
-from penstock.core.identity import OPEN_PRINCIPAL, Principal
+from penstock.core.identity import OPEN_PRINCIPAL
 
 
 def last_answer(error: PenstockError) -> bytes:
@@ -175,7 +177,7 @@ class BoundedWebSocketProtocol(WebSocketsSansIOProtocol):
         more = num_bytes - self._num_pending
         if more > 0:
             if not self._num_pending:
-                principal: Principal = self.scope["state"].get("principal", OPEN_PRINCIPAL)
+                principal = state_of(cast(Scope, self.scope)).principal or OPEN_PRINCIPAL
                 self._workspace_id = principal.workspace_id
             self.limits.pending_bodies.add(self._workspace_id, more)
         elif more < 0:

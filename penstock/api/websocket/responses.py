@@ -19,7 +19,7 @@ from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket
 
 from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
-from penstock.api.http.context import current_principal_of, principal_of, set_principal, set_request_id
+from penstock.api.http.context import current_principal_of, principal_of, set_principal, state_of
 from penstock.api.http.errors import sentence
 from penstock.api.http.parsing import BodyDecoder
 from penstock.api.openai.responses_answers import PARAMS, ResponseEvents
@@ -313,9 +313,9 @@ class ResponsesSession(SocketSession):
     async def _connection(self, name: str) -> HTTPConnection:
         """Return the connection as one request sees it: with an id, and a caller whose key is still valid."""
         principal = await current_principal_of(self._socket)
-        scope = {**self._socket.scope, "state": {**self._socket.scope["state"]}}
+        scope = {**self._socket.scope, "state": {}}
         set_principal(scope, principal)
-        set_request_id(scope, name)
+        state_of(scope).request_id = name
         return HTTPConnection(scope)
 
     async def _write(self, begun: BegunResponse, lane: str | None) -> None:  # type: ignore[override]

@@ -410,6 +410,8 @@ class WrappedAnswer(AnswerStream):
 class EmptyAnswer(AnswerStream):
     """An answer without a token, for a request that generates nothing."""
 
+    id: str = ""
+    model: str = ""
     tier = Tier.DEFAULT
     num_choices = 1
     usage = Usage(0, 0, 0)
