@@ -305,14 +305,14 @@ class Upload:
     async def publish(self) -> int:
         """Make the file visible, and return its size in bytes."""
         await self._write_pending(reserved_ahead=0)
-        await in_thread(self._store.blobs.publish, self.file_id, self._file)
+        await in_thread(self._file.publish)
         return self._num_bytes
 
     async def abandon(self) -> None:
         """Does nothing after `publish`."""
         if self._file.closed:
             return
-        await in_thread(self._store.blobs.abandon, self._file)
+        await in_thread(self._file.abandon)
         if self._num_reserved >= 0:
             await self._store.release(self.file_id)
 

@@ -13,9 +13,10 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, BinaryIO, Protocol, cast
+from typing import IO, BinaryIO
 
 from penstock.core.errors import StoreUnavailable
 
@@ -34,55 +35,66 @@ def check_blob_id(blob_id: str) -> str:
     return blob_id
 
 
-class BlobWriter(Protocol):
-    """A blob that is not visible yet."""
+class BlobWriter(ABC):
+    """A blob that is not visible yet. Two writers of one id do not interfere: the last `publish` wins."""
 
     @property
+    @abstractmethod
     def closed(self) -> bool:
         """Return whether it was published or abandoned."""
-        ...
 
+    @abstractmethod
     def write(self, data: bytes | bytearray, /) -> object: ...
 
+    @abstractmethod
+    def publish(self) -> None: ...
 
-class Blobs(Protocol):
+    @abstractmethod
+    def abandon(self) -> None:
+        """Does nothing after `publish`."""
+
+
+class Blobs(ABC):
+    @abstractmethod
     def exists(self, blob_id: str) -> bool: ...
 
+    @abstractmethod
     def open(self, blob_id: str) -> IO[bytes]:
         """For reading from the start to the end, by a caller that closes it."""
-        ...
 
+    @abstractmethod
     def num_bytes(self, blob_id: str) -> int: ...
 
+    @abstractmethod
     def begin(self, blob_id: str) -> BlobWriter:
-        """Then `publish` or `abandon` it. Two writers of one id do not interfere: the last `publish` wins."""
-        ...
+        """Then `publish` or `abandon` the writer."""
 
-    def publish(self, blob_id: str, writer: BlobWriter) -> None: ...
-
-    def abandon(self, writer: BlobWriter) -> None:
-        """Does nothing after `publish`."""
-        ...
-
-    def writing(self, blob_id: str) -> contextlib.AbstractContextManager[BlobWriter]:
+    @contextlib.contextmanager
+    def writing(self, blob_id: str) -> Iterator[BlobWriter]:
         """Published at the end of the block, abandoned when it raises."""
-        ...
+        writer = self.begin(blob_id)
+        try:
+            yield writer
+            writer.publish()
+        except BaseException:
+            writer.abandon()
+            raise
 
+    @abstractmethod
     def copy(self, source_id: str, target_id: str) -> None:
         """Give the same bytes a second id; each can be removed on its own."""
-        ...
 
+    @abstractmethod
     def remove(self, blob_id: str) -> None:
         """Does nothing if there is no such blob."""
-        ...
 
+    @abstractmethod
     def remove_abandoned(self) -> None:
         """Remove half-written blobs of processes that died."""
-        ...
 
     def local_path(self, blob_id: str) -> Path | None:
         """Return the blob's path; None if the blob is not on a disk."""
-        ...
+        return None
 
 
 _UNFINISHED = ".part"
@@ -93,14 +105,14 @@ ABANDONED_AFTER_S = 24 * 3600.0
 logger = logging.getLogger(__name__)
 
 
-class FileFolder:
+class FileFolder(Blobs):
     """Blobs as files of a folder, which several gateways may share over a network file system. Bytes are written to
     a temporary file, flushed to the disk and then renamed. Errors of the disk, such as a full one, become
     StoreUnavailable. Their cause goes to the log, once in a row: callers of an API read the error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._outage: str | None = None  # its cause, which was logged
+        self.outage: str | None = None  # the cause of the present one, which was logged
 
     def path(self, file_id: str) -> Path:
         return self._path / check_blob_id(file_id)
@@ -112,95 +124,87 @@ class FileFolder:
         return self.path(blob_id).exists()
 
     def open(self, blob_id: str) -> IO[bytes]:
-        with self._disk():
+        with self.disk():
             return self.path(blob_id).open("rb")
 
     def num_bytes(self, blob_id: str) -> int:
         return self.path(blob_id).stat().st_size
 
     def begin(self, blob_id: str) -> _Part:
-        with self._disk():
+        with self.disk():
             self._path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            path = self.path(blob_id).with_suffix(f".{secrets.token_hex(6)}{_UNFINISHED}")
-            return _Part(open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)), self._disk)
-
-    def publish(self, blob_id: str, writer: BlobWriter) -> None:
-        file = cast(_Part, writer).file
-        with self._disk():
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, self.path(blob_id))
-            file.close()  # not before: what is still open can be abandoned
-            folder = os.open(self._path, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        self._outage = None
-
-    def abandon(self, writer: BlobWriter) -> None:
-        file = cast(_Part, writer).file
-        if file.closed:
-            return
-        with contextlib.suppress(OSError):  # the disk may be too full for the last bytes
-            file.close()
-        with self._disk():
-            Path(file.name).unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def writing(self, blob_id: str) -> Iterator[BlobWriter]:
-        part = self.begin(blob_id)
-        try:
-            yield part
-            self.publish(blob_id, part)
-        except BaseException:
-            self.abandon(part)
-            raise
+            target = self.path(blob_id)
+            path = target.with_suffix(f".{secrets.token_hex(6)}{_UNFINISHED}")
+            return _Part(
+                open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)), target, self
+            )
 
     def copy(self, source_id: str, target_id: str) -> None:
         target = self.path(target_id)
-        with self._disk():
+        with self.disk():
             target.unlink(missing_ok=True)
             os.link(self.path(source_id), target)
 
     def remove(self, blob_id: str) -> None:
-        with self._disk():
+        with self.disk():
             self.path(blob_id).unlink(missing_ok=True)
 
     def remove_abandoned(self) -> None:
         oldest = time.time() - ABANDONED_AFTER_S
         for path in self._path.glob(f"*{_UNFINISHED}"):
-            with contextlib.suppress(FileNotFoundError), self._disk():
+            with contextlib.suppress(FileNotFoundError), self.disk():
                 if path.stat().st_mtime < oldest:
                     path.unlink()
 
     @contextlib.contextmanager
-    def _disk(self) -> Iterator[None]:
+    def disk(self) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError:
             raise
         except OSError as error:
             cause = error.strerror or str(error)
-            if cause != self._outage:
-                self._outage = cause
+            if cause != self.outage:
+                self.outage = cause
                 logger.error("the folder %s cannot be used: %s", self._path, cause)
             raise StoreUnavailable(
                 "The server's files cannot be used at the moment; the log says why.", retry_after_s=1.0
             ) from error
 
 
-class _Part:
+class _Part(BlobWriter):
     """A file that is being written under a temporary name."""
 
-    def __init__(self, file: BinaryIO, disk: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self.file = file
-        self._disk = disk
+    def __init__(self, file: BinaryIO, target: Path, folder: FileFolder) -> None:
+        self._file = file
+        self._target = target
+        self._folder = folder
 
     @property
     def closed(self) -> bool:
-        return self.file.closed
+        return self._file.closed
 
     def write(self, data: bytes | bytearray, /) -> object:
-        with self._disk():
-            return self.file.write(data)
+        with self._folder.disk():
+            return self._file.write(data)
+
+    def publish(self) -> None:
+        with self._folder.disk():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            os.replace(self._file.name, self._target)
+            self._file.close()  # not before: what is still open can be abandoned
+            folder = os.open(self._target.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        self._folder.outage = None
+
+    def abandon(self) -> None:
+        if self.closed:
+            return
+        with contextlib.suppress(OSError):  # the disk may be too full for the last bytes
+            self._file.close()
+        with self._folder.disk():
+            Path(self._file.name).unlink(missing_ok=True)

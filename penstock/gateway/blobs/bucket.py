@@ -15,17 +15,16 @@ import logging
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import quote, urlsplit
 
 import httpx
 
 from penstock.core.errors import ConfigError, StoreUnavailable
-from penstock.gateway.blobs.blobs import ABANDONED_AFTER_S, BlobWriter, check_blob_id
+from penstock.gateway.blobs.blobs import ABANDONED_AFTER_S, Blobs, BlobWriter, check_blob_id
 
 logger = logging.getLogger(__name__)
 
@@ -266,12 +265,9 @@ PIECE_BYTES = 4 << 20
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
-class Bucket:
+class Bucket(Blobs):
     def __init__(self, client: S3Client) -> None:
         self._client = client
-
-    def local_path(self, blob_id: str) -> Path | None:
-        return None
 
     def exists(self, blob_id: str) -> bool:
         try:
@@ -289,22 +285,6 @@ class Bucket:
     def begin(self, blob_id: str) -> BlobWriter:
         return _Writer(self._client, check_blob_id(blob_id))
 
-    def publish(self, blob_id: str, writer: BlobWriter) -> None:
-        cast(_Writer, writer).finish()
-
-    def abandon(self, writer: BlobWriter) -> None:
-        cast(_Writer, writer).abandon()
-
-    @contextlib.contextmanager
-    def writing(self, blob_id: str) -> Iterator[BlobWriter]:
-        writer = _Writer(self._client, check_blob_id(blob_id))
-        try:
-            yield writer
-            writer.finish()
-        except BaseException:
-            writer.abandon()
-            raise
-
     def copy(self, source_id: str, target_id: str) -> None:
         self._client.copy(check_blob_id(source_id), check_blob_id(target_id))
 
@@ -318,7 +298,9 @@ class Bucket:
                 self._client.abort_parts(key, upload_id)
 
 
-class _Writer:
+class _Writer(BlobWriter):
+    closed = False
+
     def __init__(self, client: S3Client, key: str) -> None:
         self._client = client
         self._key = key
@@ -326,7 +308,6 @@ class _Writer:
         self._num_bytes = 0
         self._upload_id: str | None = None
         self._tags: list[str] = []
-        self.closed = False
 
     def write(self, data: bytes | bytearray, /) -> int:
         self._pending += data
@@ -336,7 +317,7 @@ class _Writer:
             del self._pending[:PART_BYTES]
         return len(data)
 
-    def finish(self) -> None:
+    def publish(self) -> None:
         if self._upload_id is None:
             self._client.put(self._key, bytes(self._pending))
         else:

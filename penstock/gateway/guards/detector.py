@@ -301,32 +301,20 @@ class Asker(Protocol):
     def tier(self) -> Tier: ...
 
 
-class Guard(Protocol):
-    """Finds things in passing text, or reviews a text as a whole; most do one of the two.
+class Guard:
+    """Finds things in passing text, or reviews a text as a whole; most do one of the two. This one has only
+    detectors.
 
     A guard with detectors never makes a reader wait for more than the longest of their matches. One that reviews
     makes the reader wait for the whole answer, unless its rule only flags.
     """
 
-    @property
-    def detectors(self) -> tuple[Detector, ...]: ...
+    reviews = False
 
-    @property
-    def reviews(self) -> bool: ...
+    def __init__(self, detectors: tuple[Detector, ...] = ()) -> None:
+        self.detectors = detectors
 
     async def review(self, subject: Subject, asker: Asker) -> Review | None:
         """Return the guard's objection to a text; None if there is none. Raises GuardFailed when the guard cannot
         decide."""
-        ...
-
-
-class PatternGuard:
-    """A guard that consists of detectors only, and reviews nothing as a whole."""
-
-    reviews = False
-
-    def __init__(self, detectors: tuple[Detector, ...]) -> None:
-        self.detectors = detectors
-
-    async def review(self, subject: Subject, asker: Asker) -> Review | None:
         return None

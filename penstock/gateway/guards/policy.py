@@ -21,7 +21,7 @@ from typing import Literal
 
 from penstock.core.identity import Principal
 from penstock.core.request import Tier
-from penstock.gateway.guards.detector import Check, Detector, Guard, PatternGuard
+from penstock.gateway.guards.detector import Check, Detector, Guard
 from penstock.gateway.guards.reviews import Ask, InjectionGuard, JudgeGuard
 from penstock.gateway.guards.scanner import Scanner
 from penstock.gateway.guards.settings import (
@@ -245,7 +245,7 @@ def _compile_rule(rule: Rule, policy: PolicySettings, ask: Ask) -> PolicyRule:
 def _guard(rule: Rule, name: str, ask: Ask) -> Guard:
     match rule:
         case BlocklistRule():
-            return PatternGuard(
+            return Guard(
                 blocklist_detectors(
                     name.upper(),
                     rule.terms,
@@ -255,7 +255,7 @@ def _guard(rule: Rule, name: str, ask: Ask) -> Guard:
                 )
             )
         case PiiRule():
-            return PatternGuard(pii_detectors(rule.kinds, rule.national_ids))
+            return Guard(pii_detectors(rule.kinds, rule.national_ids))
         case InjectionRule():
             return InjectionGuard(rule.threshold)
         case JudgeRule():

@@ -24,7 +24,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.answers.stream import AnswerStream, ReaderGone
-from penstock.gateway.guards.detector import Asker, Detector, GuardFailed, Review, Subject
+from penstock.gateway.guards.detector import Asker, Detector, Guard, GuardFailed, Review, Subject
 from penstock.gateway.guards.settings import JudgeRule
 from penstock.gateway.prompts import ChatMessage, ChatPrompt, GenerationRequest, SamplingOptions
 from penstock.gateway.turns import in_thread
@@ -83,13 +83,13 @@ SIGNS = (
 # fmt: on
 
 
-class InjectionGuard:
+class InjectionGuard(Guard):
     """Reviews texts of users and results of tools. The operator's own system prompt may give orders."""
 
-    detectors: tuple[Detector, ...] = ()
     reviews = True
 
     def __init__(self, threshold: float) -> None:
+        super().__init__()
         self._threshold = threshold
         found_signs("")  # compiles the patterns before the first request
 
@@ -143,11 +143,11 @@ class Verdict(msgspec.Struct, frozen=True):
 _decode_verdict = msgspec.json.Decoder(Verdict).decode
 
 
-class JudgeGuard:
-    detectors: tuple[Detector, ...] = ()
+class JudgeGuard(Guard):
     reviews = True
 
     def __init__(self, rule: JudgeRule, ask: Ask) -> None:
+        super().__init__()
         self._rule = rule
         self._ask = ask
 

@@ -53,7 +53,7 @@ def test_nothing_is_seen_before_it_is_published(blobs: Blobs) -> None:
     writer = blobs.begin("a")
     writer.write(b"half")
     assert not blobs.exists("a")
-    blobs.abandon(writer)
+    writer.abandon()
     assert writer.closed
     assert not blobs.exists("a")
     with contextlib.suppress(RuntimeError), blobs.writing("a") as writer:
@@ -65,9 +65,9 @@ def test_nothing_is_seen_before_it_is_published(blobs: Blobs) -> None:
 def test_who_publishes_last_wins(blobs: Blobs) -> None:
     first, second = blobs.begin("a"), blobs.begin("a")
     second.write(b"second")
-    blobs.publish("a", second)
+    second.publish()
     first.write(b"first")
-    blobs.publish("a", first)
+    first.publish()
     assert read(blobs, "a") == b"first"
 
 
@@ -114,7 +114,7 @@ class TestParts:
             assert len(writer._pending) < PART_BYTES
         assert not blobs.exists("a")
         assert len(client.unfinished_parts()) == 1
-        blobs.publish("a", writer)
+        writer.publish()
         assert client.unfinished_parts() == []
         assert read(blobs, "a") == data
 
@@ -122,7 +122,7 @@ class TestParts:
         blobs = Bucket(client)
         writer = blobs.begin("a")
         writer.write(bytes(PART_BYTES + 1))
-        blobs.abandon(writer)
+        writer.abandon()
         assert client.unfinished_parts() == []
         assert not blobs.exists("a")
 
@@ -144,7 +144,7 @@ class TestParts:
         writer = blobs.begin("a")
         writer.write(bytes(PART_BYTES))
         client.complete_parts("a", writer._upload_id, writer._tags)
-        blobs.publish("a", writer)
+        writer.publish()
         assert blobs.num_bytes("a") == PART_BYTES
 
     def test_an_object_that_changes_is_not_read_as_a_mixture(self, client: S3Client) -> None:
