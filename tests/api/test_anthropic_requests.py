@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.api.anthropic import blocks
 from penstock.api.anthropic.endpoints import message_usage
 from penstock.api.anthropic.requests import GUARDED_FIELDS, MessagesRequest
 from penstock.api.http.parsing import BodyDecoder
@@ -77,15 +76,15 @@ def test_without_marks_content_is_plain_text() -> None:
 def test_turns_of_one_role_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Joining two at a time copied the earlier turns again for each turn."""
     num_read = 0
-    parts_of = blocks._parts_of
+    parts_of = ChatMessage.parts.fget  # type: ignore[attr-defined]
 
     def counted(message: ChatMessage) -> Sequence[TextPart]:
         nonlocal num_read
-        parts = parts_of(message)
+        parts: Sequence[TextPart] = parts_of(message)
         num_read += len(parts)
         return parts
 
-    monkeypatch.setattr(blocks, "_parts_of", counted)
+    monkeypatch.setattr(ChatMessage, "parts", property(counted))
     (made,) = prompt(messages=[{"role": "user", "content": f"{number}"} for number in range(500)]).messages
     assert made.content == tuple(TextPart(f"{number}") for number in range(500))
     assert num_read == 500
