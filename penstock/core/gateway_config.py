@@ -206,7 +206,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(ge=1024),
         "Bytes of all request bodies that have not arrived in full or wait to be decoded; a workspace may hold "
-        "a quarter. More are refused with 503 or 429.",
+        "a quarter. Large bodies of requests that wait or run may have four times as much. More are refused with "
+        "503 or 429.",
     ] = 1 << 30
     max_unread_bytes: Annotated[
         int,

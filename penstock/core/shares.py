@@ -31,6 +31,14 @@ class Shares:
         """Return whether all have more than the capacity, or the tenant more than its share."""
         return self.used > self.capacity or self.is_full_for(tenant)
 
+    def take(self, tenant: str, amount: int) -> bool:
+        """Add what fits the tenant's share, or is all that the tenant has. Returns whether it was added."""
+        self.add(tenant, amount)
+        fits = not self.is_over_for(tenant) or self.of(tenant) == amount
+        if not fits:
+            self.add(tenant, -amount)
+        return fits
+
     def add(self, tenant: str, amount: int = 1) -> None:
         """Count more, or less for a negative amount."""
         self.used += amount

@@ -7,16 +7,17 @@ import gzip
 import json
 import socket
 
+import httpx
 import pytest
 from websockets.sync.client import connect
 
 from penstock.api.http import parsing
-from penstock.api.http.bodies import PendingBodies
+from penstock.api.http.bodies import KEPT_FACTOR, PendingBodies
 from penstock.core.errors import Overloaded, RateLimited
 from penstock.core.gateway_config import ServerConfig
 from tests.api.bounded_server import BoundedServed, bounded_server
 from tests.api.conftest import direct_client
-from tests.gateway.fake_engine import FakeEngine, script_text
+from tests.gateway.fake_engine import FakeEngine, script_text, until
 
 BODY_BYTES = 1 << 20
 CONFIG = ServerConfig(max_body_bytes=BODY_BYTES, max_pending_body_bytes=8 * BODY_BYTES)
@@ -97,6 +98,31 @@ async def test_inflated_bodies_that_wait_for_their_turn_count_too(monkeypatch: p
         turn.set()
         assert await asyncio.gather(*held) == [200, 200]
         assert await post() == 200, "nothing counts any more"
+
+
+async def test_a_large_body_counts_until_its_request_ends() -> None:
+    """What a request says is in memory for as long as its answer waits, also where the engine needs little of it."""
+    engine = FakeEngine()
+    body = b'{"prompt": "hi", "ignored": "%b"}' % (b"a" * (BODY_BYTES - 100))
+    async with direct_client(engine, max_body_bytes=BODY_BYTES, max_pending_body_bytes=1024) as client:
+
+        async def begin() -> asyncio.Task[httpx.Response]:
+            num_before = len(engine.added)
+            task = asyncio.create_task(client.post("/v1/completions", content=body))
+            await until(lambda: task.done() or len(engine.added) > num_before)
+            return task
+
+        begun = [await begin() for _ in range(KEPT_FACTOR - 1)]
+        assert not any(task.done() for task in begun)
+        assert (await (await begin())).status_code == 429
+        assert (await client.get("/v1/models")).status_code == 200
+        begun[0].cancel()
+        await asyncio.wait(begun[:1])
+        begun.append(await begin())
+        assert not begun[-1].done(), "there is room again"
+        for task in begun:
+            task.cancel()
+        await asyncio.wait(begun)
 
 
 def test_a_body_must_be_whole_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

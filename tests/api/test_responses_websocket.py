@@ -248,11 +248,12 @@ def test_what_connections_keep_is_bounded(serve: Serve) -> None:
     """One message always fits. What does not fit beside others is refused, or forgotten when its response has
     ended."""
     engine, go_on = paused(lambda request: "answer", CHAT_TEMPLATE)
-    served = serve(engine, server=ServerConfig(max_pending_body_bytes=64 << 10))
+    served = serve(engine, server=ServerConfig(max_pending_body_bytes=1024, max_body_bytes=64 << 10))
     sdk = served.sdk()
+    large = "x" * (60 << 10)  # of which four fit
 
     def warmed(connection: ResponsesConnection) -> str:
-        connection.response.create(model="bytes", input="x" * (40 << 10), store=False, generate=False)
+        connection.response.create(model="bytes", input=large, store=False, generate=False)
         end = events_of(connection)[-1]
         return end.response.id if end.type == "response.completed" else ""
 
@@ -263,21 +264,23 @@ def test_what_connections_keep_is_bounded(serve: Serve) -> None:
         return bool(events_of(connection)[-1].type == "response.completed")
 
     with sdk.responses.connect() as first, sdk.responses.connect() as second:
-        assert goes_on(first, warmed(first))
-        assert not goes_on(second, warmed(second))
+        last = warmed(second)
+        for _ in range(4):
+            assert goes_on(first, warmed(first))  # forgets what came before
+        assert goes_on(second, last), "another connection forgets nothing of this one"
+        with sdk.responses.connect() as third:
+            assert not warmed(third), "the others have all the room"
     with sdk.responses.connect() as connection:  # what the others kept has gone with them
-        served.wait_until(lambda: goes_on(connection, warmed(connection)))
+        served.wait_until(lambda: bool(warmed(connection)))
     with sdk.responses.connect() as connection:
         connection.response.create(model="bytes", input="one")
         response_id = until(connection, "response.created").response.id
-        connection.response.create(
-            model="bytes", input="x" * (40 << 10), generate=False
-        )  # waits for its turn
-        connection.response.create(model="bytes", input="x" * (40 << 10))
+        for _ in range(5):  # all but the last one wait for their turn
+            connection.response.create(model="bytes", input=large, generate=False)
         assert until(connection, "error").error.code == "rate_limit_exceeded"
-        connection.response.steer(previous_response_id=response_id, input="x" * (40 << 10))
+        connection.response.steer(previous_response_id=response_id, input=large)
         assert until(connection, "error").error.code == "rate_limit_exceeded"
         go_on()
-        for _ in range(2):
+        for _ in range(5):
             until(connection, "response.completed")
-        served.wait_until(lambda: goes_on(connection, warmed(connection)))
+        assert goes_on(connection, warmed(connection))

@@ -36,6 +36,7 @@ from penstock.api.http.errors import (
     on_penstock_error,
     on_reader_gone,
 )
+from penstock.api.http.parsing import release_body
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.identity import Principal
 from penstock.gateway.answers.stream import ReaderGone
@@ -270,6 +271,8 @@ class RequestIds:
             if has_started:
                 raise  # the server closes the connection, so that the answer cannot look complete
             await internal_error_response_for(scope)(scope, receive, send_with_id)
+        finally:
+            release_body(scope)
 
 
 class CallerLimits:

@@ -11,8 +11,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from penstock.core.errors import Overloaded, RateLimited
+from penstock.core.shares import Shares
 
 WORKSPACE_SHARE = 4  # a workspace may hold one part in this many
+KEPT_FACTOR = 4  # times the bytes of bodies that arrive, for those of requests that are answered
 RETRY_AFTER_S = 5.0
 MIN_BODY_BYTES = 16 << 10  # that must arrive in each `body_timeout_s`
 MAX_DISCARDED_BYTES = 64 << 20
@@ -43,11 +45,15 @@ class ArrivingBody:
 
 class PendingBodies:
     """The bytes of bodies and messages that have not arrived in full, and of bodies that wait to be decoded. Any
-    single body fits the bounds."""
+    single body fits the bounds.
+
+    `kept` are those of large bodies until their requests end, and of what WebSockets keep: what a request says is in
+    memory for as long as its answer waits or is written."""
 
     def __init__(self, max_bytes: int, max_body_bytes: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max(max_bytes, max_body_bytes)
+        self.kept = Shares(KEPT_FACTOR * self._max_bytes)
         self._max_workspace_bytes = max(max_bytes // WORKSPACE_SHARE, max_body_bytes)
         self._by_workspace: Counter[str] = Counter()
 
@@ -67,6 +73,16 @@ class PendingBodies:
             )
         self._by_workspace[workspace_id] += num_bytes
         self.num_bytes += num_bytes
+
+    def keep(self, workspace_id: str, num_bytes: int) -> None:
+        """Count bytes that are kept; take them from `kept` later. Raises RateLimited."""
+        if not self.kept.take(workspace_id, num_bytes):
+            raise RateLimited(
+                f"The requests of this workspace that run or wait hold {self.kept.of(workspace_id)} bytes, which is "
+                "its share.",
+                hint="Send fewer large requests at a time.",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
     def remove(self, workspace_id: str, num_bytes: int) -> None:
         self.num_bytes -= num_bytes

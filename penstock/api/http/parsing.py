@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.requests import HTTPConnection, Request
+from starlette.types import Scope
 
 from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.context import headers_of, state_of
@@ -124,6 +125,25 @@ def _pending(connection: HTTPConnection, num_bytes: int) -> Iterator[None]:
         yield
     finally:
         app.pending_bodies.remove(workspace_id, num_bytes)
+
+
+_KEPT = "penstock.kept_body"
+
+
+def _keep_body(connection: HTTPConnection, num_bytes: int) -> None:
+    """Count a large body until its request ends. Raises RateLimited. WebSockets count their messages."""
+    app = connection.scope.get("app")
+    if app is not None and connection.scope["type"] == "http":
+        holder = _holder_of(connection)
+        app.pending_bodies.keep(holder, num_bytes)
+        connection.scope[_KEPT] = holder, num_bytes
+
+
+def release_body(scope: Scope) -> None:
+    """A request has ended."""
+    holder, num_bytes = scope.pop(_KEPT, ("", 0))
+    if num_bytes:
+        scope["app"].pending_bodies.kept.add(holder, -num_bytes)
 
 
 async def _in_turn(connection: HTTPConnection, work: Callable[[], Decoded]) -> Decoded:
@@ -309,6 +329,7 @@ class BodyDecoder(Generic[Shape]):
         """Decode a body or a message of a WebSocket. Other requests have their turns while a large one is decoded."""
         if len(body) <= UNCOUNTED_BYTES:
             return self.decode(body)
+        _keep_body(connection, len(body))
         with _pending(connection, len(body)):
             # Each of the two passes over 32 MB takes up to a tenth of a second, and so may the next step.
             await check_num_values_in_turns(body, self._values_factor)

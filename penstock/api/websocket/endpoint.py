@@ -22,6 +22,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
 from penstock.api.http.access_log import RequestLog
 from penstock.api.http.authenticate import KEY_SUBPROTOCOL
+from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.browsers import AllowedOrigins, is_foreign_page
 from penstock.api.http.context import current_principal_of, principal_of
 from penstock.api.http.errors import error_response, sentence
@@ -206,7 +207,6 @@ class WebSocketEndpoint:
         self.decoder = MessageDecoder()
         self.metrics = SocketMetrics()
         self._shares = Shares(config.max_websockets)
-        self.kept = Shares(config.max_pending_body_bytes)  # bytes that connections keep of their messages
         gateway.metrics.register(self.metrics)
 
     def routes(self) -> list[WebSocketRoute]:
@@ -281,6 +281,7 @@ class SocketSession:
         self._socket = socket
         self._live: dict[RequestId, asyncio.Task[None]] = {}
         self._answers: dict[RequestId, AnswerStream] = {}
+        self._bodies: PendingBodies = socket.app.pending_bodies
         self._kept: dict[RequestId, int] = {}  # bytes of the messages of requests
         self._holder = _holder_of(socket)
         self._num_bad_messages = 0
@@ -374,17 +375,8 @@ class SocketSession:
         task.add_done_callback(lambda _: self._forget(envelope.id))
 
     def _keep(self, request_id: RequestId, num_bytes: int) -> None:
-        """Count a message that is kept until its request ends. Raises RateLimited where the connections of the
-        workspace keep too many bytes."""
-        kept = self._endpoint.kept
-        kept.add(self._holder, num_bytes)
-        if kept.is_over_for(self._holder) and kept.of(self._holder) > num_bytes:  # one message always fits
-            kept.add(self._holder, -num_bytes)
-            raise RateLimited(
-                "The WebSockets of this workspace keep too many bytes of messages.",
-                hint="Wait for answers, or send fewer large messages at a time.",
-                retry_after_s=1.0,
-            )
+        """Count a message that is kept until its request ends. Raises RateLimited."""
+        self._bodies.keep(self._holder, num_bytes)
         self._kept[request_id] = self._kept.get(request_id, 0) + num_bytes
 
     def _forget(self, request_id: RequestId) -> None:
@@ -393,7 +385,7 @@ class SocketSession:
         self._release(request_id)
 
     def _release(self, request_id: RequestId) -> None:
-        self._endpoint.kept.add(self._holder, -self._kept.pop(request_id, 0))
+        self._bodies.kept.add(self._holder, -self._kept.pop(request_id, 0))
 
     async def _cancel(self, request_id: RequestId) -> None:
         task = self._live.get(request_id)

@@ -365,7 +365,7 @@ class ResponsesSession(SocketSession):
         ):
             self._recent.popitem(last=False)
         self._count_earlier()
-        while self._recent and self._endpoint.kept.is_over_for(self._holder):
+        while self._recent and self._bodies.kept.is_over_for(self._holder):
             self._recent.popitem(last=False)
             self._count_earlier()
 
@@ -383,7 +383,7 @@ class ResponsesSession(SocketSession):
     def _count_earlier(self) -> None:
         """Count what is kept of responses that have ended."""
         num_bytes = sum(each.num_bytes for each in self._recent.values()) + self._steering.num_held_bytes
-        self._endpoint.kept.add(self._holder, num_bytes - self._kept.get(_EARLIER, 0))
+        self._bodies.kept.add(self._holder, num_bytes - self._kept.get(_EARLIER, 0))
         self._kept[_EARLIER] = num_bytes
 
 
