@@ -118,7 +118,7 @@ def evaluate(
     one request at a time.
     """
     from penstock.engine.learning.texts import built_in_prompts, held_out, read_prompts
-    from penstock.engine.learning.training import measure
+    from penstock.engine.learning.training import NUM_WARM_UPS, measure
 
     conversations = read_prompts(prompts) if prompts else held_out(built_in_prompts())
     path = fetch_model(config.model.model)
@@ -127,12 +127,12 @@ def evaluate(
     )
 
     def encode(card: ModelCard) -> list[list[int]]:
-        return encoded(card, conversations[:num_requests])
+        return encoded(card, conversations[: num_requests + NUM_WARM_UPS])
 
     with spinner("Answering with drafts"):  # first, so that a drafter that does not fit is refused at once
-        drafted = measure(speculating, path, encode, max_tokens)
+        drafted = measure(speculating, path, encode, num_requests, max_tokens)
     with spinner("Answering without drafts"):
-        plain = measure(_unspeculated(config), path, encode, max_tokens)
+        plain = measure(_unspeculated(config), path, encode, num_requests, max_tokens)
     num_same = sum(a == b for a, b in zip(plain.answers, drafted.answers, strict=True))
     figures = {
         "tokens_per_s": drafted.tokens_per_s,

@@ -99,7 +99,7 @@ def build_engine(
     drafter = None
     # Encoders never draft, and refuse a named drafter. A fixed state cannot go back when a draft is rejected.
     if loaded.states is None and (not card.is_encoder or speculate.argument):
-        drafter = build_drafter(speculate, loaded.drafters)
+        drafter = build_drafter(speculate, loaded.forced_drafters, loaded.drafter)
     scheduler_config = config.scheduler
     if loaded.max_num_seqs is not None:
         scheduler_config = msgspec.structs.replace(scheduler_config, max_num_seqs=loaded.max_num_seqs)

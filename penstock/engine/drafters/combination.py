@@ -20,19 +20,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def build_drafter(speculate: Speculate, from_model: Sequence[Drafter] = ()) -> Drafter | None:
-    """Return the drafter that the setting asks for; None to draft nothing. `from_model` are drafters that were loaded
-    with the model, and draft first."""
+def build_drafter(
+    speculate: Speculate, forced: Sequence[Drafter] = (), of_model: Drafter | None = None
+) -> Drafter | None:
+    """Return the drafter that the setting asks for; None to draft nothing. `forced` draft what must follow, and go
+    first. `of_model` is a loaded draft model or head: its drafts take time, so lookup goes before it."""
     if speculate.kind == "off":
         return None
-    if speculate.kind not in ("draft", "heads"):
-        return Drafters([*(from_model if speculate.kind == "auto" else ()), LookupDrafter()])
-    if not from_model:
+    if speculate.kind == "lookup":
+        return Drafters([LookupDrafter()])
+    last = () if of_model is None else (of_model,)
+    if speculate.kind == "auto":
+        return Drafters([*forced, LookupDrafter(), *last])
+    if not last:
         raise ConfigError(
             f"This model writes no text that --speculate {speculate.kind}={speculate.argument} could draft.",
             hint="Leave --speculate out.",
         )
-    return Drafters(from_model)
+    return Drafters([*forced, *last])
 
 
 class Drafters:

@@ -25,6 +25,7 @@ from penstock.engine.drafters.model import (
 from penstock.engine.drafters.trees import TREE_WIDTH
 from penstock.engine.warmup import DECODES, PREFILLS, VERIFICATIONS, inputs_of
 from penstock.kernels.interface import KVStore, Ops
+from penstock.models.catalog import head_of
 from penstock.models.drafters.heads import EagleHead, MedusaHeads, Target, load_heads
 from penstock.models.drafters.mtp import MtpHead
 from penstock.models.load import (
@@ -133,7 +134,7 @@ class LoadedDrafter:
 
 
 def load_drafter(config: EngineConfig, model_path: Path, model: Model, ops: Ops) -> LoadedDrafter | None:
-    """Load what --speculate names; None if it names neither a model nor heads."""
+    """Load the model or the heads that --speculate names, or the head of a known model; None without either."""
     speculate = parse_speculate(config.speculate)
     if speculate.kind == "draft":
         return _load_model(config, model_path, Path(speculate.argument), ops)
@@ -144,7 +145,13 @@ def load_drafter(config: EngineConfig, model_path: Path, model: Model, ops: Ops)
                 hint="Use --speculate draft=MODEL or lookup.",
             )
         return _load_heads(config, model_path, Path(speculate.argument), model, ops)
-    if speculate.kind == "auto" and model.config.num_mtp_layers and config.parallel.num_ranks == 1:
+    if speculate.kind != "auto" or config.parallel.num_ranks > 1:
+        return None
+    # On a GPU, the time of a small model's step is that of the host, and its head gains nothing.
+    head = head_of(model_path) if ops.device.type == "cpu" and config.scheduler.max_draft_tokens else None
+    if head is not None:
+        return _load_heads(config, model_path, head, model, ops)
+    if model.config.num_mtp_layers:
         logger.info(
             "this checkpoint has a layer for multi-token prediction: --speculate heads=mtp drafts with it"
         )
@@ -192,10 +199,10 @@ def _load_heads(config: EngineConfig, model_path: Path, path: Path, model: Model
     target = staged(model)
     source = weight_source(open_checkpoint(model_path), settings.load_format, settings.seed, ops.device)
     max_positions = model.max_model_len + MAX_TOKENS
-    # Rounded heads draft nearly the same, and a CPU reads a quarter of the bytes.
-    quantization = (
-        "int8" if ops.device.type == "cpu" and ops.dtype != torch.float32 else settings.quantization
-    )
+    # Rounded heads draft nearly the same, and a CPU reads a quarter of the bytes. With `--dtype float32` nothing is
+    # rounded.
+    is_rounded = ops.device.type == "cpu" and settings.dtype != "float32"
+    quantization = "int8" if is_rounded else settings.quantization
     heads: EagleHead | MedusaHeads | MtpHead
     if str(path) == OWN_HEADS:
         is_random = settings.load_format == "random"

@@ -42,6 +42,7 @@ AHEAD = 4  # positions that the head learns to draft, and is measured on
 LOSS_DECAY = 0.8  # from one position to the next
 STATE = "training.pt"
 CURVE = "curve.json"
+NUM_WARM_UPS = 4  # prompts that are answered before a measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,10 +347,11 @@ def measure(
     config: EngineConfig,
     model_path: Path,
     prompts: Callable[[ModelCard], Sequence[Sequence[int]]],
+    num_measured: int,
     max_tokens: int,
 ) -> DraftFigures:
-    """Answer prompts one after the other. Every prompt is computed once before, with an answer too short for drafts,
-    so that neither compilation nor a cold cache counts."""
+    """Answer the first prompts one after the other. Before, the next few prompts are answered and every prompt is
+    computed once, so that neither compilation, nor recorded graphs, nor a cold cache counts."""
     clock = SystemClock()
     engine = OfflineEngine(config, model_path)
     try:
@@ -358,11 +360,13 @@ def measure(
         if not fitting:
             raise ConfigError(f"No prompt leaves room for {max_tokens} tokens in the model's context.")
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        engine.generate(fitting[:1], sampling)
-        for prompt in fitting[1:]:
+        measured = fitting[:num_measured]
+        for prompt in fitting[num_measured:][:NUM_WARM_UPS] or measured[:1]:
+            engine.generate([prompt], sampling)
+        for prompt in measured:
             engine.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0))
         began_s = clock.now()
-        answers = [engine.generate([prompt], sampling)[0].token_ids for prompt in fitting]
+        answers = [engine.generate([prompt], sampling)[0].token_ids for prompt in measured]
         elapsed_s = clock.now() - began_s
         return DraftFigures(answers, sum(map(len, answers)) / elapsed_s, engine.stats().drafters)
     finally:
