@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Which decoders give transformers' log-probabilities in shapes and with settings that no test names, in one table.
 
-    python -m bench.tiny_shapes [--only llama,phi] [--seeds 3] [--first 0] [--native] [--jobs 2] [--markdown FILE]
+    python -m bench.tiny_shapes [--only llama,phi] [--seeds 3] [--first 0] [--native] [--ranks 2] [--jobs 2]
+                                [--markdown FILE]
 
 Each model of `bench.architectures` gets random settings: head counts, head sizes, vocabularies, biases and other
 flags, windows, rope scaling, experts, patterns of layers, activations, factors. The engine serves it in float32, in
 chunks, and reports log-probabilities of two prompts and of its greedy answers, which must be those of transformers up
-to rounding. Results are those of `bench.architectures`; the remark lists the settings.
+to rounding. With `--ranks`, a native model is also computed on so many tensor-parallel ranks. Results are those of
+`bench.architectures`; the remark lists the settings.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from bench.architectures import Result
 from bench.tiny_configs import FLAGS, KINDS, tiny_config
 from penstock.core.errors import PenstockError
 from penstock.core.request import Request, SamplingParams
+from penstock.kernels.reference import TorchOps
+from tests.models.ranks import run_ranks
 
 TOLERANCE = 2e-3  # of log-probabilities
 NUM_TOKENS = 12
@@ -264,6 +268,25 @@ def reported(engine: Any, texts: list[list[int]], count: int) -> list[tuple[list
     return [(each, torch.tensor(value)) for each, value in zip(tokens, values, strict=True)]
 
 
+def on_ranks(folder: Path, ranks: int, texts: list[list[int]]) -> list[torch.Tensor]:
+    """Return the log-probability of each token of the texts but the first, computed in chunks on several ranks."""
+    made: list[torch.Tensor] = []
+    for text in texts:
+        # Ranks but the first have their part of the logits alone.
+        logits = run_ranks(
+            folder,
+            TorchOps(),
+            ranks,
+            lambda runner, text=text: runner.prompt_logits(text, architectures.CHUNK_TOKENS),
+        )
+        made.append(chosen_logprobs(logits, text))
+    return made
+
+
+def chosen_logprobs(logits: torch.Tensor, text: list[int]) -> torch.Tensor:
+    return logits.float().log_softmax(-1)[:-1].gather(1, torch.tensor(text[1:])[:, None])[:, 0]
+
+
 def positions(model: Any, count: int) -> dict[str, torch.Tensor]:
     """Return the positions that `generate` gives, which the classes of RoBERTa count in another way without it."""
     takes = "position_ids" in inspect.signature(model.forward).parameters
@@ -278,6 +301,7 @@ def compare(
     *,
     made: Mapping[str, Any] | None = None,
     tokens: int = NUM_TOKENS,
+    ranks: int = 1,
 ) -> Result:
     import transformers
 
@@ -310,10 +334,18 @@ def compare(
         return result("refused", sentence)
     except Exception:
         return result("WRONG", traceback.format_exc(limit=-3))
+    if ranks > 1 and path == "native":
+        try:
+            shared = on_ranks(folder, ranks, [text for text, _ in have])
+        except PenstockError as error:
+            return result("refused", f"on {ranks} ranks: {error.message}", path)
+        except Exception:
+            return result("WRONG", f"on {ranks} ranks: {traceback.format_exc(limit=-3)}", path)
+        have += [(text, values) for (text, _), values in zip(have, shared, strict=True)]
     for text, values in have:
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([text]), **positions(model, len(text))).logits[0].float()
-        want = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(text[1:])[:, None])[:, 0]
+        want = chosen_logprobs(logits, text)
         error = (want - values).abs()
         if not bool(error.max() < TOLERANCE * max(1.0, want.abs().max().item())):
             return result(
@@ -328,6 +360,9 @@ def main() -> None:
     parser.add_argument("--native", action="store_true", help="only types that are native")
     parser.add_argument("--seeds", type=int, default=3, help="random settings for each type")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="tensor-parallel ranks that native models also run on"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--markdown", type=Path, help="write the table to a file")
     arguments = parser.parse_args()
@@ -340,7 +375,9 @@ def main() -> None:
         chosen = [kind for kind in chosen if kind in names or known[kind] in names]
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     wanted = [(kind, str(known[kind]), seed) for kind in chosen for seed in seeds]
-    architectures.sweep(wanted, arguments.jobs, functools.partial(compare), arguments.markdown)
+    architectures.sweep(
+        wanted, arguments.jobs, functools.partial(compare, ranks=arguments.ranks), arguments.markdown
+    )
 
 
 if __name__ == "__main__":
