@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from penstock.kernels.operands import SILU_LIMIT as SILU_LIMIT
 from penstock.kernels.operands import SWIGLU_ALPHA as SWIGLU_ALPHA
 from penstock.kernels.operands import SWIGLU_LIMIT as SWIGLU_LIMIT
 from penstock.kernels.operands import TREE_PLACES as TREE_PLACES

@@ -133,9 +133,11 @@ def with_common_order(parts: Sequence[WeightData]) -> tuple[list[WeightData], Te
 TREE_PLACES = 32  # of the bits of `AttentionBatch.ancestors`
 
 # "clamped_swiglu" is gpt-oss's: gate × sigmoid(1.702 × gate) × (up + 1), both clamped at 7.
+# "limited_silu" is DeepSeek V4's: silu(gate) × up, with the gate at most 10 and up from -10 to 10.
 # "relu" squares positive values where gate and up are one matrix, as in experts without a gate.
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu", "limited_silu"]
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+SILU_LIMIT = 10.0
 
 
 class PackedLinear(Protocol):

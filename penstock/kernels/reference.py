@@ -26,6 +26,7 @@ from torch import Tensor
 from penstock.kernels.blocks import ComposedOps
 from penstock.kernels.chunks import within_chunks
 from penstock.kernels.interface import (
+    SILU_LIMIT,
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
     Activation,
@@ -204,6 +205,8 @@ def gated_reference(gate_up: Tensor, activation: Activation) -> Tensor:
         gate = gate.clamp(max=SWIGLU_LIMIT)
         active = gate * torch.sigmoid(SWIGLU_ALPHA * gate)
         up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+    elif activation == "limited_silu":
+        active, up = F.silu(gate.clamp(max=SILU_LIMIT)), up.clamp(-SILU_LIMIT, SILU_LIMIT)
     elif activation == "relu":
         active = F.relu(gate)
     else:

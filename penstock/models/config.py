@@ -19,7 +19,7 @@ from penstock.core.errors import ModelLoadError
 RopeKind = Literal["linear", "ntk", "llama3", "yarn", "longrope", "proportional"]
 GatedActivationName = Literal["silu", "gelu_tanh"]
 # Activations of gated MLPs, each one step for a backend.
-ActivationName = GatedActivationName | Literal["clamped_swiglu", "relu"]
+ActivationName = GatedActivationName | Literal["clamped_swiglu", "relu", "limited_silu"]
 PlainActivationName = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]  # of MLPs without a gate
 
 # No size in a model's settings comes near this; it keeps a damaged file from asking for absurd memory.

@@ -14,11 +14,19 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, WeightData
 from penstock.models.config import ArchitectureConfig
 from penstock.models.rope import pair_order
 from penstock.models.weight_parts import Part, pick_columns, pick_rows
-from penstock.models.weights import AdaptedPlace, NamedProduct, Stacked, StackedSource, WeightSource
+from penstock.models.weights import (
+    AdaptedPlace,
+    IndexSource,
+    NamedProduct,
+    Stacked,
+    StackedSource,
+    WeightSource,
+)
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 _EXPERT = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(\d+)\.(\w+)\.(weight|bias)")
@@ -279,6 +287,11 @@ class LayoutSource:
         window = range(int(order[0]), int(order[-1]) + 1)
         found = self._source.stacked_matrix(place, total, columns, Part(window, wanted.columns))
         return found if len(window) == len(order) else pick_rows(found, order - window.start)
+
+    def indices(self, name: str, rows: int, columns: int) -> Tensor:
+        if not isinstance(self._source, IndexSource):
+            raise ModelLoadError(f"{name} is a table of whole numbers, which these files do not hold.")
+        return self._source.indices(self._stored_name(name), rows, columns)
 
     def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
         stacked = self._stacked(name, size)

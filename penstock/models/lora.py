@@ -34,6 +34,7 @@ ADAPTABLE = (
     *("b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),  # Kimi Linear
     *("delta_q_proj", "f_proj", "g_proj"),  # Ling 3
     *("v_proj_current", "v_proj_delayed"),  # Zaya
+    *("kv_proj", "o_b_proj"),  # DeepSeek V4
 )
 _PREFIX = "base_model.model."
 _LEFT, _RIGHT = ".lora_A.weight", ".lora_B.weight"

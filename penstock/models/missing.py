@@ -6,9 +6,6 @@ from collections.abc import Mapping
 
 # The architectures that need each of these, by their class without its head and by `model_type`.
 _NEEDED_BY: Mapping[str, frozenset[str]] = {
-    "attention over keys and values that are compressed every few tokens, and several residual streams": frozenset(
-        {"DeepseekV4", "deepseek_v4"}
-    ),
     "several residual streams, and attention sinks beside latents": frozenset({"HYV4", "hy_v4"}),
     "attention that weighs and drops keys by their values": frozenset({"Doge", "doge"}),
     "scores by distance, and short convolutions over keys and values": frozenset(

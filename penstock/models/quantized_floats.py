@@ -20,7 +20,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight, WeightData
 from penstock.models.hqq_source import HQQSource
 from penstock.models.pickled_source import PickledSource
-from penstock.models.quantized_source import QuantizedSource
+from penstock.models.quantized_source import BARE_SCALE, QuantizedSource
 from penstock.models.safetensors_source import SafetensorsSource
 from penstock.models.stored_quantization import (
     HQQ,
@@ -98,7 +98,7 @@ def open_folder(
             return files
         case Float4():
             return Float4Source(files, Scaled())  # matrices in eight bits may be among those in four
-        case Compressed():
+        case Compressed() | Scaled():
             return Float4Source(files, kind)
         case MXFP4():
             return StackedFloat4Source(files, kind)
@@ -142,6 +142,9 @@ class Float4Source(QuantizedSource):
     def matrix(self, name: str, rows: int, columns: int, part: Part | None = None) -> WeightData:
         stem = name.removesuffix(".weight")
         names, read = self.names(), self.files.tensor
+        bare = f"{stem}.{BARE_SCALE}"
+        if bare in names and self.files.shape(name) == (rows, columns // 2):
+            return self._halves(name, bare, columns, part or Part(range(rows), range(columns)))
         is_compressed = f"{stem}.weight_packed" in names
         is_integer = is_compressed and self.files.shape(f"{stem}.weight_packed") != (rows, columns // 2)
         if is_integer or (not is_compressed and f"{stem}.weight_scale_2" not in names):
@@ -165,6 +168,16 @@ class Float4Source(QuantizedSource):
         packed = read(stored, (rows, columns // 2), (wanted.rows, range(columns // 2)))
         scales = all_scales[wanted.rows.start : wanted.rows.stop]
         return take_columns(float4_weight(packed, scales, factor, group), wanted.columns)
+
+    def _halves(self, name: str, scale_name: str, columns: int, wanted: Part) -> WeightData:
+        """Read experts of DeepSeek V4, whose scales have the name of those of its float8 matrices."""
+        group, rows = _GROUPS[0], (wanted.rows,)
+        if columns % group:
+            raise ModelLoadError(f"{name} has {columns} inputs, no multiple of {group}.")
+        packed = self.files.tensor(name, None, (*rows, range(columns // 2))).view(torch.uint8)
+        shape = (self.files.shape(name)[0], columns // group)
+        scales = self.files.tensor(scale_name, shape, (*rows, range(columns // group)))
+        return take_columns(float4_weight(packed, scales, 1.0, group), wanted.columns)
 
     def _largest_scale(self, name: str) -> float:
         scales = self.files.tensor(name).float()

@@ -30,6 +30,7 @@ from penstock.models.weights import Stacked
 # Nibble i of a word holds the output AWQ_ORDER[i] of its eight.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _SMALLEST_GROUP = 16
+BARE_SCALE = "scale"  # the name of scales beside float8 and float4 matrices in DeepSeek V4's folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,9 @@ class QuantizedSource:
 
     def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
         return self.files.vector(name, size, part)
+
+    def indices(self, name: str, rows: int, columns: int) -> Tensor:
+        return self.files.indices(name, rows, columns)
 
     def is_quantized(self, name: str) -> bool:
         stem = name.removesuffix(".weight")
@@ -106,7 +110,7 @@ class QuantizedSource:
             case Compressed(scaled=kind) | (Scaled() as kind):
                 scales = [
                     each
-                    for each in (f"{stem}.weight_scale", f"{stem}.weight_scale_inv")
+                    for each in (f"{stem}.weight_scale", f"{stem}.weight_scale_inv", f"{stem}.{BARE_SCALE}")
                     if each in self._names
                 ]
                 if scales:

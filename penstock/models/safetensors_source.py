@@ -61,6 +61,12 @@ class SafetensorsSource:
     def vector(self, name: str, size: int, part: range | None = None) -> Tensor:
         return self._read(name, (size,), None if part is None else (part,)).to(torch.float32)
 
+    def indices(self, name: str, rows: int, columns: int) -> Tensor:
+        found = self.tensor(name, (rows, columns))
+        if found.dtype not in (torch.int64, torch.int32, torch.int16):
+            raise ModelLoadError(f"{name} is in {found.dtype} where whole numbers are expected.")
+        return found.to(torch.int64)
+
     def stacked_matrix(self, place: Stacked, rows: int, columns: int, part: Part) -> DenseWeight:
         index = range(place.index, place.index + 1)
         if not place.transposed:

@@ -70,6 +70,15 @@ class StackedSource(Protocol):
         ...
 
 
+@runtime_checkable
+class IndexSource(Protocol):
+    """Sources of files that may hold tables of whole numbers."""
+
+    def indices(self, name: str, rows: int, columns: int) -> Tensor:
+        """int64 [rows, columns] on the host."""
+        ...
+
+
 class ExpertNames(NamedTuple):
     """The names of the three matrices of one expert in a checkpoint. An expert without a gate has two: its gate is
     the matrix `up` once more, which doubles that matrix in memory."""
@@ -165,6 +174,19 @@ class WeightLoader:
         values = weight.values.float() if isinstance(weight, DenseWeight) else weight.dequantize()
         self.weight_bytes += values.nbytes
         return values.to(self.ops.device)
+
+    def indices(self, name: str, rows: int, columns: int, limit: int) -> Tensor:
+        """int64 [rows, columns] on the backend's device: whole numbers from 0 to below the limit. A source without
+        such tables gives each row its own number and those after it."""
+        if not isinstance(self._source, IndexSource) or not self._names:
+            found = (torch.arange(rows).unsqueeze(1) + torch.arange(columns)) % limit
+        else:
+            self._read.add(name)
+            found = self._source.indices(name, rows, columns)
+        if rows and not 0 <= int(found.min()) <= int(found.max()) < limit:
+            raise ModelLoadError(f"{name} has numbers outside of 0 to {limit - 1}.")
+        self.weight_bytes += found.nbytes
+        return found.to(self.ops.device)
 
     def dense(self, name: str, rows: int, columns: int, own: range) -> Tensor:
         """Return the rows `own` of a matrix in the compute type, on the backend's device, for products that are not

@@ -324,6 +324,8 @@ def layer_counts(reader: Sizes, num_layers: int) -> LayerCounts:
         return LayerCounts(attention, num_layers - attention, num_layers)
     if not kinds and kind == "minimax":
         return LayerCounts(num_layers - num_layers // 2, num_layers // 2, num_layers)
+    if kind == "deepseek_v4" and not kinds:
+        kinds = ("compressed_sparse_attention",) * num_layers
     if not kinds:
         return LayerCounts(num_layers, 0, num_layers)
     for each in kinds:

@@ -106,6 +106,9 @@ ZAMBA = {"num_hidden_layers": 5, "n_mamba_heads": 8,
          "mamba_d_state": 12, "mamba_ngroups": 2, "chunk_size": 16, "head_dim": None,
          "num_key_value_heads": 4}  # fmt: skip
 
+COMPRESSED = ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention",
+              "compressed_sparse_attention", "heavily_compressed_attention"]  # fmt: skip
+
 TINY: dict[str, Tiny] = {
     "llama": Tiny("llama"),
     "llama-dynamic": Tiny("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
@@ -282,6 +285,14 @@ TINY: dict[str, Tiny] = {
     "bailing_hybrid": Tiny("bailing_hybrid", {**LATENTS, **FOUR, "layer_types": MAMBA_AND_ATTENTION, "head_dim": 16,
                                               "num_local_experts": 8, "n_group": 2, "topk_group": 1,
                                               "n_routed_experts": None}),
+    "deepseek_v4": Tiny("deepseek_v4", {**EXPERTS, "num_hidden_layers": 5, "num_key_value_heads": 1,
+                                        "n_routed_experts": 8, "intermediate_size": None, "q_lora_rank": 24,
+                                        "sliding_window": 10,
+                                        "layer_types": COMPRESSED, "partial_rotary_factor": 0.5, "hc_mult": 3,
+                                        "compress_rates": {COMPRESSED[0]: 12, COMPRESSED[1]: 4}, "o_groups": 2,
+                                        "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe", "moe"],
+                                        "o_lora_rank": 12, "index_n_heads": 16, "index_head_dim": 12, "index_topk": 5,
+                                        "rope_parameters": YARN}),
     "olmo_hybrid": Tiny("olmo_hybrid", {**FOUR, **DELTA, "head_dim": None, "linear_value_head_dim": 4,
                                         "rope_parameters": {"rope_type": "default", "rope_theta": None}}),
     "olmo_hybrid-rope": Tiny("olmo_hybrid", {**FOUR, **DELTA, "head_dim": None, "linear_value_head_dim": 4,
@@ -331,6 +342,10 @@ def save_tiny(name: str, folder: Path, tiny: Tiny | None = None) -> Reference:
                 buffer.fill_(0.8)
             if key.endswith(("e_score_correction_bias", "expert_bias", "balancing_biases")):
                 buffer.normal_(0.0, 0.1)
+            if key.endswith("tid2eid"):
+                buffer.copy_(
+                    torch.rand(len(buffer), model.config.n_routed_experts).argsort()[:, : buffer.shape[1]]
+                )
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         model.save_pretrained(folder)
     return Reference(name, folder, model)

@@ -91,6 +91,13 @@ def test_an_unknown_kind_of_layer_is_refused(kind: object) -> None:
         shape_from_config("nemotron", nemotron(["mamba", kind]))  # type: ignore[list-item]
 
 
+def test_layers_of_deepseek_v4_are_refused_however_a_file_lists_them() -> None:
+    settings = {"model_type": "deepseek_v4", "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2}
+    for kinds in ({"compress_ratios": [128, 4]}, {"layer_types": ["heavily_compressed_attention"] * 2}, {}):
+        with pytest.raises(UsageError, match=r"compressed_.*which the planner does not know"):
+            shape_from_config("v4", {**settings, **kinds})
+
+
 NATIVE_TYPES = sorted(
     name for family in NATIVE for name in family.huggingface_names if name in CONFIG_MAPPING
 )

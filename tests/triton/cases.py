@@ -299,7 +299,7 @@ def assert_elementwise(bench: Bench, rows: int, width: int) -> None:
     )
     torch.testing.assert_close(ours, theirs, **tolerance)
     both = torch.cat([x, residual], 1)
-    activations: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu", "relu")
+    activations: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu", "relu", "limited_silu")
     for activation in activations:
         torch.testing.assert_close(
             ops.gated(both, activation), definition.gated(both, activation), **tolerance

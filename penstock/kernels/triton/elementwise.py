@@ -12,9 +12,10 @@ from penstock.kernels.interface import Activation
 from penstock.kernels.triton.device import cdiv, empty_rows, next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
-KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "relu": 3}
+KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2, "relu": 3, "limited_silu": 4}
 SWIGLU_ALPHA = tl.constexpr(interface.SWIGLU_ALPHA)
 SWIGLU_LIMIT = tl.constexpr(interface.SWIGLU_LIMIT)
+SILU_LIMIT = tl.constexpr(interface.SILU_LIMIT)
 
 
 @triton.jit
@@ -36,6 +37,9 @@ def gate_up_product(gate, up, KIND: tl.constexpr):
         up = tl.minimum(tl.maximum(up, -SWIGLU_LIMIT), SWIGLU_LIMIT) + 1.0
     elif KIND == 3:
         active = tl.maximum(gate, 0.0)
+    elif KIND == 4:
+        active = activate(tl.minimum(gate, SILU_LIMIT), True)
+        up = tl.minimum(tl.maximum(up, -SILU_LIMIT), SILU_LIMIT)
     else:
         active = activate(gate, KIND == 0)
     return active * up

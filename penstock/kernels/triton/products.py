@@ -28,7 +28,7 @@ from penstock.kernels.triton.targets import has_hopper_kernels
 # Up to here, `int4_hopper` multiplies four-bit weights as they are: with 1,024 rows in the time of dense weights.
 MAX_HOPPER_ROWS = 2048
 # No product includes these; `gated` computes them.
-UNFUSED_GATES: tuple[Activation, ...] = ("clamped_swiglu", "relu")
+UNFUSED_GATES: tuple[Activation, ...] = ("clamped_swiglu", "relu", "limited_silu")
 
 
 def linear(

@@ -32,6 +32,22 @@ _DEEPSEEK_V3 = {
 # By the family's name. The sizes that every file states are not here: without them a file is damaged. A family that
 # reads a setting under several names has it under the name that it reads last, so that any name in a file wins.
 CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v4": {
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "head_dim": 512,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+        "index_topk": 512,
+        "max_position_embeddings": 1048576,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 6,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "q_lora_rank": 1024,
+        "sliding_window": 128,
+    },
     "mistral": _MISTRAL,
     "mixtral": {
         **_EPS,
