@@ -156,7 +156,7 @@ class CurveChannel:
     def give_up(self) -> None:
         """Expect no more answers: another process leads now, and the earlier leader may be dead."""
         self._has_given_up = True
-        if self._limit is not None:
+        if self._limit is not None and not self._limit.expired():  # else the question ends by itself
             self._limit.reschedule(0.0)
 
     def close(self) -> None:

@@ -213,6 +213,9 @@ class Follower:
                 for host in self._hosts.values():
                     host.seen_s = self._now()
                 await asyncio.sleep(RETRY_S)
+            except Exception:
+                logger.exception("a change in the registry could not be followed; the registry is read again")
+                await asyncio.sleep(RETRY_S)
 
     async def _read(self) -> None:
         needs_records = self._on_change is not None or self._on_records is not None

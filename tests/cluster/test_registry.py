@@ -293,6 +293,27 @@ async def test_replicas_stay_known_while_the_registry_is_away(monkeypatch: pytes
     assert [len(members) for members in seen] == [1, 1, 0]
 
 
+async def test_an_error_in_one_change_ends_no_following(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A gateway would otherwise keep its replicas for ever, whatever became of them, and say nothing."""
+    for name in ("RETRY_S", "POLL_S"):
+        monkeypatch.setattr(f"penstock.cluster.registry.{name}", 0.01)
+    registry, seen = MemoryRegistry(), []
+
+    def take(members: tuple[Member, ...]) -> None:
+        seen.append(members)
+        if len(seen) == 1:
+            raise RuntimeError("once")
+
+    async with Follower(registry, TOKENS, take).running():
+        await registry.publish("a", record("a", "a-1"), 60.0)
+        await until(lambda: seen)
+        await registry.publish("a", record("a", "a-2"), 60.0)
+        await until(lambda: len(seen) == 2)
+    assert "could not be followed" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["memory", "redis", "kubernetes", "database", POSTGRESQL])
 async def test_one_candidate_leads_at_a_time(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
