@@ -11,23 +11,22 @@ import asyncio
 import logging
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
 from penstock.cluster.external.circuits import ServerCircuits
+from penstock.cluster.external.members import Member, Run, ServerView
 from penstock.cluster.external.relay import Relay
-from penstock.cluster.external.server import ExternalServer, OnChunks, ServerDown, ServerLoad
+from penstock.cluster.external.server import ExternalServer, OnChunks, ServerDown
 from penstock.cluster.external.waiting import WaitingCalls
 from penstock.cluster.external.wire import ExternalCall, RequestRefused, server_name
 from penstock.core.clock import Clock, SystemClock
 from penstock.core.config import ExternalServerConfig
 from penstock.core.errors import EngineUnavailable, PenstockError
 from penstock.core.messages import EngineStats
-from penstock.dispatch.health import BreakerConfig, Circuit, CircuitBreaker
+from penstock.dispatch.health import BreakerConfig, CircuitBreaker
 from penstock.dispatch.requests import Failure, RetryBudget, RetryConfig, RetryDecision, RetryPolicy
 from penstock.router import PrefixAware, Replica, ReplicaState, Router, RoutingRequest, hash_text
 
@@ -44,31 +43,6 @@ RECOMPUTE_WEIGHT = 4.0
 RETRIES = RetryConfig(max_budget=200.0)
 MAX_BUDGETS = 1024
 _NONE: frozenset[str] = frozenset()
-
-
-@dataclass(slots=True)
-class _Member:
-    server: ExternalServer
-    circuits: ServerCircuits
-    state: ReplicaState = ReplicaState.STARTING
-    missed_probes: int = 0
-    num_running: int = 0  # sent from this gateway
-    outcomes: Counter[str] = field(default_factory=Counter)
-    has_left: bool = False  # no longer one of the servers; its running requests continue
-
-
-@dataclass(frozen=True, slots=True)
-class ServerView:
-    """The view of a server for operators."""
-
-    name: str
-    state: ReplicaState
-    circuit: Circuit
-    models: tuple[str, ...]
-    region: str
-    num_running: int  # sent from this gateway
-    load: ServerLoad | None  # of all clients, by the server's report
-    outcomes: Mapping[str, int]  # attempts, by how they ended
 
 
 class ExternalPool:
@@ -110,8 +84,8 @@ class ExternalPool:
         # Called with a server and the hashes of a prompt that was sent there, if some of them are new there.
         self.on_placed: Callable[[str, Sequence[bytes]], None] | None = None
 
-    def _member(self, server: ExternalServer) -> _Member:
-        return _Member(server, ServerCircuits(self._breaker))
+    def _member(self, server: ExternalServer) -> Member:
+        return Member(server, ServerCircuits(self._breaker))
 
     @property
     def num_waiting(self) -> int:
@@ -129,19 +103,7 @@ class ExternalPool:
         return any(member.state is ReplicaState.READY for member in self._members.values())
 
     def views(self) -> list[ServerView]:
-        return [
-            ServerView(
-                name,
-                member.state,
-                member.circuits.circuit,
-                tuple(member.server.models),
-                member.server.region,
-                member.num_running,
-                member.server.load,
-                dict(member.outcomes),
-            )
-            for name, member in self._members.items()
-        ]
+        return [member.view() for member in self._members.values()]
 
     async def run(self) -> None:
         """Probe all servers again and again, until cancelled."""
@@ -162,7 +124,7 @@ class ExternalPool:
         ConfigError, and nothing changes."""
         before = self._members
         urls = tuple(dict.fromkeys(config.url for config in (configs if found_by is None else found_by)))
-        members: dict[str, _Member] = {}
+        members: dict[str, Member] = {}
         new = []
         for config in configs:
             member = before.get(server_name(config))
@@ -182,7 +144,7 @@ class ExternalPool:
         self._describe()
         self._grant()
 
-    async def _close_if_over(self, member: _Member) -> None:
+    async def _close_if_over(self, member: Member) -> None:
         if member.has_left and not member.num_running:
             await member.server.close()
 
@@ -242,7 +204,7 @@ class ExternalPool:
     def note_first_token(self, call: ExternalCall) -> None:
         self._router.first_token(call.id, self._clock.now())
 
-    async def _place(self, call: ExternalCall, failed: set[str], *, continues: bool) -> _Member:
+    async def _place(self, call: ExternalCall, failed: set[str], *, continues: bool) -> Member:
         """Return the server of the next attempt, which has room for it. Waits for room where no server has any."""
         if len(self._members) == 1 and not failed:
             (member,) = self._members.values()
@@ -284,7 +246,7 @@ class ExternalPool:
         ]
         return frozenset((*failed, *asleep))
 
-    def _choose(self, call: ExternalCall, excluded: frozenset[str]) -> _Member:
+    def _choose(self, call: ExternalCall, excluded: frozenset[str]) -> Member:
         """Return the router's choice of the servers that are not excluded."""
         hashes = hash_text(call.tenant, call.text)
         now = self._clock.now()
@@ -320,7 +282,7 @@ class ExternalPool:
             and (not needs_prefill or member.server.continues)
         ]
 
-    def _is_usable(self, member: _Member, call: ExternalCall, now: float) -> bool:
+    def _is_usable(self, member: Member, call: ExternalCall, now: float) -> bool:
         """Return whether a server could answer a call from its beginning."""
         server = member.server
         if call.model not in server.models or member.state is not ReplicaState.READY:
@@ -330,7 +292,7 @@ class ExternalPool:
             return False
         return member.circuits.allows(call.tenant, now)
 
-    def _has_room(self, member: _Member, *, was_granted: bool = False) -> bool:
+    def _has_room(self, member: Member, *, was_granted: bool = False) -> bool:
         """Return whether a server takes another request. Places that were granted to others count as taken."""
         most = member.server.max_concurrent
         if most is None:
@@ -361,10 +323,11 @@ class ExternalPool:
             )
         )
 
-    async def _attempt(self, member: _Member, call: ExternalCall, relay: Relay) -> None:
+    async def _attempt(self, member: Member, call: ExternalCall, relay: Relay) -> None:
         circuits, tenant, sent_s = member.circuits, call.tenant, self._clock.now()
         circuits.sent(tenant, sent_s)
-        member.num_running += 1
+        run = Run(call, relay, asyncio.current_task())
+        member.runs.add(run)
         self._grant()  # what was granted to this call counts for it alone from now on
         outcome = "abandoned"
         try:
@@ -373,6 +336,12 @@ class ExternalPool:
                 raise _broken_off(member.server.name, has_begun=relay.has_begun)
             outcome = "served"
             circuits.succeeded(tenant)
+        except asyncio.CancelledError:
+            if not run.was_given_up():
+                raise  # the client has gone, perhaps at the same moment
+            outcome = "failed"
+            circuits.unreachable(tenant, self._clock.now())
+            raise _given_up(member.server.name) from None
         except RequestRefused as refused:
             outcome = "failed" if refused.elsewhere else "refused"
             if not refused.is_reached:
@@ -386,17 +355,21 @@ class ExternalPool:
             if outcome == "abandoned":
                 circuits.abandoned(tenant)
             member.outcomes[outcome] += 1
-            member.num_running -= 1
+            member.runs.discard(run)
             if member.has_left:
                 await self._close_if_over(member)
             self._grant()
             self._router.ended(call.id, self._clock.now())
 
-    async def _probe(self, member: _Member) -> None:
+    async def _probe(self, member: Member) -> None:
         try:
             await member.server.probe()
         except ServerDown as error:
             member.missed_probes += 1
+            if error.is_silent:
+                for run in member.silent_runs(MAX_MISSED_PROBES):
+                    if self._usable(run.call, (member.server.name,), continues=run.relay.has_begun):
+                        run.give_up()
             if member.state is ReplicaState.STARTING or (
                 member.state is ReplicaState.READY and member.missed_probes >= MAX_MISSED_PROBES
             ):
@@ -444,6 +417,11 @@ class ExternalPool:
                 self._router.heartbeat(
                     name, EngineStats(num_running=load.num_running, num_waiting=load.num_waiting)
                 )
+
+
+def _given_up(name: str) -> RequestRefused:
+    error = EngineUnavailable(f"The external server {name!r} does not answer any more.", hint="Try again.")
+    return RequestRefused(error, elsewhere=True, is_reached=False)
 
 
 def _broken_off(name: str, *, has_begun: bool) -> RequestRefused:

@@ -18,7 +18,8 @@ _UNREPEATABLE = frozenset({"logprobs", "response_format", "structured_outputs", 
 
 
 class Relay:
-    """Passes on the chunks of all attempts of one call. `has_begun` says whether the client has seen anything."""
+    """Passes on the chunks of all attempts of one call. `has_begun` says whether the client has seen anything, and
+    `num_chunks` how much."""
 
     def __init__(
         self,
@@ -31,7 +32,7 @@ class Relay:
         self._on_first = on_first
         self._is_plain = not call.is_whole and _UNREPEATABLE.isdisjoint(call.body)
         self._text: list[str] = []
-        self._num_chunks = 0
+        self.num_chunks = 0
         self._num_before = 0  # chunks of servers that broke off
         self.has_begun = False
         self.has_ended = False  # with a finish_reason
@@ -41,14 +42,14 @@ class Relay:
             if chunk.choices:
                 choice = chunk.choices[0]
                 if choice.says_something:
-                    self._num_chunks += 1
+                    self.num_chunks += 1
                     if choice.finish_reason is not None:
                         self.has_ended = True
                     if self._is_plain:
                         self._note(choice)
             elif chunk.data:
                 self.has_begun = self.has_ended = True
-        if not self.has_begun and self._num_chunks:
+        if not self.has_begun and self.num_chunks:
             self.has_begun = True
             if not self._call.is_whole:  # whose first token was not seen
                 self._on_first()
@@ -64,7 +65,7 @@ class Relay:
         """Return the call for what is still to come. Only if `can_continue`."""
         body = self._continued_body()
         assert body is not None
-        self._num_before = self._num_chunks
+        self._num_before = self.num_chunks
         return msgspec.structs.replace(self._call, body=body)
 
     def _note(self, choice: WireChoice) -> None:
@@ -81,7 +82,7 @@ class Relay:
         body = {name: value for name, value in self._call.body.items() if name != "min_tokens"}
         text = "".join(self._text)
         if (max_tokens := self._call.max_tokens) is not None:
-            body["max_tokens"] = max_tokens - self._num_chunks
+            body["max_tokens"] = max_tokens - self.num_chunks
             if body["max_tokens"] < 1:
                 return None
         if "messages" not in body:

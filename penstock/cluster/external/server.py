@@ -187,7 +187,11 @@ OnChunks: TypeAlias = Callable[[list[StreamChunk]], None]
 
 
 class ServerDown(Exception):
-    """The server did not answer a probe correctly."""
+    """The server did not answer a probe correctly, or, if it `is_silent`, at all."""
+
+    def __init__(self, message: str, *, is_silent: bool = False) -> None:
+        super().__init__(message)
+        self.is_silent = is_silent
 
 
 class ExternalServer:
@@ -229,7 +233,7 @@ class ExternalServer:
                 raise ServerDown(f"{path} answers {status}")
             page = _decoded(body, _decode_models)
         except HttpError as error:
-            raise ServerDown(str(error)) from error
+            raise ServerDown(str(error), is_silent=True) from error
         except TooManyValues as error:
             raise ServerDown(f"{path} lists more models than there can be") from error
         except (msgspec.DecodeError, RecursionError) as error:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.cluster.external import waiting
 from penstock.cluster.external.pool import MAX_MISSED_PROBES, ExternalPool
-from penstock.cluster.external.server import MAX_OBJECTS, ExternalServer
+from penstock.cluster.external.server import MAX_OBJECTS, ExternalServer, ServerDown
 from penstock.cluster.external.wire import ExternalCall, StreamChunk, WireDelta
 from penstock.core.clock import VirtualClock
 from penstock.core.config import ExternalServerConfig
@@ -478,6 +478,126 @@ async def test_without_any_server_that_is_well_nothing_is_asked() -> None:
         server.is_well = True
         await pool.probe()
         assert await ask(pool) == "Hello"
+
+
+class StandingServer(OpenAIServer):
+    """Sends the beginning of an answer, and the rest when it is thawed."""
+
+    def __init__(self, *beginning: Any) -> None:
+        super().__init__(script=lambda body: [*beginning, self.thaws, *text_chunks("thawed")])
+        self.thaws = asyncio.Event()
+
+
+def stand_still(pool: ExternalPool, server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let probes of a server go unanswered from now on."""
+
+    async def probe() -> None:
+        raise ServerDown("it did not answer in time", is_silent=True)
+
+    (member,) = (each for each in pool._members.values() if each.server.config.url == server.url)
+    monkeypatch.setattr(member.server, "probe", probe)
+
+
+async def begun(pool: ExternalPool, server: OpenAIServer) -> None:
+    """Return when a server has sent all that it sends before it stands still."""
+    relays = [run.relay for member in pool._members.values() for run in member.runs]
+    await until(lambda: server.bodies and not any(relay.num_chunks == 0 for relay in relays))
+
+
+@pytest.mark.parametrize("beginning", [(), text_chunks("Hel")[:2]], ids=["nothing", "some text"])
+async def test_requests_leave_a_server_that_answers_neither_them_nor_probes(
+    monkeypatch: pytest.MonkeyPatch, beginning: Sequence[Any]
+) -> None:
+    standing = StandingServer(*beginning)
+    other = OpenAIServer(script=lambda body: text_chunks("Hello"[3 if len(body["messages"]) > 1 else 0 :]))
+    async with pool_of(standing, other) as pool:
+        asking = [asyncio.create_task(ask(pool, call(number))) for number in range(2)]  # one at each
+        await until(lambda: any(task.done() for task in asking) and len(standing.bodies) == 1)
+        if beginning:
+            await begun(pool, standing)
+        stand_still(pool, standing, monkeypatch)
+        for _ in range(MAX_MISSED_PROBES - 1):
+            await pool.probe()
+        assert not any(task.cancelling() for task in asking)
+        await pool.probe()
+        assert await asyncio.gather(*asking) == ["Hello", "Hello"]
+        assert not any(task.cancelling() for task in asking)
+        assert sum(view.outcomes.get("failed", 0) for view in pool.views()) == 1
+
+
+async def test_a_request_that_a_silent_server_still_answers_stays_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Probes may wait behind much work."""
+    busy, other = StandingServer(*text_chunks("Hel")[:2]), OpenAIServer()
+    goes_on = asyncio.Event()
+    busy.script = lambda body: [
+        *text_chunks("Hel")[:2],
+        goes_on,
+        text_chunks("l")[1],
+        busy.thaws,
+        text_chunks("o")[1],
+    ]
+    async with pool_of(busy, other) as pool:
+        asking = [asyncio.create_task(ask(pool, call(number))) for number in range(2)]
+        await until(lambda: any(task.done() for task in asking) and len(busy.bodies) == 1)
+        await begun(pool, busy)
+        stand_still(pool, busy, monkeypatch)
+        await pool.probe()
+        (run,) = (run for member in pool._members.values() for run in member.runs)
+        num_before = run.relay.num_chunks
+        goes_on.set()
+        await until(lambda: run.relay.num_chunks > num_before)
+        for _ in range(MAX_MISSED_PROBES):
+            await pool.probe()
+        assert not any(task.cancelling() for task in asking)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def test_a_request_that_no_other_server_can_take_waits_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = StandingServer(*text_chunks("Hel")[:2])
+    async with pool_of(alone) as pool:
+        asking = asyncio.create_task(ask(pool))
+        await until(lambda: alone.bodies)
+        await begun(pool, alone)
+        stand_still(pool, alone, monkeypatch)
+        for _ in range(MAX_MISSED_PROBES + 1):
+            await pool.probe()
+        alone.thaws.set()
+        assert await asking == "Helthawed"
+
+
+async def test_a_client_that_leaves_as_its_server_is_given_up_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    standing, other = StandingServer(), OpenAIServer()
+    async with pool_of(standing, other) as pool:
+        asking = [asyncio.create_task(ask(pool, call(number))) for number in range(2)]
+        await until(lambda: any(task.done() for task in asking) and len(standing.bodies) == 1)
+        (waiting_task,) = (task for task in asking if not task.done())
+        stand_still(pool, standing, monkeypatch)
+        for _ in range(MAX_MISSED_PROBES):
+            await pool.probe()
+        waiting_task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting_task
+        assert len(other.bodies) == 1
+
+
+async def test_whether_a_server_that_is_down_answers_at_all() -> None:
+    server = OpenAIServer()
+    server.is_well = False
+    async with serving(server):
+        for url, is_silent in ((server.url, False), ("http://127.0.0.1:1", True)):
+            external = ExternalServer(ExternalServerConfig(url=url))
+            with pytest.raises(ServerDown) as down:
+                await external.probe()
+            assert down.value.is_silent is is_silent
+            await external.close()
 
 
 async def test_a_server_that_never_was_there() -> None:
