@@ -350,9 +350,14 @@ def _check_texts(texts: tuple[str, ...], param: str, what: str, most: int) -> No
         raise InvalidRequest(f"Each of the {what} may have at most {MAX_STOP_CHARS} characters.", param=param)
 
 
+def check_num_tools(number: int, param: str = "tools") -> None:
+    """Refuse more tools, or names of tools, than are read on the event loop."""
+    if number > MAX_TOOLS:
+        raise InvalidRequest(f"There may be at most {MAX_TOOLS} tools, not {number}.", param=param)
+
+
 def _check_tools(tools: Sequence[Tool]) -> None:
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"There may be at most {MAX_TOOLS} tools, not {len(tools)}.", param="tools")
+    check_num_tools(len(tools))
     names = set()
     for tool in tools:
         if not _TOOL_NAME.fullmatch(tool.name):

@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
 
+from penstock.api.anthropic.requests import MAX_EDITS
 from penstock.api.extensions import EXTENSION_FIELDS
 from penstock.api.http import parsing
 from penstock.api.http.parsing import BodyDecoder, check_num_values
 from penstock.api.openai import embeddings, requests
 from penstock.api.openai.requests import ChatCompletionRequest
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.checks import MAX_NAME_CHARS
+from penstock.gateway.checks import MAX_NAME_CHARS, MAX_TOOLS
 from penstock.gateway.models.served_model import MAX_DETOKENIZED
 from penstock.gateway.text.template import ChatTemplate
 from penstock.gateway.text.tokenizer import TextTokenizer
@@ -289,6 +290,60 @@ async def test_too_many_inputs_are_refused_before_they_are_read(
     monkeypatch.setattr(embeddings, "tuple", None, raising=False)
     with pytest.raises(InvalidRequest, match=f"There are {len(given)} inputs"):
         embeddings.TextInputFields(input=given).inputs()
+
+
+_HI = [{"role": "user", "content": "hi"}]
+_FUNCTION = {"type": "function", "name": "f"}
+_ALLOWED = {"type": "allowed_tools", "tools": [_FUNCTION] * (MAX_TOOLS + 1)}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": _HI, "tools": [{"type": "x"}] * (MAX_TOOLS + 1)}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": _HI,
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": _ALLOWED},
+            },
+        ),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "x"}] * (MAX_TOOLS + 1)}),
+        ("/v1/responses", {"input": "hi", "tools": [_FUNCTION], "tool_choice": _ALLOWED}),
+        (
+            "/v1/responses",
+            {"input": "hi", "tools": [{"type": "namespace", "name": "n", "tools": [_FUNCTION] * MAX_TOOLS}]},
+        ),
+        ("/v1/messages", {"messages": _HI, "tools": [{"type": "x"}] * (MAX_TOOLS + 1)}),
+        (
+            "/v1/messages",
+            {"messages": _HI, "context_management": {"edits": [{"type": "x"}] * (MAX_EDITS + 1)}},
+        ),
+    ],
+)
+async def test_long_lists_of_what_is_skipped_or_chosen_are_refused(path: str, body: dict[str, Any]) -> None:
+    """Each entry costs time on the event loop, and those that are skipped are told in the answer."""
+    async with direct_client(FakeEngine(script_text("fine"))) as client:
+        asked = {"max_tokens": 2} if path == "/v1/messages" else {}
+        answer = await client.post(path, json={"model": "bytes"} | asked | body)
+    assert answer.status_code == 400
+    assert "at most" in answer.text
+
+
+async def test_many_messages_of_ollama_are_translated_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_threads: list[object] = []
+
+    async def noted(work: Callable[..., Any], *args: Any) -> Any:
+        in_threads.append(work)
+        return work(*args)
+
+    monkeypatch.setattr(parsing, "in_thread", noted)
+    async with direct_client(FakeEngine(script_text("fine"))) as client:
+        for count in (2, parsing.DIRECT_PARTS + 1):
+            body = {"model": "bytes", "messages": _HI * count, "stream": False}
+            assert (await client.post("/api/chat", json=body)).status_code in (200, 400)
+            assert len(in_threads) == int(count > 2)
 
 
 async def test_a_large_body_is_joined_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

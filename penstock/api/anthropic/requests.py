@@ -23,6 +23,7 @@ from penstock.api.extensions import EXTENSION_FIELDS, ExtensionFields
 from penstock.api.http.parsing import check_num_parts
 from penstock.core.errors import InvalidRequest, ThreadsUnsupported, quoted
 from penstock.core.request import Grammar, Tier
+from penstock.gateway.checks import check_num_tools
 from penstock.gateway.prompts import (
     CacheMark,
     ChatMessage,
@@ -100,6 +101,7 @@ CLIENT_TOOLS = {
 
 
 MIN_THINKING_TOKENS = 1024
+MAX_EDITS = 32
 _MAX_SHOWN_CHARS = 64
 _DATE = re.compile(r"_\d{8}$")  # at the end of the types of Anthropic's own tools
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
@@ -196,6 +198,8 @@ class ContextManagement(msgspec.Struct):
 
     def warnings(self) -> tuple[RequestWarning, ...]:
         """Thoughts that are all to be kept need no edit: templates get all that a client sends."""
+        if len(self.edits) > MAX_EDITS:
+            raise InvalidRequest(f"There may be at most {MAX_EDITS} edits.", param="context_management")
         skipped = [edit.type[:_MAX_SHOWN_CHARS] for edit in self.edits if edit.keep != "all"]
         return tuple(
             RequestWarning(
@@ -243,6 +247,7 @@ class CountTokensRequest(ExtensionFields, kw_only=True):
         if self.cache_control is not None:
             messages = (*messages[:-1], _marked_at_end(messages[-1], self.cache_control.mark()))
         asked = self.tools or []
+        check_num_tools(len(asked))
         tools = tuple(
             tool.to_tool(f"tools.{index}") for index, tool in enumerate(asked) if not tool.is_hosted
         )

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole
 from penstock.api.http.context import note_model, principal_of, with_context
 from penstock.api.http.errors import ollama_error_body
-from penstock.api.http.parsing import BodyDecoder
+from penstock.api.http.parsing import BodyDecoder, translated
 from penstock.api.http.routes import JSON_LINES, Operation
 from penstock.api.ollama.models import OllamaModelEndpoints, model_name
 from penstock.api.ollama.requests import (
@@ -286,7 +286,8 @@ class OllamaEndpoints:
     async def chat(self, request: Request) -> ASGIApp:
         arrived_ns = time.monotonic_ns()
         wire = await self._chat_decoder.read(request)
-        return await self._answer(request, wire, wire.to_generation(), ChatPart, arrived_ns)
+        generation = await translated(wire.messages or (), wire.to_generation)
+        return await self._answer(request, wire, generation, ChatPart, arrived_ns)
 
     async def generate(self, request: Request) -> ASGIApp:
         arrived_ns = time.monotonic_ns()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import msgspec
@@ -18,6 +18,7 @@ from penstock.api.openai.messages import FunctionDefinition
 from penstock.api.openai.requests import thinking_of
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Grammar, SamplingDefaults
+from penstock.gateway.checks import check_num_tools
 from penstock.gateway.prompts import (
     ChatMessage,
     ChatPrompt,
@@ -151,9 +152,10 @@ class AnswerFields(msgspec.Struct, kw_only=True):
         return options.extended_request(request, has_tier=False)
 
     def chat_prompt(
-        self, messages: tuple[ChatMessage, ...], tools: Iterable[OllamaTool] | None = None
+        self, messages: tuple[ChatMessage, ...], tools: Sequence[OllamaTool] | None = None
     ) -> ChatPrompt:
         thinks, options = self._thinking()
+        check_num_tools(len(tools or ()))
         known = tuple(tool.to_tool() for tool in tools or ())
         return ChatPrompt(messages=messages, tools=known, thinks=thinks, template_options=options)
 

@@ -29,6 +29,7 @@ from penstock.api.openai.messages import (
 )
 from penstock.core.errors import InvalidRequest, quoted
 from penstock.gateway.answers.choice import ToolCallDelta
+from penstock.gateway.checks import check_num_tools
 from penstock.gateway.prompts import RequestWarning, Tool, ToolChoice
 
 _MAX_SHOWN_CHARS = 64
@@ -120,8 +121,10 @@ class Toolbox:
     def __init__(self, wire: Sequence[ResponseTool] | None) -> None:
         self.tools: list[Tool] = []
         self.called: dict[str, CalledTool] = {}
+        self._flat_names: dict[str, dict[str, None]] = {}  # of the model, by those of the client
         self.warnings: list[RequestWarning] = []
         self._skipped: set[str] = set()
+        check_num_tools(sum([1 + len(tool.tools or ()) for tool in wire or ()]))
         for position, tool in enumerate(wire or ()):
             self._add(tool, f"tools[{position}]")
 
@@ -155,6 +158,7 @@ class Toolbox:
         *,
         parallel: bool,
     ) -> tuple[tuple[Tool, ...], ToolChoice]:
+        check_num_tools(len(allowed), "tool_choice")
         remaining = [
             msgspec.structs.replace(tool, name=self._flat(tool.tool_name or tool.type), function=None)
             for tool in allowed
@@ -167,7 +171,7 @@ class Toolbox:
     def _flat(self, name: str) -> str:
         """Return the flat name for a name that the client uses. A name that several namespaces have stays as it
         is."""
-        found = [flat for flat, called in self.called.items() if called.name == name]
+        found = list(self._flat_names.get(name, ()))
         return found[0] if name not in self.called and len(found) == 1 else name
 
     def _add(self, tool: ResponseTool, param: str, namespace: ResponseTool | None = None) -> None:
@@ -206,6 +210,7 @@ class Toolbox:
         if other is not None and other != called:
             raise InvalidRequest(f"{param} has the name {quoted(tool.name)} of another tool.", param="tools")
         self.called[tool.name] = called
+        self._flat_names.setdefault(called.name, {})[tool.name] = None
         self.tools.append(tool)
 
     def _custom(self, tool: Tool, form: ToolFormat, param: str) -> Tool:
@@ -296,6 +301,7 @@ def flat_function(function: FunctionDefinition) -> ResponseTool:
 def toolbox_of(tools: Sequence[ChatTool] | None, functions: Sequence[FunctionDefinition] | None) -> Toolbox:
     if functions and tools:
         raise InvalidRequest("Give either tools or the older functions, not both.", param="functions")
+    check_num_tools(max(len(tools or ()), len(functions or ())))
     flat = [tool.flat(f"tools[{position}]") for position, tool in enumerate(tools or ())]
     return Toolbox([*flat, *map(flat_function, functions or ())])
 
