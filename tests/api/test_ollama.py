@@ -341,6 +341,7 @@ def test_a_client_that_leaves_cancels_its_request(serve: Serve) -> None:
         ("chat", {"messages": [USER], "format": {"type": "nonsense"}}, ""),
         ("chat", {"messages": [USER], "options": {"temperature": "hot"}}, "options"),
         ("chat", {"messages": [USER], "options": {"num_predict": 1.5}}, "options.num_predict"),
+        ("chat", {"messages": [USER], "options": {"num_predict": 10**400}}, "num_predict"),
         ("chat", {"messages": [USER], "options": {"top_k": 1e300}}, "top_k"),
         ("chat", {"messages": [USER], "options": {"seed": 10**30}}, "seed"),
         ("chat", {"messages": [USER], "options": {"repeat_penalty": -1}}, "repetition_penalty"),

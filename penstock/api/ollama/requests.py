@@ -5,7 +5,6 @@ Field names and defaults are Ollama's. An empty text stands for an absent field,
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -372,8 +371,8 @@ def _with_images(text: str, images: list[str] | None, param: str) -> str | tuple
 
 
 def _whole(value: Number | None, name: str) -> int | None:
-    if value is None:
-        return None
-    if not math.isfinite(value) or value != int(value):
+    if value is None or isinstance(value, int):
+        return value
+    if not value.is_integer():
         raise InvalidRequest(f"options.{name} must be a whole number, not {value}.", param=f"options.{name}")
     return int(value)
